@@ -1,0 +1,1 @@
+"""What the recipes share: plain functions and small dataclasses, one question a module, no recipe imported."""

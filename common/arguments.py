@@ -1,0 +1,268 @@
+"""The flags that every recipe shares, declared once, in groups.
+
+Machine facts (processes, mode, precision, offload) live in the config files of accelerate_configs/; training facts
+live here. Nothing is in both.
+"""
+
+import argparse
+import difflib
+import os
+import re
+import shutil
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+from common.activation_checkpointing import ACTIVATION_CHECKPOINTING
+from common.data import Samples, Source
+from common.launch import exit_with_mistakes, started_world_size
+from common.optimizers import OPTIMIZERS, SCHEDULES, optimizers_help
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse that tells a user's mistake in one line, suggests the nearest flag, and accepts no abbreviations."""
+
+    def __init__(self, **kwargs):
+        super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
+
+    def error(self, message: str) -> None:
+        if match := re.match(r"unrecognized arguments: (.*)", message):
+            flags = [option for action in self._actions for option in action.option_strings]
+            for word in match[1].split():
+                if nearest := difflib.get_close_matches(word.split("=")[0], flags, n=1):
+                    message += f"; did you mean {nearest[0]}?"
+        exit_with_mistakes([f"{message} (--help lists the flags)"])
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keeps line breaks that a help text has, and shows defaults except where there is none."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return [line for part in text.splitlines() for line in super(_HelpFormatter, self)._split_lines(part, width)]
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+
+def positive(text: str) -> int:
+    """argparse type: an integer of at least 1."""
+    if not (text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def not_negative(text: str) -> int:
+    """argparse type: an integer of at least 0."""
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
+    return int(text)
+
+
+def not_negative_float(text: str) -> float:
+    """argparse type: a finite number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number from 0 on")
+    return value
+
+
+def positive_float(text: str) -> float:
+    """argparse type: a finite number above 0."""
+    value = not_negative_float(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
+    return value
+
+
+def one_of(table: dict) -> dict:
+    """argparse keywords for a choice from a table, whose error suggests the nearest name."""
+
+    def name(text: str) -> str:
+        if text not in table:
+            nearest = difflib.get_close_matches(text, table, n=1)
+            hint = f", did you mean {nearest[0]}?" if nearest else ""
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(table)}{hint}")
+        return text
+
+    return {"type": name, "metavar": "|".join(table)}
+
+
+def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of every recipe."""
+    group = parser.add_argument_group("run")
+    group.add_argument("--output_dir", help="everything the run writes (default: runs/ and the time)")
+    group.add_argument("--overwrite", action="store_true", help="delete the run that --output_dir holds")
+    group.add_argument("--dry_run", action="store_true", help="all up to the first update, checked; writes no run")
+    group.add_argument("--seed", type=not_negative, default=0, help="of weights, order of samples and dropout")
+    group.add_argument("--eval_every", type=not_negative, default=0, metavar="N", help="updates; 0: only at the end")
+    group.add_argument(
+        "--report_to", nargs="+", default=[], metavar="TRACKER", help=f"also: {', '.join(LOGGER_TYPE_TO_CLASS)}"
+    )
+
+    group = parser.add_argument_group("batch (the update is the same however it is cut)")
+    group.add_argument("--num_updates", type=positive, default=700, help="optimizer updates in all")
+    group.add_argument("--global_batch_size", type=positive, default=16, help="samples an update, over all ranks")
+    group.add_argument("--micro_batch_size", type=positive, metavar="M", help="samples a device computes at once")
+    group.add_argument(
+        "--micro_batch_tokens",
+        type=positive,
+        metavar="T",
+        help="instead: as many samples at once as fit T tokens with their padding\n"
+        "(default: 1024 on a CPU, 8192 on a GPU, at least one sample; lower it if memory runs out)",
+    )
+    group.add_argument("--drop_last_window", action="store_true", help="drop the short last window of an epoch")
+    group.add_argument("--num_workers", type=not_negative, metavar="W", help="data processes (default: GPU 2, CPU 0)")
+
+    group = parser.add_argument_group("optimizer")
+    group.add_argument("--optimizer", default="adamw", help=optimizers_help(), **one_of(OPTIMIZERS))
+    group.add_argument("--learning_rate", type=positive_float, help="at its peak (default: the model's)")
+    group.add_argument("--weight_decay", type=not_negative_float, default=0.1, help="of matrices and embeddings")
+    group.add_argument("--warmup_updates", type=not_negative, help="(default: a twentieth of --num_updates)")
+    schedules = "\n".join(f"{name}: {text}" for name, text in SCHEDULES.items())
+    group.add_argument("--lr_schedule", default="cosine", help=schedules + "\n", **one_of(SCHEDULES))
+    group.add_argument("--max_grad_norm", type=not_negative_float, default=1.0, help="0: no clipping")
+    group.add_argument(
+        "--max_skipped_updates", type=positive, default=20, help="in a row, for a loss or gradient not finite"
+    )
+
+    group = parser.add_argument_group("memory and speed")
+    modes = "\n".join(f"{name}: {text}" for name, text in ACTIVATION_CHECKPOINTING.items())
+    group.add_argument(
+        "--activation_checkpointing", default="none", help=modes + "\n", **one_of(ACTIVATION_CHECKPOINTING)
+    )
+    group.add_argument("--compile", action="store_true", help="torch.compile the model: slow first updates, then fast")
+
+
+def add_language_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the recipes that read text."""
+    group = parser.add_argument_group("data (default: the source code of Python's standard library)")
+    formats = ".txt .jsonl .parquet .csv, also compressed; several, or a glob"
+    group.add_argument("--train_file", nargs="+", default=[], metavar="FILE", help=formats)
+    group.add_argument("--validation_file", nargs="+", default=[], metavar="FILE", help="held-out text, likewise")
+    group.add_argument("--dataset_name", help="of the hub, or a local directory; its validation split is held out")
+    group.add_argument("--dataset_config", help="the data set's configuration, where it has several")
+    group.add_argument("--text_column", default="text", help="of a row, where it has no prompt or messages")
+    group.add_argument("--sequence_length", type=positive, default=256, help="most tokens of a sample")
+
+    group = parser.add_argument_group("model")
+    group.add_argument("--model_name_or_path", help="a pretrained model: a local directory or a hub name")
+    group.add_argument("--trust_remote_code", action="store_true", help="run code that the model or data set brings")
+
+
+def check_arguments(args: argparse.Namespace, on_cpu: bool) -> list[str]:
+    """One line for each mistake in the shared flags that can be seen before data or model are touched.
+
+    Fills in the defaults that depend on the machine (micro-batch, workers), which no update depends on.
+    """
+    problems = []
+    world = started_world_size()
+    if args.micro_batch_size and args.micro_batch_tokens:
+        problems.append("--micro_batch_size and --micro_batch_tokens are two answers to one question; give one")
+    elif args.micro_batch_size:
+        if args.global_batch_size % (args.micro_batch_size * world):
+            problems.append(
+                f"--global_batch_size {args.global_batch_size} does not divide: {args.global_batch_size} / "
+                f"({args.micro_batch_size} micro x {world} processes) = "
+                f"{args.global_batch_size / (args.micro_batch_size * world):.4g} accumulation steps; "
+                f"{_nearest_batch_sizes(args.global_batch_size, args.micro_batch_size * world)}"
+            )
+    elif not args.micro_batch_tokens:
+        args.micro_batch_tokens = max(1024 if on_cpu else 8192, getattr(args, "sequence_length", 0))
+    if args.num_workers is None:
+        args.num_workers = 0 if on_cpu else 2
+    if args.warmup_updates is None:
+        args.warmup_updates = args.num_updates // 20
+    elif args.warmup_updates >= args.num_updates:
+        problems.append(
+            f"--warmup_updates {args.warmup_updates} leaves nothing of --num_updates {args.num_updates}; lower it"
+        )
+    for tracker in args.report_to:
+        problems += _check_tracker(tracker)
+    if args.output_dir and not args.dry_run:
+        problems += _check_output_dir(Path(args.output_dir), args.overwrite)
+    return problems
+
+
+def _nearest_batch_sizes(size: int, unit: int) -> str:
+    below, above = size // unit * unit, (size // unit + 1) * unit
+    return f"use --global_batch_size {above}" if below == 0 else f"use --global_batch_size {below} or {above}"
+
+
+def _check_tracker(name: str) -> list[str]:
+    if name not in LOGGER_TYPE_TO_CLASS:
+        return [f"--report_to {name}: not one of {', '.join(LOGGER_TYPE_TO_CLASS)}"]
+    if name not in [str(tracker) for tracker in get_available_trackers()]:
+        return [f"--report_to {name}: its package is not installed; pip install {name}"]
+    return []
+
+
+def _check_output_dir(path: Path, overwrite: bool) -> list[str]:
+    if path.exists() and not path.is_dir():
+        return [f"--output_dir {path} is a file; name a directory"]
+    if path.is_dir() and any(path.iterdir()):
+        if not (path / "run.json").is_file():
+            return [f"--output_dir {path} is not empty and holds no run; name another directory"]
+        if not overwrite:
+            return [f"--output_dir {path} holds a run; name another directory, or delete that run with --overwrite"]
+    parent = path
+    while not parent.exists():
+        parent = parent.absolute().parent
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return [f"--output_dir {path} cannot be written: no permission in {parent}; name another directory"]
+    return []
+
+
+def text_sources(args: argparse.Namespace) -> tuple[Source, Source | None]:
+    """Where training and held-out text come from, as the language flags say; without any, the embedded corpus."""
+    if args.dataset_name:
+        hub = {"dataset_name": args.dataset_name, "dataset_config": args.dataset_config}
+        train = Source(**hub, split="train", text_column=args.text_column)
+    elif args.train_file:
+        train = Source(files=tuple(args.train_file), text_column=args.text_column)
+    else:
+        train = Source(embedded="train")
+    return train, None
+
+
+def check_samples(args: argparse.Namespace, train: Samples, validation: Samples | None) -> None:
+    """Whether the data make a window, and whether every sample fits a micro-batch.
+
+    Raises:
+        ValueError: a line for each way in which they do not.
+    """
+    problems = []
+    if len(train) < args.global_batch_size:
+        problems.append(
+            f"the training data make {len(train)} samples, fewer than --global_batch_size {args.global_batch_size}; "
+            "lower it, or --sequence_length, or give more data"
+        )
+    longest = max(train.max_length, validation.max_length if validation else 0)
+    if args.micro_batch_tokens and args.micro_batch_tokens < longest:
+        problems.append(
+            f"--micro_batch_tokens {args.micro_batch_tokens} does not hold the longest sample of {longest} tokens; "
+            f"use at least {longest}, or a lower --sequence_length"
+        )
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def make_output_dir(args: argparse.Namespace, accelerator: Accelerator) -> Path:
+    """Creates the output directory, emptied if `--overwrite`; call it after all checks.
+
+    Raises:
+        ValueError: it cannot be created.
+    """
+    path = Path(args.output_dir)
+    if not accelerator.is_main_process:
+        return path
+    try:
+        if args.overwrite and (path / "run.json").is_file():
+            shutil.rmtree(path)
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--output_dir {path} cannot be written ({error.strerror}); name another directory") from error
+    return path

@@ -1,0 +1,211 @@
+"""Makes the Accelerator, and checks that what was asked is what runs.
+
+`accelerate launch` starts something else than was asked in some cases, without a word: one process where two were asked
+for, two unconnected runs of one process each, float32 in the place of fp16. So before a model is built, the recipe
+compares what the launcher was told (its config file and flags) with what this process finds.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import torch
+from accelerate import Accelerator
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DistributedType, set_seed
+
+
+@dataclass
+class Launch:
+    """What `accelerate launch` was told, or what the environment says where another launcher started this process."""
+
+    source: str = "the environment"  # what to name in an error
+    config_file: str | None = None
+    num_processes: int = field(default_factory=lambda: int(os.environ.get("WORLD_SIZE", 1)))
+    mode: str = "plain"  # plain, DDP, FSDP, DeepSpeed
+    mixed_precision: str = field(default_factory=lambda: os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
+    use_cpu: bool = field(default_factory=lambda: _is_true("ACCELERATE_USE_CPU"))
+
+
+def _is_true(name: str) -> bool:
+    return os.environ.get(name, "false").lower() in ("1", "true", "yes")
+
+
+def started_world_size() -> int:
+    """Number of processes that the launcher started; known before any of them is connected."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def find_launch() -> Launch:
+    """What was asked, from the command line of the `accelerate launch` that is an ancestor of this process.
+
+    Nothing in the environment tells how many processes were asked for, only how many were started; the two differ.
+    The launcher's own parser reads its command line, so flags, config file and their precedence are the launcher's.
+    """
+    for process in psutil.Process().parents():
+        try:
+            command = process.cmdline()
+        except psutil.Error:  # ended, or another user's
+            continue
+        for at, part in enumerate(command):
+            if part.endswith("accelerate") and command[at + 1 : at + 2] == ["launch"]:
+                return _parse_launch(command[at + 2 :])
+            if part.endswith("accelerate-launch") or part == "accelerate.commands.launch":
+                return _parse_launch(command[at + 1 :])
+    return Launch(mode="DDP" if started_world_size() > 1 else "plain")
+
+
+def _parse_launch(argv: list[str]) -> Launch:
+    parser = launch_command_parser()
+    with open(os.devnull, "w") as null:  # the launcher has printed its warnings already
+        stderr, sys.stderr = sys.stderr, null
+        try:
+            args, defaults, _ = _validate_launch_command(parser.parse_args(argv))
+        finally:
+            sys.stderr = stderr
+    config_file = args.config_file or ("Accelerate's default config file" if defaults is not None else None)
+    asked_cpu = bool(args.cpu or args.use_cpu)
+    if args.use_deepspeed and not args.cpu:
+        mode = "DeepSpeed"
+    elif args.use_fsdp and not args.cpu:
+        mode = "FSDP"
+    else:
+        mode = "DDP" if args.multi_gpu or (args.num_processes or 1) > 1 else "plain"
+    return Launch(
+        source=f"`accelerate launch` with {config_file}" if config_file else "`accelerate launch`",
+        config_file=config_file,
+        # Without a config, the launcher counts GPUs: zero of them is still one process.
+        num_processes=max(1, args.num_processes or 1),
+        mode=mode,
+        mixed_precision=args.mixed_precision or "no",
+        use_cpu=asked_cpu,
+    )
+
+
+def check_launch(launch: Launch) -> list[str]:
+    """One line for each difference between what was asked and what this process finds; needs no process group."""
+    problems = []
+    on_cpu = runs_on_cpu(launch)
+    world = started_world_size()
+    if world != launch.num_processes:
+        problems.append(
+            f"{launch.source} asks for {launch.num_processes} processes, but {world} started: Accelerate starts one "
+            "process on a CPU for MULTI_CPU or 'NO'; use accelerate_configs/multi_cpu.yaml (distributed_type: "
+            "MULTI_GPU with use_cpu: true) or --num_processes 1"
+        )
+    if launch.mixed_precision not in ("no", "bf16", "fp16"):
+        problems.append(f"{launch.source}: mixed_precision {launch.mixed_precision} is not one of no, bf16, fp16")
+    if launch.mixed_precision == "fp16" and on_cpu:
+        problems.append(
+            f"{launch.source} asks for fp16, which does not train on a CPU (Accelerate would train in float32 without "
+            "a word); use --mixed_precision no or bf16"
+        )
+    if launch.mixed_precision == "bf16" and not on_cpu and torch.cuda.is_available():
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            name = torch.cuda.get_device_name()
+            problems.append(f"{launch.source} asks for bf16, which {name} does not have; use --mixed_precision fp16")
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if not on_cpu and torch.cuda.is_available() and local_world > torch.cuda.device_count():
+        problems.append(
+            f"{launch.source} starts {local_world} processes on this machine, which has {torch.cuda.device_count()} "
+            f"GPUs; use --num_processes {torch.cuda.device_count()}"
+        )
+    steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if steps not in ("1", "auto"):
+        problems.append(
+            f"gradient_accumulation_steps is set to {steps} in the launch; take it out: accumulation follows from "
+            "--global_batch_size and the micro-batch"
+        )
+    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
+        problems.append("the launch turns on torch.compile (dynamo_backend); take it out and use --compile")
+    return problems
+
+
+def runs_on_cpu(launch: Launch) -> bool:
+    """Whether the CPU computes: asked for, or the only device there is."""
+    return launch.use_cpu or not torch.accelerator.is_available()
+
+
+def make_accelerator(launch: Launch, **kwargs) -> Accelerator:
+    """The Accelerator of what was asked; call `check_launch` before. `kwargs` go to `Accelerator`.
+
+    Raises:
+        ValueError: the mode, world size or precision that runs is not the one that was asked.
+    """
+    if runs_on_cpu(launch):
+        # Read by Accelerate when its state is made: CPU, and gloo in the place of NCCL. Without it, the processes of
+        # a MULTI_GPU launch on a machine without a GPU are not connected and each is a run of its own.
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    elif launch.mixed_precision == "no" and torch.cuda.is_available():
+        # TF32 matrix products: float32 range, 10-bit mantissa, several times faster. NVIDIA_TF32_OVERRIDE=0 turns
+        # them off.
+        torch.set_float32_matmul_precision("high")
+    accelerator = Accelerator(**kwargs)
+    runs = {
+        DistributedType.NO: "plain",
+        DistributedType.MULTI_CPU: "DDP",
+        DistributedType.MULTI_GPU: "DDP",
+        DistributedType.FSDP: "FSDP",
+        DistributedType.DEEPSPEED: "DeepSpeed",
+    }.get(accelerator.distributed_type, str(accelerator.distributed_type))
+    # One process of DDP has nothing to reduce, and Accelerate may call it plain.
+    if runs != launch.mode and not (launch.num_processes == 1 and {runs, launch.mode} <= {"plain", "DDP"}):
+        raise ValueError(f"{launch.source} asks for {launch.mode}, but {runs} would run on {accelerator.device.type}")
+    if accelerator.num_processes != launch.num_processes:
+        raise ValueError(
+            f"{launch.source} asks for {launch.num_processes} connected processes, but this one sees "
+            f"{accelerator.num_processes}"
+        )
+    if accelerator.mixed_precision != launch.mixed_precision:
+        raise ValueError(
+            f"{launch.source} asks for mixed precision {launch.mixed_precision}, but {accelerator.mixed_precision} "
+            "would run"
+        )
+    return accelerator
+
+
+def describe_precision(accelerator: Accelerator) -> str:
+    """What the numbers are, for the first printed block."""
+    if accelerator.mixed_precision != "no":
+        return f"{accelerator.mixed_precision} matrix products, float32 weights"
+    dtype = str(torch.get_default_dtype()).removeprefix("torch.")
+    tf32 = accelerator.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return f"{dtype}, TF32 matrix products" if tf32 else dtype
+
+
+def seed_everything(seed: int, accelerator: Accelerator | None = None) -> None:
+    """Seeds Python, numpy and torch: alike on all ranks without `accelerator`, unlike (for dropout) with it."""
+    set_seed(seed, device_specific=accelerator is not None)
+
+
+@contextmanager
+def user_mistakes_end_here() -> Iterator[None]:
+    """A ValueError raised by our own code is a user's mistake: its lines go to stderr, exit status 2, no traceback.
+
+    One from inside a library keeps its traceback. Only the main process prints; the others give it time to.
+    """
+    try:
+        yield
+    except ValueError as error:
+        traceback = error.__traceback__
+        while traceback.tb_next is not None:
+            traceback = traceback.tb_next
+        ours = {Path(__file__).parent, Path(sys.modules["__main__"].__file__).resolve().parent}
+        if Path(traceback.tb_frame.f_code.co_filename).resolve().parent not in ours:
+            raise
+        exit_with_mistakes(str(error).splitlines())
+
+
+def exit_with_mistakes(problems: list[str]) -> None:
+    """Prints each problem on a line of stderr, and ends the process with status 2."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr, flush=True)
+    else:
+        # A launcher ends all ranks when the first one ends: rank 0 must have printed by then.
+        time.sleep(10)
+    sys.exit(2)

@@ -1,0 +1,259 @@
+"""Progress bar, metrics.jsonl, run.json, trackers: what a run shows and what it leaves behind about itself."""
+
+import argparse
+import json
+import math
+import os
+import platform
+import resource
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from accelerate import Accelerator
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from common.batching import WindowDataset
+from common.launch import describe_precision
+
+PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "bitsandbytes", "deepspeed", "numpy")
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most that this process has held so far: allocated GPU memory, or resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+def memory_in_use_bytes(device: torch.device) -> int:
+    """What this process holds now, measured as in `peak_memory_bytes`."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that shape a result."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def to_json_line(record: dict[str, Any]) -> str:
+    """One line of JSON, floats with 17 significant digits (which name a double exactly), non-finite ones as null."""
+
+    def value(item: Any) -> str:
+        if isinstance(item, float):
+            return format(item, ".17g") if abs(item) < float("inf") else "null"
+        return json.dumps(item)
+
+    return "{" + ", ".join(f"{json.dumps(key)}: {value(item)}" for key, item in record.items()) + "}\n"
+
+
+def write_run(output_dir: Path, facts: dict[str, Any]) -> None:
+    """Writes run.json beside its name and renames it: it is never half there."""
+    partial = output_dir / "run.json.partial"
+    partial.write_text(json.dumps(facts, indent=2, default=str) + "\n")
+    os.replace(partial, output_dir / "run.json")
+
+
+def start_run(args: argparse.Namespace, accelerator: Accelerator, output_dir: Path, **facts: Any) -> None:
+    """Writes run.json (what was asked, what runs, with which versions) and starts the trackers of --report_to."""
+    if accelerator.is_main_process:
+        is_cuda = accelerator.device.type == "cuda"
+        run = {
+            "arguments": vars(args),
+            "command": sys.argv,
+            "world_size": accelerator.num_processes,
+            "mode": accelerator.distributed_type.value,
+            "mixed_precision": accelerator.mixed_precision,
+            "device": torch.cuda.get_device_name() if is_cuda else accelerator.device.type,
+            "versions": versions(),
+        }
+        write_run(output_dir, run | facts)
+    if args.report_to:
+        flags = {
+            key: value if isinstance(value, int | float | str) else str(value) for key, value in vars(args).items()
+        }
+        accelerator.init_trackers(Path(sys.argv[0]).stem, config=flags)
+
+
+def print_run(
+    args: argparse.Namespace,
+    accelerator: Accelerator,
+    model: PreTrainedModel,
+    train: WindowDataset,
+    validation: WindowDataset | None,
+    **lines: str,
+) -> None:
+    """What will run, in one block, before it runs. `lines` are the recipe's own, each a name and a text."""
+    world = accelerator.num_processes
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in model.parameters())
+    if args.micro_batch_size:
+        steps = args.global_batch_size // (args.micro_batch_size * world)
+        batch = f"{args.global_batch_size} = {args.micro_batch_size} micro x {steps} accumulation x {world} processes"
+    else:
+        batch = (
+            f"{args.global_batch_size} in micro-batches of up to {args.micro_batch_tokens} tokens, accumulated as each "
+            f"window needs, x {world} processes"
+        )
+    window = train[0]
+    tokens = f"{train.samples.num_target_tokens / len(train):,.0f} targets an update on average; the first: "
+    tokens += f"{window.num_targets:,} targets, {len(window.micro_batches)} micro-steps on each process"
+    epochs = args.num_updates / len(train)
+    block = {
+        "model": f"{type(model).__name__}, {total:,} parameters"
+        + (f", {trainable:,} of them trained" if trainable < total else ""),
+        "precision": describe_precision(accelerator),
+        "mode": f"{accelerator.distributed_type.value}, {world} process(es) on {accelerator.device.type}",
+        "optimizer": f"{args.optimizer}, learning rate {args.learning_rate:g}, {args.lr_schedule}",
+        "batch": batch,
+        "tokens": tokens,
+        "updates": f"{args.num_updates:,} = {epochs:.2f} epochs of {len(train):,} updates",
+        "data": train.samples.describe(),
+        "held out": validation.samples.describe() if validation else "none; name a --validation_file to measure",
+        **lines,
+        "output": "nothing (dry run)" if args.dry_run else args.output_dir,
+    }
+    accelerator.print("\n".join(f"{name:>10}  {text}" for name, text in block.items()), flush=True)
+
+
+class Progress:
+    """Shows and records one update after the other, on the main process; the other ranks only keep time.
+
+    A `with` block; `waiting()` goes around the wait for data, `update(...)` ends an update.
+    """
+
+    def __init__(self, accelerator: Accelerator, output_dir: Path | None, num_updates: int, start: int = 0):
+        self.accelerator, self.is_main = accelerator, accelerator.is_main_process
+        self.bar = tqdm(total=num_updates, initial=start, unit="update", disable=not self.is_main, smoothing=0.1)
+        # Line buffered: a killed run leaves whole lines.
+        self.file = open(output_dir / "metrics.jsonl", "a", buffering=1) if self.is_main and output_dir else None
+        self.memory_at_start = memory_in_use_bytes(accelerator.device)
+        self.waited = 0.0
+        self.started = self.last = time.perf_counter()
+        self.num_tokens = self.num_processed = self.num_skipped = 0
+        self.rank_work: Any = 0
+
+    def windows(self, loader):
+        """The loader's windows, with the time that the loop waits for each."""
+        iterator = iter(loader)
+        while True:
+            before = time.perf_counter()
+            window = next(iterator, None)
+            self.waited += time.perf_counter() - before
+            if window is None:
+                return
+            yield window
+
+    def update(self, window, skipped: bool, **record: Any) -> None:
+        """Ends an update: one line of metrics.jsonl, the bar, the trackers. `record` is printed in its order."""
+        now = time.perf_counter()
+        tokens_per_second = window.num_tokens / (now - self.last)
+        self.last = now
+        self.num_tokens += window.num_tokens
+        self.num_processed += int(window.rank_work.sum())
+        self.rank_work = self.rank_work + window.rank_work
+        self.num_skipped += skipped
+        if not self.is_main:
+            return
+        memory = peak_memory_bytes(self.accelerator.device)
+        record |= {
+            "target_tokens": window.num_targets,
+            "tokens_per_second": tokens_per_second,
+            "peak_memory_bytes": memory,
+            "waiting_for_data": self.waiting_share,
+            "skipped_updates": self.num_skipped,
+            "sample_digest": window.sample_digest,
+        }
+        if self.file:
+            self.file.write(to_json_line(record))
+            numbers = {key: value for key, value in record.items() if isinstance(value, int | float)}
+            self.accelerator.log(numbers, step=record["update"])
+        self.bar.set_postfix_str(
+            f"loss {record['loss']:.3f}, {tokens_per_second:,.0f} tok/s, {memory / 2**30:.2f} GiB, "
+            f"waiting {self.waiting_share:.0%}" + (f", {self.num_skipped} skipped" if self.num_skipped else ""),
+            refresh=False,
+        )
+        self.bar.update()
+
+    @property
+    def waiting_share(self) -> float:
+        """Share of the time so far that the loop waited for data."""
+        return self.waited / max(time.perf_counter() - self.started, 1e-9)
+
+    @property
+    def padding_share(self) -> float:
+        """Share of the processed tokens so far that were padding, over all ranks."""
+        return 1 - self.num_tokens / max(self.num_processed, 1)
+
+    @property
+    def work_difference(self) -> float:
+        """How much more the busiest rank computed than the idlest, in tokens with padding, as a share."""
+        return float(self.rank_work.max() / self.rank_work.min() - 1) if self.num_tokens else 0.0
+
+    def results(self) -> dict[str, float]:
+        """What the training took, for the summary."""
+        return {
+            "training_seconds": time.perf_counter() - self.started,
+            "tokens_per_second": self.num_tokens / (time.perf_counter() - self.started),
+            "padding_share": self.padding_share,
+            "work_difference": self.work_difference,
+            "waiting_for_data": self.waiting_share,
+            "skipped_updates": self.num_skipped,
+            "peak_memory_bytes": peak_memory_bytes(self.accelerator.device),
+            # Over what the loaded model held. (On a CPU an upper bound: a peak before the loop counts too.)
+            "memory_growth_bytes": peak_memory_bytes(self.accelerator.device) - self.memory_at_start,
+        }
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.bar.close()
+        if self.file:
+            self.file.close()
+
+
+def held_out_results(loss: float, samples: Any) -> dict[str, float | None]:
+    """Loss, perplexity and bits per byte of held-out text, beside what gzip -9 and xz -9 reach on the same text."""
+    results = {"validation_loss": loss, "perplexity": math.exp(min(loss, 700))}
+    if samples.num_bytes:
+        results["bits_per_byte"] = loss * samples.num_target_tokens / math.log(2) / samples.num_bytes
+        for name, size in (("gzip", samples.gzip_bytes), ("xz", samples.xz_bytes)):
+            if size:
+                results[f"{name}_bits_per_byte"] = 8 * size / samples.num_bytes
+    return results
+
+
+def print_results(results: dict[str, Any], output_dir: Path) -> None:
+    """The end of a run: figures, a sample, and where everything lies; the figures also go into run.json."""
+    run = json.loads((output_dir / "run.json").read_text())
+    write_run(output_dir, run | {"results": results})
+    print(
+        f"\ntrained in {results['training_seconds']:.0f} s, {results['tokens_per_second']:,.0f} tokens/s without "
+        f"padding; padding {results['padding_share']:.1%} of what was computed; the busiest process computed "
+        f"{results['work_difference']:.1%} more than the idlest; waiting for data {results['waiting_for_data']:.1%}"
+    )
+    if "validation_loss" in results:
+        print(f"held-out loss {results['validation_loss']:.4f}, perplexity {results['perplexity']:.2f}")
+    if "bits_per_byte" in results:
+        others = [
+            f"{n} -9 {results[f'{n}_bits_per_byte']:.3f}" for n in ("gzip", "xz") if f"{n}_bits_per_byte" in results
+        ]
+        print(f"bits per byte of held-out text: this model {results['bits_per_byte']:.3f}, {', '.join(others)}")
+    if "sample" in results:
+        print(f"\nthe model writes:\n{results['sample']}\n")
+    print(f"model      {output_dir / 'model'} (AutoModelForCausalLM.from_pretrained loads it)")
+    print(f"metrics    {output_dir / 'metrics.jsonl'}")
+    print(f"settings   {output_dir / 'run.json'}")

@@ -1,0 +1,227 @@
+"""Trains a causal language model, from scratch or from a pretrained one, on any machine that accelerate_configs/ names.
+
+smallest run   accelerate launch --config_file accelerate_configs/cpu.yaml recipes/lm.py
+one GPU        accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/lm.py --model_config small \\
+                   --train_file 'books/*.txt' --validation_file held_out.txt --output_dir runs/books
+several GPUs   accelerate launch --config_file accelerate_configs/multi_gpu.yaml --num_processes 8 recipes/lm.py \\
+                   --model_name_or_path my_model/ --train_file chats.jsonl --global_batch_size 128
+rehearsal      the same with --dry_run, on any machine
+
+Text is joined and cut into blocks of --sequence_length tokens; where rows have `prompt` and `completion`, or `messages`,
+each is an example of its own length, of which the completion, or the assistant's turns, are learned.
+"""
+
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+from accelerate.utils import send_to_device
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig
+
+# The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
+
+from common import arguments, data, launch, models, tracking
+from common.accumulation import reduce_window, skip_step, sum_over_ranks, synchronize_gradients, window_scale
+from common.activation_checkpointing import apply_activation_checkpointing
+from common.batching import WindowDataset
+from common.losses import sum_token_losses
+from common.optimizers import learning_rate, make_optimizer, set_learning_rate
+
+# Models to train from scratch, of Llama's shape. The learning rate is AdamW's at its peak.
+MODEL_CONFIGS = {
+    # layers, width, heads, key-value heads, MLP width, vocabulary, learning rate
+    "tiny": (4, 128, 4, 2, 384, 4096, 4e-3),  # 1.3 M parameters
+    "small": (6, 384, 6, 6, 1024, 8192, 1e-3),  # 13.8 M
+    "medium": (12, 768, 12, 12, 2048, 32768, 6e-4),  # 110 M
+    "large": (16, 2048, 32, 8, 8192, 32768, 3e-4),  # 1.04 B
+}
+FINE_TUNING_LEARNING_RATE = 2e-5
+
+
+def parse_arguments():
+    parser = arguments.ArgumentParser(description=__doc__, prog="lm.py")
+    arguments.add_shared_arguments(parser)
+    arguments.add_language_arguments(parser)
+    group = parser.add_argument_group("language model")
+    group.add_argument("--model_config", default="tiny", help="size, from scratch", **arguments.one_of(MODEL_CONFIGS))
+    group.add_argument("--shape", choices=("blocks", "examples"), help="of a sample (default: by the data's columns)")
+    args = parser.parse_args()
+    args.output_dir = args.output_dir or time.strftime("runs/lm-%Y%m%d-%H%M%S")
+    if args.learning_rate is None:
+        from_scratch = MODEL_CONFIGS[args.model_config][-1]
+        args.learning_rate = FINE_TUNING_LEARNING_RATE if args.model_name_or_path else from_scratch
+    return args
+
+
+def load_data(args):
+    """Tokenizer, the model's configuration, training samples, and held-out samples or None."""
+    train_source, validation_source = arguments.text_sources(args)
+    if args.model_name_or_path:
+        config = models.load_config(args.model_name_or_path, args.trust_remote_code)
+        tokenizer = data.load_tokenizer(args.model_name_or_path, args.trust_remote_code)
+    else:
+        layers, width, heads, kv_heads, mlp_width, vocabulary, _ = MODEL_CONFIGS[args.model_config]
+        tokenizer = data.train_tokenizer(train_source, vocabulary)
+        config = LlamaConfig(
+            vocab_size=vocabulary,
+            num_hidden_layers=layers,
+            hidden_size=width,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            intermediate_size=mlp_width,
+            max_position_embeddings=max(2048, args.sequence_length),
+            tie_word_embeddings=True,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    if problems := models.check_model(config, tokenizer, args.sequence_length):
+        raise ValueError("\n".join(problems))
+    train = data.tokenize(train_source, tokenizer, args.sequence_length, args.shape)
+    validation = validation_source and data.tokenize(validation_source, tokenizer, args.sequence_length, args.shape)
+    arguments.check_samples(args, train, validation)
+    return tokenizer, config, train, validation
+
+
+def make_loader(args, samples, accelerator, tokenizer, updates=None):
+    """A loader of this rank's share of the windows `updates` of training, or of all samples in order, for evaluation."""
+    dataset = WindowDataset(
+        samples,
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
+        micro_batch_tokens=args.micro_batch_tokens,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        seed=None if updates is None else args.seed,
+        pad_token_id=tokenizer.pad_token_id,
+        drop_last_window=args.drop_last_window and updates is not None,
+    )
+    return DataLoader(
+        dataset,
+        sampler=range(len(dataset)) if updates is None else updates,
+        batch_size=None,  # an item is a whole window
+        num_workers=args.num_workers,
+        pin_memory=accelerator.device.type == "cuda",
+        generator=torch.Generator().manual_seed(args.seed),  # else each iterator draws from the model's random stream
+    )
+
+
+@torch.no_grad()
+def evaluate(model, loader, accelerator):
+    """Mean loss over all target tokens of the held-out samples, each counted once."""
+    model.eval()
+    loss_sums, num_targets = [], 0
+    for window in loader:
+        for micro_batch in window.micro_batches:
+            loss_sums.append(model(**send_to_device(micro_batch, accelerator.device, non_blocking=True)))
+        num_targets += window.num_targets
+    model.train()
+    (loss_sum,) = sum_over_ranks(accelerator, torch.stack(loss_sums).sum())
+    return loss_sum / num_targets
+
+
+def train(args, accelerator, model, optimizer, loader, validation_loader, output_dir):
+    """The loop: a window of micro-batches, then one update."""
+    model.train()
+    skipped_in_a_row = 0
+    with tracking.Progress(accelerator, output_dir, args.num_updates) as progress:
+        for window in progress.windows(loader):
+            rate = learning_rate(
+                window.update,
+                schedule=args.lr_schedule,
+                peak=args.learning_rate,
+                num_updates=args.num_updates,
+                warmup_updates=args.warmup_updates,
+            )
+            set_learning_rate(optimizer, rate)
+            scale = window_scale(accelerator, window.num_targets)
+            loss_sums = []
+            for step, micro_batch in enumerate(window.micro_batches, start=1):
+                with synchronize_gradients(accelerator, model, now=step == len(window.micro_batches)):
+                    loss_sum = model(**send_to_device(micro_batch, accelerator.device, non_blocking=True))
+                    accelerator.backward(loss_sum * scale)
+                loss_sums.append(loss_sum.detach())
+            grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+            loss, grad_norm = reduce_window(accelerator, loss_sums, grad_norm, window)
+
+            finite = math.isfinite(loss) and math.isfinite(grad_norm)  # the same on all ranks, as loss and norm are
+            if finite:
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                skip_step(accelerator, optimizer)
+            skipped_in_a_row = 0 if finite else skipped_in_a_row + 1
+            record = {"update": window.update, "loss": loss, "grad_norm": grad_norm, "learning_rate": rate}
+            if validation_loader and args.eval_every and (window.update + 1) % args.eval_every == 0:
+                record["validation_loss"] = evaluate(model, validation_loader, accelerator)
+            progress.update(window, skipped=not finite, **record)
+            if skipped_in_a_row == args.max_skipped_updates:
+                raise RuntimeError(
+                    f"update {window.update}: loss or gradient not finite {skipped_in_a_row} times in a row; lower "
+                    "--learning_rate, or look at the data"
+                )
+    return progress
+
+
+@torch.no_grad()
+def write_sample(model, tokenizer, samples, accelerator):
+    """Text that the trained model writes after the first tokens of a sample; the main process's model only."""
+    prompt = torch.from_numpy(samples[0][0][:16]).unsqueeze(0).to(accelerator.device)
+    model.eval()
+    written = model.generate(
+        prompt, max_new_tokens=100, do_sample=True, temperature=0.8, top_p=0.95, attention_mask=torch.ones_like(prompt)
+    )
+    return tokenizer.decode(written[0], skip_special_tokens=True)
+
+
+def main():
+    args = parse_arguments()
+    asked = launch.find_launch()
+    problems = launch.check_launch(asked) + arguments.check_arguments(args, on_cpu=launch.runs_on_cpu(asked))
+    if problems:
+        raise ValueError("\n".join(problems))
+    accelerator = launch.make_accelerator(asked, log_with=args.report_to, project_dir=args.output_dir)
+    tokenizer, config, train_samples, validation_samples = load_data(args)
+
+    launch.seed_everything(args.seed)  # the same weights on all ranks
+    model = models.build_model(config, args.model_name_or_path, args.trust_remote_code)
+    loss_name = sum_token_losses(model)  # from here on, model(...) is the sum of the losses of a micro-batch's targets
+    apply_activation_checkpointing(model, args.activation_checkpointing, accelerator.device)
+    if args.compile:
+        model.base_model.compile(dynamic=True)
+    optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
+    loader = make_loader(args, train_samples, accelerator, tokenizer, range(args.num_updates))
+    validation_loader = validation_samples and make_loader(args, validation_samples, accelerator, tokenizer)
+    tracking.print_run(
+        args, accelerator, model, loader.dataset, validation_loader and validation_loader.dataset, loss=loss_name
+    )
+    model, optimizer = accelerator.prepare(model, optimizer)
+    launch.seed_everything(args.seed, accelerator)  # another dropout on each rank
+
+    if args.dry_run:
+        micro_batch = send_to_device(next(iter(loader)).micro_batches[0], accelerator.device)
+        accelerator.backward(model(**micro_batch))
+        accelerator.print("dry run: one forward and one backward done, nothing written")
+        return accelerator.end_training()
+    output_dir = arguments.make_output_dir(args, accelerator)
+    tracking.start_run(args, accelerator, output_dir, model=config.to_dict())
+    progress = train(args, accelerator, model, optimizer, loader, validation_loader, output_dir)
+    results = progress.results()
+    if validation_loader:
+        results |= tracking.held_out_results(evaluate(model, validation_loader, accelerator), validation_samples)
+    if accelerator.is_main_process:
+        trained = accelerator.unwrap_model(model)
+        trained.save_pretrained(output_dir / "model")
+        tokenizer.save_pretrained(output_dir / "model")
+        results["sample"] = write_sample(trained, tokenizer, validation_samples or train_samples, accelerator)
+        tracking.print_results(results, output_dir)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    with launch.user_mistakes_end_here():
+        main()

@@ -1,0 +1,95 @@
+"""Fixtures: a command line to the real recipes through `accelerate launch`, and small data and models to feed them."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def caches(tmp_path_factory):
+    """All caches in one temporary directory: the tests neither use nor leave what is in the user's."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def run(command, cwd=ROOT, timeout=300, **env):
+    """The finished process of a command, its output as text."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_MININTERVAL": "5"} | {k: str(v) for k, v in env.items()}
+    return subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def launch(*flags, config="cpu", script="recipes/lm.py", processes=None, cwd=ROOT, **env):
+    """Runs a recipe as a user does, with a shipped config, and expects success."""
+    command = [BIN / "accelerate", "launch", "--config_file", ROOT / f"accelerate_configs/{config}.yaml"]
+    command += ["--num_processes", processes] if processes else []
+    result = run([*command, script, *flags], cwd=cwd, **env)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
+def read_metrics(output_dir):
+    return [json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def stdlib_functions(limit):
+    """Source text of functions of the standard library, of many lengths."""
+    texts = []
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        source = path.read_text(encoding="utf-8", errors="replace")
+        lines = source.splitlines()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef):
+                texts.append("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+        if len(texts) >= limit:
+            return texts[:limit]
+
+
+@pytest.fixture(scope="session")
+def functions_file(tmp_path_factory):
+    """JSONL of 60 functions: rows of very different lengths."""
+    path = tmp_path_factory.mktemp("data") / "functions.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in stdlib_functions(60)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory, functions_file):
+    """A Llama of 2 layers and width 32 with dropout 0 and its tokenizer, as `save_pretrained` leaves them."""
+    return make_model_dir(tmp_path_factory.mktemp("model"), functions_file)
+
+
+def make_model_dir(path, text_file, **settings):
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from common.data import Source, train_tokenizer
+
+    tokenizer = train_tokenizer(Source(files=(str(text_file),)), 384)
+    config = LlamaConfig(
+        vocab_size=384,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **settings,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float64).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path

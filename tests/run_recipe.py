@@ -1,0 +1,164 @@
+"""Runs a recipe several times in one process, each time unchanged but for the named changes around it.
+
+    accelerate launch ... tests/run_recipe.py SPEC.json
+
+SPEC.json is a list of {"flags": [...], "changes": {NAME: VALUE}}. A change either observes (gradients, live tensors), sets
+a condition (float64), or takes out what a test guards, to show that the test would notice.
+"""
+
+import gc
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import common.accumulation  # noqa: E402
+import common.batching  # noqa: E402
+import common.losses  # noqa: E402
+
+ORIGINALS = [(module, dict(vars(module))) for module in (common.accumulation, common.batching, common.losses)]
+
+
+def is_main():
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+def float64(_):
+    torch.set_default_dtype(torch.float64)
+
+
+def save_gradients(path):
+    """Writes the reduced gradients of the first optimizer step, by shape and order of the parameters."""
+
+    def hook(optimizer, args, kwargs):
+        if is_main() and not Path(path).exists():
+            torch.save([p.grad.clone() for group in optimizer.param_groups for p in group["params"]], path)
+
+    return torch.optim.optimizer.register_optimizer_step_pre_hook(hook)
+
+
+def mean_of_means(_):
+    """What loops do that divide by the number of micro-batches: each micro-batch's mean counts alike."""
+    original = common.losses.sum_token_losses
+
+    def patched(model, **kwargs):
+        name = original(model, **kwargs)
+        forward = model.forward
+        model.forward = lambda **batch: forward(**batch) / max(1, len(batch["targets"]))
+        return name
+
+    steps = {}
+    item = common.batching.WindowDataset.__getitem__
+
+    def getitem(self, update):
+        window = item(self, update)
+        steps["now"] = len(window.micro_batches)
+        return window
+
+    common.losses.sum_token_losses = patched
+    common.batching.WindowDataset.__getitem__ = getitem
+    common.accumulation.window_scale = lambda accelerator, num_targets: 1 / steps["now"]
+    common.accumulation.reduce_window = lambda accelerator, losses, norm, window: (
+        float(sum(losses)) / len(losses),
+        float(norm),
+    )
+    return lambda: setattr(common.batching.WindowDataset, "__getitem__", item)
+
+
+def unsorted(_):
+    """Micro-batches of the samples as they come, in the place of sorted ones."""
+
+    def cut(lengths, world_size, micro_batch_size=None, micro_batch_tokens=None):
+        size = micro_batch_size or max(1, micro_batch_tokens // int(lengths.max()))
+        batches = [np.arange(start, min(start + size, len(lengths))) for start in range(0, len(lengths), size)]
+        batches += [np.arange(0)] * (-len(batches) % world_size)
+        return [batches[rank::world_size] for rank in range(world_size)]
+
+    common.batching.cut_window = cut
+
+
+def nan_loss(at):
+    """The loss of one micro-batch in training is NaN: `at` is [rank, call]."""
+    original = common.losses.sum_token_losses
+    rank, call = at
+    calls = []
+
+    def patched(model, **kwargs):
+        name = original(model, **kwargs)
+        forward = type(model).forward if not hasattr(model, "forward") else model.forward
+
+        def broken(*args, **batch):
+            calls.append(model.training)
+            here = int(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0) == rank
+            bad = here and model.training and (sum(calls) == call or call == "all")
+            return forward(*args, **batch) * (float("nan") if bad else 1.0)
+
+        model.forward = broken
+        return name
+
+    common.losses.sum_token_losses = patched
+
+
+def no_guard(_):
+    """A step that is not finite is taken all the same."""
+    common.accumulation.skip_step = lambda accelerator, optimizer: (optimizer.step(), optimizer.zero_grad())
+
+
+def count_tensors(path):
+    """Writes the number of live tensors at each update."""
+    original, counts = common.accumulation.reduce_window, []
+
+    def counted(*args):
+        result = original(*args)
+        gc.collect()
+        counts.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
+        Path(path).write_text(json.dumps(counts))
+        return result
+
+    common.accumulation.reduce_window = counted
+
+
+LEAKED = []
+
+
+def leak(_):
+    """Keeps each update's losses with their graph's tensors, as `losses.append(loss)` would."""
+    original = common.accumulation.window_scale
+
+    def leaking(accelerator, num_targets):
+        LEAKED.append(torch.zeros(1))
+        return original(accelerator, num_targets)
+
+    common.accumulation.window_scale = leaking
+
+
+def main():
+    for spec in json.loads(Path(sys.argv[1]).read_text()):
+        undo = [globals()[name](value) for name, value in spec.get("changes", {}).items()]
+        recipe = str(ROOT / spec.get("recipe", "recipes/lm.py"))
+        argv, sys.argv = sys.argv, [recipe, *spec["flags"]]
+        try:
+            runpy.run_path(recipe, run_name="__main__")
+        finally:
+            sys.argv = argv
+            for change in undo:
+                if callable(change):
+                    change()
+                elif change is not None:
+                    change.remove()
+            for module, names in ORIGINALS:
+                vars(module).update(names)
+            torch.set_default_dtype(torch.float32)
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,390 @@
+"""Every mode gives the gradients of `none`, and keeps the bytes and repeats the work that its help line says."""
+
+import argparse
+import functools
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from common.activation_checkpointing import (
+    ACTIVATION_CHECKPOINTING,
+    _keep_matrix_products,
+    apply_activation_checkpointing,
+)
+
+CPU = torch.device("cpu")
+VOCABULARY, BATCH, LENGTH, WIDTH, LAYERS = 100, 2, 64, 48, 3
+aten = torch.ops.aten
+
+
+def build(family: str, seed: int = 0, **changes: object) -> transformers.PreTrainedModel:
+    """A small model in training mode, dropout on wherever the family has it."""
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    text = {"vocab_size": VOCABULARY, **ends}
+    bert_like = {
+        "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    }  # fmt: skip
+    llama_like = bert_like | text | {"num_key_value_heads": 2}
+    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    classes, settings = {
+        "llama": ((transformers.LlamaForCausalLM, transformers.LlamaConfig), llama_like),
+        "gpt2": (
+            (transformers.GPT2LMHeadModel, transformers.GPT2Config),
+            text | {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4, "n_positions": LENGTH},
+        ),
+        "t5": (
+            (transformers.T5ForConditionalGeneration, transformers.T5Config),
+            text
+            | {"d_model": WIDTH, "d_ff": 96, "num_layers": 2, "num_heads": 4, "d_kv": 12, "decoder_start_token_id": 0},
+        ),
+        "bert": ((transformers.BertForMaskedLM, transformers.BertConfig), bert_like | text | dropout),
+        # Its balancing loss reads what hooks recorded inside the layers: a second run must not add to that.
+        "mixtral": (
+            (transformers.MixtralForCausalLM, transformers.MixtralConfig),
+            llama_like | {"num_local_experts": 4, "output_router_logits": True},
+        ),
+        "vit": (
+            (transformers.ViTForImageClassification, transformers.ViTConfig),
+            bert_like | dropout | {"image_size": 32, "patch_size": 4},
+        ),
+    }[family]
+    torch.manual_seed(seed)
+    return classes[0](classes[1](**(settings | changes))).train()
+
+
+FAMILIES = ["llama", "gpt2", "t5", "bert", "mixtral", "vit"]
+
+
+def model_loss(model: nn.Module, seed: int = 1) -> torch.Tensor:
+    """The model's own loss on fixed inputs; the seed is that of dropout."""
+    generator = torch.Generator().manual_seed(7)
+    torch.manual_seed(seed)
+    if getattr(model, "main_input_name", "input_ids") == "pixel_values":
+        images = torch.randn(BATCH, 3, 32, 32, generator=generator)
+        return model(pixel_values=images, labels=torch.arange(BATCH) % 2).loss
+    tokens = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=generator)
+    settings = {} if isinstance(model, transformers.BertForMaskedLM) else {"use_cache": False}
+    return model(input_ids=tokens, labels=tokens, **settings).loss
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def largest_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    """Over all parameters, the largest |left - right| relative to the largest |right| of the parameter."""
+    assert left.keys() == right.keys() and left
+    return max(((left[n] - right[n]).abs().max() / right[n].abs().max().clamp_min(1e-30)).item() for n in right)
+
+
+def quiet_apply(model: nn.Module, mode: str, device: torch.device = CPU) -> None:
+    """Apply a mode; only offload may warn (the old name of a library method warns, and must not be heard)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if mode == "offload":
+            warnings.filterwarnings("ignore", message=".*offload does nothing on cpu.*")
+        apply_activation_checkpointing(model, mode, device)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all storages that operators made while it was on and that are still alive.
+
+    Saved-tensor hooks are no measure here: checkpointing uses such hooks itself and hides from outer ones what it
+    keeps. A weak reference to every storage made in forward sees whatever is alive, whoever holds it.
+    """
+
+    def __init__(self, *excluded: torch.Tensor) -> None:
+        super().__init__()
+        self.excluded = {tensor.untyped_storage()._cdata for tensor in excluded}
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self.excluded:
+                storage = leaf.untyped_storage()
+                self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return result
+
+    def total(self) -> int:
+        return sum(size for reference, size in self.storages.values() if not reference.expired())
+
+
+def live_bytes(model: nn.Module, loss_function: Callable[[nn.Module], torch.Tensor] = model_loss) -> int:
+    """Bytes alive between forward and backward, without parameters and buffers."""
+    meter = LiveBytes(*model.parameters(), *model.buffers())
+    with meter:
+        loss = loss_function(model)
+    kept = meter.total()
+    loss.backward()
+    return kept
+
+
+def test_meter_counts_what_autograd_keeps():
+    """The control of the meter: a graph whose saved bytes are known by hand."""
+    x = torch.ones(1000, requires_grad=True)
+    with LiveBytes(x) as meter:
+        y = (x * 2).exp().sum()  # exp saves its result, the product by a number saves nothing; y itself is 4 bytes
+    assert meter.total() == 4 * 1000 + 4
+    del y
+    assert meter.total() == 0
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16 autocast"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_equal_and_bytes_fall(family, precision):
+    measured, reference = {}, None
+    for mode in ACTIVATION_CHECKPOINTING:
+        model = build(family)
+        quiet_apply(model, mode)
+
+        def loss_function(model: nn.Module) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision != "float32"):
+                return model_loss(model)
+
+        measured[mode] = live_bytes(model, loss_function)
+        reference = reference or gradients(model)
+        assert largest_difference(gradients(model), reference) <= 1e-6, mode
+    print(f"\n{family:8s} {precision:13s}", *(f"{m} {b / measured['none']:.3f}" for m, b in measured.items()), end="")
+    assert measured["none"] > 1.3 * measured["selective"] > 1.3 * measured["full"]  # `none` for all would fail here
+    assert measured["offload"] == measured["full"]  # on a CPU
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5", "bert", "vit"])
+def test_dropout_needs_the_restored_random_state(family):
+    """Control of the test above: with another mask in the second run the same comparison fails."""
+    reference = build(family)
+    model_loss(reference).backward()
+    model = build(family)
+    quiet_apply(model, "full")
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            function = module._gradient_checkpointing_func
+            module._gradient_checkpointing_func = functools.partial(function, preserve_rng_state=False)
+    model_loss(model).backward()
+    assert largest_difference(gradients(model), gradients(reference)) > 1e-2
+
+
+def test_selective_repeats_no_matrix_product_and_full_repeats_them():
+    # The counter does not know the CPU's fused attention by itself.
+    attention = {
+        aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, out_shape=None, **__: sdpa_flop_count(
+            q, k, v
+        )
+    }
+    forward, backward = {}, {}
+    for mode in ["none", "selective", "full"]:
+        model = build("llama")
+        quiet_apply(model, mode)
+        with FlopCounterMode(display=False, custom_mapping=attention) as forward_counter:
+            loss = model_loss(model)
+        with FlopCounterMode(display=False, custom_mapping=attention) as backward_counter:
+            loss.backward()
+        forward[mode], backward[mode] = forward_counter.get_total_flops(), backward_counter.get_total_flops()
+        operators = backward_counter.get_flop_counts()["Global"]
+        repeats_attention = aten._scaled_dot_product_flash_attention_for_cpu in operators
+        assert repeats_attention == (mode == "full")
+    print("\nbackward FLOPs relative to none:", {mode: round(n / backward["none"], 3) for mode, n in backward.items()})
+    assert backward["selective"] == backward["none"]
+    # The last product of a layer and the output head are not repeated, all the rest is.
+    assert 1.2 * backward["none"] < backward["full"] < backward["none"] + forward["none"]
+
+
+def test_attention_that_drops_out_is_not_kept():
+    """Its kernel draws random numbers; a second run without it would shift the layer's later dropout masks."""
+    q = torch.zeros(1, 1, 2, 8)
+    keep, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+    flash = aten._scaled_dot_product_flash_attention.default
+    efficient = aten._scaled_dot_product_efficient_attention.default
+    assert _keep_matrix_products(None, flash, q, q, q) == keep
+    assert _keep_matrix_products(None, flash, q, q, q, 0.0, True) == keep
+    assert _keep_matrix_products(None, flash, q, q, q, 0.1, True) == again
+    assert _keep_matrix_products(None, efficient, q, q, q, None, True, 0.1) == again
+    assert _keep_matrix_products(None, efficient, q, q, q, None, True, dropout_p=0.1) == again
+    assert _keep_matrix_products(None, aten.mm.default, q, q) == keep
+    assert _keep_matrix_products(None, aten.mul.Tensor, q, q) == again
+
+
+@pytest.mark.parametrize("keep_first_draw", [False, True])
+def test_a_kept_random_operator_would_give_a_wrong_gradient(keep_first_draw):
+    """Why the test above matters: keep the first of two draws, and in backward the second draw repeats the first."""
+    draws = 0
+
+    def policy(context: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        nonlocal draws
+        draws += operator == aten.rand_like.default
+        first = operator == aten.rand_like.default and draws == 1
+        return CheckpointPolicy.MUST_SAVE if keep_first_draw and first else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rand_like(x) * torch.rand_like(x)
+
+    x = torch.ones(100, requires_grad=True)
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    y = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+    y.sum().backward()
+    assert torch.allclose(x.grad, y.detach()) != keep_first_draw  # y = x * noise with x = 1, so its gradient is y
+
+
+def test_full_keeps_one_input_a_layer_and_offload_would_move_just_these():
+    """`offload` is `full` inside saved-tensor hooks that copy: what outer hooks see in a layer is what would move."""
+    packed: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.nbytes)
+        return tensor
+
+    def packed_in_layers(mode: str) -> list[int]:
+        model = build("llama")
+        quiet_apply(model, mode)
+        layer_input = torch.zeros(BATCH, LENGTH, WIDTH, requires_grad=True)
+        rotary = model.model.rotary_emb(layer_input, torch.arange(LENGTH)[None])
+        packed.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            hidden = layer_input
+            for layer in model.model.layers:
+                hidden = layer(hidden, position_embeddings=rotary)
+        return list(packed)
+
+    assert packed_in_layers("full") == [BATCH * LENGTH * WIDTH * 4] * LAYERS
+    assert len(packed_in_layers("none")) > 10 * LAYERS
+
+
+def test_offload_on_cpu_says_that_it_does_nothing():
+    with pytest.warns(UserWarning, match="offload does nothing on cpu") as caught:
+        apply_activation_checkpointing(build("llama"), "offload", CPU)
+    assert len(caught) == 1 and "\n" not in str(caught[0].message)
+
+
+@pytest.mark.parametrize("mode, runs_of_a_layer", [("none", 1), ("full", 2), ("selective", 2), ("offload", 2)])
+def test_layers_run_again_and_the_head_does_not(mode, runs_of_a_layer):
+    model = build("llama")
+    quiet_apply(model, mode)
+    calls = {"mlp": 0, "lm_head": 0}
+
+    def count(name: str, *_: object) -> None:
+        calls[name] += 1
+
+    model.model.layers[0].mlp.up_proj.register_forward_pre_hook(functools.partial(count, "mlp"))
+    model.lm_head.register_forward_pre_hook(functools.partial(count, "lm_head"))
+    model_loss(model).backward()
+    assert calls == {"mlp": runs_of_a_layer, "lm_head": 1}
+    calls.update(mlp=0, lm_head=0)
+    model_loss(model.eval()).backward()  # in evaluation there is nothing to save
+    assert calls == {"mlp": 1, "lm_head": 1}
+
+
+def test_frozen_embeddings_get_no_gradient_work():
+    """The library's switch makes the embeddings' output require a gradient; ours must not, and layers still learn."""
+    model = build("llama")
+    model.get_input_embeddings().requires_grad_(False)
+    quiet_apply(model, "full")
+    assert not model.get_input_embeddings()(torch.tensor([[3]])).requires_grad
+    model_loss(model).backward()
+    assert all(p.grad is not None for p in model.model.layers[0].parameters())
+
+
+def test_none_switches_off_what_the_config_asked_for():
+    model = build("llama")
+    apply_activation_checkpointing(model, "full", CPU)
+    quiet_apply(model, "none")
+    assert live_bytes(model) == live_bytes(build("llama"))
+
+
+@pytest.mark.parametrize("mode", [mode for mode in ACTIVATION_CHECKPOINTING if mode != "none"])
+def test_model_that_cannot_is_refused_in_one_line(mode):
+    tiny_convnext = transformers.ConvNextConfig(depths=[1] * 4, hidden_sizes=[4] * 4)
+    for model in (transformers.ConvNextModel(tiny_convnext), nn.Linear(2, 2)):
+        with pytest.raises(ValueError, match=rf"{mode}: {type(model).__name__} cannot checkpoint its layers") as error:
+            apply_activation_checkpointing(model, mode, CPU)
+        assert "\n" not in str(error.value)
+        apply_activation_checkpointing(model, "none", CPU)  # the control: `none` is for every model
+
+
+def test_help_lines_are_safe_in_argparse():
+    parser = argparse.ArgumentParser()
+    lines = "; ".join(f"{mode}: {line}" for mode, line in ACTIVATION_CHECKPOINTING.items())
+    parser.add_argument("--activation_checkpointing", choices=ACTIVATION_CHECKPOINTING, help=lines)
+    assert "run it again in backward" in " ".join(parser.format_help().split())
+
+
+def test_unknown_mode_is_refused():
+    with pytest.raises(ValueError, match="some: unknown; choose one of none, selective, full, offload"):
+        apply_activation_checkpointing(build("llama"), "some", CPU)
+
+
+@pytest.fixture
+def world_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_same_gradients_under_ddp_and_fsdp2(world_of_one, mode):
+    reference = build("gpt2")
+    model_loss(reference).backward()
+
+    replicated = build("gpt2")
+    quiet_apply(replicated, mode)
+    model_loss(DistributedDataParallel(replicated)).backward()
+    assert largest_difference(gradients(replicated), gradients(reference)) <= 1e-6
+
+    sharded = build("gpt2")
+    quiet_apply(sharded, mode)
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in sharded.transformer.h:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    loss = model_loss(sharded)
+    loss.backward()
+    full_gradients = {name: grad.full_tensor() for name, grad in gradients(sharded).items()}
+    assert largest_difference(full_gradients, gradients(reference)) <= 1e-6
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_same_gradients_under_compile(mode):
+    """Without dropout: a compiled graph draws other random numbers. `aot_eager` traces as the default backend does."""
+
+    def hidden_loss(decoder: nn.Module) -> torch.Tensor:
+        return decoder(input_ids=torch.arange(LENGTH)[None], use_cache=False).last_hidden_state.square().sum()
+
+    reference = build("llama")
+    hidden_loss(reference.model).backward()
+    model = build("llama")
+    quiet_apply(model, mode)
+    torch._dynamo.reset()
+    hidden_loss(torch.compile(model.model, backend="aot_eager", fullgraph=True)).backward()  # fails on a graph break
+    assert largest_difference(gradients(model), gradients(reference)) <= 1e-5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # gpt2: dropout inside the fused attention kernel
+def test_on_cuda_the_allocated_bytes_fall_and_the_gradients_stay(family):
+    device, kept, reference = torch.device("cuda"), {}, None
+    for mode in ["none", *ACTIVATION_CHECKPOINTING]:  # the first round warms up: libraries allocate their workspaces
+        model = build(family).to(device)
+        apply_activation_checkpointing(model, mode, device)
+        torch.manual_seed(1)
+        tokens = torch.arange(8 * LENGTH, device=device).reshape(8, LENGTH) % VOCABULARY
+        before = torch.cuda.memory_allocated()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        kept[mode] = torch.cuda.memory_allocated() - before
+        loss.backward()
+        reference = reference or gradients(model)
+        assert largest_difference(gradients(model), reference) <= 2e-2, mode
+    assert kept["none"] > kept["selective"] > kept["full"] > kept["offload"]

@@ -1,0 +1,186 @@
+"""A user's mistake ends in one line that says what, where and how to mend it, with status 2, and writes nothing."""
+
+import json
+import re
+import shutil
+
+import pytest
+from conftest import BIN, ROOT, make_model_dir, run
+from transformers import AutoTokenizer
+
+LINE = r"error: .+"
+
+
+def recipe(*flags, **env):
+    """The recipe by itself: its own exit status. (`accelerate launch` reports 1 for any failure of the script.)"""
+    return run([BIN / "python", "recipes/lm.py", *flags], **env)
+
+
+def assert_mistake(result, *patterns, lines=1):
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(errors) == lines, result.stderr
+    for pattern in patterns:
+        assert re.search(pattern, "\n".join(errors)), f"{pattern} is not in: {errors}"
+
+
+@pytest.fixture
+def files(tmp_path, functions_file):
+    """Broken data of every kind."""
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "latin1.txt").write_bytes("x = 1\n".encode() * 10 + "caf\xe9\n".encode("latin-1"))
+    rows = functions_file.read_text().splitlines()[:5]
+    (tmp_path / "broken.jsonl").write_text("\n".join([*rows[:3], '{"text": "never clo', *rows[3:]]) + "\n")
+    (tmp_path / "columns.jsonl").write_text('{"body": "x", "title": "y"}\n')
+    (tmp_path / "few.jsonl").write_text("\n".join(rows[:2]) + "\n")
+    return tmp_path
+
+
+DATA_MISTAKES = {
+    "no_such_file.jsonl": ["no_such_file.jsonl"],
+    "empty.jsonl": ["empty.jsonl", "empty"],
+    "latin1.txt": ["latin1.txt", r"\b63\b"],
+    "broken.jsonl": ["broken.jsonl", r"line 4|:4"],
+    "columns.jsonl": ["text", "body", "title"],
+}
+
+
+@pytest.mark.parametrize("name", DATA_MISTAKES)
+def test_broken_data_is_named_with_its_place(name, files):
+    result = recipe("--train_file", files / name, "--output_dir", files / "run")
+    assert_mistake(result, *DATA_MISTAKES[name])
+    assert not (files / "run").exists()
+
+
+def test_too_few_samples_for_a_global_batch(files):
+    result = recipe("--train_file", files / "few.jsonl", "--shape", "examples", "--output_dir", files / "run")
+    assert_mistake(result, r"2 samples, fewer than --global_batch_size 16")
+    assert not (files / "run").exists()
+
+
+@pytest.fixture(scope="module")
+def misfit_models(tmp_path_factory, functions_file):
+    """A model whose embedding is smaller than its tokenizer, and one whose tokenizer has neither pad nor eos."""
+    root = tmp_path_factory.mktemp("misfits")
+    good = make_model_dir(root / "good", functions_file)
+    for name in ("small_embedding", "no_pad"):
+        shutil.copytree(good, root / name)
+    tokenizer = AutoTokenizer.from_pretrained(good)
+    tokenizer.add_tokens([f"<extra_{i}>" for i in range(5)])
+    tokenizer.save_pretrained(root / "small_embedding")
+    for path in (root / "no_pad").glob("*token*.json"):
+        settings = json.loads(path.read_text())
+        for key in ("pad_token", "eos_token", "bos_token"):
+            settings.pop(key, None)
+        path.write_text(json.dumps(settings))
+    return root
+
+
+def test_tokenizer_larger_than_the_embedding(misfit_models, functions_file, tmp_path):
+    result = recipe(
+        "--model_name_or_path", misfit_models / "small_embedding", "--train_file", functions_file, "--output_dir", tmp_path
+    )
+    assert_mistake(result, "389 tokens.*384 rows", "resize")
+
+
+def test_tokenizer_without_pad_token(misfit_models, functions_file, tmp_path):
+    result = recipe(
+        "--model_name_or_path", misfit_models / "no_pad", "--train_file", functions_file, "--output_dir", tmp_path / "run"
+    )
+    assert_mistake(result, "pad|eos")
+
+
+def test_sequence_longer_than_the_models_positions(model_dir, functions_file, tmp_path):
+    result = recipe(
+        *("--model_name_or_path", model_dir, "--train_file", functions_file, "--sequence_length", 513),
+        *("--output_dir", tmp_path / "run"),
+    )
+    assert_mistake(result, "--sequence_length 513 is beyond the model's 512 positions")
+
+
+FLAG_MISTAKES = {
+    "--global_batch_size 12 --micro_batch_size 8": r"12 / \(8 micro x 1 processes\) = 1.5 .* 8 or 16",
+    "--micro_batch_size 8 --micro_batch_tokens 512": "two answers to one question",
+    "--optimiser adamw": "did you mean --optimizer",
+    "--optimizer adam": "'adam' is not one of adamw.*did you mean adamw",
+    "--model_config tinny": "did you mean tiny",
+    "--lr_schedule cosin": "did you mean cosine",
+    "--num_updates 0": "--num_updates.*above 0",
+    "--learning_rate -1": "--learning_rate",
+    "--learning_rate 0": "--learning_rate",
+    "--warmup_updates 900 --num_updates 900": "--warmup_updates 900",
+    "--report_to nonsense": "nonsense",
+    "--model_name_or_path no/such/model": "no/such/model",
+    "--micro_batch_tokens 100": "--micro_batch_tokens 100 does not hold the longest sample of 256",
+}
+
+
+@pytest.mark.parametrize("flags", FLAG_MISTAKES)
+def test_flags_that_cannot_be(flags, tmp_path):
+    result = recipe(*flags.split(), "--output_dir", tmp_path / "run")
+    assert_mistake(result, FLAG_MISTAKES[flags])
+    assert not (tmp_path / "run").exists()
+
+
+def test_mistakes_that_can_be_seen_together_are_told_together(tmp_path):
+    file = tmp_path / "a_file"
+    file.write_text("mine")
+    flags = ["--global_batch_size", 12, "--micro_batch_size", 8, "--output_dir", file]
+    result = recipe(*flags, ACCELERATE_MIXED_PRECISION="fp16")
+    assert_mistake(result, "fp16", "does not divide", "is a file", lines=3)
+    assert file.read_text() == "mine"
+
+
+def test_output_directory_that_holds_a_run(tmp_path, functions_file, model_dir):
+    flags = ["--train_file", functions_file, "--model_name_or_path", model_dir, "--output_dir", tmp_path / "run"]
+    flags += ["--num_updates", 2, "--sequence_length", 64]
+    assert recipe(*flags).returncode == 0
+    before = (tmp_path / "run/metrics.jsonl").read_bytes()
+    assert_mistake(recipe(*flags), "holds a run", "--overwrite")
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+    assert recipe(*flags, "--overwrite").returncode == 0
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos/cat.png").write_bytes(b"cat")
+    assert_mistake(recipe(*flags[:4], "--output_dir", tmp_path / "photos", "--overwrite"), "holds no run")
+    assert (tmp_path / "photos/cat.png").exists()
+
+
+def test_output_directory_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    result = recipe("--output_dir", tmp_path / "file/run", "--num_updates", 1)
+    assert_mistake(result, "cannot be written|is a file|not a directory")
+
+
+LAUNCH_MISTAKES = {
+    "one process where two were asked for (use_cpu without MULTI_GPU)": (
+        "cpu",
+        ["--num_processes", "2"],
+        "asks for 2 processes, but 1 started",
+    ),
+    "fp16 on a CPU": ("cpu", ["--mixed_precision", "fp16"], "fp16, which does not train on a CPU"),
+    "fp16 on two CPU processes": ("multi_cpu", ["--mixed_precision", "fp16"], "fp16, which does not train on a CPU"),
+    "accumulation in the launch": ("cpu", ["--gradient_accumulation_steps", "4"], "gradient_accumulation_steps"),
+    "compile in the launch": ("cpu", ["--dynamo_backend", "inductor"], "dynamo_backend"),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCH_MISTAKES)
+def test_a_launch_that_would_be_something_else(name, tmp_path, functions_file):
+    """Through `accelerate launch`, whose own status is 1 whatever the script's is."""
+    config, options, pattern = LAUNCH_MISTAKES[name]
+    command = [BIN / "accelerate", "launch", "--config_file", f"accelerate_configs/{config}.yaml", *options]
+    result = run([*command, "recipes/lm.py", "--output_dir", tmp_path / "run"], CUDA_VISIBLE_DEVICES="")
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert result.returncode != 0 and len(errors) == 1 and re.search(pattern, errors[0]), result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_multi_cpu_of_accelerate_is_refused_not_run_as_one_process(tmp_path):
+    """Accelerate starts one process for MULTI_CPU with num_processes 2, and says nothing."""
+    config = tmp_path / "config.yaml"
+    text = (ROOT / "accelerate_configs/multi_cpu.yaml").read_text()
+    config.write_text(text.replace("distributed_type: MULTI_GPU", "distributed_type: MULTI_CPU"))
+    result = run([BIN / "accelerate", "launch", "--config_file", config, "recipes/lm.py", "--output_dir", tmp_path / "run"])
+    assert result.returncode != 0 and "asks for 2 processes, but 1 started" in result.stderr
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,188 @@
+"""The samples of an update are arithmetic, and cutting and dealing them loses none, pads little and shares equally."""
+
+import ast
+import functools
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common.batching import (
+    WindowDataset,
+    collate,
+    cut_window,
+    permute,
+    updates_per_epoch,
+    window_sample_ids,
+)
+
+
+class ListSamples:
+    """Samples in memory, of given lengths; the last token of each input has no target if `masked`."""
+
+    def __init__(self, lengths, masked=False):
+        self.all_lengths = np.array(lengths)
+        self.masked = masked
+
+    def __len__(self):
+        return len(self.all_lengths)
+
+    def __getitem__(self, index):
+        ids = np.arange(self.all_lengths[index]) + 1000 * index
+        targets = ids + 1
+        if self.masked:
+            targets[-1] = -100
+        return ids, targets
+
+    def lengths(self, ids):
+        return self.all_lengths[ids]
+
+    def num_targets(self, ids):
+        return self.all_lengths[ids] - self.masked
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000, 4096, 65537])
+def test_permute_is_a_permutation(size):
+    assert sorted(permute(np.arange(size), size, key=7)) == list(range(size))
+
+
+def test_permute_is_the_same_for_a_part_of_the_indices_and_differs_by_key():
+    whole = permute(np.arange(1000), 1000, key=1)
+    assert (permute(np.array([3, 999]), 1000, key=1) == whole[[3, 999]]).all()
+    assert (permute(np.arange(1000), 1000, key=2) != whole).mean() > 0.95
+
+
+def test_permute_leaves_no_order_behind():
+    """Neighbours, fixed points and the mean position of the first tenth are those of a random order."""
+    size = 100_000
+    image = permute(np.arange(size), size, key=3)
+    assert (image == np.arange(size)).sum() < 10  # one is expected
+    assert (np.abs(np.diff(image)) == 1).sum() < 20  # two are expected
+    assert abs(np.corrcoef(np.arange(size), image)[0, 1]) < 0.02
+    assert abs(image[: size // 10].mean() / size - 0.5) < 0.01
+
+
+def test_permute_holds_a_data_set_of_any_size():
+    """No table: a trillion samples cost the same memory as ten."""
+    image = permute(np.arange(5), 10**12, key=0)
+    assert len(set(image)) == 5 and (image < 10**12).all()
+
+
+@pytest.mark.parametrize("drop_last_window", [False, True])
+def test_each_epoch_uses_each_sample_once(drop_last_window):
+    per_epoch = updates_per_epoch(103, 10, drop_last_window)
+    assert per_epoch == (10 if drop_last_window else 11)
+    orders = []
+    for epoch in range(3):
+        windows = [window_sample_ids(epoch * per_epoch + w, 103, 10, 5, drop_last_window) for w in range(per_epoch)]
+        assert all(len(window) == 10 for window in windows[:10])
+        ids = np.concatenate(windows)
+        assert len(set(ids)) == len(ids) == (100 if drop_last_window else 103)
+        orders.append(tuple(ids))
+    assert len(set(orders)) == 3, "epochs must have orders of their own"
+
+
+def test_position_needs_no_history():
+    """Control against an iterator: update 1000 asked for alone is update 1000 of the sequence."""
+    alone = window_sample_ids(1000, 103, 10, seed=1)
+    assert (alone == [window_sample_ids(k, 103, 10, seed=1) for k in range(1001)][1000]).all()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("how", [{"micro_batch_size": 4}, {"micro_batch_tokens": 300}, {"micro_batch_size": 1}])
+@pytest.mark.parametrize("num_samples", [1, 7, 32, 128])
+def test_cutting_loses_nothing_and_every_rank_takes_as_many_steps(world_size, how, num_samples):
+    lengths = np.random.default_rng(num_samples).integers(1, 300, num_samples)
+    dealt = cut_window(lengths, world_size, **how)
+    assert len(dealt) == world_size and len({len(steps) for steps in dealt}) == 1
+    positions = [p for steps in dealt for batch in steps for p in batch]
+    assert sorted(positions) == list(range(num_samples))
+    for batch in (batch for steps in dealt for batch in steps if len(batch)):
+        if "micro_batch_size" in how:
+            assert len(batch) <= how["micro_batch_size"]
+        else:
+            assert len(batch) * lengths[batch].max() <= how["micro_batch_tokens"]
+
+
+@functools.cache
+def stdlib_function_lengths():
+    """Lengths, in words, of the functions of Python's standard library: real, with a long tail."""
+    lengths = []
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        source = path.read_text(encoding="utf-8", errors="replace")
+        lines = source.splitlines()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef):
+                text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+                lengths.append(min(512, max(1, len(text) // 3)))
+    return np.array(lengths)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("how", [{"micro_batch_tokens": 1024}, {"micro_batch_size": 8}])
+def test_sorted_windows_pad_little_and_share_equally(world_size, how):
+    """Windows of 128 functions: at most 12 % padding over an epoch, and at most 5 % between the ranks."""
+    lengths = stdlib_function_lengths()
+    padded, work = measure(lengths, world_size, how, cut_window)
+    padding, difference = 1 - lengths.sum() / padded, work.max() / work.min() - 1
+    print(f"{how}, {world_size} ranks: padding {padding:.1%}, ranks differ by {difference:.2%}")
+    assert padding <= 0.12 and difference <= 0.05
+
+    def unsorted(lengths, world_size, micro_batch_size=8, micro_batch_tokens=None):
+        positions = np.arange(len(lengths)).reshape(world_size, -1, micro_batch_size)
+        return [list(steps) for steps in positions]
+
+    padded, _ = measure(lengths, world_size, how, unsorted)
+    assert 1 - lengths.sum() / padded > 0.4, "the control pads as little: this test cannot fail"
+
+
+def measure(lengths, world_size, how, cut):
+    """Tokens with padding of all full windows of 128, in all and by rank."""
+    work = np.zeros(world_size)
+    lengths = lengths[: len(lengths) // 128 * 128]
+    for update in range(len(lengths) // 128):
+        window = lengths[window_sample_ids(update, len(lengths), 128, seed=0)]
+        for rank, steps in enumerate(cut(window, world_size, **how)):
+            work[rank] += sum(len(batch) * window[batch].max() for batch in steps if len(batch))
+    return work.sum(), work
+
+
+def test_a_collated_batch_predicts_each_next_token():
+    samples = ListSamples([3, 1, 2])
+    batch = collate([samples[i] for i in (0, 1, 2)], pad_token_id=9)
+    assert batch["input_ids"].tolist() == [[0, 1, 2], [1000, 9, 9], [2000, 2001, 9]]
+    assert batch["target_rows"].tolist() == [0, 1, 2, 3, 6, 7]
+    assert batch["targets"].tolist() == [1, 2, 3, 1001, 2001, 2002]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_window_counts_what_its_ranks_hold(world_size):
+    """The divisor, the token count and the digest of a window are those of all its micro-batches on all ranks."""
+    samples = ListSamples(np.random.default_rng(0).integers(1, 50, 30), masked=True)
+    for update in range(8):
+        windows = [
+            WindowDataset(
+                samples,
+                global_batch_size=8,
+                micro_batch_size=2,
+                micro_batch_tokens=None,
+                rank=rank,
+                world_size=world_size,
+                seed=0,
+            )[update]
+            for rank in range(world_size)
+        ]
+        assert len({(w.num_targets, w.num_tokens, w.sample_digest, len(w.micro_batches)) for w in windows}) == 1
+        batches = [batch for window in windows for batch in window.micro_batches]
+        assert sum(len(batch["targets"]) for batch in batches) == windows[0].num_targets
+        assert sum(batch["input_ids"].numel() for batch in batches) == windows[0].rank_work.sum()
+
+
+def test_a_rank_without_samples_gets_a_placeholder_without_targets():
+    dataset = WindowDataset(
+        ListSamples([5]), global_batch_size=4, micro_batch_size=1, micro_batch_tokens=None, rank=1, world_size=4, seed=0
+    )
+    (batch,) = dataset[0].micro_batches
+    assert batch["input_ids"].shape == (1, 1) and len(batch["targets"]) == 0 and batch["targets"].dtype == torch.int64

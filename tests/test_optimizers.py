@@ -1,0 +1,433 @@
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from torch import nn
+
+from common.optimizers import (
+    OPTIMIZERS,
+    SCHEDULES,
+    learning_rate,
+    make_optimizer,
+    optimizers_help,
+    parameter_groups,
+    set_learning_rate,
+)
+
+TEXT = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+CAUSAL = {**TEXT, "num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+GPT2 = {
+    "vocab_size": 64,
+    "n_embd": 32,
+    "n_layer": 1,
+    "n_head": 2,
+    "n_positions": 16,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 1, "num_heads": 2}
+IMAGE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
+
+FAMILIES = {  # class prefix, the rest of the class, settings
+    "llama": ("Llama", "ForCausalLM", CAUSAL),
+    "llama tied": ("Llama", "ForCausalLM", {**CAUSAL, "tie_word_embeddings": True}),
+    "gpt2": ("GPT2", "LMHeadModel", GPT2),
+    "t5": ("T5", "ForConditionalGeneration", T5),
+    "bert": ("Bert", "ForSequenceClassification", {**TEXT, "num_labels": 1}),
+    "mixtral": ("Mixtral", "ForCausalLM", {**CAUSAL, "num_local_experts": 4}),
+    "vit": ("ViT", "ForImageClassification", {**IMAGE, "patch_size": 4, "num_channels": 1}),
+    "mamba": ("Mamba", "ForCausalLM", {"vocab_size": 64, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 1}),
+    "cohere": ("Cohere", "ForCausalLM", {**CAUSAL, "use_qk_norm": True}),
+    "convnext": ("ConvNext", "ForImageClassification", {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}),
+}
+
+# Written out by hand; a layer's number is 0, since every model has one layer.
+LLAMA_NO_DECAY = {
+    "model.layers.0.input_layernorm.weight",
+    "model.layers.0.post_attention_layernorm.weight",
+    "model.norm.weight",
+}
+NO_DECAY = {
+    "llama": LLAMA_NO_DECAY,
+    "llama tied": LLAMA_NO_DECAY,
+    "gpt2": {
+        *(f"transformer.{norm}.{name}" for norm in ("h.0.ln_1", "h.0.ln_2", "ln_f") for name in ("weight", "bias")),
+        *(f"transformer.h.0.{layer}.bias" for layer in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")),
+    },
+    "t5": {  # not relative_attention_bias.weight: an embedding, whatever its name says
+        *(f"encoder.block.0.layer.{layer}.layer_norm.weight" for layer in (0, 1)),
+        *(f"decoder.block.0.layer.{layer}.layer_norm.weight" for layer in (0, 1, 2)),
+        *(f"{half}.final_layer_norm.weight" for half in ("encoder", "decoder")),
+    },
+    "mixtral": LLAMA_NO_DECAY,  # so the router and the stacked experts, which are 3-D, are decayed
+    "mamba": {
+        "backbone.layers.0.norm.weight",
+        "backbone.norm_f.weight",
+        *(f"backbone.layers.0.mixer.{name}" for name in ("A_log", "D", "conv1d.bias", "dt_proj.bias")),
+    },
+    "cohere": {  # the norm of each head has a weight of shape (heads, head size)
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.0.self_attn.k_norm.weight",
+        "model.norm.weight",
+    },
+}
+
+
+def build(family: str, **settings) -> nn.Module:
+    prefix, head, config = FAMILIES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{prefix}Config")(**{**config, **settings})
+    return getattr(transformers, f"{prefix}{head}")(config)
+
+
+def names_of_groups(model: nn.Module) -> dict[str, list[str]]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {group["name"]: [names[id(p)] for p in group["params"]] for group in parameter_groups(model, 0.1)}
+
+
+def names_by_pattern(model: nn.Module) -> set[str]:
+    """The control: what a grouping by name leaves without decay."""
+    return {name for name, _ in model.named_parameters() if "bias" in name or "LayerNorm.weight" in name}
+
+
+def set_gradients(model: nn.Module, value: float) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+
+
+# ---- parameter groups
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_trainable_parameter_is_in_exactly_one_group(family):
+    model = build(family)
+    frozen = names_of_groups(model)["decay"][0]
+    model.get_parameter(frozen).requires_grad_(False)
+    groups = names_of_groups(model)
+    together = groups["decay"] + groups["no_decay"]
+    # named_parameters gives a tied weight once, so this equality also says that no weight is there twice.
+    assert sorted([*together, frozen]) == sorted(name for name, _ in model.named_parameters())
+    assert frozen not in together
+    # Control: without the look at requires_grad the frozen one would be there.
+    model.get_parameter(frozen).requires_grad_(True)
+    assert frozen in names_of_groups(model)["decay"]
+
+
+@pytest.mark.parametrize("family", NO_DECAY)
+def test_the_parameters_without_decay_are_the_expected_ones(family):
+    model = build(family)
+    assert set(names_of_groups(model)["no_decay"]) == NO_DECAY[family]
+    # Control: a grouping by names misplaces some of every family.
+    assert names_by_pattern(model) != NO_DECAY[family]
+
+
+def test_a_tied_weight_is_the_very_tensor_of_the_head():
+    tied, untied = build("llama tied"), build("llama")
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    count = {name: len(names_of_groups(model)["decay"]) for name, model in (("tied", tied), ("untied", untied))}
+    assert count["untied"] == count["tied"] + 1
+
+
+def test_vectors_in_disguise_are_not_decayed_and_one_output_heads_are():
+    vit = names_of_groups(build("vit"))
+    assert "vit.embeddings.cls_token" in vit["no_decay"] and "vit.embeddings.position_embeddings" in vit["decay"]
+    # The head of a regression has shape (1, 32), a vector by its sizes too: only the type of its module tells.
+    bert = build("bert")
+    assert bert.classifier.weight.shape == (1, 32) and "classifier.weight" in names_of_groups(bert)["decay"]
+    convnext = names_of_groups(build("convnext"))["no_decay"]
+    # A norm inside a Sequential: no part of its name says so.
+    assert "convnext.encoder.stages.1.downsampling_layer.0.weight" in convnext
+    assert "convnext.encoder.stages.0.layers.0.layer_scale_parameter" in convnext
+
+
+def test_a_norm_over_two_dimensions_is_not_decayed():
+    model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm((4, 6)), nn.RMSNorm((4, 6)))
+    assert names_of_groups(model)["decay"] == ["0.weight"]
+    # Control: by shape alone both norms would be decayed.
+    assert all(parameter.ndim == 2 for norm in model[1:] for parameter in norm.parameters())
+
+
+def test_parameters_that_deepspeed_has_partitioned_keep_their_group():
+    whole, partitioned = build("llama"), build("llama")
+    for (
+        parameter
+    ) in partitioned.parameters():  # what deepspeed.zero.Init leaves behind; building its kernels takes minutes
+        parameter.ds_shape = parameter.shape
+        parameter.data = torch.empty(0)
+    assert names_of_groups(partitioned) == names_of_groups(whole)
+    # Control: without the recorded shape a raw parameter of the model is a vector.
+    experts = build("mixtral").model.layers[0].mlp.experts
+    experts.gate_up_proj.data = torch.empty(0)
+    assert names_of_groups(experts) == {"decay": ["down_proj"], "no_decay": ["gate_up_proj"]}
+
+
+def test_groups_carry_their_decay_and_an_empty_one_is_left_out():
+    groups = parameter_groups(build("llama"), 0.25)
+    assert [(group["name"], group["weight_decay"]) for group in groups] == [("decay", 0.25), ("no_decay", 0.0)]
+    assert [group["name"] for group in parameter_groups(nn.Linear(2, 2, bias=False), 0.25)] == ["decay"]
+
+
+# ---- optimizers
+
+
+def state_bytes(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> int:
+    """Bytes of the distinct storages of these parameters' states (bitsandbytes shares its code books)."""
+    tensors = [value for p in parameters for value in optimizer.state[p].values() if isinstance(value, torch.Tensor)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_bytes_in_the_help_are_those_of_the_real_states(name):
+    model = build("llama", hidden_size=384, intermediate_size=768, vocab_size=128)
+    optimizer = make_optimizer(name, model, 1e-3, 0.1)
+    set_gradients(model, 1e-3)
+    optimizer.step()
+    embeddings = [model.model.embed_tokens.weight]
+    others = [p for p in model.parameters() if p is not embeddings[0]]
+    measured = state_bytes(optimizer, others) / sum(p.numel() for p in others)
+    # Tolerance 0.05 bytes: the norms' states and, in adafactor, rows and columns weigh more in a model this small.
+    assert measured == pytest.approx(OPTIMIZERS[name].state_bytes, abs=0.05)
+    # Control: no other optimizer's figure would pass.
+    assert [other for other, facts in OPTIMIZERS.items() if abs(measured - facts.state_bytes) < 0.05] == [name]
+    if name == "adamw8bit":  # as its help says
+        assert state_bytes(optimizer, embeddings) == 8 * embeddings[0].numel()
+    assert f"{name} ({OPTIMIZERS[name].state_bytes:g} bytes): " in optimizers_help()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_few_steps_lower_the_loss(name):
+    def losses(step: bool) -> list[float]:
+        model = build("llama", hidden_size=64, intermediate_size=96)
+        optimizer = make_optimizer(name, model, 1e-2 if name == "sgd" else 1e-3, 0.1)
+        ids = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(0))
+        values = []
+        for _ in range(3):
+            loss = model(input_ids=ids, labels=ids).loss
+            optimizer.zero_grad()
+            loss.backward()
+            if step:
+                optimizer.step()
+            values.append(loss.item())
+        return values
+
+    first, second, third = losses(step=True)
+    assert first > second > third
+    assert losses(step=False) == [first] * 3  # control: nothing else moves the loss
+
+
+def test_adafactor_takes_the_learning_rate_of_adamw():
+    def mean_change(make: Callable[[nn.Module], torch.optim.Optimizer]) -> float:
+        model = build("llama")
+        before = model.model.layers[0].mlp.up_proj.weight.clone()
+        optimizer = make(model)
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        return (model.model.layers[0].mlp.up_proj.weight - before).abs().mean().item()
+
+    change = mean_change(lambda model: make_optimizer("adafactor", model, 1e-3, 0.0))
+    assert 0.5e-3 < change < 1.5e-3
+    # Control: torch's own multiplies by the size of the parameter, and takes a fiftieth of the step.
+    assert mean_change(lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-3)) < 0.05e-3
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_decay_shrinks_exactly_the_decayed_elements(name):
+    model = build("cohere", hidden_size=64)
+    before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
+    optimizer = make_optimizer(name, model, 0.1, 0.5)
+    set_gradients(model, 0.0)
+    optimizer.step()
+    for key, parameter in model.named_parameters():
+        if key in NO_DECAY["cohere"]:
+            assert torch.equal(parameter, before[key]), key
+        else:
+            torch.testing.assert_close(parameter.detach(), before[key] * (1 - 0.1 * 0.5), rtol=1e-6, atol=0)
+            assert not torch.equal(parameter, before[key]), key  # control: the tolerance does not hide the decay
+
+
+def test_embeddings_keep_32_bit_states_and_matrices_8_bit_ones():
+    import bitsandbytes
+
+    def dtypes(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[torch.dtype, torch.dtype]:
+        set_gradients(model, 1e-3)
+        optimizer.step()
+        weights = model.model.embed_tokens.weight, model.model.layers[0].mlp.up_proj.weight
+        return tuple(optimizer.state[weight]["state1"].dtype for weight in weights)
+
+    model = build("llama tied", hidden_size=128)
+    assert dtypes(make_optimizer("adamw8bit", model, 1e-3, 0.1), model) == (torch.float32, torch.uint8)
+    # Control: without the override the embedding is quantised. And the override above has not leaked: a later optimizer
+    # of the process has its own embedding at the same place of the same group.
+    model = build("llama tied", hidden_size=128)
+    plain = bitsandbytes.optim.AdamW8bit(parameter_groups(model, 0.1))
+    assert dtypes(plain, model) == (torch.uint8, torch.uint8)
+
+
+def test_adamw_is_fused():
+    assert make_optimizer("adamw", build("llama"), 1e-3, 0.1).defaults["fused"] is True
+
+
+def test_bitsandbytes_is_imported_only_when_asked_for():
+    program = "import sys, common.optimizers as o; o.optimizers_help(); print('bitsandbytes' in sys.modules)"
+    path = f"import sys; sys.path.insert(0, {str(parent())!r}); "
+    done = subprocess.run([sys.executable, "-c", path + program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+    # Control: it is there once it was asked for.
+    make_optimizer("adamw8bit", build("llama"), 1e-3, 0.1)
+    assert "bitsandbytes" in sys.modules
+
+
+def parent() -> str:
+    import common.optimizers
+
+    return common.optimizers.__file__.rpartition("/common/")[0]
+
+
+def test_a_missing_bitsandbytes_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # Python's own way to make an import fail
+    with pytest.raises(ValueError, match="pip install bitsandbytes") as error:
+        make_optimizer("adamw8bit", build("llama"), 1e-3, 0.1)
+    assert "\n" not in str(error.value)
+    make_optimizer("adamw", build("llama"), 1e-3, 0.1)
+
+
+def test_mistakes_are_named():
+    model = build("llama")
+    with pytest.raises(ValueError, match=r"--optimizer adamm is unknown \(did you mean adamw\?\): choose from adamw, "):
+        make_optimizer("adamm", model, 1e-3, 0.1)
+    for rate in (0.0, -1e-3, math.nan, math.inf):
+        with pytest.raises(ValueError, match="--learning_rate"):
+            make_optimizer("adamw", model, rate, 0.1)
+    for decay in (-0.1, math.nan, math.inf):
+        with pytest.raises(ValueError, match="--weight_decay"):
+            make_optimizer("adamw", model, 1e-3, decay)
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        make_optimizer("adamw", model.requires_grad_(False), 1e-3, 0.1)
+
+
+def test_decay_that_reaches_no_parameter_is_said(recwarn):
+    with pytest.warns(UserWarning, match="no effect"):
+        make_optimizer("adamw", nn.LayerNorm(4), 1e-3, 0.1)
+    recwarn.clear()
+    make_optimizer("adamw", nn.LayerNorm(4), 1e-3, 0.0)  # control: nothing was asked, nothing is said
+    make_optimizer("adamw", nn.Linear(4, 4), 1e-3, 0.1)
+    assert not recwarn.list
+
+
+# ---- learning rate
+
+
+def curve(schedule: str, num_updates: int = 1000, warmup_updates: int = 100, peak: float = 2.0) -> list[float]:
+    settings = {"schedule": schedule, "peak": peak, "num_updates": num_updates, "warmup_updates": warmup_updates}
+    return [learning_rate(update, **settings) for update in range(num_updates)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("num_updates, warmup_updates", [(1000, 100), (1000, 0), (1000, 950), (7, 3), (2, 1), (1, 0)])
+def test_the_rate_rises_to_its_peak_once_and_is_never_zero(schedule, num_updates, warmup_updates):
+    rates = curve(schedule, num_updates, warmup_updates)
+    assert len(rates) == num_updates and all(0 < rate <= 2.0 for rate in rates)
+    assert rates[warmup_updates] == 2.0
+    rising, falling = rates[: warmup_updates + 1], rates[warmup_updates:]
+    assert rising == sorted(set(rising)) and falling == sorted(falling, reverse=True)
+    # No jump: a change from one update to the next is at most the slope of the steepest part.
+    steepest = max(1 / (warmup_updates + 1), math.pi / 2 / (num_updates - warmup_updates), 5 / num_updates)
+    if schedule == "wsd":
+        steepest = max(steepest, 1 / (num_updates - warmup_updates))
+    changes = [abs(b - a) / 2.0 for a, b in zip(rates, rates[1:], strict=False)]
+    assert all(change <= steepest * (1 + 1e-9) for change in changes)
+
+
+def test_transformers_own_schedule_wastes_the_first_update():
+    """The reason for a function of our own; where this fails, theirs may do."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    transformers.get_scheduler("linear", optimizer, num_warmup_steps=100, num_training_steps=1000)
+    assert optimizer.param_groups[0]["lr"] == 0.0 < curve("linear")[0]
+
+
+@pytest.mark.parametrize(
+    "schedule, update, expected",
+    [
+        ("constant", 0, 2 / 101),
+        ("constant", 49, 2 * 50 / 101),
+        ("constant", 999, 2),
+        ("linear", 100, 2),
+        ("linear", 550, 1),
+        ("linear", 999, 2 / 900),
+        ("cosine", 550, 2 * 0.55),  # half-way between the peak and a tenth of it
+        ("cosine", 400, 2 * (0.1 + 0.9 * 0.75)),  # a third of the way: cos(60 degrees) = 1/2
+        ("wsd", 800, 2),
+        ("wsd", 801, 2 * 199 / 200),
+        ("wsd", 900, 1),
+        ("wsd", 999, 2 / 200),
+    ],
+)
+def test_the_rate_is_the_closed_form_at_marked_updates(schedule, update, expected):
+    rates = curve(schedule)
+    assert rates[update] == pytest.approx(expected, rel=1e-12)
+    assert rates[998] != rates[999] or schedule == "constant"
+
+
+def test_cosine_ends_at_a_tenth_of_the_peak():
+    assert curve("cosine")[-1] == pytest.approx(0.2, rel=1e-4) and curve("cosine")[-1] > 0.2
+
+
+def test_a_function_of_the_update_cannot_be_stepped_twice():
+    def scheduled(steps_an_update: int) -> list[float]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+        settings = {"schedule": "cosine", "peak": 1.0, "num_updates": 1000, "warmup_updates": 100}
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(min(step, 999), **settings))
+        rates = []
+        for _ in range(100):
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            for _ in range(steps_an_update):
+                scheduler.step()
+        return rates
+
+    assert scheduled(1) == pytest.approx(curve("cosine")[:100], rel=1e-12)
+    # Control: what a prepared scheduler does with two processes.
+    assert scheduled(2)[40] > 1.9 * curve("cosine")[40]
+
+
+def test_the_rate_reaches_every_group_through_accelerate():
+    model = nn.Linear(4, 4)
+    inner = make_optimizer("adamw", model, 1e-3, 0.1)
+    prepared = Accelerator(cpu=True).prepare(inner)
+    set_learning_rate(prepared, 0.125)
+    assert type(prepared).__name__ == "AcceleratedOptimizer"
+    assert [group["lr"] for group in inner.param_groups] == [0.125, 0.125]
+    before = model.bias.detach().clone()
+    set_gradients(model, 1.0)
+    prepared.step()  # Adam's first step is the rate
+    torch.testing.assert_close(before - model.bias.detach(), torch.full((4,), 0.125))
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"schedule": "cosin"}, r"--lr_schedule cosin is unknown \(did you mean cosine\?\)"),
+        ({"peak": 0.0}, "--learning_rate"),
+        ({"peak": math.nan}, "--learning_rate"),
+        ({"warmup_updates": 10}, "--warmup_updates 10 must be 0 or more and below --num_updates 10"),
+        ({"warmup_updates": -1}, "--warmup_updates -1"),
+    ],
+)
+def test_mistakes_in_the_schedule_are_named(changed, message):
+    good = {"schedule": "cosine", "peak": 1.0, "num_updates": 10, "warmup_updates": 2}
+    learning_rate(0, **good)
+    with pytest.raises(ValueError, match=message):
+        learning_rate(0, **{**good, **changed})
+
+
+def test_no_help_text_has_a_percent_sign():
+    texts = [optimizers_help(), *SCHEDULES.values()]  # argparse would fail on it while it prints --help
+    assert all("%" not in text for text in texts)
