@@ -9,13 +9,15 @@ import difflib
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from common.activation_checkpointing import ACTIVATION_CHECKPOINTING
-from common.data import Samples, Source
+from common.corpus import Source, check_sources, has_split
+from common.data import Samples
 from common.launch import exit_with_mistakes, started_world_size
 from common.optimizers import OPTIMIZERS, SCHEDULES, optimizers_help
 
@@ -217,15 +219,27 @@ def _check_output_dir(path: Path, overwrite: bool) -> list[str]:
 
 
 def text_sources(args: argparse.Namespace) -> tuple[Source, Source | None]:
-    """Where training and held-out text come from, as the language flags say; without any, the embedded corpus."""
+    """Where training and held-out text come from, as the language flags say; without any, the embedded corpus.
+
+    Raises:
+        ValueError: a line for each file that is not there or cannot be read, or two answers to where the text is.
+    """
+    text_column = args.text_column
+    validation = Source(files=tuple(args.validation_file), text_column=text_column) if args.validation_file else None
     if args.dataset_name:
-        hub = {"dataset_name": args.dataset_name, "dataset_config": args.dataset_config}
-        train = Source(**hub, split="train", text_column=args.text_column)
+        if args.train_file:
+            raise ValueError("--train_file and --dataset_name are two answers to one question; give one")
+        train = Source(dataset_name=args.dataset_name, dataset_config=args.dataset_config, text_column=text_column)
+        held_out = replace(train, split="validation")
+        if validation is None and has_split(held_out):
+            validation = held_out
     elif args.train_file:
-        train = Source(files=tuple(args.train_file), text_column=args.text_column)
+        train = Source(files=tuple(args.train_file), text_column=text_column)
     else:
         train = Source(embedded="train")
-    return train, None
+        validation = validation or Source(embedded="validation")
+    check_sources(train, validation)
+    return train, validation
 
 
 def check_samples(args: argparse.Namespace, train: Samples, validation: Samples | None) -> None:

@@ -115,9 +115,9 @@ def hub_problem(name: str, repo_type: str) -> str | None:
     """Why `name` cannot be fetched from the hub now, or None. repo_type: "model" or "dataset".
 
     One request with a time limit. The libraries' own loaders try again for 20 to 50 s before they say that there is no
-    network; after this they can be told to look into their cache only.
+    network. If the hub does not answer, this process goes offline: the loaders then look into their caches, at once.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     try:
@@ -127,6 +127,7 @@ def hub_problem(name: str, repo_type: str) -> str | None:
     except RepositoryNotFoundError:
         return "it is neither a directory here nor known to the hub (if it is private or gated, log in: hf auth login)"
     except Exception as error:  # whatever the HTTP library calls it: there is no answer
+        constants.HF_HUB_OFFLINE = True
         return f"no such directory here, and the hub does not answer ({one_line(error)}); give a local directory"
     return None
 
@@ -320,7 +321,6 @@ def _object(values: Any, where: str) -> dict[str, Any]:
 def _read_csv(path: str) -> Iterator[Row]:
     csv.field_size_limit(MAX_CSV_FIELD_BYTES)
     reader = csv.DictReader(_decoded_lines(path), strict=True)
-    where = path
     try:
         for values in reader:
             where = f"{path}, line {reader.line_num}"
@@ -329,7 +329,7 @@ def _read_csv(path: str) -> Iterator[Row]:
                 raise ValueError(f"{where}: the row has not {fields} fields as the header has; check commas and quotes")
             yield Row(where, values)
     except csv.Error as error:
-        where = f"{path}, line {reader.line_num}"
+        where = f"{path}, in the row after line {reader.line_num}"
         raise ValueError(f"{where}: malformed CSV ({error}); check the quotes") from error
 
 
@@ -390,14 +390,30 @@ def _open_dataset(source: Source) -> Corpus:
     return Corpus(where, [dataset._fingerprint, len(dataset)], tuple(dataset.column_names), rows)
 
 
+def has_split(source: Source) -> bool:
+    """Whether a dataset has the split that the source names; False also where the dataset cannot be found at all."""
+    from datasets import get_dataset_split_names, load_from_disk
+
+    path = Path(source.dataset_name or "").expanduser()
+    if (path / "state.json").exists():  # one split, saved by itself
+        return False
+    if (path / "dataset_dict.json").exists():
+        return source.split in load_from_disk(str(path))
+    if not path.is_dir() and hub_problem(source.dataset_name or "", "dataset"):
+        return False  # opening the source says why
+    try:
+        return source.split in get_dataset_split_names(source.dataset_name, source.dataset_config)
+    except Exception:  # a dozen types; opening the source says what is wrong
+        return False
+
+
 def _load_from_hub(source: Source) -> Any:
     """Downloaded once and memory-mapped by `datasets`, so that a second run needs no network."""
-    from datasets import DownloadConfig, load_dataset
+    from datasets import load_dataset
 
     problem = hub_problem(source.dataset_name or "", "dataset")
-    only_cache = DownloadConfig(local_files_only=problem is not None, max_retries=0 if problem else 3)
     try:
-        return load_dataset(source.dataset_name, source.dataset_config, split=source.split, download_config=only_cache)
+        return load_dataset(source.dataset_name, source.dataset_config, split=source.split)
     except Exception as error:
         raise ValueError(f"dataset {source.dataset_name}: {problem or one_line(error)}") from error
 
@@ -468,7 +484,7 @@ def _read_embedded(
 
 
 def python_functions(text: str) -> Iterator[str]:
-    """The source of each function and method of a Python file, with its decorators and not indented; the outermost only.
+    """The source of each function and method of a Python file, with decorators, not indented; the outermost only.
 
     Raises SyntaxError. Lines are sliced: ast.get_source_segment splits the whole file again for every function.
     """

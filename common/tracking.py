@@ -228,7 +228,7 @@ class Progress:
 def held_out_results(loss: float, samples: Any) -> dict[str, float | None]:
     """Loss, perplexity and bits per byte of held-out text, beside what gzip -9 and xz -9 reach on the same text."""
     results = {"validation_loss": loss, "perplexity": math.exp(min(loss, 700))}
-    if samples.num_bytes:
+    if samples.is_blocks:  # every token of the text is a target, once
         results["bits_per_byte"] = loss * samples.num_target_tokens / math.log(2) / samples.num_bytes
         for name, size in (("gzip", samples.gzip_bytes), ("xz", samples.xz_bytes)):
             if size:

@@ -7,7 +7,7 @@ several GPUs   accelerate launch --config_file accelerate_configs/multi_gpu.yaml
                    --model_name_or_path my_model/ --train_file chats.jsonl --global_batch_size 128
 rehearsal      the same with --dry_run, on any machine
 
-Text is joined and cut into blocks of --sequence_length tokens; where rows have `prompt` and `completion`, or `messages`,
+Text is cut into blocks of --sequence_length tokens; where rows have `prompt` and `completion`, or `messages`,
 each is an example of its own length, of which the completion, or the assistant's turns, are learned.
 """
 
@@ -82,13 +82,15 @@ def load_data(args):
     if problems := models.check_model(config, tokenizer, args.sequence_length):
         raise ValueError("\n".join(problems))
     train = data.tokenize(train_source, tokenizer, args.sequence_length, args.shape)
-    validation = validation_source and data.tokenize(validation_source, tokenizer, args.sequence_length, args.shape)
+    validation = validation_source and data.tokenize(
+        validation_source, tokenizer, args.sequence_length, args.shape, measure_compression=True
+    )
     arguments.check_samples(args, train, validation)
     return tokenizer, config, train, validation
 
 
 def make_loader(args, samples, accelerator, tokenizer, updates=None):
-    """A loader of this rank's share of the windows `updates` of training, or of all samples in order, for evaluation."""
+    """This rank's share of the windows `updates` of training, or of all samples in order, to evaluate."""
     dataset = WindowDataset(
         samples,
         global_batch_size=args.global_batch_size,

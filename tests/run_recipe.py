@@ -2,8 +2,8 @@
 
     accelerate launch ... tests/run_recipe.py SPEC.json
 
-SPEC.json is a list of {"flags": [...], "changes": {NAME: VALUE}}. A change either observes (gradients, live tensors), sets
-a condition (float64), or takes out what a test guards, to show that the test would notice.
+SPEC.json is a list of {"flags": [...], "changes": {NAME: VALUE}}. A change observes (gradients, live tensors), sets
+a condition, or takes out what a test guards, to show that the test would notice.
 """
 
 import gc

@@ -29,7 +29,7 @@ def assert_mistake(result, *patterns, lines=1):
 def files(tmp_path, functions_file):
     """Broken data of every kind."""
     (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "latin1.txt").write_bytes("x = 1\n".encode() * 10 + "caf\xe9\n".encode("latin-1"))
+    (tmp_path / "latin1.txt").write_bytes(b"x = 1\n" * 10 + "caf\xe9\n".encode("latin-1"))
     rows = functions_file.read_text().splitlines()[:5]
     (tmp_path / "broken.jsonl").write_text("\n".join([*rows[:3], '{"text": "never clo', *rows[3:]]) + "\n")
     (tmp_path / "columns.jsonl").write_text('{"body": "x", "title": "y"}\n')
@@ -79,14 +79,24 @@ def misfit_models(tmp_path_factory, functions_file):
 
 def test_tokenizer_larger_than_the_embedding(misfit_models, functions_file, tmp_path):
     result = recipe(
-        "--model_name_or_path", misfit_models / "small_embedding", "--train_file", functions_file, "--output_dir", tmp_path
+        "--model_name_or_path",
+        misfit_models / "small_embedding",
+        "--train_file",
+        functions_file,
+        "--output_dir",
+        tmp_path,
     )
     assert_mistake(result, "389 tokens.*384 rows", "resize")
 
 
 def test_tokenizer_without_pad_token(misfit_models, functions_file, tmp_path):
     result = recipe(
-        "--model_name_or_path", misfit_models / "no_pad", "--train_file", functions_file, "--output_dir", tmp_path / "run"
+        "--model_name_or_path",
+        misfit_models / "no_pad",
+        "--train_file",
+        functions_file,
+        "--output_dir",
+        tmp_path / "run",
     )
     assert_mistake(result, "pad|eos")
 
@@ -181,6 +191,8 @@ def test_multi_cpu_of_accelerate_is_refused_not_run_as_one_process(tmp_path):
     config = tmp_path / "config.yaml"
     text = (ROOT / "accelerate_configs/multi_cpu.yaml").read_text()
     config.write_text(text.replace("distributed_type: MULTI_GPU", "distributed_type: MULTI_CPU"))
-    result = run([BIN / "accelerate", "launch", "--config_file", config, "recipes/lm.py", "--output_dir", tmp_path / "run"])
+    result = run(
+        [BIN / "accelerate", "launch", "--config_file", config, "recipes/lm.py", "--output_dir", tmp_path / "run"]
+    )
     assert result.returncode != 0 and "asks for 2 processes, but 1 started" in result.stderr
     assert not (tmp_path / "run").exists()

@@ -44,7 +44,7 @@ def float64_runs(functions_file, model_dir, tmp_path_factory):
         path.write_text(json.dumps(spec))
         config = "cpu" if processes == 1 else "multi_cpu"
         launch(path, config=config, script="tests/run_recipe.py", processes=processes, TQDM_DISABLE=1)
-        for name in (run["name"] for run in spec):
+        for name in (one["name"] for one in spec):
             runs[name] = (torch.load(out / f"{name}.pt"), read_metrics(out / name))
     return runs
 
@@ -172,11 +172,7 @@ def test_every_optimizer_trains(optimizer, functions_file, model_dir, tmp_path):
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_activation_checkpointing_does_not_change_the_update(mode, one_process, functions_file, model_dir, tmp_path):
     reference, more, _ = one_process
-    launch(
-        *flags(
-            functions_file, tmp_path / "run", *more, "--activation_checkpointing", mode, model_dir=model_dir
-        )
-    )
+    launch(*flags(functions_file, tmp_path / "run", *more, "--activation_checkpointing", mode, model_dir=model_dir))
     expected = [line["loss"] for line in read_metrics(reference)]
     assert [line["loss"] for line in read_metrics(tmp_path / "run")] == pytest.approx(expected, rel=1e-6)
 
@@ -236,9 +232,7 @@ def test_memory_stays_flat(functions_file, model_dir, tmp_path):
     for name, changes in {"kept": {}, "leaked": {"leak": 1}}.items():
         (tmp_path / name).mkdir()
         changes |= {"count_tensors": str(tmp_path / f"{name}.json")}
-        result = run_changed(
-            tmp_path / name, functions_file, model_dir, *more, config="cpu", processes=1, **changes
-        )
+        result = run_changed(tmp_path / name, functions_file, model_dir, *more, config="cpu", processes=1, **changes)
         assert result.returncode == 0, result.stderr
         counts[name] = json.loads((tmp_path / f"{name}.json").read_text())
     assert len(counts["kept"]) == 105

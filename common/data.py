@@ -1,0 +1,607 @@
+"""Text becomes samples: the tokenizer, tokenising once into a cache, and memory-mapped samples.
+
+    tokenizer = train_tokenizer(Source(embedded="train"), vocab_size=8192)
+    samples = tokenize(Source(embedded="train"), tokenizer, sequence_length=512)
+    input_ids, targets = samples[0]
+
+The cache holds one flat int32 file of tokens. A token that is not a target (a prompt's, a user's turn's, the first of
+all) is stored as its bitwise complement ~token, which is negative: one file says both what is read and what is learned.
+"""
+
+import hashlib
+import json
+import lzma
+import os
+import re
+import shutil
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from common.corpus import Corpus, Row, Source, check_sources, hub_problem, missing_column, one_line, open_source
+
+__all__ = ["Samples", "Source", "check_sources", "default_cache_dir", "load_tokenizer", "tokenize", "train_tokenizer"]
+
+FORMAT = 1  # in every fingerprint: raise it when the files' meaning changes
+END_OF_TEXT = "<|endoftext|>"
+GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")  # by which a chat template marks what the assistant says
+MANIFEST = "sizes.json"  # the size of every file beside it
+SHAPES = ("blocks", "examples")
+BATCH_CHARACTERS = 1 << 20  # text handed to the tokenizer at once: it needs some 100 bytes a token for the time being
+TOKENIZER_BYTES = 200_000_000  # a tokenizer is trained on at most this much text
+COMPRESSED_BYTES = 64 << 20  # xz takes a minute for this; more held-out text than that is not compressed
+
+Encoded = tuple[list[int], list[bool], int]  # a sample's tokens, which of them may be targets, bytes of its text
+
+
+def default_cache_dir() -> Path:
+    """$XDG_CACHE_HOME/accelerate_recipes, else ~/.cache/accelerate_recipes."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accelerate_recipes"
+
+
+# --- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local directory or of the hub, with a pad token (the end-of-text token if it has none).
+
+    Raises ValueError, one line, where it is not found, cannot be loaded, or has no end-of-text token.
+    """
+    path = Path(name_or_path).expanduser()
+    problem = None if path.is_dir() else hub_problem(name_or_path, "model")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(path) if path.is_dir() else name_or_path,
+            trust_remote_code=trust_remote_code,
+            local_files_only=problem is not None,  # the cache may have it although the hub does not answer
+        )
+    except Exception as error:  # a dozen types, by what is missing
+        raise ValueError(f"tokenizer {name_or_path}: {problem or one_line(error)}") from error
+    _check_end_of_text(tokenizer)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def train_tokenizer(source: Source, vocab_size: int, cache_dir: str | Path | None = None) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of the source's text (of its first 200 MB): every text survives encoding and decoding.
+
+    The same text gives the same tokenizer, whatever the number of threads. <|endoftext|> is bos, eos and pad. Kept in
+    the cache. Raises ValueError for a vocabulary that cannot hold the 256 bytes, and for what is wrong with the source.
+    """
+    if vocab_size < 257:
+        raise ValueError(f"a vocabulary of {vocab_size} does not hold 256 bytes and {END_OF_TEXT}; use at least 257")
+    corpus = open_source(source)
+    _, columns = _choose_columns(corpus, source.text_column, None)
+    fingerprint = _hash(["tokenizer", FORMAT, corpus.identity, columns, vocab_size])
+    directory = Path(cache_dir or default_cache_dir()) / f"tokenizer-{fingerprint}"
+    with _only_one(directory):
+        if not _is_complete(directory):
+            with _complete_or_absent(directory) as partial:
+                _train_bpe(corpus, columns, vocab_size).save_pretrained(partial)
+    return PreTrainedTokenizerFast.from_pretrained(directory)
+
+
+def _train_bpe(corpus: Corpus, columns: tuple[str, ...], vocab_size: int) -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # all 256 bytes, in an order that does not change
+        show_progress=False,
+    )
+
+    def texts() -> Iterator[str]:
+        left = TOKENIZER_BYTES
+        for row in corpus.rows(columns, True):
+            for text in _all_texts(row, columns):
+                left -= _num_bytes(text, row.where)
+                # the library gathers 256 items before it works on them: keep each small
+                yield from (text[start : start + 65536] for start in range(0, len(text), 65536))
+            if left < 0:
+                return
+
+    bpe.train_from_iterator(texts(), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
+    )
+
+
+def _check_end_of_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer {tokenizer.name_or_path} has no eos token to end a document or to pad with; "
+            "set eos_token in its tokenizer_config.json"
+        )
+
+
+def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    """What decides which tokens a text becomes."""
+    if tokenizer.is_fast:
+        settings = json.loads(tokenizer.backend_tokenizer.to_str())
+        settings.pop("padding"), settings.pop("truncation")  # left over from whichever call came last
+    else:
+        settings = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
+    return [settings, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.chat_template]
+
+
+# --- rows to tokens --------------------------------------------------------------------------------------------------
+
+
+def _choose_columns(corpus: Corpus, text_column: str, shape: str | None) -> tuple[str, tuple[str, ...]]:
+    """(shape, columns): messages before prompt and completion before text, unless blocks or a column was asked for."""
+    if shape not in (None, *SHAPES):
+        raise ValueError(f"no shape {shape!r}; there are: {', '.join(SHAPES)}")
+    if shape != "blocks" and text_column == "text":
+        for columns in (("messages",), ("prompt", "completion")):
+            if set(columns) <= set(corpus.columns):
+                return "examples", columns
+    if text_column not in corpus.columns:
+        raise ValueError(missing_column(corpus.name, [text_column], corpus.columns))
+    return shape or "blocks", (text_column,)
+
+
+def _text(row: Row, column: str) -> str:
+    if column not in row.values:
+        raise ValueError(missing_column(row.where, [column], tuple(row.values)))
+    text = row.values[column]
+    if not isinstance(text, str):
+        found = "null" if text is None else f"of type {type(text).__name__}"
+        raise ValueError(f"{row.where}: column {column} is {found}, not a string; mend or remove the row")
+    return text
+
+
+def _num_bytes(text: str, where: str) -> int:
+    """Length in UTF-8. JSON's escapes can spell half a surrogate pair, which no tokenizer takes."""
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        half = f"U+{ord(text[error.start]):04X}"
+        raise ValueError(f"{where}: half a surrogate pair ({half}) is not text; mend or remove the row") from error
+
+
+def _all_texts(row: Row, columns: tuple[str, ...]) -> list[str]:
+    if columns != ("messages",):
+        return [_text(row, column) for column in columns]
+    contents = [message.get("content") for message in _messages(row)]
+    return [content for content in contents if isinstance(content, str)]
+
+
+def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Rows in batches of bounded text, so that memory depends on neither the rows' length nor their number."""
+    batch, size = [], 0
+    for row in rows:
+        batch.append(row)
+        size += sum(len(value) if isinstance(value, str) else len(str(value)) for value in row.values.values())
+        if size >= BATCH_CHARACTERS or len(batch) == 4096:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options: Any) -> Any:
+    """Token ids without the special tokens that some tokenizers add by themselves: which and where is our decision."""
+    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False, **options)
+
+
+def _has_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    return tokenizer.bos_token_id is not None and tokenizer.bos_token_id != tokenizer.eos_token_id
+
+
+def _encode_stream(rows: Iterable[Row], column: str, tokenizer: PreTrainedTokenizerBase, counts: Counter) -> Iterator:
+    """(tokens, text) pieces of the stream of documents: bos document eos, or if bos is missing or is eos: eos between.
+
+    Every eos is a target, and so is every bos but the first token of all.
+    """
+    begin = [tokenizer.bos_token_id] if _has_bos(tokenizer) else []
+    inside = False  # a document has begun
+    if not begin:
+        yield [tokenizer.eos_token_id], ""
+    for batch in _batches(rows):
+        texts = [_text(row, column) for row in batch]
+        counts["bytes"] += sum(_num_bytes(text, row.where) for text, row in zip(texts, batch, strict=True))
+        for row, text, ids in zip(batch, texts, _encode(tokenizer, texts)["input_ids"], strict=True):
+            if not text and not inside and not row.continues:
+                counts["dropped"] += 1
+                continue
+            yield (ids if inside else begin + ids) + ([] if row.continues else [tokenizer.eos_token_id]), text
+            inside = row.continues
+            counts["documents"] += not row.continues
+
+
+def _encode_texts(batch: list[Row], columns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
+    """[bos] text eos, all targets; with two columns [bos] prompt completion eos, the completion and eos targets.
+
+    Prompt and completion are tokenised apart: when the model is used, the prompt is tokenised without the completion,
+    so a token that reaches over the boundary would never be seen there. (A bos that is also eos is put in front, too.)
+    """
+    texts = [[_text(row, column) for row in batch] for column in columns]
+    ids = [_encode(tokenizer, column)["input_ids"] for column in texts]
+    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    for number, row in enumerate(batch):
+        size = sum(_num_bytes(column[number], row.where) for column in texts)
+        prompt = ids[0][number] if len(columns) == 2 else []
+        learned = ids[-1][number] + [tokenizer.eos_token_id] if size else []
+        given = bos + prompt
+        yield given + learned, [False] * len(given) + [True] * len(learned), size
+
+
+def _messages(row: Row) -> list[dict[str, Any]]:
+    messages = row.values.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise ValueError(f'{row.where}: column messages is not a list of {{"role": ..., "content": ...}}; mend the row')
+    # Parquet gives every message the keys of all; templates ask whether a key is there.
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+def _encode_chats(batch: list[Row], tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
+    """The tokenizer's chat template decides every token; the targets are those that lie in the assistant's turns."""
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"{batch[0].where}: messages need a chat template and the tokenizer has none; give one that has"
+        )
+    if not tokenizer.is_fast:
+        raise ValueError(f"{type(tokenizer).__name__} does not tell where a token lies in a text; use a fast tokenizer")
+    chats = [_render(row, tokenizer) for row in batch]
+    encoded = _encode(tokenizer, [text for text, _ in chats], return_offsets_mapping=True)
+    for row, (text, spans), ids, offsets in zip(
+        batch, chats, encoded["input_ids"], encoded["offset_mapping"], strict=True
+    ):
+        is_target = np.zeros(len(ids), bool)
+        starts = np.array([start for start, _ in offsets])
+        for start, end in spans:  # a token that begins before the turn belongs to what the model is given
+            is_target |= (starts >= start) & (starts < end)
+        yield ids, is_target.tolist(), _num_bytes(text, row.where)
+
+
+def _render(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[tuple[int, int]]]:
+    """The conversation as text, and the spans of characters that the assistant says.
+
+    A template says itself which these are with {% generation %}. Without that: a turn is what its rendering adds to the
+    rendering of the turns before it together with the prompt for an answer.
+    """
+    messages = _messages(row)
+    template = tokenizer.get_chat_template()
+
+    def render(messages: list[dict[str, Any]], **options: Any) -> tuple[str, list[tuple[int, int]]]:
+        texts, spans = render_jinja_template(
+            [messages], chat_template=template, **options, **tokenizer.special_tokens_map
+        )
+        return texts[0], spans[0] if spans else []
+
+    try:
+        if GENERATION_TAG.search(template):
+            return render(messages, return_assistant_tokens_mask=True)
+        text, spans = render(messages)[0], []
+        for turn, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before = render(messages[:turn], add_generation_prompt=True)[0] if turn else ""
+                after = render(messages[: turn + 1])[0]
+                if not (turn and after.startswith(before) and text.startswith(after)):
+                    raise ValueError("what the assistant says is not a plain addition; mark it with {% generation %}")
+                spans.append((len(before), len(after)))
+    except Exception as error:  # templates raise jinja2's errors, and what Python raises for a missing key
+        raise ValueError(f"{row.where}: the chat template cannot be used: {one_line(error)}") from error
+    return text, spans
+
+
+# --- the cache -------------------------------------------------------------------------------------------------------
+
+
+def tokenize(
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    sequence_length: int,
+    shape: str | None = None,
+    cache_dir: str | Path | None = None,
+    measure_compression: bool = False,
+) -> "Samples":
+    """Tokenises a source once and opens the result; of many processes that call this one works and the others wait.
+
+    sequence_length: input tokens of a sample at most.
+    shape: "blocks" joins the documents and cuts the stream: every token but the very first is a target once; "examples"
+        makes one sample of each row, cut at sequence_length; None is examples for the columns `messages` or `prompt`
+        and `completion`, else blocks.
+    measure_compression: for held-out text: what gzip -9 and xz -9 make of it, if it is at most 64 MiB.
+
+    Raises ValueError that names file and place for whatever cannot be read or makes no sample.
+    """
+    if sequence_length < 1:
+        raise ValueError(f"a sequence length of {sequence_length} holds no token; use at least 1")
+    _check_end_of_text(tokenizer)
+    corpus = open_source(source)
+    shape, columns = _choose_columns(corpus, source.text_column, shape)
+    fingerprint = _hash(
+        ["samples", FORMAT, corpus.identity, shape, columns, _tokenizer_identity(tokenizer), measure_compression]
+        + ([sequence_length] if shape == "examples" else [])  # blocks are cut when they are read
+    )
+    directory = Path(cache_dir or default_cache_dir()) / f"samples-{fingerprint}"
+    with _only_one(directory):
+        if not _is_complete(directory):
+            with _complete_or_absent(directory) as partial:
+                _write_samples(partial, corpus, shape, columns, tokenizer, sequence_length, measure_compression)
+    # Without this each DataLoader worker that is forked after the tokenizer used its threads would print a warning.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return Samples(directory, sequence_length)
+
+
+def _hash(parts: list[Any]) -> str:
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=10).hexdigest()
+
+
+@contextmanager
+def _only_one(directory: Path) -> Iterator[None]:
+    """One process at a time. A lock and not a collective: that would time out while rank 0 tokenises for hours.
+
+    The system frees the lock of a process that dies.
+    """
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(f"{directory}.lock")
+        lock.acquire()
+    except OSError as error:
+        raise ValueError(
+            f"cache {directory.parent}: cannot be written ({one_line(error)}); set XDG_CACHE_HOME"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _complete_or_absent(directory: Path) -> Iterator[Path]:
+    """A directory to write into that takes its final name only when everything in it is on the disk."""
+    partial = directory.with_name(directory.name + ".partial")
+    for leftover in (partial, directory):  # of a process that died; damaged
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
+        (partial / MANIFEST).write_text(json.dumps(sizes))
+        for path in [*partial.iterdir(), partial]:
+            handle = os.open(path, os.O_RDONLY)
+            os.fsync(handle)
+            os.close(handle)
+        partial.rename(directory)
+    except OSError as error:
+        raise ValueError(f"cache {directory.parent}: cannot be written ({one_line(error)}); make room there") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_complete(directory: Path) -> bool:
+    """Whether the files have the sizes that were recorded. (Reading all of them each time would take too long.)"""
+    try:
+        sizes = json.loads((directory / MANIFEST).read_text())
+        return all((directory / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError):
+        return False
+
+
+class _Compression:
+    """What gzip -9 and xz -9 make of a text, while it streams by; None beyond 64 MiB and if not wanted."""
+
+    def __init__(self, wanted: bool) -> None:
+        self.left = COMPRESSED_BYTES if wanted else -1
+        if wanted:
+            self.compressors = {"gzip": zlib.compressobj(9, zlib.DEFLATED, 31), "xz": lzma.LZMACompressor(preset=9)}
+        self.sizes: Counter[str] = Counter()
+
+    def add(self, text: str) -> None:
+        if self.left < 0:
+            return
+        data = text.encode()
+        self.left -= len(data)
+        for name, compressor in self.compressors.items():
+            self.sizes[name] += len(compressor.compress(data))
+
+    def finish(self) -> dict[str, int | None]:
+        if self.left < 0:
+            return {"gzip": None, "xz": None}
+        return {name: self.sizes[name] + len(compressor.flush()) for name, compressor in self.compressors.items()}
+
+
+def _write_samples(
+    directory: Path,
+    corpus: Corpus,
+    shape: str,
+    columns: tuple[str, ...],
+    tokenizer: PreTrainedTokenizerBase,
+    sequence_length: int,
+    measure_compression: bool,
+) -> None:
+    """tokens.bin (int32), for examples also offsets.bin and target_counts.bin (int64, running sums), and meta.json."""
+    is_text = len(columns) == 1 and columns != ("messages",)
+    counts, compression = Counter(), _Compression(measure_compression and is_text)
+    rows = _with_progress(corpus.rows(columns, shape == "blocks"), corpus.name)
+    if shape == "blocks":
+        _write_blocks(directory, _encode_stream(rows, columns[0], tokenizer, counts), counts, compression)
+    else:
+        _write_examples(directory, rows, columns, tokenizer, sequence_length, counts, compression)
+    if counts["targets"] == 0:
+        raise ValueError(
+            f"{corpus.name}: no sample with a target in it ({counts['dropped']} rows were empty or all prompt); "
+            "give more text, or a longer sequence length"
+        )
+    meta = {name: counts[name] for name in ("documents", "tokens", "targets", "bytes", "truncated", "dropped")}
+    # Is each byte of the text paid for by exactly one target? Then a loss can be told in bits per byte.
+    is_whole = is_text and not counts["truncated"] and (shape == "blocks" or tokenizer.bos_token_id is not None)
+    meta |= {
+        "whole_text": is_whole,
+        "name": corpus.name,
+        "shape": shape,
+        "columns": columns,
+        "max_length": counts["max_length"],
+    }
+    meta |= {f"{name}_bytes": size for name, size in compression.finish().items()}
+    (directory / "meta.json").write_text(json.dumps(meta, indent=1))
+
+
+def _with_progress(rows: Iterator[Row], name: str) -> Iterator[Row]:
+    with tqdm(desc=f"tokenising {name}", unit="B", unit_scale=True, disable=None) as bar:  # None: only on a terminal
+        for row in rows:
+            yield row
+            bar.update(sum(len(str(value)) for value in row.values.values()))
+
+
+def _write_blocks(directory: Path, pieces: Iterator, counts: Counter, compression: _Compression) -> None:
+    with open(directory / "tokens.bin", "wb") as file:
+        for ids, text in pieces:
+            tokens = np.array(ids, np.int32)
+            if counts["tokens"] == 0:
+                tokens[:1] = ~tokens[:1]
+            file.write(tokens.tobytes())
+            counts["tokens"] += len(tokens)
+            compression.add(text)
+    counts["targets"] = max(0, counts["tokens"] - 1) if counts["documents"] else 0
+
+
+def _write_examples(
+    directory: Path,
+    rows: Iterator[Row],
+    columns: tuple[str, ...],
+    tokenizer: PreTrainedTokenizerBase,
+    sequence_length: int,
+    counts: Counter,
+    compression: _Compression,
+) -> None:
+    names = ("tokens.bin", "offsets.bin", "target_counts.bin")
+    with open(directory / names[0], "wb") as tokens, open(directory / names[1], "wb") as offsets:
+        with open(directory / names[2], "wb") as targets:
+            offsets.write(bytes(8))
+            targets.write(bytes(8))
+            for batch in _batches(rows):
+                is_chat = columns == ("messages",)
+                encoded = _encode_chats(batch, tokenizer) if is_chat else _encode_texts(batch, columns, tokenizer)
+                for row, (ids, is_target, num_bytes) in zip(batch, encoded, strict=True):
+                    sample = np.array(ids[: sequence_length + 1], np.int32)
+                    mask = np.array(is_target[: sequence_length + 1], bool)
+                    mask[:1] = False  # nothing comes before it
+                    if not mask.any():
+                        counts["dropped"] += 1
+                        continue
+                    tokens.write(np.where(mask, sample, ~sample).tobytes())
+                    counts["documents"] += 1
+                    counts["tokens"] += len(sample)
+                    counts["targets"] += int(mask.sum())
+                    counts["bytes"] += num_bytes
+                    counts["truncated"] += len(ids) > len(sample)
+                    counts["max_length"] = max(counts["max_length"], len(sample) - 1)
+                    offsets.write(np.int64(counts["tokens"]).tobytes())
+                    targets.write(np.int64(counts["targets"]).tobytes())
+                    if len(columns) == 1 and not is_chat:
+                        compression.add(_text(row, columns[0]))
+
+
+# --- samples ---------------------------------------------------------------------------------------------------------
+
+
+class Samples:
+    """Memory-mapped samples. Item i is (input_ids, targets), int64 (length,) each, -100 where there is no target.
+
+    Block b reads stream[b*S : (b+1)*S] and predicts stream[b*S+1 : (b+1)*S+1]; the last one is shorter.
+    """
+
+    def __init__(self, directory: str | Path, sequence_length: int) -> None:
+        self.directory, self.sequence_length = Path(directory), sequence_length
+        self.meta: dict[str, Any] = json.loads((self.directory / "meta.json").read_text())
+        self.is_blocks = self.meta["shape"] == "blocks"
+        self._tokens = np.memmap(self.directory / "tokens.bin", np.int32, "r")
+        if not self.is_blocks:
+            self._offsets = np.memmap(self.directory / "offsets.bin", np.int64, "r")
+            self._target_counts = np.memmap(self.directory / "target_counts.bin", np.int64, "r")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Samples, (self.directory, self.sequence_length)  # a DataLoader's worker maps the files itself
+
+    def __len__(self) -> int:
+        return -(-self.num_tokens // self.sequence_length) if self.is_blocks else self.meta["documents"]
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        index = int(index)
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        if self.is_blocks:
+            start, end = index * self.sequence_length, (index + 1) * self.sequence_length + 1
+        else:
+            start, end = int(self._offsets[index]), int(self._offsets[index + 1])
+        stored = np.array(self._tokens[start:end], np.int64)
+        return np.where(stored < 0, ~stored, stored)[:-1], np.where(stored < 0, -100, stored)[1:]
+
+    def lengths(self, ids: np.ndarray) -> np.ndarray:
+        """Input tokens of each sample, int64, without reading a token."""
+        ids = np.asarray(ids, np.int64)
+        if self.is_blocks:
+            return np.minimum(self.sequence_length, self.num_tokens - ids * self.sequence_length)
+        return np.asarray(self._offsets[ids + 1] - self._offsets[ids] - 1)
+
+    def num_targets(self, ids: np.ndarray) -> np.ndarray:
+        """Targets of each sample, int64, without reading a token."""
+        if self.is_blocks:
+            return self.lengths(ids)
+        ids = np.asarray(ids, np.int64)
+        return np.asarray(self._target_counts[ids + 1] - self._target_counts[ids])
+
+    @property
+    def num_tokens(self) -> int:
+        """Input tokens of all samples."""
+        return self.meta["tokens"] - (1 if self.is_blocks else self.meta["documents"])
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Targets of all samples."""
+        return self.meta["targets"]
+
+    @property
+    def num_bytes(self) -> int | None:
+        """UTF-8 bytes of the text, by which a loss becomes bits per byte; None where not all of it is predicted."""
+        return self.meta["bytes"] if self.meta["whole_text"] else None
+
+    @property
+    def gzip_bytes(self) -> int | None:
+        """Size of the text under gzip -9, or None if it was not measured."""
+        return self.meta["gzip_bytes"]
+
+    @property
+    def xz_bytes(self) -> int | None:
+        """Size of the text under xz -9, or None if it was not measured."""
+        return self.meta["xz_bytes"]
+
+    @property
+    def max_length(self) -> int:
+        """Input tokens of the longest sample."""
+        return min(self.sequence_length, self.num_tokens) if self.is_blocks else self.meta["max_length"]
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal where every sample is equal: of source, tokenizer, columns, shape and sequence length."""
+        return f"{self.directory.name.removeprefix('samples-')}-{self.sequence_length}"
+
+    def describe(self) -> str:
+        """One line for people."""
+        meta = self.meta
+        what = (
+            f"blocks of {self.sequence_length} tokens from {meta['documents']:,} documents"
+            if self.is_blocks
+            else (f"examples of {self.num_tokens / len(self):,.0f} tokens on average, at most {self.max_length}")
+        )
+        losses = [f"{meta['truncated']:,} cut at {self.sequence_length}"] if meta["truncated"] else []
+        losses += [f"{meta['dropped']:,} empty or without a target left out"] if meta["dropped"] else []
+        line = f"{meta['name']} ({', '.join(meta['columns'])}): {len(self):,} {what}; "
+        line += f"{self.num_target_tokens:,} targets, {self.meta['bytes']:,} bytes of text"
+        return "; ".join([line, *losses])
