@@ -39,7 +39,7 @@ def check_model(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, se
     if len(tokenizer) > text.vocab_size:
         problems.append(
             f"the tokenizer has {len(tokenizer)} tokens, but the model's embedding has {text.vocab_size} rows: take "
-            "the model's own tokenizer, or resize the embedding first (model.resize_token_embeddings) and save the model"
+            "the model's own tokenizer, or resize the embedding (model.resize_token_embeddings) and save the model"
         )
     # `max_position_embeddings` also names GPT-2's n_positions and the like; a model without positions has neither.
     positions = getattr(text, "max_position_embeddings", None)
