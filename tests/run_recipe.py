@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -41,7 +42,7 @@ def save_gradients(path):
         if is_main() and not Path(path).exists():
             torch.save([p.grad.clone() for group in optimizer.param_groups for p in group["params"]], path)
 
-    return torch.optim.optimizer.register_optimizer_step_pre_hook(hook)
+    return register_optimizer_step_pre_hook(hook)
 
 
 def mean_of_means(_):
