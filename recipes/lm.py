@@ -186,7 +186,7 @@ def main():
     problems = launch.check_launch(asked) + arguments.check_arguments(args, on_cpu=launch.runs_on_cpu(asked))
     if problems:
         raise ValueError("\n".join(problems))
-    accelerator = launch.make_accelerator(asked, log_with=args.report_to, project_dir=args.output_dir)
+    accelerator = launch.make_accelerator(asked, log_with=args.report_to or None, project_dir=args.output_dir)
     tokenizer, config, train_samples, validation_samples = load_data(args)
 
     launch.seed_everything(args.seed)  # the same weights on all ranks
