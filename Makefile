@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 CONFIG ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo single_gpu || echo cpu)
 RECIPE ?= lm
 ARGS ?=
-TESTS ?= tests/test_batching.py tests/test_losses.py tests/test_optimizers.py tests/test_activation_checkpointing.py tests/test_data.py
+TESTS ?= tests
 
 .PHONY: train test bench style clean
 

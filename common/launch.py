@@ -30,6 +30,9 @@ class Launch:
     mode: str = "plain"  # plain, DDP, FSDP, DeepSpeed
     mixed_precision: str = field(default_factory=lambda: os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
     use_cpu: bool = field(default_factory=lambda: _is_true("ACCELERATE_USE_CPU"))
+    gradient_accumulation_steps: str = field(
+        default_factory=lambda: os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    )
 
 
 def _is_true(name: str) -> bool:
@@ -84,6 +87,7 @@ def _parse_launch(argv: list[str]) -> Launch:
         mode=mode,
         mixed_precision=args.mixed_precision or "no",
         use_cpu=asked_cpu,
+        gradient_accumulation_steps=str(args.gradient_accumulation_steps or 1),
     )
 
 
@@ -115,11 +119,10 @@ def check_launch(launch: Launch) -> list[str]:
             f"{launch.source} starts {local_world} processes on this machine, which has {torch.cuda.device_count()} "
             f"GPUs; use --num_processes {torch.cuda.device_count()}"
         )
-    steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if steps not in ("1", "auto"):
+    if launch.gradient_accumulation_steps not in ("1", "auto"):
         problems.append(
-            f"gradient_accumulation_steps is set to {steps} in the launch; take it out: accumulation follows from "
-            "--global_batch_size and the micro-batch"
+            f"{launch.source} sets gradient_accumulation_steps to {launch.gradient_accumulation_steps}; take it out: "
+            "accumulation follows from --global_batch_size and the micro-batch"
         )
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
         problems.append("the launch turns on torch.compile (dynamo_backend); take it out and use --compile")

@@ -8,6 +8,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,11 +23,19 @@ def caches(tmp_path_factory):
 
 
 def run(command, cwd=ROOT, timeout=300, **env):
-    """The finished process of a command, its output as text."""
+    """The finished process of a command, its output as text. Past `timeout` seconds it ends with all its children."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_MININTERVAL": "5"} | {k: str(v) for k, v in env.items()}
-    return subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout
-    )
+    command = [str(part) for part in command]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=cwd, env=env, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            # Workers of a launcher lead sessions of their own: a signal to its process group would not reach them.
+            for child in [*psutil.Process(process.pid).children(recursive=True), process]:
+                child.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
 def launch(*flags, config="cpu", script="recipes/lm.py", processes=None, cwd=ROOT, **env):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -145,6 +145,8 @@ def leak(_):
 
 
 def main():
+    # A second process group on the launcher's store can meet the keys of the first: one group serves all runs.
+    destroy, PartialState.destroy_process_group = PartialState.destroy_process_group, lambda self, group=None: None
     for spec in json.loads(Path(sys.argv[1]).read_text()):
         undo = [globals()[name](value) for name, value in spec.get("changes", {}).items()]
         recipe = str(ROOT / spec.get("recipe", "recipes/lm.py"))
@@ -161,8 +163,9 @@ def main():
             for module, names in ORIGINALS:
                 vars(module).update(names)
             torch.set_default_dtype(torch.float32)
-            AcceleratorState._reset_state(reset_partial_state=True)
+            AcceleratorState._reset_state(reset_partial_state=False)
             GradientState._reset_state()
+    destroy(PartialState())
 
 
 if __name__ == "__main__":
