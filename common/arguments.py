@@ -106,8 +106,8 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     group = parser.add_argument_group("batch (the update is the same however it is cut)")
-    group.add_argument("--num_updates", type=positive, default=700, help="optimizer updates in all")
-    group.add_argument("--global_batch_size", type=positive, default=16, help="samples an update, over all ranks")
+    group.add_argument("--num_updates", type=positive, default=1000, help="optimizer updates in all")
+    group.add_argument("--global_batch_size", type=positive, default=8, help="samples an update, over all ranks")
     group.add_argument("--micro_batch_size", type=positive, metavar="M", help="samples a device computes at once")
     group.add_argument(
         "--micro_batch_tokens",

@@ -34,7 +34,7 @@ from common.optimizers import learning_rate, make_optimizer, set_learning_rate
 # Models to train from scratch, of Llama's shape. The learning rate is AdamW's at its peak.
 MODEL_CONFIGS = {
     # layers, width, heads, key-value heads, MLP width, vocabulary, learning rate
-    "tiny": (4, 128, 4, 2, 384, 4096, 4e-3),  # 1.3 M parameters
+    "tiny": (4, 128, 4, 2, 384, 4096, 6e-3),  # 1.3 M parameters
     "small": (6, 384, 6, 6, 1024, 8192, 1e-3),  # 13.8 M
     "medium": (12, 768, 12, 12, 2048, 32768, 6e-4),  # 110 M
     "large": (16, 2048, 32, 8, 8192, 32768, 3e-4),  # 1.04 B

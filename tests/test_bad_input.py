@@ -55,7 +55,7 @@ def test_broken_data_is_named_with_its_place(name, files):
 
 def test_too_few_samples_for_a_global_batch(files):
     result = recipe("--train_file", files / "few.jsonl", "--shape", "examples", "--output_dir", files / "run")
-    assert_mistake(result, r"2 samples, fewer than --global_batch_size 16")
+    assert_mistake(result, r"2 samples, fewer than --global_batch_size 8")
     assert not (files / "run").exists()
 
 
