@@ -144,18 +144,13 @@ def make_accelerator(launch: Launch, **kwargs) -> Accelerator:
         # Read by Accelerate when its state is made: CPU, and gloo in the place of NCCL. Without it, the processes of
         # a MULTI_GPU launch on a machine without a GPU are not connected and each is a run of its own.
         os.environ["ACCELERATE_USE_CPU"] = "true"
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, once imported, warns that it looked for a GPU
     elif launch.mixed_precision == "no" and torch.cuda.is_available():
         # TF32 matrix products: float32 range, 10-bit mantissa, several times faster. NVIDIA_TF32_OVERRIDE=0 turns
         # them off.
         torch.set_float32_matmul_precision("high")
     accelerator = Accelerator(**kwargs)
-    runs = {
-        DistributedType.NO: "plain",
-        DistributedType.MULTI_CPU: "DDP",
-        DistributedType.MULTI_GPU: "DDP",
-        DistributedType.FSDP: "FSDP",
-        DistributedType.DEEPSPEED: "DeepSpeed",
-    }.get(accelerator.distributed_type, str(accelerator.distributed_type))
+    runs = running_mode(accelerator)
     # One process of DDP has nothing to reduce, and Accelerate may call it plain.
     if runs != launch.mode and not (launch.num_processes == 1 and {runs, launch.mode} <= {"plain", "DDP"}):
         raise ValueError(f"{launch.source} asks for {launch.mode}, but {runs} would run on {accelerator.device.type}")
@@ -170,6 +165,17 @@ def make_accelerator(launch: Launch, **kwargs) -> Accelerator:
             "would run"
         )
     return accelerator
+
+
+def running_mode(accelerator: Accelerator) -> str:
+    """plain, DDP, FSDP or DeepSpeed."""
+    return {
+        DistributedType.NO: "plain",
+        DistributedType.MULTI_CPU: "DDP",
+        DistributedType.MULTI_GPU: "DDP",
+        DistributedType.FSDP: "FSDP",
+        DistributedType.DEEPSPEED: "DeepSpeed",
+    }.get(accelerator.distributed_type, str(accelerator.distributed_type))
 
 
 def describe_precision(accelerator: Accelerator) -> str:

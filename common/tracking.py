@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from common.batching import WindowDataset
-from common.launch import describe_precision
+from common.launch import describe_precision, running_mode
 
 PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "bitsandbytes", "deepspeed", "numpy")
 
@@ -74,7 +74,7 @@ def start_run(args: argparse.Namespace, accelerator: Accelerator, output_dir: Pa
             "arguments": vars(args),
             "command": sys.argv,
             "world_size": accelerator.num_processes,
-            "mode": accelerator.distributed_type.value,
+            "mode": running_mode(accelerator),
             "mixed_precision": accelerator.mixed_precision,
             "device": torch.cuda.get_device_name() if is_cuda else accelerator.device.type,
             "versions": versions(),
@@ -115,7 +115,7 @@ def print_run(
         "model": f"{type(model).__name__}, {total:,} parameters"
         + (f", {trainable:,} of them trained" if trainable < total else ""),
         "precision": describe_precision(accelerator),
-        "mode": f"{accelerator.distributed_type.value}, {world} process(es) on {accelerator.device.type}",
+        "mode": f"{running_mode(accelerator)}, {world} process{'es' * (world > 1)} on {accelerator.device.type}",
         "optimizer": f"{args.optimizer}, learning rate {args.learning_rate:g}, {args.lr_schedule}",
         "batch": batch,
         "tokens": tokens,
@@ -228,7 +228,7 @@ class Progress:
 def held_out_results(loss: float, samples: Any) -> dict[str, float | None]:
     """Loss, perplexity and bits per byte of held-out text, beside what gzip -9 and xz -9 reach on the same text."""
     results = {"validation_loss": loss, "perplexity": math.exp(min(loss, 700))}
-    if samples.is_blocks:  # every token of the text is a target, once
+    if samples.num_bytes:  # every token of the text is a target, once
         results["bits_per_byte"] = loss * samples.num_target_tokens / math.log(2) / samples.num_bytes
         for name, size in (("gzip", samples.gzip_bytes), ("xz", samples.xz_bytes)):
             if size:

@@ -10,6 +10,7 @@ import gc
 import json
 import runpy
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +129,42 @@ def count_tensors(path):
         return result
 
     common.accumulation.reduce_window = counted
+
+
+def forbid_host_sync(_):
+    """CUDA raises where the host waits for the device, from the first forward of a window to its last backward."""
+    original = common.accumulation.synchronize_gradients
+
+    @contextmanager
+    def watched(*args, **kwargs):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with original(*args, **kwargs):
+                yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    common.accumulation.synchronize_gradients = watched
+
+
+def item_of_each_loss(_):
+    """Reads the loss of each micro-batch, as loops do that log it."""
+    original = common.losses.sum_token_losses
+
+    def patched(model, **kwargs):
+        name = original(model, **kwargs)
+        forward = model.forward
+
+        def read(*args, **batch):
+            loss = forward(*args, **batch)
+            if "targets" in batch:
+                loss.detach().item()
+            return loss
+
+        model.forward = read
+        return name
+
+    common.losses.sum_token_losses = patched
 
 
 LEAKED = []

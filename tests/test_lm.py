@@ -178,16 +178,31 @@ def test_activation_checkpointing_does_not_change_the_update(mode, one_process, 
 
 
 def test_bf16_on_a_cpu_is_bf16(one_process, functions_file, model_dir, tmp_path):
-    """The config's precision runs: losses are near float32's, and not equal to them."""
+    """single_gpu.yaml, rehearsed without a GPU, runs its own precision: losses near float32's, and not equal to them."""
     reference, more, _ = one_process
-    command = [BIN / "accelerate", "launch", "--config_file", ROOT / "accelerate_configs/cpu.yaml"]
     arguments = flags(functions_file, tmp_path / "run", *more, model_dir=model_dir)
-    result = run([*command, "--mixed_precision", "bf16", "recipes/lm.py", *arguments])
-    assert result.returncode == 0, result.stderr
-    assert "bf16" in result.stdout
+    result = launch(*arguments, config="single_gpu", CUDA_VISIBLE_DEVICES="")
+    assert "bf16" in result.stdout and "on cpu" in result.stdout
     losses = np.array([line["loss"] for line in read_metrics(tmp_path / "run")])
     expected = np.array([line["loss"] for line in read_metrics(reference)])
     assert (losses != expected).all() and np.allclose(losses, expected, rtol=0.01)
+
+
+def test_a_compiled_model_makes_the_same_update(one_process, functions_file, model_dir, tmp_path):
+    reference, more, _ = one_process
+    launch(*flags(functions_file, tmp_path / "run", *more, "--compile", model_dir=model_dir))
+    expected = [line["loss"] for line in read_metrics(reference)]
+    assert [line["loss"] for line in read_metrics(tmp_path / "run")] == pytest.approx(expected, rel=1e-5)
+
+
+def test_sorted_windows_hardly_pad_and_load_the_ranks_alike(tmp_path):
+    """128 of the standard library's functions an update, on two processes: the figures that the recipe prints."""
+    more = ["--shape", "examples", "--global_batch_size", 128, "--num_updates", 2, "--output_dir", tmp_path / "run"]
+    result = launch(*more, "--validation_file", ROOT / "LICENSE", config="multi_cpu")
+    results = json.loads((tmp_path / "run/run.json").read_text())["results"]
+    assert 0 < results["padding_share"] <= 0.12
+    assert results["work_difference"] <= 0.05
+    assert f"padding {results['padding_share']:.1%}" in result.stdout
 
 
 def run_changed(tmp_path, functions_file, model_dir, *more, config="multi_cpu", processes=2, **changes):
