@@ -1,4 +1,4 @@
-"""What only a GPU can show: `make test TESTS=tests/test_gpu.py` on a machine that has one. Elsewhere they are skipped."""
+"""What only a GPU can show: `make test TESTS=tests/test_gpu.py` where there is one. Elsewhere they are skipped."""
 
 import json
 import math

@@ -178,7 +178,7 @@ def test_activation_checkpointing_does_not_change_the_update(mode, one_process, 
 
 
 def test_bf16_on_a_cpu_is_bf16(one_process, functions_file, model_dir, tmp_path):
-    """single_gpu.yaml, rehearsed without a GPU, runs its own precision: losses near float32's, and not equal to them."""
+    """single_gpu.yaml without a GPU runs its own precision: losses near float32's, and not equal to them."""
     reference, more, _ = one_process
     arguments = flags(functions_file, tmp_path / "run", *more, model_dir=model_dir)
     result = launch(*arguments, config="single_gpu", CUDA_VISIBLE_DEVICES="")
