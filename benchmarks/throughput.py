@@ -68,7 +68,7 @@ VOCABULARY = 8192
 # Samples of an update and of a peer's micro-batch; updates of a run that are not measured, and that are.
 DATA = {
     "functions": {"shape": "examples", "global_batch": 128, "micro_batch": 8, "warmup": 1, "measured": 1},
-    "blocks": {"shape": "blocks", "global_batch": 16, "micro_batch": 4, "warmup": 1, "measured": 2},
+    "blocks": {"shape": "blocks", "global_batch": 16, "micro_batch": 4, "warmup": 1, "measured": 4},
 }
 GPU_UPDATES = {"warmup": 5, "measured": 30}
 QUICK_MODEL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}

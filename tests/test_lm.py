@@ -26,6 +26,11 @@ COMBINATIONS = {
 }
 
 
+# Tests that share a costly fixture run in one worker.
+float64 = pytest.mark.xdist_group("float64")
+float32 = pytest.mark.xdist_group("float32")
+
+
 @pytest.fixture(scope="module")
 def float64_runs(functions_file, model_dir, tmp_path_factory):
     """The real recipe in float64 on variable-length data, once for each combination; a launch for each world size."""
@@ -62,6 +67,7 @@ def relative_difference(gradients, reference):
     return math.sqrt(difference / sum(b.square().sum() for b in reference))
 
 
+@float64
 def test_the_update_is_the_same_however_the_window_is_cut(float64_runs):
     """Law 1: gradients agree to 1e-12, losses and samples too, over micro-batch, accumulation and 1, 2, 4 processes."""
     reference, metrics = float64_runs["1-size-16"]
@@ -76,12 +82,14 @@ def test_the_update_is_the_same_however_the_window_is_cut(float64_runs):
             assert line["loss"] == pytest.approx(expected["loss"], rel=1e-12), name
 
 
+@float64
 def test_the_mean_of_micro_batch_means_is_another_update(float64_runs):
     """Control of law 1: the usual loop's loss, on the same data, differs by more than one per cent."""
     gradients, _ = float64_runs["mean-of-means"]
     assert relative_difference(gradients, float64_runs["1-size-16"][0]) > 0.01
 
 
+@float64
 def test_sorting_inside_a_window_does_not_change_the_update(float64_runs):
     """Law 3, and less is computed for it."""
     gradients, metrics = float64_runs["unsorted"]
@@ -98,6 +106,7 @@ def one_process(functions_file, model_dir, tmp_path_factory):
     return out, more, launch(*flags(functions_file, out, *more, model_dir=model_dir))
 
 
+@float32
 @pytest.mark.parametrize("config", ["multi_cpu", "multi_gpu"])
 def test_two_processes_make_the_losses_of_one(config, one_process, functions_file, model_dir, tmp_path):
     """DDP over gloo in float32; multi_gpu.yaml runs as a rehearsal where there is no GPU."""
@@ -117,6 +126,7 @@ def test_two_processes_make_the_losses_of_one(config, one_process, functions_fil
     assert [line["sample_digest"] for line in metrics] == [line["sample_digest"] for line in expected]
 
 
+@float32
 def test_a_run_leaves_what_the_interface_promises(one_process):
     out, _, result = one_process
     metrics = read_metrics(out)
@@ -169,6 +179,7 @@ def test_every_optimizer_trains(optimizer, functions_file, model_dir, tmp_path):
     assert metrics[-1]["loss"] < metrics[0]["loss"]
 
 
+@float32
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_activation_checkpointing_does_not_change_the_update(mode, one_process, functions_file, model_dir, tmp_path):
     reference, more, _ = one_process
@@ -177,6 +188,7 @@ def test_activation_checkpointing_does_not_change_the_update(mode, one_process, 
     assert [line["loss"] for line in read_metrics(tmp_path / "run")] == pytest.approx(expected, rel=1e-6)
 
 
+@float32
 def test_bf16_on_a_cpu_is_bf16(one_process, functions_file, model_dir, tmp_path):
     """single_gpu.yaml without a GPU runs its own precision: losses near float32's, and not equal to them."""
     reference, more, _ = one_process
@@ -188,6 +200,7 @@ def test_bf16_on_a_cpu_is_bf16(one_process, functions_file, model_dir, tmp_path)
     assert (losses != expected).all() and np.allclose(losses, expected, rtol=0.01)
 
 
+@float32
 def test_a_compiled_model_makes_the_same_update(one_process, functions_file, model_dir, tmp_path):
     reference, more, _ = one_process
     launch(*flags(functions_file, tmp_path / "run", *more, "--compile", model_dir=model_dir))
@@ -198,7 +211,8 @@ def test_a_compiled_model_makes_the_same_update(one_process, functions_file, mod
 def test_sorted_windows_hardly_pad_and_load_the_ranks_alike(tmp_path):
     """128 of the standard library's functions an update, on two processes: the figures that the recipe prints."""
     more = ["--shape", "examples", "--global_batch_size", 128, "--num_updates", 2, "--output_dir", tmp_path / "run"]
-    result = launch(*more, "--validation_file", ROOT / "LICENSE", config="multi_cpu")
+    (tmp_path / "held_out.txt").write_text((ROOT / "LICENSE").read_text())
+    result = launch(*more, "--validation_file", tmp_path / "held_out.txt", config="multi_cpu")
     results = json.loads((tmp_path / "run/run.json").read_text())["results"]
     assert 0 < results["padding_share"] <= 0.12
     assert results["work_difference"] <= 0.05
