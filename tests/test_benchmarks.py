@@ -9,8 +9,6 @@ import sys
 import pytest
 from conftest import ROOT, run
 
-pytestmark = pytest.mark.xdist_group("benchmarks")  # one worker: the fixture is costly
-
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):

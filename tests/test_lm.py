@@ -26,11 +26,6 @@ COMBINATIONS = {
 }
 
 
-# Tests that share a costly fixture run in one worker.
-float64 = pytest.mark.xdist_group("float64")
-float32 = pytest.mark.xdist_group("float32")
-
-
 @pytest.fixture(scope="module")
 def float64_runs(functions_file, model_dir, tmp_path_factory):
     """The real recipe in float64 on variable-length data, once for each combination; a launch for each world size."""
@@ -67,7 +62,6 @@ def relative_difference(gradients, reference):
     return math.sqrt(difference / sum(b.square().sum() for b in reference))
 
 
-@float64
 def test_the_update_is_the_same_however_the_window_is_cut(float64_runs):
     """Law 1: gradients agree to 1e-12, losses and samples too, over micro-batch, accumulation and 1, 2, 4 processes."""
     reference, metrics = float64_runs["1-size-16"]
@@ -82,14 +76,12 @@ def test_the_update_is_the_same_however_the_window_is_cut(float64_runs):
             assert line["loss"] == pytest.approx(expected["loss"], rel=1e-12), name
 
 
-@float64
 def test_the_mean_of_micro_batch_means_is_another_update(float64_runs):
     """Control of law 1: the usual loop's loss, on the same data, differs by more than one per cent."""
     gradients, _ = float64_runs["mean-of-means"]
     assert relative_difference(gradients, float64_runs["1-size-16"][0]) > 0.01
 
 
-@float64
 def test_sorting_inside_a_window_does_not_change_the_update(float64_runs):
     """Law 3, and less is computed for it."""
     gradients, metrics = float64_runs["unsorted"]
@@ -106,7 +98,6 @@ def one_process(functions_file, model_dir, tmp_path_factory):
     return out, more, launch(*flags(functions_file, out, *more, model_dir=model_dir))
 
 
-@float32
 @pytest.mark.parametrize("config", ["multi_cpu", "multi_gpu"])
 def test_two_processes_make_the_losses_of_one(config, one_process, functions_file, model_dir, tmp_path):
     """DDP over gloo in float32; multi_gpu.yaml runs as a rehearsal where there is no GPU."""
@@ -126,7 +117,6 @@ def test_two_processes_make_the_losses_of_one(config, one_process, functions_fil
     assert [line["sample_digest"] for line in metrics] == [line["sample_digest"] for line in expected]
 
 
-@float32
 def test_a_run_leaves_what_the_interface_promises(one_process):
     out, _, result = one_process
     metrics = read_metrics(out)
@@ -179,7 +169,6 @@ def test_every_optimizer_trains(optimizer, functions_file, model_dir, tmp_path):
     assert metrics[-1]["loss"] < metrics[0]["loss"]
 
 
-@float32
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_activation_checkpointing_does_not_change_the_update(mode, one_process, functions_file, model_dir, tmp_path):
     reference, more, _ = one_process
@@ -188,7 +177,6 @@ def test_activation_checkpointing_does_not_change_the_update(mode, one_process, 
     assert [line["loss"] for line in read_metrics(tmp_path / "run")] == pytest.approx(expected, rel=1e-6)
 
 
-@float32
 def test_bf16_on_a_cpu_is_bf16(one_process, functions_file, model_dir, tmp_path):
     """single_gpu.yaml without a GPU runs its own precision: losses near float32's, and not equal to them."""
     reference, more, _ = one_process
@@ -200,7 +188,6 @@ def test_bf16_on_a_cpu_is_bf16(one_process, functions_file, model_dir, tmp_path)
     assert (losses != expected).all() and np.allclose(losses, expected, rtol=0.01)
 
 
-@float32
 def test_a_compiled_model_makes_the_same_update(one_process, functions_file, model_dir, tmp_path):
     reference, more, _ = one_process
     launch(*flags(functions_file, tmp_path / "run", *more, "--compile", model_dir=model_dir))
@@ -264,9 +251,9 @@ def test_memory_stays_flat(functions_file, model_dir, tmp_path):
         result = run_changed(tmp_path / name, functions_file, model_dir, *more, config="cpu", processes=1, **changes)
         assert result.returncode == 0, result.stderr
         counts[name] = json.loads((tmp_path / f"{name}.json").read_text())
-    assert len(counts["kept"]) == 105
-    assert max(counts["kept"][5:]) - min(counts["kept"][5:]) <= 2
-    assert counts["leaked"][-1] - counts["leaked"][5] >= 95
+    assert len(counts["kept"]) == 11  # every tenth
+    assert max(counts["kept"][1:]) - min(counts["kept"][1:]) <= 2
+    assert counts["leaked"][-1] - counts["leaked"][1] >= 90
 
 
 def test_trackers_of_accelerate_are_fed(functions_file, model_dir, tmp_path):
