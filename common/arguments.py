@@ -6,9 +6,9 @@ live here. Nothing is in both.
 
 import argparse
 import difflib
-import os
 import re
 import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,6 +61,13 @@ def not_negative(text: str) -> int:
     return int(text)
 
 
+def seed(text: str) -> int:
+    """argparse type: a whole number from 0 to 2**31 (numpy's limit is twice that, and ranks add their number)."""
+    if not_negative(text) > 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {2**31}")
+    return int(text)
+
+
 def not_negative_float(text: str) -> float:
     """argparse type: a finite number of at least 0."""
     try:
@@ -99,13 +106,13 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--output_dir", help="everything the run writes (default: runs/ and the time)")
     group.add_argument("--overwrite", action="store_true", help="delete the run that --output_dir holds")
     group.add_argument("--dry_run", action="store_true", help="all up to the first update, checked; writes no run")
-    group.add_argument("--seed", type=not_negative, default=0, help="of weights, order of samples and dropout")
+    group.add_argument("--seed", type=seed, default=0, help="of weights, order of samples and dropout")
     group.add_argument("--eval_every", type=not_negative, default=0, metavar="N", help="updates; 0: only at the end")
     group.add_argument(
         "--report_to", nargs="+", default=[], metavar="TRACKER", help=f"also: {', '.join(LOGGER_TYPE_TO_CLASS)}"
     )
 
-    group = parser.add_argument_group("batch (the update is the same however it is cut)")
+    group = parser.add_argument_group("batch (the update is the same however it is cut; only dropout differs)")
     group.add_argument("--num_updates", type=positive, default=1000, help="optimizer updates in all")
     group.add_argument("--global_batch_size", type=positive, default=8, help="samples an update, over all ranks")
     group.add_argument("--micro_batch_size", type=positive, metavar="M", help="samples a device computes at once")
@@ -182,6 +189,8 @@ def check_arguments(args: argparse.Namespace, on_cpu: bool) -> list[str]:
         problems.append(
             f"--warmup_updates {args.warmup_updates} leaves nothing of --num_updates {args.num_updates}; lower it"
         )
+    if getattr(args, "dataset_config", None) and not args.dataset_name:
+        problems.append("--dataset_config has no effect without --dataset_name; take it out, or name the data set")
     for tracker in args.report_to:
         problems += _check_tracker(tracker)
     if args.output_dir and not args.dry_run:
@@ -213,8 +222,10 @@ def _check_output_dir(path: Path, overwrite: bool) -> list[str]:
     parent = path
     while not parent.exists():
         parent = parent.absolute().parent
-    if not os.access(parent, os.W_OK | os.X_OK):
-        return [f"--output_dir {path} cannot be written: no permission in {parent}; name another directory"]
+    try:
+        tempfile.TemporaryFile(dir=parent).close()  # os.access says yes to root even where nothing can be made
+    except OSError as error:
+        return [f"--output_dir {path} cannot be written: {error.strerror} in {parent}; name another directory"]
     return []
 
 

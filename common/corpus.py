@@ -353,7 +353,9 @@ def _read_parquet(path: str, wanted: tuple[str, ...] | None) -> Iterator[Row]:
 
 def missing_column(where: str, missing: list[str], columns: list[str] | tuple[str, ...]) -> str:
     """The message for columns that are not there."""
-    return f"{where}: no column {', '.join(missing)}; there are: {', '.join(columns)}; name or add the right one"
+    return (
+        f"{where}: no column {', '.join(missing)}; there are: {', '.join(columns) or 'none'}; name or add the right one"
+    )
 
 
 # --- datasets --------------------------------------------------------------------------------------------------------
@@ -387,7 +389,7 @@ def _open_dataset(source: Source) -> Corpus:
             for offset, values in enumerate(zip(*batch.values(), strict=True)):
                 yield Row(f"{where}[{start + offset}]", dict(zip(batch, values, strict=True)))
 
-    return Corpus(where, [dataset._fingerprint, len(dataset)], tuple(dataset.column_names), rows)
+    return Corpus(where, [where, dataset._fingerprint, len(dataset)], tuple(dataset.column_names), rows)
 
 
 def has_split(source: Source) -> bool:

@@ -67,6 +67,8 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> PreTra
         )
     except Exception as error:  # a dozen types, by what is missing
         raise ValueError(f"tokenizer {name_or_path}: {problem or one_line(error)}") from error
+    if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):  # the library makes an empty one of no files
+        raise ValueError(f"tokenizer {name_or_path}: its files are missing; save it there (tokenizer.save_pretrained)")
     _check_end_of_text(tokenizer)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token

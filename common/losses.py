@@ -209,7 +209,8 @@ def _choose(model: PreTrainedModel, chunk_rows: int) -> tuple[Callable[..., Tens
     if not _own_loss_has_more_terms(model) and _own_loss_is_cross_entropy(model):
         return _full_logits_loss_sum, f"cross-entropy over the model's own full logits (because {reason})"
     _check_own_loss_takes_shifted_targets(model)
-    return _own_loss_sum, f"the model's own loss over full logits (because {reason})"
+    message = f"the model's own loss over full logits (because {reason}); it is a mean of each micro-batch, so that "
+    return _own_loss_sum, message + "the update depends, a little, on how its window is cut"
 
 
 def _chunked_loss_sum(plan: Head, chunk_rows: int) -> Callable[..., Tensor]:

@@ -1,14 +1,19 @@
 """Loads a causal language model, pretrained or from scratch, and checks that it fits its tokenizer and the data."""
 
+from pathlib import Path
+
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+
+from common.corpus import hub_problem, one_line
 
 
 def load_config(name_or_path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -17,17 +22,26 @@ def load_config(name_or_path: str, trust_remote_code: bool = False) -> PreTraine
     Raises:
         ValueError: there is none, or it is not one of a causal language model.
     """
+    path = Path(name_or_path).expanduser()
+    problem = None if path.is_dir() else hub_problem(name_or_path, "model")
     try:
-        config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ValueError(
-            f"--model_name_or_path {name_or_path}: no model can be loaded from there ({reason})"
-        ) from error
+        config = AutoConfig.from_pretrained(
+            str(path) if path.is_dir() else name_or_path,
+            trust_remote_code=trust_remote_code,
+            local_files_only=problem is not None,  # the cache may have it although the hub does not answer
+        )
+    except Exception as error:  # a dozen types, by what is missing
+        reason = problem or f"its config.json cannot be loaded: {one_line(error)}"
+        raise ValueError(f"--model_name_or_path {name_or_path}: {reason}") from error
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not remote:
         raise ValueError(
             f"--model_name_or_path {name_or_path}: {config.model_type} has no causal language model in transformers"
+        )
+    if getattr(config, "is_decoder", True) is False and type(config) in MODEL_FOR_MASKED_LM_MAPPING:
+        raise ValueError(
+            f"--model_name_or_path {name_or_path}: this {config.model_type} looks at the tokens that it is to predict; "
+            'put "is_decoder": true into its config.json, or take a causal model'
         )
     return config
 
@@ -57,10 +71,23 @@ def build_model(
 
     Weights saved in half precision are loaded as float32 too, since the optimizer's small steps would be lost in
     them; the precision of the matrix products is Accelerate's business. Attention is SDPA where the model has it.
+
+    Raises:
+        ValueError: there are no weights, they cannot be read, or they are of other shapes than the configuration's.
     """
     dtype = torch.get_default_dtype()
     if name_or_path is None:
         return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    return AutoModelForCausalLM.from_pretrained(
-        name_or_path, config=config, dtype=dtype, trust_remote_code=trust_remote_code
-    )
+    path = Path(name_or_path).expanduser()
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            str(path) if path.is_dir() else name_or_path,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+        )
+    except Exception as error:  # OSError, RuntimeError, SafetensorError, ...
+        raise ValueError(
+            f"--model_name_or_path {name_or_path}: its weights cannot be loaded ({one_line(error)}); save the model "
+            "again, or download it again"
+        ) from error

@@ -47,9 +47,12 @@ def parse_arguments():
     arguments.add_shared_arguments(parser)
     arguments.add_language_arguments(parser)
     group = parser.add_argument_group("language model")
-    group.add_argument("--model_config", default="tiny", help="size, from scratch", **arguments.one_of(MODEL_CONFIGS))
+    group.add_argument("--model_config", help="size, from scratch (default: tiny)", **arguments.one_of(MODEL_CONFIGS))
     group.add_argument("--shape", choices=("blocks", "examples"), help="of a sample (default: by the data's columns)")
     args = parser.parse_args()
+    if args.model_config and args.model_name_or_path:
+        parser.error("--model_config and --model_name_or_path are two answers to one question; give one")
+    args.model_config = args.model_config or "tiny"
     args.output_dir = args.output_dir or time.strftime("runs/lm-%Y%m%d-%H%M%S")
     if args.learning_rate is None:
         from_scratch = MODEL_CONFIGS[args.model_config][-1]

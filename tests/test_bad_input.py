@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from conftest import BIN, ROOT, make_model_dir, run
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BertConfig
 
 LINE = r"error: .+"
 
@@ -74,7 +74,35 @@ def misfit_models(tmp_path_factory, functions_file):
         for key in ("pad_token", "eos_token", "bos_token"):
             settings.pop(key, None)
         path.write_text(json.dumps(settings))
+    for name in ("no_tokenizer", "no_weights", "truncated", "wrong_shapes", "bidirectional"):
+        shutil.copytree(good, root / name)
+    for path in (root / "no_tokenizer").glob("*token*"):
+        path.unlink()
+    (root / "no_weights/model.safetensors").unlink()
+    weights = root / "truncated/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    config = root / "wrong_shapes/config.json"
+    config.write_text(config.read_text().replace('"hidden_size": 32', '"hidden_size": 64'))
+    (root / "bidirectional/model.safetensors").unlink()
+    BertConfig(vocab_size=384, hidden_size=32, num_hidden_layers=1).save_pretrained(root / "bidirectional")
     return root
+
+
+MODEL_MISTAKES = {
+    "no_tokenizer": "tokenizer .*no_tokenizer",
+    "no_weights": "no_weights.*weights cannot be loaded",
+    "truncated": "truncated.*weights cannot be loaded",
+    "wrong_shapes": "wrong_shapes.*weights cannot be loaded",
+    "bidirectional": "bidirectional.*is_decoder",
+}
+
+
+@pytest.mark.parametrize("name", MODEL_MISTAKES)
+def test_models_that_cannot_be_loaded_or_are_not_causal(name, misfit_models, functions_file, tmp_path):
+    flags = ["--model_name_or_path", misfit_models / name, "--train_file", functions_file]
+    result = recipe(*flags, "--sequence_length", 64, "--output_dir", tmp_path / "run")
+    assert_mistake(result, MODEL_MISTAKES[name])
+    assert not (tmp_path / "run").exists()
 
 
 def test_tokenizer_larger_than_the_embedding(misfit_models, functions_file, tmp_path):
@@ -122,6 +150,9 @@ FLAG_MISTAKES = {
     "--warmup_updates 900 --num_updates 900": "--warmup_updates 900",
     "--report_to nonsense": "nonsense",
     "--model_name_or_path no/such/model": "no/such/model",
+    "--model_name_or_path no/such --model_config tiny": "two answers to one question",
+    "--seed 99999999999999999999": "whole number from 0 to",
+    "--dataset_config en": "--dataset_config has no effect",
     "--micro_batch_tokens 100": "--micro_batch_tokens 100 does not hold the longest sample of 256",
 }
 
