@@ -224,6 +224,7 @@ def main():
         tokenizer.save_pretrained(output_dir / "model")
         results["sample"] = write_sample(trained, tokenizer, validation_samples or train_samples, accelerator)
         tracking.print_results(results, output_dir)
+    accelerator.wait_for_everyone()  # a rank that leaves while another still works can leave that one hanging
     accelerator.end_training()
 
 
