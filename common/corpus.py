@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -111,11 +111,13 @@ def one_line(error: BaseException) -> str:
     return textwrap.shorten(" ".join(str(error).split()) or type(error).__name__, 300, placeholder=" ...")
 
 
+@cache
 def hub_problem(name: str, repo_type: str) -> str | None:
     """Why `name` cannot be fetched from the hub now, or None. repo_type: "model" or "dataset".
 
-    One request with a time limit. The libraries' own loaders try again for 20 to 50 s before they say that there is no
-    network. If the hub does not answer, this process goes offline: the loaders then look into their caches, at once.
+    One request with a time limit, once in a process. The libraries' own loaders try again for 20 to 50 s before they
+    say that there is no network. If the hub does not answer, this process goes offline: the loaders then look into
+    their caches, at once.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
@@ -130,6 +132,19 @@ def hub_problem(name: str, repo_type: str) -> str | None:
         constants.HF_HUB_OFFLINE = True
         return f"no such directory here, and the hub does not answer ({one_line(error)}); give a local directory"
     return None
+
+
+def locate_pretrained(name_or_path: str) -> tuple[dict[str, Any], str | None]:
+    """The first arguments of a transformers `from_pretrained`, and why the hub cannot help, or None.
+
+    A local directory, with ~ for the user's, or a hub name: of which the cache may have it although the hub does not
+    answer.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return {"pretrained_model_name_or_path": str(path)}, None
+    problem = hub_problem(name_or_path, "model")
+    return {"pretrained_model_name_or_path": name_or_path, "local_files_only": problem is not None}, problem
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

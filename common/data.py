@@ -28,7 +28,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from common.corpus import Corpus, Row, Source, check_sources, hub_problem, missing_column, one_line, open_source
+from common.corpus import Corpus, Row, Source, check_sources, locate_pretrained, missing_column, one_line, open_source
 
 __all__ = ["Samples", "Source", "check_sources", "default_cache_dir", "load_tokenizer", "tokenize", "train_tokenizer"]
 
@@ -57,14 +57,9 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> PreTra
 
     Raises ValueError, one line, where it is not found, cannot be loaded, or has no end-of-text token.
     """
-    path = Path(name_or_path).expanduser()
-    problem = None if path.is_dir() else hub_problem(name_or_path, "model")
+    where, problem = locate_pretrained(name_or_path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(path) if path.is_dir() else name_or_path,
-            trust_remote_code=trust_remote_code,
-            local_files_only=problem is not None,  # the cache may have it although the hub does not answer
-        )
+        tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=trust_remote_code)
     except Exception as error:  # a dozen types, by what is missing
         raise ValueError(f"tokenizer {name_or_path}: {problem or one_line(error)}") from error
     if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):  # the library makes an empty one of no files

@@ -1,7 +1,5 @@
 """Loads a causal language model, pretrained or from scratch, and checks that it fits its tokenizer and the data."""
 
-from pathlib import Path
-
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -13,7 +11,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from common.corpus import hub_problem, one_line
+from common.corpus import locate_pretrained, one_line
 
 
 def load_config(name_or_path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -22,14 +20,9 @@ def load_config(name_or_path: str, trust_remote_code: bool = False) -> PreTraine
     Raises:
         ValueError: there is none, or it is not one of a causal language model.
     """
-    path = Path(name_or_path).expanduser()
-    problem = None if path.is_dir() else hub_problem(name_or_path, "model")
+    where, problem = locate_pretrained(name_or_path)
     try:
-        config = AutoConfig.from_pretrained(
-            str(path) if path.is_dir() else name_or_path,
-            trust_remote_code=trust_remote_code,
-            local_files_only=problem is not None,  # the cache may have it although the hub does not answer
-        )
+        config = AutoConfig.from_pretrained(**where, trust_remote_code=trust_remote_code)
     except Exception as error:  # a dozen types, by what is missing
         reason = problem or f"its config.json cannot be loaded: {one_line(error)}"
         raise ValueError(f"--model_name_or_path {name_or_path}: {reason}") from error
@@ -78,13 +71,10 @@ def build_model(
     dtype = torch.get_default_dtype()
     if name_or_path is None:
         return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    path = Path(name_or_path).expanduser()
+    where, _ = locate_pretrained(name_or_path)
     try:
         return AutoModelForCausalLM.from_pretrained(
-            str(path) if path.is_dir() else name_or_path,
-            config=config,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
+            **where, config=config, dtype=dtype, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # OSError, RuntimeError, SafetensorError, ...
         raise ValueError(

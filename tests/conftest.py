@@ -38,10 +38,15 @@ def run(command, cwd=ROOT, timeout=300, **env):
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
+def launch_command(config, *options):
+    """`accelerate launch` with a shipped config, by its name, or with one at a path; then comes the script."""
+    path = config if isinstance(config, Path) else ROOT / f"accelerate_configs/{config}.yaml"
+    return [BIN / "accelerate", "launch", "--config_file", path, *options]
+
+
 def launch(*flags, config="cpu", script="recipes/lm.py", processes=None, cwd=ROOT, **env):
     """Runs a recipe as a user does, with a shipped config, and expects success."""
-    command = [BIN / "accelerate", "launch", "--config_file", ROOT / f"accelerate_configs/{config}.yaml"]
-    command += ["--num_processes", processes] if processes else []
+    command = launch_command(config, *(["--num_processes", processes] if processes else []))
     result = run([*command, script, *flags], cwd=cwd, **env)
     assert result.returncode == 0, result.stdout + result.stderr
     return result

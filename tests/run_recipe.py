@@ -47,18 +47,28 @@ def save_gradients(path):
     return register_optimizer_step_pre_hook(hook)
 
 
-def mean_of_means(_):
-    """What loops do that divide by the number of micro-batches: each micro-batch's mean counts alike."""
+def wrap_forward(wrap):
+    """`wrap(model, forward, batch)`, called for each micro-batch, makes its loss; `forward()` is the recipe's own."""
     original = common.losses.sum_token_losses
 
     def patched(model, **kwargs):
         name = original(model, **kwargs)
         forward = model.forward
-        model.forward = lambda **batch: (
-            forward(**batch) / max(1, len(batch["targets"])) if "targets" in batch else forward(**batch)
-        )
+
+        def wrapped(*args, **batch):
+            if "targets" not in batch:
+                return forward(*args, **batch)
+            return wrap(model, lambda: forward(*args, **batch), batch)
+
+        model.forward = wrapped
         return name
 
+    common.losses.sum_token_losses = patched
+
+
+def mean_of_means(_):
+    """What loops do that divide by the number of micro-batches: each micro-batch's mean counts alike."""
+    wrap_forward(lambda model, forward, batch: forward() / max(1, len(batch["targets"])))
     steps = {}
     item = common.batching.WindowDataset.__getitem__
 
@@ -67,7 +77,6 @@ def mean_of_means(_):
         steps["now"] = len(window.micro_batches)
         return window
 
-    common.losses.sum_token_losses = patched
     common.batching.WindowDataset.__getitem__ = getitem
     common.accumulation.window_scale = lambda accelerator, num_targets: 1 / steps["now"]
     common.accumulation.reduce_window = lambda accelerator, losses, norm, window: (
@@ -91,26 +100,16 @@ def unsorted(_):
 
 def nan_loss(at):
     """The loss of one micro-batch in training is NaN: `at` is [rank, call]."""
-    original = common.losses.sum_token_losses
     rank, call = at
     calls = []
 
-    def patched(model, **kwargs):
-        name = original(model, **kwargs)
-        forward = model.forward
+    def broken(model, forward, _):
+        calls.append(model.training)
+        here = int(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0) == rank
+        bad = here and model.training and (sum(calls) == call or call == "all")
+        return forward() * (float("nan") if bad else 1.0)
 
-        def broken(*args, **batch):
-            if "targets" not in batch:
-                return forward(*args, **batch)
-            calls.append(model.training)
-            here = int(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0) == rank
-            bad = here and model.training and (sum(calls) == call or call == "all")
-            return forward(*args, **batch) * (float("nan") if bad else 1.0)
-
-        model.forward = broken
-        return name
-
-    common.losses.sum_token_losses = patched
+    wrap_forward(broken)
 
 
 def no_guard(_):
@@ -152,22 +151,13 @@ def forbid_host_sync(_):
 
 def item_of_each_loss(_):
     """Reads the loss of each micro-batch, as loops do that log it."""
-    original = common.losses.sum_token_losses
 
-    def patched(model, **kwargs):
-        name = original(model, **kwargs)
-        forward = model.forward
+    def read(model, forward, _):
+        loss = forward()
+        loss.detach().item()
+        return loss
 
-        def read(*args, **batch):
-            loss = forward(*args, **batch)
-            if "targets" in batch:
-                loss.detach().item()
-            return loss
-
-        model.forward = read
-        return name
-
-    common.losses.sum_token_losses = patched
+    wrap_forward(read)
 
 
 LEAKED = []

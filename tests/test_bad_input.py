@@ -5,7 +5,7 @@ import re
 import shutil
 
 import pytest
-from conftest import BIN, ROOT, make_model_dir, run
+from conftest import BIN, ROOT, launch_command, make_model_dir, run
 from transformers import AutoTokenizer, BertConfig
 
 LINE = r"error: .+"
@@ -210,8 +210,8 @@ LAUNCH_MISTAKES = {
 def test_a_launch_that_would_be_something_else(name, tmp_path, functions_file):
     """Through `accelerate launch`, whose own status is 1 whatever the script's is."""
     config, options, pattern = LAUNCH_MISTAKES[name]
-    command = [BIN / "accelerate", "launch", "--config_file", f"accelerate_configs/{config}.yaml", *options]
-    result = run([*command, "recipes/lm.py", "--output_dir", tmp_path / "run"], CUDA_VISIBLE_DEVICES="")
+    command = [*launch_command(config, *options), "recipes/lm.py", "--output_dir", tmp_path / "run"]
+    result = run(command, CUDA_VISIBLE_DEVICES="")
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert result.returncode != 0 and len(errors) == 1 and re.search(pattern, errors[0]), result.stderr
     assert not (tmp_path / "run").exists()
@@ -222,8 +222,6 @@ def test_multi_cpu_of_accelerate_is_refused_not_run_as_one_process(tmp_path):
     config = tmp_path / "config.yaml"
     text = (ROOT / "accelerate_configs/multi_cpu.yaml").read_text()
     config.write_text(text.replace("distributed_type: MULTI_GPU", "distributed_type: MULTI_CPU"))
-    result = run(
-        [BIN / "accelerate", "launch", "--config_file", config, "recipes/lm.py", "--output_dir", tmp_path / "run"]
-    )
+    result = run([*launch_command(config), "recipes/lm.py", "--output_dir", tmp_path / "run"])
     assert result.returncode != 0 and "asks for 2 processes, but 1 started" in result.stderr
     assert not (tmp_path / "run").exists()

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import BIN, ROOT, launch, read_metrics, run
+from conftest import launch, launch_command, read_metrics, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -17,8 +17,7 @@ def flags(functions_file, model_dir, output_dir, *more):
 
 
 def train(output_dir, functions_file, model_dir, *more, precision="no", config="single_gpu", processes=1, **env):
-    command = [BIN / "accelerate", "launch", "--config_file", ROOT / f"accelerate_configs/{config}.yaml"]
-    command += ["--mixed_precision", precision, "--num_processes", processes]
+    command = launch_command(config, "--mixed_precision", precision, "--num_processes", processes)
     result = run([*command, "recipes/lm.py", *flags(functions_file, model_dir, output_dir, *more)], **env)
     assert result.returncode == 0, result.stdout + result.stderr
     return [line["loss"] for line in read_metrics(output_dir)], result.stdout
@@ -57,8 +56,7 @@ def test_the_host_does_not_wait_within_a_window(control, functions_file, model_d
     changes = {"forbid_host_sync": 1} | ({"item_of_each_loss": 1} if control else {})
     spec = [{"flags": flags(functions_file, model_dir, tmp_path / "run"), "changes": changes}]
     (tmp_path / "spec.json").write_text(json.dumps(spec))
-    command = [BIN / "accelerate", "launch", "--config_file", ROOT / "accelerate_configs/single_gpu.yaml"]
-    result = run([*command, "tests/run_recipe.py", tmp_path / "spec.json"])
+    result = run([*launch_command("single_gpu"), "tests/run_recipe.py", tmp_path / "spec.json"])
     assert (result.returncode != 0) == control, result.stderr
     if control:
         assert "synchronizing" in result.stderr
@@ -71,9 +69,7 @@ def test_activation_checkpointing_takes_less_memory(mode, functions_file, tmp_pa
     for name in ("none", mode):
         more = ["--model_config", "small", "--sequence_length", 512, "--micro_batch_tokens", 4096]
         more += ["--activation_checkpointing", name, "--num_updates", 3, "--output_dir", tmp_path / name]
-        command = [BIN / "accelerate", "launch", "--config_file", ROOT / "accelerate_configs/single_gpu.yaml"]
-        result = run([*command, "recipes/lm.py", *more, "--train_file", functions_file])
-        assert result.returncode == 0, result.stderr
+        launch("--train_file", functions_file, *more, config="single_gpu")
         losses[name] = [line["loss"] for line in read_metrics(tmp_path / name)]
         peaks[name] = json.loads((tmp_path / name / "run.json").read_text())["results"]["memory_growth_bytes"]
     assert losses[mode] == pytest.approx(losses["none"], rel=1e-3)
