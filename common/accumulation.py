@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
 
 from common.batching import Window
 
@@ -41,7 +42,7 @@ def sum_over_ranks(accelerator: Accelerator, *scalars: torch.Tensor) -> list[flo
 
 
 def reduce_window(
-    accelerator: Accelerator, loss_sums: list[torch.Tensor], grad_norm: torch.Tensor, window: Window
+    accelerator: Accelerator, loss_sums: list[torch.Tensor], grad_norm: torch.Tensor | float, window: Window
 ) -> tuple[float, float]:
     """The window's loss (mean over its targets on all ranks) and the norm of its gradient, equal on all ranks.
 
@@ -50,10 +51,13 @@ def reduce_window(
         grad_norm: scalar, norm of the reduced gradient before clipping, equal on all ranks.
         window: what was computed; AssertionError if the ranks saw another number of targets than it was divided by.
     """
-    loss_sum = torch.stack(loss_sums).to(torch.float32 if grad_norm.device.type == "mps" else torch.float64).sum()
+    loss_sum = torch.stack(loss_sums)
+    loss_sum = loss_sum.to(torch.float32 if loss_sum.device.type == "mps" else torch.float64).sum()
     num_targets = loss_sum.new_tensor(sum(len(micro_batch["targets"]) for micro_batch in window.micro_batches))
     # The norm is summed too, to fetch all figures in one transfer: the only wait for the device in an update.
-    norm = grad_norm.to(loss_sum) / accelerator.num_processes
+    if isinstance(grad_norm, DTensor):  # FSDP2
+        grad_norm = grad_norm.full_tensor()
+    norm = torch.as_tensor(grad_norm).to(loss_sum) / accelerator.num_processes
     total_loss, total_targets, norm = sum_over_ranks(accelerator, loss_sum, num_targets, norm)
     assert total_targets == window.num_targets, f"divided by {window.num_targets}, but ranks saw {total_targets:.0f}"
     return total_loss / window.num_targets, norm

@@ -19,6 +19,8 @@ from accelerate import Accelerator
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType, set_seed
 
+from common import sharding
+
 
 @dataclass
 class Launch:
@@ -33,6 +35,7 @@ class Launch:
     gradient_accumulation_steps: str = field(
         default_factory=lambda: os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     )
+    deepspeed_config: str | dict = field(default_factory=dict)  # DeepSpeed: the file's name, or what the launcher says
 
 
 def _is_true(name: str) -> bool:
@@ -88,6 +91,7 @@ def _parse_launch(argv: list[str]) -> Launch:
         mixed_precision=args.mixed_precision or "no",
         use_cpu=asked_cpu,
         gradient_accumulation_steps=str(args.gradient_accumulation_steps or 1),
+        deepspeed_config=args.deepspeed_config_file or sharding.inline_deepspeed_config(args),
     )
 
 
@@ -134,13 +138,20 @@ def runs_on_cpu(launch: Launch) -> bool:
     return launch.use_cpu or not torch.accelerator.is_available()
 
 
-def make_accelerator(launch: Launch, **kwargs) -> Accelerator:
+def is_rehearsal(launch: Launch) -> bool:
+    """Whether a config for GPUs runs on a CPU."""
+    return runs_on_cpu(launch) and not launch.use_cpu and launch.config_file is not None
+
+
+def make_accelerator(launch: Launch, max_grad_norm: float, **kwargs) -> Accelerator:
     """The Accelerator of what was asked; call `check_launch` before. `kwargs` go to `Accelerator`.
 
     Raises:
         ValueError: the mode, world size or precision that runs is not the one that was asked.
     """
-    if runs_on_cpu(launch):
+    if runs_on_cpu(launch) and launch.mode in ("FSDP", "DeepSpeed"):
+        sharding.rehearse(launch.mode)
+    elif runs_on_cpu(launch):
         # Read by Accelerate when its state is made: CPU, and gloo in the place of NCCL. Without it, the processes of
         # a MULTI_GPU launch on a machine without a GPU are not connected and each is a run of its own.
         os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -159,6 +170,7 @@ def make_accelerator(launch: Launch, **kwargs) -> Accelerator:
             f"{launch.source} asks for {launch.num_processes} connected processes, but this one sees "
             f"{accelerator.num_processes}"
         )
+    sharding.adapt(accelerator, max_grad_norm)
     if accelerator.mixed_precision != launch.mixed_precision:
         raise ValueError(
             f"{launch.source} asks for mixed precision {launch.mixed_precision}, but {accelerator.mixed_precision} "
@@ -176,6 +188,11 @@ def running_mode(accelerator: Accelerator) -> str:
         DistributedType.FSDP: "FSDP",
         DistributedType.DEEPSPEED: "DeepSpeed",
     }.get(accelerator.distributed_type, str(accelerator.distributed_type))
+
+
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Whether a process may hold a part of the weights only."""
+    return running_mode(accelerator) in ("FSDP", "DeepSpeed")
 
 
 def describe_precision(accelerator: Accelerator) -> str:

@@ -93,12 +93,17 @@ def print_run(
     model: PreTrainedModel,
     train: WindowDataset,
     validation: WindowDataset | None,
+    rehearsal: bool = False,
     **lines: str,
 ) -> None:
-    """What will run, in one block, before it runs. `lines` are the recipe's own, each a name and a text."""
+    """What will run, in one block, before it runs.
+
+    `rehearsal`: a config for GPUs runs on a CPU. `lines` are the recipe's own, each a name and a text.
+    """
     world = accelerator.num_processes
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    total = sum(p.numel() for p in model.parameters())
+    # Parameters that ZeRO-3 has cut while the model was made have no elements of their own.
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    total, trainable = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
     if args.micro_batch_size:
         steps = args.global_batch_size // (args.micro_batch_size * world)
         batch = f"{args.global_batch_size} = {args.micro_batch_size} micro x {steps} accumulation x {world} processes"
@@ -115,7 +120,8 @@ def print_run(
         "model": f"{type(model).__name__}, {total:,} parameters"
         + (f", {trainable:,} of them trained" if trainable < total else ""),
         "precision": describe_precision(accelerator),
-        "mode": f"{running_mode(accelerator)}, {world} process{'es' * (world > 1)} on {accelerator.device.type}",
+        "mode": f"{running_mode(accelerator)}, {world} process{'es' * (world > 1)} on {accelerator.device.type}"
+        + (", a rehearsal of its GPUs" if rehearsal else ""),
         "optimizer": f"{args.optimizer}, learning rate {args.learning_rate:g}, {args.lr_schedule}",
         "batch": batch,
         "tokens": tokens,

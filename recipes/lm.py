@@ -30,6 +30,7 @@ from common.activation_checkpointing import apply_activation_checkpointing
 from common.batching import WindowDataset
 from common.losses import sum_token_losses
 from common.optimizers import learning_rate, make_optimizer, set_learning_rate
+from common.sharding import check_sharding
 
 # Models to train from scratch, of Llama's shape. The learning rate is AdamW's at its peak.
 MODEL_CONFIGS = {
@@ -187,9 +188,12 @@ def main():
     args = parse_arguments()
     asked = launch.find_launch()
     problems = launch.check_launch(asked) + arguments.check_arguments(args, on_cpu=launch.runs_on_cpu(asked))
+    problems += check_sharding(asked.mode, asked.deepspeed_config, args.optimizer, args.max_grad_norm)
     if problems:
         raise ValueError("\n".join(problems))
-    accelerator = launch.make_accelerator(asked, log_with=args.report_to or None, project_dir=args.output_dir)
+    accelerator = launch.make_accelerator(
+        asked, args.max_grad_norm, log_with=args.report_to or None, project_dir=args.output_dir
+    )
     tokenizer, config, train_samples, validation_samples = load_data(args)
 
     launch.seed_everything(args.seed)  # the same weights on all ranks
@@ -201,9 +205,9 @@ def main():
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
     loader = make_loader(args, train_samples, accelerator, tokenizer, range(args.num_updates))
     validation_loader = validation_samples and make_loader(args, validation_samples, accelerator, tokenizer)
-    tracking.print_run(
-        args, accelerator, model, loader.dataset, validation_loader and validation_loader.dataset, loss=loss_name
-    )
+    held_out = validation_loader and validation_loader.dataset
+    rehearsal = launch.is_rehearsal(asked)
+    tracking.print_run(args, accelerator, model, loader.dataset, held_out, rehearsal, loss=loss_name)
     model, optimizer = accelerator.prepare(model, optimizer)
     launch.seed_everything(args.seed, accelerator)  # another dropout on each rank
 
@@ -218,11 +222,13 @@ def main():
     results = progress.results()
     if validation_loader:
         results |= tracking.held_out_results(evaluate(model, validation_loader, accelerator), validation_samples)
+    weights = accelerator.get_state_dict(model)  # gathered on the main process, where they are sharded
     if accelerator.is_main_process:
         trained = accelerator.unwrap_model(model)
-        trained.save_pretrained(output_dir / "model")
+        trained.save_pretrained(output_dir / "model", state_dict=weights)
         tokenizer.save_pretrained(output_dir / "model")
-        results["sample"] = write_sample(trained, tokenizer, validation_samples or train_samples, accelerator)
+        if not launch.is_sharded(accelerator):
+            results["sample"] = write_sample(trained, tokenizer, validation_samples or train_samples, accelerator)
         tracking.print_results(results, output_dir)
     accelerator.wait_for_everyone()  # a rank that leaves while another still works can leave that one hanging
     accelerator.end_training()

@@ -133,6 +133,29 @@ def count_tensors(path):
     common.accumulation.reduce_window = counted
 
 
+def measure_state(path):
+    """Writes the bytes of weights and of optimizer state that each rank holds after the last update."""
+    original = common.accumulation.reduce_window
+
+    def num_bytes(tensor):
+        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        return tensor.numel() * tensor.element_size()
+
+    def measured(accelerator, *args):
+        optimizer = accelerator._optimizers[0]
+        while hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+        weights = accelerator.unwrap_model(accelerator._models[0]).parameters()
+        # ZeRO-3 leaves nothing in a parameter but its share beside it.
+        weights = sum(num_bytes(p) or num_bytes(p.ds_tensor) for p in weights)
+        record = {"weights": weights, "optimizer": sum(map(num_bytes, states))}
+        Path(f"{path}-{accelerator.process_index}.json").write_text(json.dumps(record))
+        return original(accelerator, *args)
+
+    common.accumulation.reduce_window = measured
+
+
 def forbid_host_sync(_):
     """CUDA raises where the host waits for the device, from the first forward of a window to its last backward."""
     original = common.accumulation.synchronize_gradients
