@@ -5,6 +5,7 @@ for, two unconnected runs of one process each, float32 in the place of fp16. So 
 compares what the launcher was told (its config file and flags) with what this process finds.
 """
 
+import difflib
 import os
 import sys
 import time
@@ -12,10 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
+import yaml
 from accelerate import Accelerator
+from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType, set_seed
 
@@ -36,6 +40,11 @@ class Launch:
         default_factory=lambda: os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     )
     deepspeed_config: str | dict = field(default_factory=dict)  # DeepSpeed: the file's name, or what the launcher says
+    settings: dict[str, Any] = field(default_factory=dict)  # of the launcher, by the names of its flags
+    given: set[str] = field(default_factory=set)  # those that were given as flags
+    file_settings: dict[str, Any] = field(default_factory=dict)  # those that the config file names
+    file_problems: list[str] = field(default_factory=list)  # keys in its sections that the launcher does not take
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))  # before the launcher added its own
 
 
 def _is_true(name: str) -> bool:
@@ -60,13 +69,13 @@ def find_launch() -> Launch:
             continue
         for at, part in enumerate(command):
             if part.endswith("accelerate") and command[at + 1 : at + 2] == ["launch"]:
-                return _parse_launch(command[at + 2 :])
+                return _parse_launch(command[at + 2 :], process.environ())
             if part.endswith("accelerate-launch") or part == "accelerate.commands.launch":
-                return _parse_launch(command[at + 1 :])
+                return _parse_launch(command[at + 1 :], process.environ())
     return Launch(mode="DDP" if started_world_size() > 1 else "plain")
 
 
-def _parse_launch(argv: list[str]) -> Launch:
+def _parse_launch(argv: list[str], environment: dict[str, str]) -> Launch:
     parser = launch_command_parser()
     with open(os.devnull, "w") as null:  # the launcher has printed its warnings already
         stderr, sys.stderr = sys.stderr, null
@@ -74,15 +83,17 @@ def _parse_launch(argv: list[str]) -> Launch:
             args, defaults, _ = _validate_launch_command(parser.parse_args(argv))
         finally:
             sys.stderr = stderr
-    config_file = args.config_file or ("Accelerate's default config file" if defaults is not None else None)
+    config_file = args.config_file or (default_config_file if defaults is not None else None)
     asked_cpu = bool(args.cpu or args.use_cpu)
     if args.use_deepspeed and not args.cpu:
         mode = "DeepSpeed"
     elif args.use_fsdp and not args.cpu:
         mode = "FSDP"
+    elif args.use_megatron_lm or args.tpu:
+        mode = "Megatron-LM" if args.use_megatron_lm else "TPU"
     else:
         mode = "DDP" if args.multi_gpu or (args.num_processes or 1) > 1 else "plain"
-    return Launch(
+    launch = Launch(
         source=f"`accelerate launch` with {config_file}" if config_file else "`accelerate launch`",
         config_file=config_file,
         # Without a config, the launcher counts GPUs: zero of them is still one process.
@@ -91,15 +102,63 @@ def _parse_launch(argv: list[str]) -> Launch:
         mixed_precision=args.mixed_precision or "no",
         use_cpu=asked_cpu,
         gradient_accumulation_steps=str(args.gradient_accumulation_steps or 1),
-        deepspeed_config=args.deepspeed_config_file or sharding.inline_deepspeed_config(args),
+        deepspeed_config=args.deepspeed_config_file or sharding.inline_deepspeed_config(vars(args)),
+        settings=vars(args),
+        given=getattr(args, "nondefault", set()),
+        environment=environment,
     )
+    if args.cpu and (
+        dropped := {args.use_fsdp: "FSDP", args.use_deepspeed: "DeepSpeed", args.multi_gpu: "DDP"}.get(True)
+    ):
+        launch.file_problems.append(
+            f"--cpu makes the launcher drop {dropped}, which {config_file} asks for; take the flag out: where there is "
+            "no GPU, the same config runs on the CPU"
+        )
+    if config_file:
+        _read_config_file(launch, known={action.dest for action in parser._actions})
+    return launch
 
 
-def check_launch(launch: Launch) -> list[str]:
-    """One line for each difference between what was asked and what this process finds; needs no process group."""
-    problems = []
+def _read_config_file(launch: Launch, known: set[str]) -> None:
+    """Which settings the config file names. The launcher takes unknown keys within a section without a word."""
+    for key, value in (yaml.safe_load(Path(launch.config_file).read_text()) or {}).items():
+        if not isinstance(value, dict):
+            launch.file_settings[key] = value
+            continue
+        prefix = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_", "fp8_config": "fp8_"}.get(key, "")
+        for name, entry in value.items():
+            setting = name if name.startswith(prefix) else prefix + name
+            launch.file_settings[setting] = entry
+            if setting not in known:
+                nearest = difflib.get_close_matches(setting, known, n=1)
+                hint = f"did you mean {nearest[0]}? Else take it out" if nearest else "take it out"
+                launch.file_problems.append(f"{launch.config_file}: {key} has the unknown key {name}; {hint}")
+            elif setting not in launch.given and launch.settings[setting] != entry:
+                # Seen in 1.15: the sections of a config file are read only if some flag is given.
+                launch.file_problems.append(
+                    f"{launch.config_file} sets {name} to {entry}, but the launcher takes {launch.settings[setting]}; "
+                    f"name the file: accelerate launch --config_file {launch.config_file}"
+                )
+
+
+def check_launch(launch: Launch, optimizer: str, max_grad_norm: float) -> list[str]:
+    """One line for each difference between what was asked and what this process finds; needs no process group.
+
+    Also for what the mode cannot take of the recipe's flags: the optimizer's name, and the norm that clips.
+    """
+    problems = list(launch.file_problems)
     on_cpu = runs_on_cpu(launch)
     world = started_world_size()
+    if launch.mode not in ("plain", "DDP", "FSDP", "DeepSpeed"):
+        problems.append(
+            f"{launch.source} asks for {launch.mode}, which no recipe runs; take a file of accelerate_configs/"
+        )
+    if launch.mode == "FSDP":
+        problems += sharding.check_fsdp(launch.source, launch.settings, launch.num_processes, optimizer)
+    if launch.mode == "DeepSpeed":
+        problems += sharding.check_deepspeed(
+            launch.deepspeed_config, optimizer, max_grad_norm=max_grad_norm, mixed_precision=launch.mixed_precision
+        )
     if world != launch.num_processes:
         problems.append(
             f"{launch.source} asks for {launch.num_processes} processes, but {world} started: Accelerate starts one "
@@ -123,11 +182,14 @@ def check_launch(launch: Launch) -> list[str]:
             f"{launch.source} starts {local_world} processes on this machine, which has {torch.cuda.device_count()} "
             f"GPUs; use --num_processes {torch.cuda.device_count()}"
         )
-    if launch.gradient_accumulation_steps not in ("1", "auto"):
-        problems.append(
-            f"{launch.source} sets gradient_accumulation_steps to {launch.gradient_accumulation_steps}; take it out: "
-            "accumulation follows from --global_batch_size and the micro-batch"
-        )
+    in_environment = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    for source, steps in ((launch.source, launch.gradient_accumulation_steps), ("the environment", in_environment)):
+        if steps not in ("1", "auto"):
+            problems.append(
+                f"{source} sets gradient_accumulation_steps to {steps}; take it out: accumulation follows from "
+                "--global_batch_size and the micro-batch"
+            )
+            break
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
         problems.append("the launch turns on torch.compile (dynamo_backend); take it out and use --compile")
     return problems
@@ -207,6 +269,21 @@ def describe_precision(accelerator: Accelerator) -> str:
 def seed_everything(seed: int, accelerator: Accelerator | None = None) -> None:
     """Seeds Python, numpy and torch: alike on all ranks without `accelerator`, unlike (for dropout) with it."""
     set_seed(seed, device_specific=accelerator is not None)
+
+
+def end_run(accelerator: Accelerator) -> None:
+    """Ends a finished run on all ranks together; nothing after it runs where there are several.
+
+    A rank that leaves while another still works can leave that one hanging. And once everything is written, Python's
+    own end must not be able to spoil the run: gloo's threads race with it (pytorch#179291), and once in some hundred
+    runs a process hung there, or was aborted.
+    """
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    if accelerator.num_processes > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 @contextmanager

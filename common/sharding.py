@@ -1,10 +1,13 @@
 """FSDP2 and DeepSpeed: what they can take, how they run without a GPU, and the extensions that DeepSpeed compiles."""
 
-import argparse
+import difflib
 import json
 import os
 import shutil
+import tempfile
 import time
+import warnings
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from typing import Any
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
 from filelock import FileLock
+from pydantic import ValidationError
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 # Keys that follow from the recipe's own flags: a DeepSpeed file says "auto", or nothing.
@@ -22,60 +26,189 @@ FOLLOWING_KEYS = {
 }
 
 
-def inline_deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
-    """The part of a DeepSpeed configuration that `check_sharding` reads, from the launcher's own flags."""
-    devices = {part: getattr(args, f"{part}_device", None) or "none" for part in ("offload_optimizer", "offload_param")}
-    return {"zero_optimization": {part: {"device": device} for part, device in devices.items()}}
+# What Accelerate and the recipe fill in for "auto".
+RESOLVED_KEYS = {
+    *FOLLOWING_KEYS,
+    "gradient_clipping",
+    "bf16.enabled",
+    "fp16.enabled",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    # From the width of the model:
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+}
+# What DeepSpeed reads at the top of its file, and ignores without a word where it is misspelt.
+TOP_KEYS = (*FOLLOWING_KEYS, "gradient_clipping", "bf16", "fp16", "zero_optimization", "aio", "communication_data_type")
+TOP_KEYS += ("prescale_gradients", "gradient_predivide_factor", "wall_clock_breakdown", "zero_allow_untested_optimizer")
 
 
-def check_sharding(mode: str, config: str | dict, optimizer: str, max_grad_norm: float) -> list[str]:
-    """One line for each flag that a mode cannot take, and for each value of a DeepSpeed file that contradicts a flag.
+def inline_deepspeed_config(settings: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's configuration as the launcher's own settings make it, in the form of a file."""
+    zero = {"stage": int(settings.get("zero_stage") or 2)}
+    for part in ("offload_optimizer", "offload_param"):
+        device = settings.get(f"{part}_device") or "none"
+        zero[part] = {"device": device} | ({"nvme_path": settings.get(f"{part}_nvme_path")} if device == "nvme" else {})
+    clipping = settings.get("gradient_clipping")
+    return {"zero_optimization": zero} | ({"gradient_clipping": float(clipping)} if clipping else {})
+
+
+def read_deepspeed_config(config: str | dict[str, Any]) -> dict[str, Any]:
+    """The settings of a DeepSpeed file, or those that were given.
+
+    Raises:
+        ValueError: the file is not there, or is no JSON object; one line.
+    """
+    if not isinstance(config, str):
+        return config
+    try:
+        settings = json.loads(Path(config).read_text())
+    except OSError as error:
+        raise ValueError(
+            f"{config}: {error.strerror}; name a DeepSpeed file, from the directory that you launch in"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{config}: not JSON ({error}); mend the file") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{config}: not a JSON object; mend the file")
+    return settings
+
+
+def flatten(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Each setting of a nested configuration, under its dotted name."""
+    for name, value in settings.items():
+        if isinstance(value, dict) and value:
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def check_deepspeed(
+    config: str | dict[str, Any], optimizer: str, max_grad_norm: float, mixed_precision: str
+) -> list[str]:
+    """One line for each value of a DeepSpeed file, or of the launch, that contradicts a flag or cannot run.
 
     Args:
-        mode: plain, DDP, FSDP or DeepSpeed.
         config: DeepSpeed's configuration or the name of its file.
     """
-    if mode == "FSDP" and optimizer not in ("adamw", "sgd"):
-        # Their steps mix the shards (DTensor) with plain tensors, and raise.
-        return [f"--optimizer {optimizer} does not work on the shards of FSDP2; use adamw or sgd, or multi_gpu.yaml"]
-    if mode != "DeepSpeed":
-        return []
-    where = "the launch's DeepSpeed settings"
-    if isinstance(config, str):
-        where = config
-        try:
-            config = json.loads(Path(config).read_text())
-        except OSError as error:
-            return [f"{where}: {error.strerror}; name a DeepSpeed file, from the directory that you launch in"]
-        except ValueError as error:
-            return [f"{where}: not JSON ({error}); mend the file"]
-        if not isinstance(config, dict):
-            return [f"{where}: not a JSON object; mend the file"]
-    problems = []
-    for section in ("optimizer", "scheduler"):
+    where = config if isinstance(config, str) else "the launch's DeepSpeed settings"
+    try:
+        config = read_deepspeed_config(config)
+    except ValueError as error:
+        return [str(error)]
+    return [f"{where}: {problem}" for problem in _check_deepspeed_file(config, max_grad_norm, mixed_precision)] + (
+        _check_zero(where, config.get("zero_optimization", {}), optimizer)
+    )
+
+
+def _check_deepspeed_file(config: dict[str, Any], max_grad_norm: float, mixed_precision: str) -> Iterator[str]:
+    for key in config:
+        nearest = difflib.get_close_matches(key, TOP_KEYS, n=1, cutoff=0.8)
+        if nearest and key not in TOP_KEYS:
+            yield f"DeepSpeed knows no key {key}; did you mean {nearest[0]}?"
+    for section, flag in {"optimizer": "--optimizer", "scheduler": "--lr_schedule"}.items():
         if section in config:
-            problems.append(f"{where}: take out its section {section}: --optimizer and --lr_schedule are what runs")
+            yield f"take out its section {section}: {flag} is what runs"
+    if "activation_checkpointing" in config:
+        yield "its section activation_checkpointing has no effect on these models; use --activation_checkpointing"
     for key, flag in FOLLOWING_KEYS.items():
         if config.get(key, "auto") != "auto":
-            problems.append(f'{where}: {key} is {config[key]}; it follows from {flag}: take it out, or set "auto"')
+            yield f'{key} is {config[key]}; it follows from {flag}: take it out, or set "auto"'
     clipping = config.get("gradient_clipping", "auto")
     if clipping not in ("auto", max_grad_norm):
-        problems.append(
-            f'{where}: gradient_clipping is {clipping}, but --max_grad_norm is {max_grad_norm}; set "auto" there'
-        )
-    zero = config.get("zero_optimization", {})
+        yield f'gradient_clipping is {clipping}, but --max_grad_norm is {max_grad_norm}; set "auto" there'
+    for precision in ("bf16", "fp16"):
+        enabled = (config.get(precision) or {}).get("enabled", False)
+        if enabled != "auto" and bool(enabled) != (mixed_precision == precision):
+            yield (
+                f"{precision}.enabled is {json.dumps(enabled)}, but --mixed_precision is {mixed_precision}; set "
+                '"auto" there, and the precision with accelerate launch --mixed_precision'
+            )
+    for section, size in (("tensor_parallel", "autotp_size"), ("sequence_parallel_size", None)):
+        degree = (config.get(section) or {}).get(size, 1) if size else config.get(section, 1)
+        if degree not in (0, 1):
+            yield f"{section} is {degree}; take it out: each process of a recipe takes samples of its own"
+    for name, value in flatten(config):
+        if value == "auto" and name not in RESOLVED_KEYS and name.split(".")[0] not in ("optimizer", "scheduler"):
+            yield f'{name} is "auto", which nothing here resolves; write its value'
+
+
+def _check_zero(where: str, zero: Any, optimizer: str) -> list[str]:
+    """Whether DeepSpeed takes the section zero_optimization, and its offload the optimizer."""
+    if not isinstance(zero, dict) or not zero:
+        return [f"{where}: it has no section zero_optimization; write one, as in ds_configs/"]
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # here because it takes seconds
+
+    problems = []
+    try:
+        DeepSpeedZeroConfig(**{key: value for key, value in zero.items() if value != "auto"})
+    except ValidationError as error:
+        for mistake in error.errors():
+            name = ".".join(str(part) for part in mistake["loc"])
+            nearest = difflib.get_close_matches(name, DeepSpeedZeroConfig.model_fields, n=1)
+            unknown = mistake["type"] == "extra_forbidden"
+            hint = f"; did you mean {nearest[0]}?" if unknown and nearest else f": {mistake['msg']}; mend it"
+            problems.append(f"{where}: zero_optimization.{name} is not a setting that DeepSpeed takes{hint}")
+        return problems
     offloads = {part: zero.get(part) or {} for part in ("offload_optimizer", "offload_param")}
-    is_offloaded = offloads["offload_optimizer"].get("device", "none") != "none"
-    if is_offloaded and optimizer != "adamw":
+    devices = {part: offload.get("device", "none") for part, offload in offloads.items()}
+    if devices["offload_optimizer"] != "none" and optimizer != "adamw":
         # Accelerate would put DeepSpeed's CPU Adam in its place, without a word.
         problems.append(f"--optimizer {optimizer}: with its state offloaded, DeepSpeed runs only adamw; use adamw")
     elif optimizer not in ("adamw", "sgd"):
         # ZeRO updates flat pieces of the parameters: factored or block-wise states would be others than the tensors'.
         problems.append(f"--optimizer {optimizer} works on whole tensors, and ZeRO cuts them; use adamw or sgd")
     for part, offload in offloads.items():
-        path = offload.get("nvme_path")
-        if offload.get("device") == "nvme" and not (path and os.path.isdir(path) and os.access(path, os.W_OK)):
-            problems.append(f"{where}: {part}.nvme_path {path} is no writable directory; make it, or name another")
+        if devices[part] == "nvme" and (reason := _cannot_write(offload.get("nvme_path"))):
+            problems.append(f"{where}: {part}.nvme_path {offload.get('nvme_path')}: {reason}; make it, or name another")
+    return problems
+
+
+def _cannot_write(path: str | None) -> str | None:
+    """Why no file can be made in a directory, or None."""
+    if not path or not os.path.isdir(path):
+        return "is no directory"
+    try:
+        tempfile.TemporaryFile(dir=path).close()  # os.access says yes to root even where nothing can be made
+    except OSError as error:
+        return f"cannot be written ({error.strerror})"
+    return None
+
+
+def check_fsdp(source: str, settings: dict[str, Any], num_processes: int, optimizer: str) -> list[str]:
+    """One line for each FSDP setting of the launcher that would be another run than the recipe's."""
+    problems = []
+    if optimizer not in ("adamw", "sgd"):
+        # Their steps mix the shards (DTensor) with plain tensors, and raise.
+        problems.append(
+            f"--optimizer {optimizer} does not work on the shards of FSDP2; use adamw or sgd, or multi_gpu.yaml"
+        )
+    version = settings.get("fsdp_version")
+    if str(version) != "2":
+        problems.append(f"{source} asks for FSDP {version}; set fsdp_version: 2, which the recipes are tested with")
+    if str(settings.get("fsdp_activation_checkpointing")).lower() == "true":
+        problems.append(
+            f"{source} sets fsdp_activation_checkpointing; take it out and use --activation_checkpointing full, which "
+            "works in every mode"
+        )
+    if settings.get("use_parallelism_config"):
+        sizes = {
+            name: settings.get(f"parallelism_config_{name}_size") or 1
+            for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+        }
+        for name in ("tp", "cp", "sp"):
+            if sizes[name] > 1:
+                problems.append(
+                    f"{source} sets parallelism_config_{name}_size to {sizes[name]}; set it to 1: each process of a "
+                    "recipe takes samples of its own"
+                )
+        product = sizes["dp_replicate"] * sizes["dp_shard"]
+        if product != num_processes and max(sizes["tp"], sizes["cp"], sizes["sp"]) == 1:
+            problems.append(
+                f"{source} asks for {num_processes} processes, but for {sizes['dp_replicate']} copies "
+                f"(parallelism_config_dp_replicate_size) in {sizes['dp_shard']} shards "
+                f"(parallelism_config_dp_shard_size) = {product}; make the product the number of processes"
+            )
     return problems
 
 
@@ -99,6 +232,8 @@ def adapt(accelerator: Accelerator, max_grad_norm: float) -> None:
     if accelerator.device.type == "cpu" and fsdp is not None and isinstance(fsdp.cpu_offload, CPUOffloadPolicy):
         fsdp.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinned memory is for copies to a GPU
     if accelerator.deepspeed_plugin is not None:
+        # DeepSpeed calls collectives under names that torch 2.13 deprecates: a warning for each call.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         config = accelerator.deepspeed_plugin.deepspeed_config
         build_extensions(config.get("zero_optimization", {}))
         config["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed wants a number; nothing is divided by it

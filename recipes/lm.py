@@ -30,7 +30,7 @@ from common.activation_checkpointing import apply_activation_checkpointing
 from common.batching import WindowDataset
 from common.losses import sum_token_losses
 from common.optimizers import learning_rate, make_optimizer, set_learning_rate
-from common.sharding import check_sharding
+from common.settings import print_settings
 
 # Models to train from scratch, of Llama's shape. The learning rate is AdamW's at its peak.
 MODEL_CONFIGS = {
@@ -53,11 +53,12 @@ def parse_arguments():
     args = parser.parse_args()
     if args.model_config and args.model_name_or_path:
         parser.error("--model_config and --model_name_or_path are two answers to one question; give one")
-    args.model_config = args.model_config or "tiny"
+    if not args.model_name_or_path:
+        args.model_config = args.model_config or "tiny"
     args.output_dir = args.output_dir or time.strftime("runs/lm-%Y%m%d-%H%M%S")
     if args.learning_rate is None:
-        from_scratch = MODEL_CONFIGS[args.model_config][-1]
-        args.learning_rate = FINE_TUNING_LEARNING_RATE if args.model_name_or_path else from_scratch
+        scratch = args.model_config and MODEL_CONFIGS[args.model_config][-1]
+        args.learning_rate = scratch or FINE_TUNING_LEARNING_RATE
     return args
 
 
@@ -187,8 +188,8 @@ def write_sample(model, tokenizer, samples, accelerator):
 def main():
     args = parse_arguments()
     asked = launch.find_launch()
-    problems = launch.check_launch(asked) + arguments.check_arguments(args, on_cpu=launch.runs_on_cpu(asked))
-    problems += check_sharding(asked.mode, asked.deepspeed_config, args.optimizer, args.max_grad_norm)
+    problems = launch.check_launch(asked, args.optimizer, args.max_grad_norm)
+    problems += arguments.check_arguments(args, on_cpu=launch.runs_on_cpu(asked))
     if problems:
         raise ValueError("\n".join(problems))
     accelerator = launch.make_accelerator(
@@ -214,8 +215,9 @@ def main():
     if args.dry_run:
         micro_batch = send_to_device(next(iter(loader)).micro_batches[0], accelerator.device)
         accelerator.backward(model(**micro_batch))
+        print_settings(args, asked, accelerator)
         accelerator.print("dry run: one forward and one backward done, nothing written")
-        return accelerator.end_training()
+        return launch.end_run(accelerator)
     output_dir = arguments.make_output_dir(args, accelerator)
     tracking.start_run(args, accelerator, output_dir, model=config.to_dict())
     progress = train(args, accelerator, model, optimizer, loader, validation_loader, output_dir)
@@ -230,8 +232,7 @@ def main():
         if not launch.is_sharded(accelerator):
             results["sample"] = write_sample(trained, tokenizer, validation_samples or train_samples, accelerator)
         tracking.print_results(results, output_dir)
-    accelerator.wait_for_everyone()  # a rank that leaves while another still works can leave that one hanging
-    accelerator.end_training()
+    launch.end_run(accelerator)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -50,6 +51,15 @@ def launch(*flags, config="cpu", script="recipes/lm.py", processes=None, cwd=ROO
     result = run([*command, script, *flags], cwd=cwd, **env)
     assert result.returncode == 0, result.stdout + result.stderr
     return result
+
+
+def assert_refused(result, *patterns, lines=1):
+    """A launch that ended with our own lines: `accelerate launch` reports 1, whatever the script's status is."""
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert result.returncode != 0 and errors, result.stdout + result.stderr
+    assert lines is None or len(errors) == lines, errors
+    for pattern in patterns:
+        assert re.search(pattern, "\n".join(errors)), f"{pattern} is not in: {errors}"
 
 
 def read_metrics(output_dir):

@@ -9,6 +9,7 @@ a condition, or takes out what a test guards, to show that the test would notice
 import gc
 import itertools
 import json
+import os
 import runpy
 import sys
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState, GradientState
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 import common.accumulation  # noqa: E402
 import common.batching  # noqa: E402
+import common.launch  # noqa: E402
 import common.losses  # noqa: E402
 
 ORIGINALS = [(module, dict(vars(module))) for module in (common.accumulation, common.batching, common.losses)]
@@ -199,7 +201,7 @@ def leak(_):
 
 def main():
     # A second process group on the launcher's store can meet the keys of the first: one group serves all runs.
-    destroy, PartialState.destroy_process_group = PartialState.destroy_process_group, lambda self, group=None: None
+    common.launch.end_run = lambda accelerator: accelerator.wait_for_everyone()
     for spec in json.loads(Path(sys.argv[1]).read_text()):
         undo = [globals()[name](value) for name, value in spec.get("changes", {}).items()]
         recipe = str(ROOT / spec.get("recipe", "recipes/lm.py"))
@@ -218,7 +220,9 @@ def main():
             torch.set_default_dtype(torch.float32)
             AcceleratorState._reset_state(reset_partial_state=False)
             GradientState._reset_state()
-    destroy(PartialState())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # as the recipe ends where it has several processes
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import re
 import shutil
 
 import pytest
-from conftest import BIN, ROOT, launch_command, make_model_dir, run
+from conftest import BIN, make_model_dir, run
 from transformers import AutoTokenizer, BertConfig
 
 LINE = r"error: .+"
@@ -191,37 +191,3 @@ def test_output_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     result = recipe("--output_dir", tmp_path / "file/run", "--num_updates", 1)
     assert_mistake(result, "cannot be written|is a file|not a directory")
-
-
-LAUNCH_MISTAKES = {
-    "one process where two were asked for (use_cpu without MULTI_GPU)": (
-        "cpu",
-        ["--num_processes", "2"],
-        "asks for 2 processes, but 1 started",
-    ),
-    "fp16 on a CPU": ("cpu", ["--mixed_precision", "fp16"], "fp16, which does not train on a CPU"),
-    "fp16 on two CPU processes": ("multi_cpu", ["--mixed_precision", "fp16"], "fp16, which does not train on a CPU"),
-    "accumulation in the launch": ("cpu", ["--gradient_accumulation_steps", "4"], "gradient_accumulation_steps"),
-    "compile in the launch": ("cpu", ["--dynamo_backend", "inductor"], "dynamo_backend"),
-}
-
-
-@pytest.mark.parametrize("name", LAUNCH_MISTAKES)
-def test_a_launch_that_would_be_something_else(name, tmp_path, functions_file):
-    """Through `accelerate launch`, whose own status is 1 whatever the script's is."""
-    config, options, pattern = LAUNCH_MISTAKES[name]
-    command = [*launch_command(config, *options), "recipes/lm.py", "--output_dir", tmp_path / "run"]
-    result = run(command, CUDA_VISIBLE_DEVICES="")
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert result.returncode != 0 and len(errors) == 1 and re.search(pattern, errors[0]), result.stderr
-    assert not (tmp_path / "run").exists()
-
-
-def test_multi_cpu_of_accelerate_is_refused_not_run_as_one_process(tmp_path):
-    """Accelerate starts one process for MULTI_CPU with num_processes 2, and says nothing."""
-    config = tmp_path / "config.yaml"
-    text = (ROOT / "accelerate_configs/multi_cpu.yaml").read_text()
-    config.write_text(text.replace("distributed_type: MULTI_GPU", "distributed_type: MULTI_CPU"))
-    result = run([*launch_command(config), "recipes/lm.py", "--output_dir", tmp_path / "run"])
-    assert result.returncode != 0 and "asks for 2 processes, but 1 started" in result.stderr
-    assert not (tmp_path / "run").exists()

@@ -7,8 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import BIN, ROOT, launch, read_metrics, run
+from conftest import BIN, ROOT, assert_refused, launch, launch_command, read_metrics, run
 from safetensors.torch import load_file
+
+from common.sharding import check_deepspeed
 
 CONFIGS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
 PROCESSES = {"cpu": 1, "single_gpu": 1, "hsdp": 4}  # else two
@@ -69,8 +71,7 @@ def test_every_config_makes_the_update_of_one_process(config, reference, functio
     if "nvme" in config and not Path("/usr/include/libaio.h").exists():
         pytest.skip("needs libaio-dev")
     expected, weights = reference
-    command = [BIN / "accelerate", "launch", "--config_file", ROOT / f"accelerate_configs/{config}.yaml"]
-    command += options(config, tmp_path)
+    command = launch_command(config, *options(config, tmp_path))
     spec = [{"flags": [str(part) for part in flags(functions_file, model_dir, tmp_path / "run")], "changes": {}}]
     spec[0]["changes"] = {"measure_state": str(tmp_path / "held")}
     (tmp_path / "spec.json").write_text(json.dumps(spec))
@@ -116,8 +117,8 @@ def test_a_loss_that_is_not_finite_is_skipped_by_zero_and_fsdp_too(functions_fil
         out = tmp_path / config
         spec = [{"flags": [str(f) for f in flags(functions_file, model_dir, out)], "changes": {"nan_loss": [1, 3]}}]
         (tmp_path / f"{config}.json").write_text(json.dumps(spec))
-        command = [BIN / "accelerate", "launch", "--config_file", ROOT / f"accelerate_configs/{config}.yaml"]
-        command += ["--mixed_precision", "no", "tests/run_recipe.py", tmp_path / f"{config}.json"]
+        command = launch_command(config, "--mixed_precision", "no")
+        command += ["tests/run_recipe.py", tmp_path / f"{config}.json"]
         result = run(command, CUDA_VISIBLE_DEVICES="")
         assert result.returncode == 0, result.stderr
         metrics = read_metrics(out)
@@ -127,40 +128,61 @@ def test_a_loss_that_is_not_finite_is_skipped_by_zero_and_fsdp_too(functions_fil
 
 MISTAKES = {
     ("fsdp2", "--optimizer adafactor"): "--optimizer adafactor does not work on the shards of FSDP2; use adamw",
+    ("fsdp2", "--optimizer adamw8bit"): "--optimizer adamw8bit does not work on the shards of FSDP2; use adamw",
     ("zero2", "--optimizer adamw8bit"): "--optimizer adamw8bit works on whole tensors.*use adamw",
+    ("zero3", "--optimizer adafactor"): "--optimizer adafactor works on whole tensors.*use adamw",
     ("zero3_offload_cpu", "--optimizer sgd"): "state offloaded, DeepSpeed runs only adamw",
-    ("zero3_offload_nvme", ""): "nvme_path /local_nvme is no writable directory",
+    ("zero3_offload_cpu", "--optimizer adamw8bit"): "state offloaded, DeepSpeed runs only adamw",
+    ("zero3_offload_nvme", ""): "offload_optimizer.nvme_path /local_nvme: is no directory",
 }
 
 
 @pytest.mark.parametrize(("config", "more"), MISTAKES)
 def test_what_a_mode_cannot_take_is_refused(config, more, tmp_path):
-    given = ["--config_file", ROOT / f"accelerate_configs/{config}.yaml"]
-    assert_refused(given, more, MISTAKES[config, more], tmp_path)
+    command = [*launch_command(config), "recipes/lm.py", "--output_dir", tmp_path / "run", *more.split()]
+    result = run(command, CUDA_VISIBLE_DEVICES="")
+    assert_refused(result, MISTAKES[config, more], lines=None)
+    assert not (tmp_path / "run").exists()
 
 
+# Changes of ds_configs/zero2.json, and what is said of each.
 FILE_MISTAKES = {
-    "gradient_clipping": (0.25, "gradient_clipping is 0.25, but --max_grad_norm is 1.0"),
-    "train_batch_size": (64, "train_batch_size is 64; it follows from --global_batch_size"),
-    "gradient_accumulation_steps": (4, "gradient_accumulation_steps is 4; it follows from"),
-    "optimizer": ({"type": "AdamW"}, "take out its section optimizer"),
+    "clipping": ({"gradient_clipping": 0.25}, "gradient_clipping is 0.25, but --max_grad_norm is 1.0"),
+    "batch": ({"train_batch_size": 64}, "train_batch_size is 64; it follows from --global_batch_size"),
+    "accumulation": ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps is 4; it follows from"),
+    "precision": ({"bf16": {"enabled": True}}, "bf16.enabled is true, but --mixed_precision is no"),
+    "optimizer": ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "take out its section optimizer"),
+    "scheduler": ({"scheduler": {"type": "WarmupLR"}}, "take out its section scheduler"),
+    "auto": ({"zero_optimization": {"stage": 2, "allgather_bucket_size": "auto"}}, 'bucket_size is "auto", which noth'),
+    "misspelt": ({"gradient_cliping": 1.0}, "knows no key gradient_cliping; did you mean gradient_clipping"),
+    "misspelt below": (
+        {"zero_optimization": {"stage": 2, "ofload_optimizer": {"device": "cpu"}}},
+        "zero_optimization.ofload_optimizer is not a setting that DeepSpeed takes; did you mean offload_optimizer",
+    ),
+    "wrong type": ({"zero_optimization": {"stage": "two"}}, "zero_optimization.stage is not a setting"),
+    "no section": ({"zero_optimization": {}}, "no section zero_optimization"),
+    "tensor parallel": ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel is 2; take it out"),
 }
 
 
-@pytest.mark.parametrize("key", FILE_MISTAKES)
-def test_a_deepspeed_file_that_contradicts_a_flag_is_refused(key, tmp_path):
-    value, pattern = FILE_MISTAKES[key]
-    settings = json.loads((ROOT / "ds_configs/zero2.json").read_text()) | {key: value}
-    (tmp_path / "mine.json").write_text(json.dumps(settings))
-    given = ["--config_file", ROOT / "accelerate_configs/zero2.yaml", "--deepspeed_config_file", tmp_path / "mine.json"]
-    assert_refused(given, "", pattern, tmp_path)
+@pytest.mark.parametrize("name", FILE_MISTAKES)
+def test_a_deepspeed_file_that_contradicts_a_flag_or_cannot_run(name):
+    changes, pattern = FILE_MISTAKES[name]
+    settings = json.loads((ROOT / "ds_configs/zero2.json").read_text())
+    unchanged = check_deepspeed(settings, "adamw", max_grad_norm=1.0, mixed_precision="no")
+    problems = check_deepspeed(settings | changes, "adamw", max_grad_norm=1.0, mixed_precision="no")
+    assert unchanged == [] and len(problems) == 1 and re.search(pattern, problems[0]), problems
 
 
-def assert_refused(given, more, pattern, tmp_path):
-    command = [BIN / "accelerate", "launch", *given, "recipes/lm.py", "--output_dir", tmp_path / "run", *more.split()]
-    result = run(command, CUDA_VISIBLE_DEVICES="")
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert result.returncode != 0 and errors and all(re.search(pattern, line) for line in errors), result.stderr
+@pytest.mark.parametrize(("text", "pattern"), [("{", "not JSON"), ("[]", "not a JSON object"), (None, "No such file")])
+def test_a_deepspeed_file_that_cannot_be_read(text, pattern, tmp_path):
+    """Through the launch, all mistakes together, and nothing written."""
+    if text is not None:
+        (tmp_path / "mine.json").write_text(text)
+    command = launch_command("zero2", "--deepspeed_config_file", tmp_path / "mine.json")
+    flags = ["--output_dir", tmp_path / "run", "--warmup_updates", 9, "--num_updates", 9]
+    result = run([*command, "recipes/lm.py", *flags], CUDA_VISIBLE_DEVICES="")
+    assert_refused(result, pattern, "--warmup_updates 9", lines=2)
     assert not (tmp_path / "run").exists()
 
 

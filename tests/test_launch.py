@@ -1,0 +1,193 @@
+"""What was asked is what runs, or one line says why not: over modes, devices, numbers of processes and sources."""
+
+import json
+import re
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import yaml
+from conftest import BIN, ROOT, assert_refused, launch_command, run
+
+from common.launch import Launch, check_launch
+
+
+@dataclass
+class Case:
+    """One launch. `config` is a shipped one's name, changed by `changes`; None is a launch without a file."""
+
+    config: str | None = None
+    options: tuple = ()
+    changes: dict = field(default_factory=dict)
+    environment: dict = field(default_factory=dict)
+    launcher: tuple = ("accelerate", "launch")
+    runs: tuple | None = None  # mode, processes and precision that were asked for
+    refused: str | None = None  # or what the line says
+
+
+FLOAT32, BF16 = "float32", "bf16 matrix products"
+FP16_ON_CPU = "fp16, which does not train on a CPU"
+INLINE_ZERO = {"deepspeed_config": {"zero_stage": 2, "gradient_accumulation_steps": 1, "zero3_init_flag": False}}
+
+CASES = {
+    # One process
+    "no file, no flag": Case(runs=("plain", 1, FLOAT32)),
+    "no file, --cpu": Case(options=("--cpu",), runs=("plain", 1, FLOAT32)),
+    "without a launcher": Case(launcher=("python",), runs=("plain", 1, FLOAT32)),
+    "cpu": Case("cpu", runs=("plain", 1, FLOAT32)),
+    "cpu, bf16": Case("cpu", ("--mixed_precision", "bf16"), runs=("plain", 1, BF16)),
+    "cpu, fp16": Case("cpu", ("--mixed_precision", "fp16"), refused=FP16_ON_CPU),
+    "cpu, bf16 in the environment": Case(
+        "cpu", environment={"ACCELERATE_MIXED_PRECISION": "bf16"}, runs=("plain", 1, FLOAT32)
+    ),
+    "cpu, FSDP in the environment": Case(
+        "cpu", environment={"ACCELERATE_USE_FSDP": "true"}, runs=("plain", 1, FLOAT32)
+    ),
+    "single_gpu": Case("single_gpu", runs=("plain", 1, BF16)),
+    "single_gpu, fp16": Case("single_gpu", ("--mixed_precision", "fp16"), refused=FP16_ON_CPU),
+    "MULTI_CPU, one process": Case(
+        "multi_cpu", changes={"distributed_type": "MULTI_CPU", "num_processes": 1}, runs=("plain", 1, FLOAT32)
+    ),
+    # Several processes where Accelerate starts one, and says nothing
+    "no file, --cpu, two": Case(options=("--cpu", "--num_processes", 2), refused="asks for 2 processes, but 1 started"),
+    "cpu, two": Case("cpu", ("--num_processes", 2), refused="asks for 2 processes, but 1 started"),
+    "single_gpu, two": Case("single_gpu", ("--num_processes", 2), refused="asks for 2 processes, but 1 started"),
+    "MULTI_CPU, two": Case(
+        "multi_cpu", changes={"distributed_type": "MULTI_CPU"}, refused="asks for 2 processes, but 1 started"
+    ),
+    "--cpu over DDP": Case("multi_gpu", ("--cpu",), refused="--cpu makes the launcher drop DDP"),
+    "--cpu over FSDP": Case("fsdp2", ("--cpu",), refused="--cpu makes the launcher drop FSDP"),
+    "--cpu over FSDP, one": Case(
+        "fsdp2", ("--cpu", "--num_processes", 1), refused="--cpu makes the launcher drop FSDP"
+    ),
+    "--cpu over ZeRO": Case(
+        "zero2", ("--cpu", "--num_processes", 1), refused="--cpu makes the launcher drop DeepSpeed"
+    ),
+    # DDP
+    "no file, --multi_gpu": Case(options=("--multi_gpu", "--num_processes", 2), runs=("DDP", 2, FLOAT32)),
+    "torchrun": Case(launcher=("torchrun", "--nproc_per_node", 2), runs=("DDP", 2, FLOAT32)),
+    "multi_cpu": Case("multi_cpu", runs=("DDP", 2, FLOAT32)),
+    "multi_cpu, one": Case("multi_cpu", ("--num_processes", 1), runs=("DDP", 1, FLOAT32)),
+    "multi_cpu, bf16": Case("multi_cpu", ("--mixed_precision", "bf16"), runs=("DDP", 2, BF16)),
+    "multi_cpu, fp16": Case("multi_cpu", ("--mixed_precision", "fp16"), refused=FP16_ON_CPU),
+    "multi_gpu": Case("multi_gpu", runs=("DDP", 2, BF16)),
+    "multi_gpu, three": Case("multi_gpu", ("--num_processes", 3), runs=("DDP", 3, BF16)),
+    "multi_gpu, fp16": Case("multi_gpu", ("--mixed_precision", "fp16"), refused=FP16_ON_CPU),
+    # FSDP
+    "fsdp2": Case("fsdp2", runs=("FSDP", 2, BF16)),
+    "fsdp2, one": Case("fsdp2", ("--num_processes", 1), runs=("FSDP", 1, BF16)),
+    "fsdp2 with use_cpu": Case("fsdp2", changes={"use_cpu": True}, runs=("FSDP", 2, BF16)),
+    "fsdp2, fp16": Case("fsdp2", ("--mixed_precision", "fp16"), refused=FP16_ON_CPU),
+    "FSDP of version 1": Case(
+        "fsdp2", changes={"fsdp_config": {"fsdp_version": 1}}, refused="FSDP 1; set fsdp_version: 2"
+    ),
+    "FSDP that recomputes by itself": Case(
+        "fsdp2",
+        changes={"fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": True}},
+        refused="use --activation_checkpointing full",
+    ),
+    "hsdp, two": Case("hsdp", ("--num_processes", 2), refused="2 processes, but for 2 copies .* in 2 shards"),
+    "tensor parallel": Case(
+        "hsdp", changes={"parallelism_config": {"parallelism_config_tp_size": 2}}, refused="tp_size to 2; set it to 1"
+    ),
+    # DeepSpeed
+    "zero1, one": Case("zero1", ("--num_processes", 1), runs=("DeepSpeed", 1, FLOAT32)),
+    "zero2, bf16": Case("zero2", ("--mixed_precision", "bf16"), runs=("DeepSpeed", 2, BF16)),
+    "zero3, fp16": Case("zero3", ("--mixed_precision", "fp16"), refused=FP16_ON_CPU),
+    "zero2 with use_cpu": Case("zero2", changes={"use_cpu": True}, runs=("DeepSpeed", 2, FLOAT32)),
+    "ZeRO without a file of its own": Case("zero2", changes=INLINE_ZERO, runs=("DeepSpeed", 2, FLOAT32)),
+    # Mixed and mistaken settings
+    "accumulation in a flag": Case("cpu", ("--gradient_accumulation_steps", 4), refused="accumulation follows from"),
+    "accumulation in a section": Case(
+        "zero2",
+        changes={"deepspeed_config": {"zero_stage": 2, "gradient_accumulation_steps": 4}},
+        refused="gradient_accumulation_steps to 4",
+    ),
+    "accumulation in the environment": Case(
+        "cpu", environment={"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": 4}, refused="the environment sets .* to 4"
+    ),
+    "clipping in a section": Case(
+        "zero2",
+        changes={"deepspeed_config": {"zero_stage": 2, "gradient_clipping": 0.3}},
+        refused="gradient_clipping is 0.3, but --max_grad_norm is 1.0",
+    ),
+    "compile in a flag": Case("cpu", ("--dynamo_backend", "inductor"), refused="dynamo_backend"),
+    "compile in a section": Case(
+        "cpu", changes={"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, refused="dynamo_backend"
+    ),
+    "an unknown key in a section": Case(
+        "fsdp2",
+        changes={"fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forwards": False}},
+        refused="unknown key fsdp_reshard_after_forwards; did you mean fsdp_reshard_after_forward",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_launch_runs_as_what_was_asked_or_is_refused(name, functions_file, model_dir, tmp_path):
+    case = CASES[name]
+    command = [BIN / case.launcher[0], *case.launcher[1:]]
+    if case.config:
+        settings = yaml.safe_load((ROOT / f"accelerate_configs/{case.config}.yaml").read_text()) | case.changes
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+        command += ["--config_file", tmp_path / "config.yaml"]
+    flags = ["--train_file", functions_file, "--model_name_or_path", model_dir, "--sequence_length", 64, "--dry_run"]
+    # HF_HOME: no default config file of the user's.
+    environment = {"CUDA_VISIBLE_DEVICES": "", "HF_HOME": tmp_path / "home"} | case.environment
+    result = run([*command, *case.options, "recipes/lm.py", *flags], **environment)
+    if case.refused:
+        assert_refused(result, case.refused)
+        return
+    mode, processes, precision = case.runs
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"mode  {mode}, {processes} process" in result.stdout
+    assert re.search(rf"precision  {precision}", result.stdout)
+
+
+def test_the_sections_of_a_default_config_file_are_refused_where_the_launcher_skips_them(functions_file, tmp_path):
+    """Without any flag, the launcher reads the file's first level only: FSDP with other settings than the file's."""
+    default = tmp_path / "accelerate/default_config.yaml"
+    default.parent.mkdir()
+    default.write_text((ROOT / "accelerate_configs/fsdp2_offload.yaml").read_text())
+    command = [BIN / "accelerate", "launch", "recipes/lm.py", "--train_file", functions_file, "--dry_run"]
+    result = run(command, HF_HOME=tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert_refused(result, "default_config.yaml sets fsdp_version to 2, but the launcher takes 1", lines=None)
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    launch = Launch(source="`accelerate launch`", num_processes=4, mode="DDP")
+    for gpus, expected in (
+        (2, ["starts 4 processes on this machine, which has 2 GPUs; use --num_processes 2"]),
+        (4, []),
+    ):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        problems = check_launch(launch, "adamw", max_grad_norm=1.0)
+        assert len(problems) == len(expected)
+        assert all(text in problem for text, problem in zip(expected, problems, strict=True))
+
+
+def test_a_dry_run_shows_every_setting_and_where_it_comes_from(functions_file, model_dir, tmp_path):
+    flags = ["--train_file", functions_file, "--model_name_or_path", model_dir, "--sequence_length", 64, "--dry_run"]
+    command = [*launch_command("zero2", "--num_processes", 1), "recipes/lm.py", *flags, "--max_grad_norm", 0.5]
+    secret = {"HF_TOKEN": "hf_canary", "WANDB_API_KEY": "canary"}
+    result = run(command, CUDA_VISIBLE_DEVICES="", NCCL_DEBUG="WARN", **secret)
+    assert result.returncode == 0, result.stderr
+    view = {}
+    for line in result.stdout.split("where it comes from:\n")[1].splitlines():
+        if len(columns := re.split(r"\s{2,}", line)) == 3:
+            view[columns[0]] = (columns[1], columns[2])
+    path = "zero2.yaml"
+    assert view["num_processes"] == ("1", "flag --num_processes of accelerate launch")
+    assert view["num_machines"][0] == "1" and view["num_machines"][1].endswith(path)
+    assert view["machine_rank"] == ("0", "default of accelerate launch")
+    assert view["zero_optimization.stage"] == ("2", "ds_configs/zero2.json")
+    assert view["gradient_clipping"] == ("0.5", "ds_configs/zero2.json: auto, resolved")
+    assert view["--max_grad_norm"] == ("0.5", "flag") and view["--weight_decay"] == ("0.1", "default")
+    assert view["NCCL_DEBUG"] == ("WARN", "environment")
+    assert "canary" not in result.stdout + result.stderr
+    known = json.loads((ROOT / "ds_configs/zero2.json").read_text())
+    assert {f"zero_optimization.{key}" for key in known["zero_optimization"]} <= view.keys()
