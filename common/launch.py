@@ -9,7 +9,7 @@ import difflib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -195,6 +195,17 @@ def check_launch(launch: Launch, optimizer: str, max_grad_norm: float) -> list[s
     return problems
 
 
+def check_space(launch: Launch, count_parameters: Callable[[], int]) -> None:
+    """Whether what a mode keeps in files has room for them, before the model is built.
+
+    Raises:
+        ValueError: a line for each path with too little space.
+    """
+    if launch.mode == "DeepSpeed":
+        num_machines = int(launch.settings.get("num_machines") or 1)
+        sharding.check_nvme_space(launch.deepspeed_config, count_parameters(), num_machines)
+
+
 def runs_on_cpu(launch: Launch) -> bool:
     """Whether the CPU computes: asked for, or the only device there is."""
     return launch.use_cpu or not torch.accelerator.is_available()
@@ -259,6 +270,8 @@ def is_sharded(accelerator: Accelerator) -> bool:
 
 def describe_precision(accelerator: Accelerator) -> str:
     """What the numbers are, for the first printed block."""
+    if accelerator.mixed_precision != "no" and running_mode(accelerator) == "DeepSpeed":
+        return f"{accelerator.mixed_precision} weights and products; the optimizer updates float32 copies"
     if accelerator.mixed_precision != "no":
         return f"{accelerator.mixed_precision} matrix products, float32 weights"
     dtype = str(torch.get_default_dtype()).removeprefix("torch.")

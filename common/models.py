@@ -1,6 +1,10 @@
 """Loads a causal language model, pretrained or from scratch, and checks that it fits its tokenizer and the data."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+from accelerate.state import AcceleratorState, is_initialized
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -10,6 +14,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.integrations import unset_hf_deepspeed_config
 
 from common.corpus import locate_pretrained, one_line
 
@@ -57,6 +62,31 @@ def check_model(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, se
     return problems
 
 
+@contextmanager
+def _whole_weights() -> Iterator[None]:
+    """ZeRO-3 cuts weights while a model is made, and then draws others than one process would: here they are whole.
+
+    Each process then holds a model from scratch for a moment. Pretrained weights are cut as they are loaded.
+    """
+    plugin = AcceleratorState().deepspeed_plugin if is_initialized() else None
+    if plugin is None:
+        yield
+        return
+    # Not the plugin's own zero3_init_context_manager(enable=False): transformers 5.23 cuts the weights all the same.
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        plugin.set_deepspeed_weakref()
+
+
+def count_parameters(config: PreTrainedConfig, trust_remote_code: bool = False) -> int:
+    """The number of a model's parameters, tied ones once; allocates none of them."""
+    with torch.device("meta"):
+        model = build_model(config, trust_remote_code=trust_remote_code)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def build_model(
     config: PreTrainedConfig, name_or_path: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
@@ -70,7 +100,8 @@ def build_model(
     """
     dtype = torch.get_default_dtype()
     if name_or_path is None:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        with _whole_weights():
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     where, _ = locate_pretrained(name_or_path)
     try:
         return AutoModelForCausalLM.from_pretrained(

@@ -175,6 +175,32 @@ def _cannot_write(path: str | None) -> str | None:
     return None
 
 
+def check_nvme_space(config: str | dict[str, Any], num_parameters: int, num_machines: int = 1) -> None:
+    """Whether the files of DeepSpeed's NVMe offload have room on this host, before any is written.
+
+    A parameter takes 16 bytes of files for the optimizer (its float32 copy, AdamW's two moments, its gradient) and 4
+    for itself; hosts share them.
+
+    Raises:
+        ValueError: a line for each path with too little space.
+    """
+    zero = read_deepspeed_config(config).get("zero_optimization", {})
+    needed: dict[str, int] = {}
+    for part, size in (("offload_optimizer", 16), ("offload_param", 4)):
+        offload = zero.get(part) or {}
+        if offload.get("device") == "nvme":
+            path = offload["nvme_path"]
+            needed[path] = needed.get(path, 0) + size * num_parameters // num_machines
+    problems = [
+        f"nvme_path {path}: {num_parameters:,} parameters take {size / 1e9:.3f} GB of files there, and "
+        f"{free / 1e9:.3f} GB are free; make room, or name another"
+        for path, size in needed.items()
+        if (free := shutil.disk_usage(path).free) < size
+    ]
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
 def check_fsdp(source: str, settings: dict[str, Any], num_processes: int, optimizer: str) -> list[str]:
     """One line for each FSDP setting of the launcher that would be another run than the recipe's."""
     problems = []

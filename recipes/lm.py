@@ -196,6 +196,7 @@ def main():
         asked, args.max_grad_norm, log_with=args.report_to or None, project_dir=args.output_dir
     )
     tokenizer, config, train_samples, validation_samples = load_data(args)
+    launch.check_space(asked, lambda: models.count_parameters(config, args.trust_remote_code))
 
     launch.seed_everything(args.seed)  # the same weights on all ranks
     model = models.build_model(config, args.model_name_or_path, args.trust_remote_code)

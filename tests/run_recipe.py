@@ -27,8 +27,11 @@ import common.accumulation  # noqa: E402
 import common.batching  # noqa: E402
 import common.launch  # noqa: E402
 import common.losses  # noqa: E402
+import common.optimizers  # noqa: E402
 
-ORIGINALS = [(module, dict(vars(module))) for module in (common.accumulation, common.batching, common.losses)]
+ORIGINALS = [
+    (module, dict(vars(module))) for module in (common.accumulation, common.batching, common.losses, common.optimizers)
+]
 
 
 def is_main():
@@ -117,6 +120,17 @@ def nan_loss(at):
 def no_guard(_):
     """A step that is not finite is taken all the same."""
     common.accumulation.skip_step = lambda accelerator, optimizer: (optimizer.step(), optimizer.zero_grad())
+
+
+def decay_all(_):
+    """Weight decay pulls at every parameter, norms too."""
+    original = common.optimizers.parameter_groups
+
+    def one_group(model, weight_decay):
+        groups = original(model, weight_decay)
+        return [groups[0] | {"params": [parameter for group in groups for parameter in group["params"]]}]
+
+    common.optimizers.parameter_groups = one_group
 
 
 def count_tensors(path):

@@ -25,7 +25,7 @@ class Case:
     refused: str | None = None  # or what the line says
 
 
-FLOAT32, BF16 = "float32", "bf16 matrix products"
+FLOAT32, BF16 = "float32", "bf16 (matrix|weights and) products"
 FP16_ON_CPU = "fp16, which does not train on a CPU"
 INLINE_ZERO = {"deepspeed_config": {"zero_stage": 2, "gradient_accumulation_steps": 1, "zero3_init_flag": False}}
 
@@ -136,7 +136,7 @@ def test_a_launch_runs_as_what_was_asked_or_is_refused(name, functions_file, mod
     environment = {"CUDA_VISIBLE_DEVICES": "", "HF_HOME": tmp_path / "home"} | case.environment
     result = run([*command, *case.options, "recipes/lm.py", *flags], **environment)
     if case.refused:
-        assert_refused(result, case.refused)
+        assert_refused(result, case.refused, lines=None)
         return
     mode, processes, precision = case.runs
     assert result.returncode == 0, result.stdout + result.stderr

@@ -1,0 +1,97 @@
+"""What one process holds in each mode: bytes of weights, of optimizer state, and of all its tensors, measured.
+
+    .venv/bin/python benchmarks/sharding.py                 # on a CPU: two processes a mode, float32
+    .venv/bin/python benchmarks/sharding.py --model_config medium --num_processes 8
+
+Each config runs the language-model recipe for two updates from the same weights, through `accelerate launch`. Weights
+and optimizer state are counted as the tensors that the process keeps between updates; "all tensors" are the distinct
+storages of every tensor alive when the optimizer steps, so gradients and communication buffers are among them. What
+lies in files is not among them. Writes results/sharding-DEVICE.json and .md.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from common.tracking import versions  # noqa: E402
+
+CONFIGS = ("multi_gpu", "zero1", "zero2", "zero3", "fsdp2", "fsdp2_offload", "zero3_offload_cpu")
+
+
+def measure(config, args, work):
+    """Runs one config; the figures of each of its processes, and the losses."""
+    output_dir, held = work / config, work / f"{config}-held"
+    flags = ["--model_config", args.model_config, "--num_updates", "2", "--global_batch_size", "8"]
+    spec = [{"flags": [*flags, "--output_dir", str(output_dir)], "changes": {"measure_state": str(held)}}]
+    (work / f"{config}.json").write_text(json.dumps(spec))
+    command = [str(Path(sys.executable).parent / "accelerate"), "launch"]
+    command += ["--config_file", f"accelerate_configs/{config}.yaml", "--num_processes", str(args.num_processes)]
+    command += ["--mixed_precision", "no", "tests/run_recipe.py", str(work / f"{config}.json")]
+    subprocess.run(command, cwd=ROOT, check=True)
+    ranks = [json.loads(Path(f"{held}-{rank}.json").read_text()) for rank in range(args.num_processes)]
+    losses = [json.loads(line)["loss"] for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    return {"config": config, "ranks": ranks, "losses": losses}
+
+
+def page(results):
+    """The results as Markdown: the most that any process holds."""
+    settings, first = results["settings"], results["runs"][0]
+    lines = [
+        "# What one process holds in each mode",
+        "",
+        f"{results['date']}. {results['machine']}. "
+        + ", ".join(f"{k} {v}" for k, v in results["versions"].items())
+        + ".",
+        "",
+        f"Again with `{results['command']}`. The model `{settings['model_config']}` in float32 with AdamW, two "
+        f"updates, {settings['num_processes']} processes. MB are 10^6 bytes, of the process that holds the most.",
+        "",
+        "| config | weights, MB | optimizer, MB | all tensors at the step, MB | of DDP's | first loss | second loss |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    whole = max(rank["tensors"] for rank in first["ranks"])
+    for run in results["runs"]:
+        most = {key: max(rank[key] for rank in run["ranks"]) for key in ("weights", "optimizer", "tensors")}
+        figures = " | ".join(f"{most[key] / 1e6:,.1f}" for key in most)
+        losses = " | ".join(f"{loss:.6f}" for loss in run["losses"])
+        lines.append(f"| {run['config']} | {figures} | {most['tensors'] / whole:.2f} | {losses} |")
+    return "\n".join([*lines, "", *(line for line in __doc__.splitlines()[6:10]), ""])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_config", default="small")
+    parser.add_argument("--num_processes", type=int, default=2)
+    args = parser.parse_args()
+    on_gpu = torch.cuda.is_available()
+    with tempfile.TemporaryDirectory() as work:
+        runs = [measure(config, args, Path(work)) for config in CONFIGS]
+    gigabytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    device = f"{torch.cuda.device_count()} {torch.cuda.get_device_name()}" if on_gpu else "no GPU"
+    results = {
+        "date": date.today().isoformat(),
+        "machine": f"{os.cpu_count()} cores, {gigabytes:.0f} GiB of memory, {platform.system()}, {device}",
+        "versions": versions(),
+        "command": " ".join([".venv/bin/python benchmarks/sharding.py", *sys.argv[1:]]),
+        "settings": vars(args),
+        "runs": runs,
+    }
+    path = ROOT / "benchmarks/results" / f"sharding-{'gpu' if on_gpu else 'cpu'}"
+    path.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    path.with_suffix(".md").write_text(page(results))
+    print(page(results))
+
+
+if __name__ == "__main__":
+    main()
