@@ -79,8 +79,8 @@ def check_sharding(mode: str, config: str | dict, optimizer: str, max_grad_norm:
     return problems
 
 
-def rehearse(mode: str) -> None:
-    """Lets Accelerate shard on a CPU, over gloo: the state that it would make by itself has no sharding there."""
+def prepare_rehearsal(mode: str) -> None:
+    """What sharding on a CPU needs before the processes connect."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # also where there is a GPU and the config says use_cpu
     # With ACCELERATE_USE_CPU, Accelerate would drop FSDP and DeepSpeed. Without, it finds no backend on a machine that
@@ -88,6 +88,10 @@ def rehearse(mode: str) -> None:
     os.environ["ACCELERATE_USE_CPU"] = "false"
     if mode == "DeepSpeed":
         build_extensions({})  # DeepSpeed's collectives want theirs when the processes connect
+
+
+def connect_rehearsal(mode: str) -> None:
+    """Lets Accelerate shard on a CPU, over gloo: the state that it would make by itself has no sharding there."""
     state = PartialState(backend="gloo")
     if mode == "FSDP":
         state.distributed_type = DistributedType.MULTI_GPU  # the only types for which Accelerate looks at FSDP

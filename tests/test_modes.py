@@ -1,18 +1,26 @@
 """Every config runs, as what its name says, and makes the update of one process."""
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 from conftest import BIN, ROOT, launch, read_metrics, run
+from conftest import equivalence_flags as flags
 from safetensors.torch import load_file
 
 CONFIGS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
 PROCESSES = {"cpu": 1, "single_gpu": 1, "hsdp": 4}  # else two
-MODES = {"zero": "DeepSpeed", "fsdp": "FSDP", "hsdp": "FSDP", "multi": "DDP", "cpu": "plain", "single": "plain"}
+MODES = {
+    "multi_node_zero": "DeepSpeed",
+    "zero": "DeepSpeed",
+    "fsdp": "FSDP",
+    "hsdp": "FSDP",
+    "multi": "DDP",
+    "cpu": "plain",
+    "single": "plain",
+}
 # What a rank holds of the weights and of the optimizer state, as a share of the whole.
 HELD = {
     "multi_cpu": (1, 1),
@@ -21,37 +29,19 @@ HELD = {
     "zero3": (1 / 2, 1 / 2),
     "fsdp2": (1 / 2, 1 / 2),
     "hsdp": (1 / 2, 1 / 2),
+    "multi_node": (1, 1),
+    "multi_node_zero3": (1 / 2, 1 / 2),
 }
 
 
-def flags(functions_file, model_dir, output_dir, *more):
-    base = ["--train_file", functions_file, "--model_name_or_path", model_dir, "--shape", "examples"]
-    base += ["--sequence_length", 64, "--num_updates", 10, "--global_batch_size", 8, "--micro_batch_size", 2]
-    base += ["--learning_rate", 1e-3, "--weight_decay", 1.0, "--max_grad_norm", 0.5, "--output_dir", output_dir]
-    return [str(part) for part in [*base, *more]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def extensions(tmp_path_factory):
-    """DeepSpeed's extensions, in the user's cache and built once: the other caches are the tests' own."""
-    home = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions")
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(home)
-    code = "from common import sharding; sharding.build_extensions({'offload_optimizer': {'device': 'cpu'}})"
-    result = run([BIN / "python", "-c", code], timeout=1500, DS_ACCELERATOR="cpu", PYTHONPATH=ROOT)
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
-@pytest.fixture(scope="module")
-def reference(functions_file, model_dir, tmp_path_factory):
-    """One process in float32: its metrics, its final weights, and the number of bytes of both."""
-    out = tmp_path_factory.mktemp("reference") / "run"
-    launch(*flags(functions_file, model_dir, out))
-    return read_metrics(out), load_file(out / "model/model.safetensors")
+pytestmark = pytest.mark.usefixtures("extensions")
 
 
 def options(config, tmp_path):
     """What is not the config's own: the precision, and a directory for files in the place of NVMe's."""
     given = ["--mixed_precision", "no", "--num_processes", PROCESSES.get(config, 2)]
+    if config.startswith("multi_node"):  # here all on one machine; tests/test_multi_node.py runs them on two hosts
+        given += ["--num_machines", 1, "--main_process_port", 0]
     if config == "zero3_offload_nvme":
         (tmp_path / "nvme").mkdir()
         text = (ROOT / f"ds_configs/{config}.json").read_text().replace("/local_nvme", str(tmp_path / "nvme"))
