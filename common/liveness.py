@@ -164,7 +164,8 @@ class _Watch:
     def _listen(self) -> None:
         """The thread."""
         failure, due = None, 0.0
-        while self.peers:
+        failed: list[Connection] = []  # kept open until this process ends too: the other side waits for that
+        while self.peers or failure:
             for connection in wait(list(self.peers), None if failure is None else max(0.0, due - time.monotonic())):
                 rank, host = self.peers[connection]
                 try:
@@ -176,11 +177,13 @@ class _Watch:
                 if message["reason"] and failure is None:
                     failure, due = message, time.monotonic() + GRACE
                 del self.peers[connection]
-                connection.close()
+                failed.append(connection) if message["reason"] else connection.close()
             if failure and time.monotonic() >= due:
                 if not self.is_failing:
                     self._end(failure)
                 failure = None
+        for connection in failed:
+            connection.close()
 
     def leave(self, reason: str | None, status: int) -> None:
         self.is_failing = reason is not None
