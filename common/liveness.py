@@ -61,22 +61,29 @@ def leave(reason: str | None = None, status: int = 1) -> None:
 
 @contextmanager
 def connecting(timeout: float) -> Iterator[None]:
-    """Around the calls that make the process group: where they take longer than `timeout` seconds, the process ends."""
+    """Around the calls that make the process group: it ends where they take longer than `timeout` seconds.
+
+    Raises:
+        ValueError: the processes cannot connect.
+    """
     if _watch is None:
         yield
         return
     # What comes before, as compiling an extension, may take one host longer than another.
     barrier(_watch.store, _watch.world_size, f"{_watch.key}-connecting", barrier_timeout=3600)
-    line = (
-        f"rank {_watch.rank} on host {_watch.host}: all ranks are there, but did not connect within {timeout:g} s; "
-        "name the network between the hosts, GLOO_SOCKET_IFNAME=eth0 (CPU) or NCCL_SOCKET_IFNAME=eth0 (GPU), or raise "
-        "--connect_timeout"
-    )
+    me = f"rank {_watch.rank} on host {_watch.host}"
+    what = "all ranks are there, but do not connect to each other"
+    mend = "name the network between the hosts, GLOO_SOCKET_IFNAME=eth0 (CPU) or NCCL_SOCKET_IFNAME=eth0 (GPU)"
+    line = f"{me}: {what} within {timeout:g} s; {mend}, or raise --connect_timeout"
     timer = threading.Timer(timeout, _exit, ([line], LOST_STATUS))
     timer.daemon = True
     timer.start()
     try:
         yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "connect" not in str(error):
+            raise
+        raise ValueError(f"{me}: {what} ({str(error).splitlines()[0]}); {mend}") from error
     finally:
         timer.cancel()
 

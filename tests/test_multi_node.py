@@ -504,25 +504,49 @@ def slurm_env(tmp_path_factory):
         yield env
 
 
-@pytest.mark.parametrize(("nodes", "config"), [(1, "multi_node"), (2, "multi_node"), (2, "zero3")])
-def test_the_same_sbatch_file_runs_on_one_node_and_on_two(
-    nodes, config, slurm_env, reference, functions_file, model_dir, tmp_path, extensions
-):
-    out = tmp_path / "a run"
+def submit(env, script, nodes, recipe, directory, **given):
+    """A job's exit status and output, when it has ended."""
     # Both nodes are this machine, where their names lead nowhere.
-    given = {"MAIN_IP": "127.0.0.1", "PYTHON": str(BIN / "python"), "LAUNCH_FLAGS": "--mixed_precision no"}
-    given |= {"CONFIG": f"accelerate_configs/{config}.yaml", "TIMEOUT": "30", "OMP_NUM_THREADS": "1"}
-    command = ["sbatch", "--wait", "--nodes", nodes, "--output", tmp_path / "log", "launchers/slurm.sbatch"]
-    command += ["recipes/lm.py", *equivalence_flags(functions_file, model_dir, out)]
-    if nodes == 1:
-        command += ["--dry_run"]
-    command = [str(part) for part in command]
-    result = subprocess.run(command, env=slurm_env | given, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    log = (tmp_path / "log").read_text() if (tmp_path / "log").exists() else ""
-    assert result.returncode == 0, result.stderr + log
-    if nodes == 1:
-        assert "dry run: one forward and one backward done" in log
-        return
-    assert json.loads((out / "run.json").read_text())["world_size"] == nodes
+    given = {"MAIN_IP": "127.0.0.1", "PYTHON": str(BIN / "python"), "LAUNCH_FLAGS": "--mixed_precision no"} | given
+    command = ["sbatch", "--parsable", "--nodes", nodes, "--output", directory / "log", script, *recipe]
+    env = env | {"OMP_NUM_THREADS": "1", "TIMEOUT": "30"} | given
+    result = subprocess.run([str(part) for part in command], env=env, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    deadline = time.monotonic() + 120
+    while True:
+        show = ["scontrol", "show", "job", result.stdout.strip()]
+        job = subprocess.run(show, env=env, capture_output=True, text=True).stdout
+        state = re.search(r"JobState=(\w+)", job)[1]
+        if state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+            return state, (directory / "log").read_text()
+        assert time.monotonic() < deadline, job
+        time.sleep(0.5)
+
+
+def test_the_same_sbatch_file_runs_on_two_nodes(slurm_env, reference, functions_file, model_dir, tmp_path):
+    out = tmp_path / "a run"
+    recipe = ["recipes/lm.py", *equivalence_flags(functions_file, model_dir, out)]
+    state, log = submit(slurm_env, "launchers/slurm.sbatch", 2, recipe, tmp_path)
+    assert state == "COMPLETED", log
+    settings = json.loads((out / "run.json").read_text())
+    assert (settings["mode"], settings["world_size"]) == ("DDP", 2)
     for line, other in zip(read_metrics(out), reference[0], strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
+def test_the_same_sbatch_file_runs_on_one_node_with_another_config(slurm_env, functions_file, tmp_path, extensions):
+    recipe = ["recipes/lm.py", "--train_file", functions_file, "--sequence_length", 64, "--dry_run"]
+    given = {"CONFIG": "accelerate_configs/zero3.yaml", "PROCESSES_PER_NODE": "2"}
+    state, log = submit(slurm_env, "launchers/slurm.sbatch", 1, recipe, tmp_path, **given)
+    assert state == "COMPLETED" and "DeepSpeed, 2 processes" in log, log
+
+
+def test_a_node_rank_expanded_on_the_first_node_is_told(slurm_env, functions_file, tmp_path):
+    """The control: without the quotes every node has rank 0."""
+    script = (ROOT / "launchers/slurm.sbatch").read_text()
+    (tmp_path / "wrong.sbatch").write_text(script.replace('"$SLURM_NODEID"', "'\"$SLURM_NODEID\"'"))
+    recipe = ["recipes/lm.py", "--train_file", functions_file, "--dry_run"]
+    state, log = submit(slurm_env, tmp_path / "wrong.sbatch", 2, recipe, tmp_path, TIMEOUT="5")
+    assert state == "FAILED", log
+    # On two machines they both have rank 0; here, the second finds the port taken.
+    assert re.search(r"error: (hosts \S+ and \S+ both have --machine_rank 0|port \d+ of this machine)", log), log
