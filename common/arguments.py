@@ -109,6 +109,13 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=seed, default=0, help="of weights, order of samples and dropout")
     group.add_argument("--eval_every", type=not_negative, default=0, metavar="N", help="updates; 0: only at the end")
     group.add_argument(
+        "--connect_timeout",
+        type=positive_float,
+        default=60.0,
+        metavar="SECONDS",
+        help="that processes wait for each other",
+    )
+    group.add_argument(
         "--report_to", nargs="+", default=[], metavar="TRACKER", help=f"also: {', '.join(LOGGER_TYPE_TO_CLASS)}"
     )
 

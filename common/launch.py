@@ -7,6 +7,7 @@ compares what the launcher was told (its config file and flags) with what this p
 
 import difflib
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType, set_seed
 
-from common import sharding
+from common import liveness, sharding
 
 
 @dataclass
@@ -45,6 +46,11 @@ class Launch:
     file_settings: dict[str, Any] = field(default_factory=dict)  # those that the config file names
     file_problems: list[str] = field(default_factory=list)  # keys in its sections that the launcher does not take
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))  # before the launcher added its own
+    num_machines: int = 1
+    machine_rank: int = 0
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+    multinode_launcher: str = "standard"  # DeepSpeed: pdsh and others start the other machines themselves
 
 
 def _is_true(name: str) -> bool:
@@ -69,13 +75,14 @@ def find_launch() -> Launch:
             continue
         for at, part in enumerate(command):
             if part.endswith("accelerate") and command[at + 1 : at + 2] == ["launch"]:
-                return _parse_launch(command[at + 2 :], process.environ())
+                return parse_launch(command[at + 2 :], process.environ())
             if part.endswith("accelerate-launch") or part == "accelerate.commands.launch":
-                return _parse_launch(command[at + 1 :], process.environ())
+                return parse_launch(command[at + 1 :], process.environ())
     return Launch(mode="DDP" if started_world_size() > 1 else "plain")
 
 
-def _parse_launch(argv: list[str], environment: dict[str, str]) -> Launch:
+def parse_launch(argv: list[str], environment: dict[str, str] | None = None) -> Launch:
+    """What the words after `accelerate launch` ask for; `environment` is that of the launcher."""
     parser = launch_command_parser()
     with open(os.devnull, "w") as null:  # the launcher has printed its warnings already
         stderr, sys.stderr = sys.stderr, null
@@ -105,7 +112,12 @@ def _parse_launch(argv: list[str], environment: dict[str, str]) -> Launch:
         deepspeed_config=args.deepspeed_config_file or sharding.inline_deepspeed_config(vars(args)),
         settings=vars(args),
         given=getattr(args, "nondefault", set()),
-        environment=environment,
+        environment=dict(os.environ) if environment is None else environment,
+        num_machines=args.num_machines or 1,
+        machine_rank=int(args.machine_rank or 0),
+        main_process_ip=args.main_process_ip,
+        main_process_port=args.main_process_port,
+        multinode_launcher=args.deepspeed_multinode_launcher or "pdsh",
     )
     if args.cpu and (
         dropped := {args.use_fsdp: "FSDP", args.use_deepspeed: "DeepSpeed", args.multi_gpu: "DDP"}.get(True)
@@ -141,12 +153,42 @@ def _read_config_file(launch: Launch, known: set[str]) -> None:
                 )
 
 
+def check_machines(launch: Launch) -> list[str]:
+    """One line for each mistake in how several machines are to find each other."""
+    problems = []
+    machines, processes = launch.num_machines, launch.num_processes
+    if machines == 1:
+        return problems
+    if processes % machines:
+        problems.append(
+            f"{launch.source} asks for {processes} processes on {machines} machines, which does not divide; "
+            f"--num_processes is the total: use {max(1, processes // machines) * machines}, or another multiple"
+        )
+    if not 0 <= launch.machine_rank < machines:
+        problems.append(
+            f"--machine_rank {launch.machine_rank} is not one of 0 to {machines - 1}; --num_machines is {machines}"
+        )
+    if not launch.main_process_ip:
+        problems.append("several machines need --main_process_ip, an address of the machine with --machine_rank 0")
+    if launch.main_process_port == 0:
+        problems.append(
+            "--main_process_port 0 is a free port, which the other machines cannot know; give one, such as 29500"
+        )
+    if launch.mode == "DeepSpeed" and launch.multinode_launcher != "standard":
+        problems.append(
+            f"DeepSpeed would start the other machines itself, by {launch.multinode_launcher}; use "
+            "--deepspeed_multinode_launcher standard"
+        )
+    return problems
+
+
 def check_launch(launch: Launch, optimizer: str, max_grad_norm: float) -> list[str]:
     """One line for each difference between what was asked and what this process finds; needs no process group.
 
     Also for what the mode cannot take of the recipe's flags: the optimizer's name, and the norm that clips.
     """
-    problems = list(launch.file_problems)
+    machine_problems = check_machines(launch)
+    problems = launch.file_problems + machine_problems
     on_cpu = runs_on_cpu(launch)
     world = started_world_size()
     if launch.mode not in ("plain", "DDP", "FSDP", "DeepSpeed"):
@@ -159,7 +201,13 @@ def check_launch(launch: Launch, optimizer: str, max_grad_norm: float) -> list[s
         problems += sharding.check_deepspeed(
             launch.deepspeed_config, optimizer, max_grad_norm=max_grad_norm, mixed_precision=launch.mixed_precision
         )
-    if world != launch.num_processes:
+    if world != launch.num_processes and launch.num_machines > 1:
+        if not machine_problems:
+            problems.append(
+                f"{launch.source} asks on machine {launch.machine_rank} for {launch.num_processes} processes in all, "
+                f"but {world} started; give the same --num_processes, the total, on every machine"
+            )
+    elif world != launch.num_processes:
         problems.append(
             f"{launch.source} asks for {launch.num_processes} processes, but {world} started: Accelerate starts one "
             "process on a CPU for MULTI_CPU or 'NO'; use accelerate_configs/multi_cpu.yaml (distributed_type: "
@@ -180,7 +228,7 @@ def check_launch(launch: Launch, optimizer: str, max_grad_norm: float) -> list[s
     if not on_cpu and torch.cuda.is_available() and local_world > torch.cuda.device_count():
         problems.append(
             f"{launch.source} starts {local_world} processes on this machine, which has {torch.cuda.device_count()} "
-            f"GPUs; use --num_processes {torch.cuda.device_count()}"
+            f"GPUs; use --num_processes {torch.cuda.device_count() * launch.num_machines}"
         )
     in_environment = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     for source, steps in ((launch.source, launch.gradient_accumulation_steps), ("the environment", in_environment)):
@@ -216,14 +264,19 @@ def is_rehearsal(launch: Launch) -> bool:
     return runs_on_cpu(launch) and not launch.use_cpu and launch.config_file is not None
 
 
-def make_accelerator(launch: Launch, max_grad_norm: float, **kwargs) -> Accelerator:
+def make_accelerator(launch: Launch, max_grad_norm: float, connect_timeout: float = 60, **kwargs) -> Accelerator:
     """The Accelerator of what was asked; call `check_launch` before. `kwargs` go to `Accelerator`.
+
+    Args:
+        connect_timeout: seconds that the processes wait for each other. From then on, the loss of one ends all.
 
     Raises:
         ValueError: the mode, world size or precision that runs is not the one that was asked.
     """
-    if runs_on_cpu(launch) and launch.mode in ("FSDP", "DeepSpeed"):
-        sharding.rehearse(launch.mode)
+    liveness.start(connect_timeout)
+    is_sharded_on_cpu = runs_on_cpu(launch) and launch.mode in ("FSDP", "DeepSpeed")
+    if is_sharded_on_cpu:
+        sharding.prepare_rehearsal(launch.mode)
     elif runs_on_cpu(launch):
         # Read by Accelerate when its state is made: CPU, and gloo in the place of NCCL. Without it, the processes of
         # a MULTI_GPU launch on a machine without a GPU are not connected and each is a run of its own.
@@ -233,7 +286,12 @@ def make_accelerator(launch: Launch, max_grad_norm: float, **kwargs) -> Accelera
         # TF32 matrix products: float32 range, 10-bit mantissa, several times faster. NVIDIA_TF32_OVERRIDE=0 turns
         # them off.
         torch.set_float32_matmul_precision("high")
-    accelerator = Accelerator(**kwargs)
+    _name_interface()
+    with liveness.connecting(connect_timeout):
+        if is_sharded_on_cpu:
+            sharding.connect_rehearsal(launch.mode)
+        accelerator = Accelerator(**kwargs)
+        accelerator.wait_for_everyone()  # NCCL connects at the first collective
     runs = running_mode(accelerator)
     # One process of DDP has nothing to reduce, and Accelerate may call it plain.
     if runs != launch.mode and not (launch.num_processes == 1 and {runs, launch.mode} <= {"plain", "DDP"}):
@@ -250,6 +308,22 @@ def make_accelerator(launch: Launch, max_grad_norm: float, **kwargs) -> Accelera
             "would run"
         )
     return accelerator
+
+
+def _name_interface() -> None:
+    """Names gloo the network that leads to the main machine, where there are several machines and the user named none.
+
+    By itself gloo takes the address that the host's name stands for, which on many systems is one of the loopback.
+    """
+    if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == started_world_size() or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    family, kind, _, _, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # of UDP: sends nothing, and finds the way
+        mine = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if mine in [interface.address.split("%")[0] for interface in addresses]:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def running_mode(accelerator: Accelerator) -> str:
@@ -293,6 +367,7 @@ def end_run(accelerator: Accelerator) -> None:
     """
     accelerator.wait_for_everyone()
     accelerator.end_training()
+    liveness.leave()
     if accelerator.num_processes > 1:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -301,9 +376,9 @@ def end_run(accelerator: Accelerator) -> None:
 
 @contextmanager
 def user_mistakes_end_here() -> Iterator[None]:
-    """A ValueError raised by our own code is a user's mistake: its lines go to stderr, exit status 2, no traceback.
+    """Around a whole run: it ends on all ranks together, and a user's mistake ends in lines on stderr with status 2.
 
-    One from inside a library keeps its traceback. Only the main process prints; the others give it time to.
+    A mistake is a ValueError raised by our own code; one from inside a library keeps its traceback, as all errors do.
     """
     try:
         yield
@@ -313,15 +388,22 @@ def user_mistakes_end_here() -> Iterator[None]:
             traceback = traceback.tb_next
         ours = {Path(__file__).parent, Path(sys.modules["__main__"].__file__).resolve().parent}
         if Path(traceback.tb_frame.f_code.co_filename).resolve().parent not in ours:
+            liveness.leave(f"{type(error).__name__}: {error}")
             raise
         exit_with_mistakes(str(error).splitlines())
+    except BaseException as error:
+        is_end = isinstance(error, SystemExit) and not error.code
+        liveness.leave(None if is_end else f"{type(error).__name__}: {error}")
+        raise
+    liveness.leave()
 
 
 def exit_with_mistakes(problems: list[str]) -> None:
-    """Prints each problem on a line of stderr, and ends the process with status 2."""
-    if int(os.environ.get("RANK", 0)) == 0:
+    """Prints each problem on a line of stderr, once on each host, and ends the process with status 2."""
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr, flush=True)
-    else:
-        # A launcher ends all ranks when the first one ends: rank 0 must have printed by then.
+    liveness.leave("\n".join(problems), liveness.MISTAKE_STATUS)
+    if int(os.environ.get("LOCAL_RANK", 0)):
+        # A launcher ends all ranks of its host when the first one ends: that one must have printed by then.
         time.sleep(10)
-    sys.exit(2)
+    sys.exit(liveness.MISTAKE_STATUS)

@@ -8,10 +8,11 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
 from filelock import FileLock
@@ -238,8 +239,8 @@ def check_fsdp(source: str, settings: dict[str, Any], num_processes: int, optimi
     return problems
 
 
-def rehearse(mode: str) -> None:
-    """Lets Accelerate shard on a CPU, over gloo: the state that it would make by itself has no sharding there."""
+def prepare_rehearsal(mode: str) -> None:
+    """What sharding on a CPU needs before the processes connect."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # also where there is a GPU and the config says use_cpu
     # With ACCELERATE_USE_CPU, Accelerate would drop FSDP and DeepSpeed. Without, it finds no backend on a machine that
@@ -247,6 +248,10 @@ def rehearse(mode: str) -> None:
     os.environ["ACCELERATE_USE_CPU"] = "false"
     if mode == "DeepSpeed":
         build_extensions({})  # DeepSpeed's collectives want theirs when the processes connect
+
+
+def connect_rehearsal(mode: str) -> None:
+    """Lets Accelerate shard on a CPU, over gloo: the state that it would make by itself has no sharding there."""
     state = PartialState(backend="gloo")
     if mode == "FSDP":
         state.distributed_type = DistributedType.MULTI_GPU  # the only types for which Accelerate looks at FSDP
@@ -269,7 +274,7 @@ def adapt(accelerator: Accelerator, max_grad_norm: float) -> None:
 
 
 def _build_extension(builder_name: str, package: str) -> None:
-    """Builds one of DeepSpeed's C++ extensions, which takes minutes, once: one process compiles, the others wait.
+    """Loads one of DeepSpeed's C++ extensions; built first, which takes minutes, by one process while others wait.
 
     `package` is Debian's name for what the build needs. Raises ValueError, one line, where it cannot be built.
     """
@@ -279,29 +284,41 @@ def _build_extension(builder_name: str, package: str) -> None:
     builder = get_accelerator().create_op_builder(builder_name)
     directory = Path(_get_build_directory(builder.name, verbose=False))
     library, torch_lock = directory / f"{builder.name}.so", directory / "lock"
-    # Released when its process ends, however it ends. Torch's own is a file that a killed build leaves, and everybody
-    # then waits for it for ever: who holds ours may remove it.
+    # Ours is released when its process ends, however it ends. Torch's own lock is a file that a killed build leaves,
+    # and everybody then waits for it for ever. All of a run's processes take it inside of ours, so one that nobody
+    # has open is such a left one.
     with FileLock(directory.parent / f"{builder.name}.building"):
-        if library.exists() and not torch_lock.exists():
-            return
-        if shutil.which(os.environ.get("CXX", "c++")) is None:
-            raise ValueError("DeepSpeed compiles an extension here and finds no C++ compiler; apt install g++")
-        if not builder.is_compatible(verbose=False):
-            raise ValueError(
-                f"DeepSpeed's extension {builder.name} cannot be built on this machine; apt install {package}"
-            )
-        if torch_lock.exists():
+        is_left = torch_lock.exists() and not _is_open(torch_lock)
+        if is_left:
             print(f"{torch_lock} was left by a build that was killed; removing it", flush=True)
-            torch_lock.unlink()
-        print(f"building DeepSpeed's extension {builder.name}: some minutes, only once ...", flush=True)
+            torch_lock.unlink(missing_ok=True)
+        must_build = is_left or not library.exists()
+        if must_build:
+            if shutil.which(os.environ.get("CXX", "c++")) is None:
+                raise ValueError("DeepSpeed compiles an extension here and finds no C++ compiler; apt install g++")
+            if not builder.is_compatible(verbose=False):
+                raise ValueError(
+                    f"DeepSpeed's extension {builder.name} cannot be built on this machine; apt install {package}"
+                )
+            print(f"building DeepSpeed's extension {builder.name}: some minutes, only once ...", flush=True)
         started = time.perf_counter()
         with open(os.devnull, "w") as null, redirect_stdout(null):
             try:
-                builder.load(verbose=False)
+                builder.load(verbose=False)  # DeepSpeed keeps it, and takes no lock for it again
             except RuntimeError as error:
                 reason = str(error).strip().splitlines()[-1]
                 raise ValueError(f"DeepSpeed's extension {builder.name} does not compile ({reason})") from error
-        print(f"built in {time.perf_counter() - started:.0f} s", flush=True)
+        if must_build:
+            print(f"built in {time.perf_counter() - started:.0f} s", flush=True)
+
+
+def _is_open(path: Path) -> bool:
+    """Whether a process that this user may look into has the file open."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if any(Path(file.path) == path for file in process.open_files()):
+                return True
+    return False
 
 
 def build_extensions(zero_optimization: dict[str, Any]) -> None:

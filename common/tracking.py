@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from common import liveness
 from common.batching import WindowDataset
 from common.launch import describe_precision, running_mode
 
@@ -160,6 +161,7 @@ class Progress:
             self.waited += time.perf_counter() - before
             if window is None:
                 return
+            liveness.update = window.update
             yield window
 
     def update(self, window, skipped: bool, **record: Any) -> None:

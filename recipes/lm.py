@@ -193,7 +193,7 @@ def main():
     if problems:
         raise ValueError("\n".join(problems))
     accelerator = launch.make_accelerator(
-        asked, args.max_grad_norm, log_with=args.report_to or None, project_dir=args.output_dir
+        asked, args.max_grad_norm, args.connect_timeout, log_with=args.report_to or None, project_dir=args.output_dir
     )
     tokenizer, config, train_samples, validation_samples = load_data(args)
     launch.check_space(asked, lambda: models.count_parameters(config, args.trust_remote_code))

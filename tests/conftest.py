@@ -117,3 +117,31 @@ def make_model_dir(path, text_file, **settings):
     AutoModelForCausalLM.from_config(config, dtype=torch.float64).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def extensions():
+    """DeepSpeed's extensions, in the user's cache and built once: the other caches are the tests' own."""
+    home = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions")
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(home)
+    code = "from common import sharding; sharding.build_extensions({'offload_optimizer': {'device': 'cpu'}})"
+    result = run([BIN / "python", "-c", code], timeout=1500, DS_ACCELERATOR="cpu", PYTHONPATH=ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def equivalence_flags(functions_file, model_dir, output_dir, *more):
+    """Ten updates with accumulation, and with clipping and weight decay that count."""
+    base = ["--train_file", functions_file, "--model_name_or_path", model_dir, "--shape", "examples"]
+    base += ["--sequence_length", 64, "--num_updates", 10, "--global_batch_size", 8, "--micro_batch_size", 2]
+    base += ["--learning_rate", 1e-3, "--weight_decay", 1.0, "--max_grad_norm", 0.5, "--output_dir", output_dir]
+    return [str(part) for part in [*base, *more]]
+
+
+@pytest.fixture(scope="session")
+def reference(functions_file, model_dir, tmp_path_factory):
+    """One process in float32: its metrics and its final weights."""
+    from safetensors.torch import load_file
+
+    out = tmp_path_factory.mktemp("reference") / "run"
+    launch(*equivalence_flags(functions_file, model_dir, out))
+    return read_metrics(out), load_file(out / "model/model.safetensors")

@@ -12,6 +12,7 @@ import json
 import os
 import runpy
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 import common.accumulation  # noqa: E402
 import common.batching  # noqa: E402
 import common.launch  # noqa: E402
+import common.liveness  # noqa: E402
 import common.losses  # noqa: E402
 import common.optimizers  # noqa: E402
 
@@ -197,6 +199,29 @@ def item_of_each_loss(_):
         return loss
 
     wrap_forward(read)
+
+
+def no_watch(_):
+    """Processes that do not watch each other."""
+    common.liveness.start = lambda timeout: None
+
+
+def late(at):
+    """One process comes later than the others: `at` is [rank, seconds]."""
+    start, (rank, seconds) = common.liveness.start, at
+    common.liveness.start = lambda timeout: (time.sleep(seconds * (int(os.environ["RANK"]) == rank)), start(timeout))
+
+
+def broken_rank(at):
+    """One process fails at an update: `at` is [rank, update]."""
+    original, updates = common.accumulation.reduce_window, itertools.count()
+
+    def broken(accelerator, *args):
+        if next(updates) == at[1] and accelerator.process_index == at[0]:
+            raise RuntimeError("this rank is broken")
+        return original(accelerator, *args)
+
+    common.accumulation.reduce_window = broken
 
 
 LEAKED = []

@@ -123,6 +123,7 @@ CASES = {
 }
 
 
+@pytest.mark.usefixtures("extensions")
 @pytest.mark.parametrize("name", CASES)
 def test_a_launch_runs_as_what_was_asked_or_is_refused(name, functions_file, model_dir, tmp_path):
     case = CASES[name]
@@ -170,6 +171,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
         assert all(text in problem for text, problem in zip(expected, problems, strict=True))
 
 
+@pytest.mark.usefixtures("extensions")
 def test_a_dry_run_shows_every_setting_and_where_it_comes_from(functions_file, model_dir, tmp_path):
     flags = ["--train_file", functions_file, "--model_name_or_path", model_dir, "--sequence_length", 64, "--dry_run"]
     command = [*launch_command("zero2", "--num_processes", 1), "recipes/lm.py", *flags, "--max_grad_norm", 0.5]

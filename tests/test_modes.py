@@ -10,14 +10,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import BIN, ROOT, assert_refused, launch, launch_command, read_metrics, run
+from conftest import equivalence_flags as flags
 from safetensors.torch import load_file
 
 from common.sharding import check_deepspeed, check_nvme_space
 
 CONFIGS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
 PROCESSES = {"cpu": 1, "single_gpu": 1, "hsdp": 4}  # else two
-MODES = {"zero": "DeepSpeed", "fsdp": "FSDP", "hsdp": "FSDP", "multi": "DDP", "cpu": "plain", "single": "plain"}
 HAS_LIBAIO = Path("/usr/include/libaio.h").exists()
+MODES = {
+    "multi_node_zero": "DeepSpeed",
+    "zero": "DeepSpeed",
+    "fsdp": "FSDP",
+    "hsdp": "FSDP",
+    "multi": "DDP",
+    "cpu": "plain",
+    "single": "plain",
+}
 # What a rank holds of the weights and of the optimizer state, as a share of the whole.
 HELD = {
     "multi_cpu": (1, 1),
@@ -26,37 +35,19 @@ HELD = {
     "zero3": (1 / 2, 1 / 2),
     "fsdp2": (1 / 2, 1 / 2),
     "hsdp": (1 / 2, 1 / 2),
+    "multi_node": (1, 1),
+    "multi_node_zero3": (1 / 2, 1 / 2),
 }
 
 
-def flags(functions_file, model_dir, output_dir, *more):
-    base = ["--train_file", functions_file, "--model_name_or_path", model_dir, "--shape", "examples"]
-    base += ["--sequence_length", 64, "--num_updates", 10, "--global_batch_size", 8, "--micro_batch_size", 2]
-    base += ["--learning_rate", 1e-3, "--weight_decay", 1.0, "--max_grad_norm", 0.5, "--output_dir", output_dir]
-    return [str(part) for part in [*base, *more]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def extensions(tmp_path_factory):
-    """DeepSpeed's extensions, in the user's cache and built once: the other caches are the tests' own."""
-    home = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions")
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(home)
-    code = "from common import sharding; sharding.build_extensions({'offload_optimizer': {'device': 'cpu'}})"
-    result = run([BIN / "python", "-c", code], timeout=1500, DS_ACCELERATOR="cpu", PYTHONPATH=ROOT)
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
-@pytest.fixture(scope="module")
-def reference(functions_file, model_dir, tmp_path_factory):
-    """One process in float32: its metrics, its final weights, and the number of bytes of both."""
-    out = tmp_path_factory.mktemp("reference") / "run"
-    launch(*flags(functions_file, model_dir, out))
-    return read_metrics(out), load_file(out / "model/model.safetensors")
+pytestmark = pytest.mark.usefixtures("extensions")
 
 
 def options(config, tmp_path):
     """What is not the config's own: the precision, and a directory for files in the place of NVMe's."""
     given = ["--mixed_precision", "no", "--num_processes", PROCESSES.get(config, 2)]
+    if config.startswith("multi_node"):  # here all on one machine; tests/test_multi_node.py runs them on two hosts
+        given += ["--num_machines", 1, "--main_process_port", 0]
     if config == "zero3_offload_nvme":
         (tmp_path / "nvme").mkdir()
         text = (ROOT / f"ds_configs/{config}.json").read_text().replace("/local_nvme", str(tmp_path / "nvme"))
@@ -246,6 +237,38 @@ def test_an_nvme_path_that_is_full_is_refused(functions_file, tmp_path):
         assert not (tmp_path / "run").exists() and not list(path.iterdir())
     finally:
         subprocess.run(["umount", path], check=True)
+
+
+def build(tmp_path, needs, **env):
+    """What a process does before it shards, in a place where nothing has been built."""
+    code = (
+        f"from common import launch, sharding\nwith launch.user_mistakes_end_here(): sharding.build_extensions({needs})"
+    )
+    (tmp_path / "build.py").write_text(code)
+    env = {"TORCH_EXTENSIONS_DIR": tmp_path, "DS_ACCELERATOR": "cpu", "PYTHONPATH": ROOT} | env
+    return run([BIN / "python", tmp_path / "build.py"], **env)
+
+
+def test_a_compiler_or_library_that_is_missing_is_one_line(tmp_path):
+    assert_refused(build(tmp_path, {}, CXX="no-such-compiler"), "finds no C\\+\\+ compiler; apt install g\\+\\+")
+    built = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    for name in ("deepspeed_shm_comm", "cpu_adam"):
+        shutil.copytree(next(built.rglob(f"{name}.so")).parent, tmp_path / name, dirs_exist_ok=True)
+    # The check for libaio compiles a line of C, which this compiler refuses as one without the header would.
+    result = build(tmp_path, {"offload_optimizer": {"device": "nvme"}}, CC="false", MAX_JOBS=1)
+    assert_refused(result, "async_io cannot be built on this machine; apt install libaio-dev")
+
+
+def test_the_lock_of_a_killed_build_is_found_and_said(tmp_path):
+    """Control: without the lock nothing is said. (With it, and no remedy, torch waits for ever.)"""
+    built = next(Path(os.environ["TORCH_EXTENSIONS_DIR"]).rglob("deepspeed_shm_comm.so")).parent
+    shutil.copytree(built, tmp_path / built.name)
+    assert build(tmp_path, {}).stdout == ""
+    (tmp_path / built.name / "lock").touch()
+    result = build(tmp_path, {})
+    assert result.returncode == 0, result.stderr
+    assert "lock was left by a build that was killed; removing it" in result.stdout
+    assert not (tmp_path / built.name / "lock").exists()
 
 
 def test_a_copied_recipe_runs_under_zero(functions_file, model_dir, tmp_path):
