@@ -48,7 +48,8 @@ def start(timeout: float) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size > 1 and _watch is None:
         update, _num_watches = None, _num_watches + 1
-        _watch = _Watch(int(os.environ["RANK"]), world_size, timeout, key=f"liveness-{_num_watches}")
+        key = f"liveness-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{_num_watches}"  # a store is used again
+        _watch = _Watch(int(os.environ["RANK"]), world_size, timeout, key)
 
 
 def leave(reason: str | None = None, status: int = 1) -> None:
@@ -75,7 +76,7 @@ def connecting(timeout: float) -> Iterator[None]:
     what = "all ranks are there, but do not connect to each other"
     mend = "name the network between the hosts, GLOO_SOCKET_IFNAME=eth0 (CPU) or NCCL_SOCKET_IFNAME=eth0 (GPU)"
     line = f"{me}: {what} within {timeout:g} s; {mend}, or raise --connect_timeout"
-    timer = threading.Timer(timeout, _exit, ([line], LOST_STATUS))
+    timer = threading.Timer(timeout, _exit, ([line] if _watch.rank == _watch.first_here else [], LOST_STATUS))
     timer.daemon = True
     timer.start()
     try:
@@ -90,9 +91,9 @@ def connecting(timeout: float) -> Iterator[None]:
 
 def _exit(lines: list[str], status: int) -> None:
     """Ends the process from any thread: the main one may sit in a collective that does not return."""
-    # The first newline ends a progress bar's line.
-    sys.stderr.write("".join(f"\nerror: {line}" for line in lines) + "\n")
-    sys.stderr.flush()
+    if lines:  # the first newline ends a progress bar's line
+        sys.stderr.write("".join(f"\nerror: {line}" for line in lines) + "\n")
+        sys.stderr.flush()
     os._exit(status)
 
 

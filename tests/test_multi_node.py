@@ -208,6 +208,7 @@ def test_a_process_killed_on_one_host_ends_the_other_host(hosts, functions_file,
         name = f"host{lost}" if hosts.are_real else socket.gethostname()
         pattern = rf"error: rank {lost} on host {name} was lost at update \d+; this process \(rank {1 - lost}\) ends"
         assert len(run.errors(1 - lost)) == 1 and re.match(pattern, run.errors(1 - lost)[0]), run.output(1 - lost)
+        assert "exitcode  : 3" in run.output(1 - lost)
         assert not run.errors(lost)
 
 
