@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 
 from common.batching import Window
@@ -19,9 +20,13 @@ def synchronize_gradients(accelerator: Accelerator, model: torch.nn.Module, now:
 
     `accelerator.accumulate` does this too, but counts the steps itself, divides the loss by a fixed number of them and
     closes the window early at the end of a data loader; here a window has as many micro-steps as it needs.
+
+    FSDP reduces after each micro-batch, as ZeRO-2 and 3 do: between micro-batches that are not reduced, every process
+    would hold the whole model's gradients.
     """
     accelerator.gradient_state._set_sync_gradients(now)  # what AcceleratedOptimizer.step and DeepSpeed's engine ask
-    with nullcontext() if now else accelerator.no_sync(model):
+    keeps_whole_gradients = not now and accelerator.distributed_type != DistributedType.FSDP
+    with accelerator.no_sync(model) if keeps_whole_gradients else nullcontext():
         yield
 
 
