@@ -83,6 +83,17 @@ def test_every_optimizer_trains_on_a_gpu(optimizer, functions_file, model_dir, t
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.usefixtures("extensions")
+@pytest.mark.parametrize(("precision", "tolerance"), [("no", 1e-4), ("bf16", 3e-3)])
+@pytest.mark.parametrize("config", ["fsdp2", "fsdp2_offload", "zero1", "zero2", "zero3", "zero3_offload_cpu"])
+def test_sharded_modes_on_one_gpu(config, precision, tolerance, float32_losses, functions_file, model_dir, tmp_path):
+    """One process: the mode's own code on the GPU, with NCCL, against float32 on the CPU."""
+    more = {"NVIDIA_TF32_OVERRIDE": 0} if precision == "no" else {}
+    losses, printed = train(tmp_path / "run", functions_file, model_dir, precision=precision, config=config, **more)
+    assert "on cuda" in printed and "rehearsal" not in printed
+    assert losses == pytest.approx(float32_losses, rel=tolerance)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_make_the_losses_of_one(functions_file, model_dir, tmp_path):
     one, _ = train(tmp_path / "one", functions_file, model_dir, NVIDIA_TF32_OVERRIDE=0)
