@@ -201,7 +201,7 @@ def leak(_):
 
 def main():
     # A second process group on the launcher's store can meet the keys of the first: one group serves all runs.
-    common.launch.end_run = lambda accelerator: accelerator.wait_for_everyone()
+    common.launch.end_run = lambda accelerator, status=0: accelerator.wait_for_everyone()
     for spec in json.loads(Path(sys.argv[1]).read_text()):
         undo = [globals()[name](value) for name, value in spec.get("changes", {}).items()]
         recipe = str(ROOT / spec.get("recipe", "recipes/lm.py"))
