@@ -221,6 +221,19 @@ def make_state(
                 state[key] = int(value) if key == "step" else value
         if state:
             inner.state[part.holder] = state
+    if hasattr(inner, "ds_opt_adam"):
+        _replay_steps(inner)
+
+
+def _replay_steps(cpu_adam: Any) -> None:
+    """DeepSpeed's CPU Adam keeps its powers of beta out of Python's sight, as products that grow with each step.
+
+    Computed at once they would differ in the last bit: steps of one element that nobody looks at make them again.
+    """
+    group = cpu_adam.param_groups[0]
+    settings = (group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"])
+    for step in range(1, 1 + max((state["step"] for state in cpu_adam.state.values()), default=0)):
+        cpu_adam.ds_opt_adam.adam_update(cpu_adam.opt_id, step, *settings, *(torch.zeros(1) for _ in range(4)))
 
 
 @torch.no_grad()
