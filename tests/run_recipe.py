@@ -14,6 +14,7 @@ import runpy
 import shutil
 import signal
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -260,6 +261,65 @@ def loss_scaler(interval):
         return accelerator
 
     common.launch.make_accelerator = with_scaler
+
+
+def slow_updates(seconds):
+    """Updates that last long enough to be met by a kill."""
+    original = common.accumulation.reduce_window
+
+    def slow(*args):
+        time.sleep(seconds)
+        return original(*args)
+
+    common.accumulation.reduce_window = slow
+
+
+def kill_in_save(when):
+    """[rank, step, file]: the rank kills itself at that step of its second save, having left its name in the file."""
+    rank, kill_at, seen = when
+    checkpoint, steps, saves = common.checkpoint, itertools.count(), []
+
+    def step(name):
+        if len(saves) < 2 or int(os.environ.get("RANK", 0)) != rank or next(steps) != kill_at:
+            return
+        Path(seen).write_text(f"rank {rank > 0}, {name}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def around(name, function):
+        def wrapped(*args, **kwargs):
+            step(f"before {name}")
+            result = function(*args, **kwargs)
+            step(f"after {name}")
+            return result
+
+        return wrapped
+
+    write = checkpoint._write
+
+    def write_halting(path, parts):
+        def halting():
+            for part in parts:
+                half = len(part) // 2
+                yield part[:half]
+                step(f"within {path.name}")
+                yield part[half:]
+
+        return around(f"writing {path.name}", write)(path, halting())
+
+    save = checkpoint.Checkpoints.save
+
+    def counted(self, *args):
+        saves.append(1)
+        step("before save")
+        save(self, *args)
+        step("after the copy")
+
+    checkpoint._write, checkpoint.Checkpoints.save = write_halting, counted
+    checkpoint._replace = around("the rename", checkpoint._replace)
+    checkpoint._fsync = around("a flush", checkpoint._fsync)
+    rmtree = shutil.rmtree
+    shutil.rmtree = around("a removal", rmtree)
+    Path.rename = around("renaming", Path.rename)
 
 
 LEAKED = []
