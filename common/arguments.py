@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from common.activation_checkpointing import ACTIVATION_CHECKPOINTING
+from common.checkpoint import CHANGEABLE
 from common.corpus import Source, check_sources, has_split
 from common.data import Samples
 from common.launch import exit_with_mistakes, started_world_size
@@ -119,6 +120,22 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
         "--report_to", nargs="+", default=[], metavar="TRACKER", help=f"also: {', '.join(LOGGER_TYPE_TO_CLASS)}"
     )
 
+    group = parser.add_argument_group("stop and resume")
+    group.add_argument("--save_every", type=not_negative, default=500, metavar="N", help="updates; 0: only on a stop")
+    group.add_argument("--keep_last", type=positive, default=2, metavar="K", help="newest checkpoints kept, at least 2")
+    group.add_argument("--keep_best", action="store_true", help="and the one of the lowest validation loss")
+    group.add_argument(
+        "--resume", action="store_true", help="continue from the newest sound checkpoint in --output_dir"
+    )
+    group.add_argument(
+        "--allow_changed",
+        nargs="+",
+        default=[],
+        choices=CHANGEABLE,
+        metavar="NAME",
+        help=f"with --resume: another value than the checkpoint's is meant; of {', '.join(CHANGEABLE)}",
+    )
+
     group = parser.add_argument_group("batch (the update is the same however it is cut; only dropout differs)")
     group.add_argument("--num_updates", type=positive, default=1000, help="optimizer updates in all")
     group.add_argument("--global_batch_size", type=positive, default=8, help="samples an update, over all ranks")
@@ -200,7 +217,24 @@ def check_arguments(args: argparse.Namespace, on_cpu: bool) -> list[str]:
         problems.append("--dataset_config has no effect without --dataset_name; take it out, or name the data set")
     for tracker in args.report_to:
         problems += _check_tracker(tracker)
-    if args.output_dir and not args.dry_run:
+    if args.keep_last < 2:
+        problems.append("--keep_last 1: were the only checkpoint damaged, nothing would be left; use at least 2")
+    if args.keep_best and not (args.eval_every and args.save_every and args.save_every % args.eval_every == 0):
+        problems.append(
+            f"--keep_best compares evaluated checkpoints: --save_every {args.save_every} must be a multiple of "
+            f"--eval_every {args.eval_every}, and neither 0"
+        )
+    if args.allow_changed and not args.resume:
+        problems.append("--allow_changed has no effect without --resume; take it out")
+    if args.resume and args.overwrite:
+        problems.append("--resume continues the run that --overwrite deletes; give one")
+    elif args.resume:
+        if not (Path(args.output_dir) / "checkpoints").is_dir():
+            problems.append(
+                f"--resume: {args.output_dir} has no checkpoints; name the --output_dir of the run to continue, "
+                "or start anew without --resume"
+            )
+    elif args.output_dir and not args.dry_run:
         problems += _check_output_dir(Path(args.output_dir), args.overwrite)
     return problems
 
@@ -225,7 +259,10 @@ def _check_output_dir(path: Path, overwrite: bool) -> list[str]:
         if not (path / "run.json").is_file():
             return [f"--output_dir {path} is not empty and holds no run; name another directory"]
         if not overwrite:
-            return [f"--output_dir {path} holds a run; name another directory, or delete that run with --overwrite"]
+            return [
+                f"--output_dir {path} holds a run; continue it with --resume, delete it with --overwrite, or name "
+                "another directory"
+            ]
     parent = path
     while not parent.exists():
         parent = parent.absolute().parent

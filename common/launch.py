@@ -358,8 +358,8 @@ def seed_everything(seed: int, accelerator: Accelerator | None = None) -> None:
     set_seed(seed, device_specific=accelerator is not None)
 
 
-def end_run(accelerator: Accelerator) -> None:
-    """Ends a finished run on all ranks together; nothing after it runs where there are several.
+def end_run(accelerator: Accelerator, status: int = 0) -> None:
+    """Ends a finished or stopped run on all ranks together; nothing after it runs where there are several.
 
     A rank that leaves while another still works can leave that one hanging. And once everything is written, Python's
     own end must not be able to spoil the run: gloo's threads race with it (pytorch#179291), and once in some hundred
@@ -371,7 +371,9 @@ def end_run(accelerator: Accelerator) -> None:
     if accelerator.num_processes > 1:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(status)
+    if status:
+        sys.exit(status)
 
 
 @contextmanager

@@ -67,9 +67,15 @@ def write_run(output_dir: Path, facts: dict[str, Any]) -> None:
     os.replace(partial, output_dir / "run.json")
 
 
-def start_run(args: argparse.Namespace, accelerator: Accelerator, output_dir: Path, **facts: Any) -> None:
-    """Writes run.json (what was asked, what runs, with which versions) and starts the trackers of --report_to."""
+def start_run(
+    args: argparse.Namespace, accelerator: Accelerator, output_dir: Path, position: Any, **facts: Any
+) -> None:
+    """Writes run.json (what was asked, what runs, with which versions) and starts the trackers of --report_to.
+
+    A resumed run's metrics go back to `position`, a `common.checkpoint.Position`, and its trackers go on.
+    """
     if accelerator.is_main_process:
+        cut_metrics(output_dir / "metrics.jsonl", position.update)
         is_cuda = accelerator.device.type == "cuda"
         run = {
             "arguments": vars(args),
@@ -79,13 +85,51 @@ def start_run(args: argparse.Namespace, accelerator: Accelerator, output_dir: Pa
             "mixed_precision": accelerator.mixed_precision,
             "device": torch.cuda.get_device_name() if is_cuda else accelerator.device.type,
             "versions": versions(),
+            "status": "running",
+            "resumed_at": position.update,
         }
         write_run(output_dir, run | facts)
     if args.report_to:
         flags = {
             key: value if isinstance(value, int | float | str) else str(value) for key, value in vars(args).items()
         }
-        accelerator.init_trackers(Path(sys.argv[0]).stem, config=flags)
+        accelerator.init_trackers(
+            Path(sys.argv[0]).stem,
+            config=flags,
+            init_kwargs={
+                name: {"id": run, "resume": "allow"} if name == "wandb" else {"name": run, "resume": "allow"}
+                for name, run in position.tracker_runs.items()
+            },
+        )
+        position.tracker_runs = {
+            tracker.name: str(getattr(tracker.tracker, "id" if tracker.name == "wandb" else "name"))
+            for tracker in accelerator.trackers
+            if tracker.name in ("wandb", "trackio")  # the others go on in the same directory or experiment
+        }
+
+
+def cut_metrics(path: Path, num_updates: int) -> None:
+    """Leaves the lines of the first `num_updates` updates: those after the checkpoint are made once more."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text().splitlines(keepends=True):
+        if not line.endswith("\n") or json.loads(line)["update"] != len(kept) or len(kept) == num_updates:
+            break  # a torn line, after a power cut, is an end too
+        kept.append(line)
+    if len(kept) < num_updates:
+        print(f"{path} has no line of update {len(kept)}: the lines up to update {num_updates} are lost", flush=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text("".join(kept))
+    os.replace(partial, path)
+
+
+def end_early(accelerator: Accelerator, output_dir: Path, position: Any) -> None:
+    """A run that was asked to stop: says so, and how to go on; run.json has it as `status`."""
+    if accelerator.is_main_process:
+        run = json.loads((output_dir / "run.json").read_text())
+        write_run(output_dir, run | {"status": f"stopped after update {position.update}"})
+        print(f"stopped after update {position.update}, checkpoint written; the same command with --resume goes on")
 
 
 def print_run(
@@ -141,15 +185,17 @@ class Progress:
     A `with` block; `waiting()` goes around the wait for data, `update(...)` ends an update.
     """
 
-    def __init__(self, accelerator: Accelerator, output_dir: Path | None, num_updates: int, start: int = 0):
-        self.accelerator, self.is_main = accelerator, accelerator.is_main_process
-        self.bar = tqdm(total=num_updates, initial=start, unit="update", disable=not self.is_main, smoothing=0.1)
+    def __init__(self, accelerator: Accelerator, output_dir: Path | None, num_updates: int, position: Any):
+        self.accelerator, self.is_main, self.position = accelerator, accelerator.is_main_process, position
+        self.bar = tqdm(
+            total=num_updates, initial=position.update, unit="update", disable=not self.is_main, smoothing=0.1
+        )
         # Line buffered: a killed run leaves whole lines.
         self.file = open(output_dir / "metrics.jsonl", "a", buffering=1) if self.is_main and output_dir else None
         self.memory_at_start = memory_in_use_bytes(accelerator.device)
         self.waited = 0.0
         self.started = self.last = time.perf_counter()
-        self.num_tokens = self.num_processed = self.num_skipped = 0
+        self.num_tokens = self.num_processed = 0
         self.rank_work: Any = 0
 
     def windows(self, loader):
@@ -164,7 +210,7 @@ class Progress:
             liveness.update = window.update
             yield window
 
-    def update(self, window, skipped: bool, **record: Any) -> None:
+    def update(self, window, **record: Any) -> None:
         """Ends an update: one line of metrics.jsonl, the bar, the trackers. `record` is printed in its order."""
         now = time.perf_counter()
         tokens_per_second = window.num_tokens / (now - self.last)
@@ -172,7 +218,6 @@ class Progress:
         self.num_tokens += window.num_tokens
         self.num_processed += int(window.rank_work.sum())
         self.rank_work = self.rank_work + window.rank_work
-        self.num_skipped += skipped
         if not self.is_main:
             return
         memory = peak_memory_bytes(self.accelerator.device)
@@ -181,7 +226,7 @@ class Progress:
             "tokens_per_second": tokens_per_second,
             "peak_memory_bytes": memory,
             "waiting_for_data": self.waiting_share,
-            "skipped_updates": self.num_skipped,
+            "skipped_updates": self.position.skipped_updates,
             "sample_digest": window.sample_digest,
         }
         if self.file:
@@ -190,7 +235,8 @@ class Progress:
             self.accelerator.log(numbers, step=record["update"])
         self.bar.set_postfix_str(
             f"loss {record['loss']:.3f}, {tokens_per_second:,.0f} tok/s, {memory / 2**30:.2f} GiB, "
-            f"waiting {self.waiting_share:.0%}" + (f", {self.num_skipped} skipped" if self.num_skipped else ""),
+            f"waiting {self.waiting_share:.0%}"
+            + (f", {self.position.skipped_updates} skipped" if self.position.skipped_updates else ""),
             refresh=False,
         )
         self.bar.update()
@@ -218,7 +264,7 @@ class Progress:
             "padding_share": self.padding_share,
             "work_difference": self.work_difference,
             "waiting_for_data": self.waiting_share,
-            "skipped_updates": self.num_skipped,
+            "skipped_updates": self.position.skipped_updates,
             "peak_memory_bytes": peak_memory_bytes(self.accelerator.device),
             # Over what the loaded model held. (On a CPU an upper bound: a peak before the loop counts too.)
             "memory_growth_bytes": peak_memory_bytes(self.accelerator.device) - self.memory_at_start,
@@ -247,7 +293,7 @@ def held_out_results(loss: float, samples: Any) -> dict[str, float | None]:
 def print_results(results: dict[str, Any], output_dir: Path) -> None:
     """The end of a run: figures, a sample, and where everything lies; the figures also go into run.json."""
     run = json.loads((output_dir / "run.json").read_text())
-    write_run(output_dir, run | {"results": results})
+    write_run(output_dir, run | {"results": results, "status": "finished"})
     print(
         f"\ntrained in {results['training_seconds']:.0f} s, {results['tokens_per_second']:,.0f} tokens/s without "
         f"padding; padding {results['padding_share']:.1%} of what was computed; the busiest process computed "

@@ -6,6 +6,7 @@ one GPU        accelerate launch --config_file accelerate_configs/single_gpu.yam
 several GPUs   accelerate launch --config_file accelerate_configs/multi_gpu.yaml --num_processes 8 recipes/lm.py \\
                    --model_name_or_path my_model/ --train_file chats.jsonl --global_batch_size 128
 rehearsal      the same with --dry_run, on any machine
+continue       the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in another mode
 
 Text is cut into blocks of --sequence_length tokens; where rows have `prompt` and `completion`, or `messages`,
 each is an example of its own length, of which the completion, or the assistant's turns, are learned.
@@ -24,13 +25,14 @@ from transformers import LlamaConfig
 # The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
-from common import arguments, data, launch, models, tracking
+from common import arguments, checkpoint, data, launch, models, tracking
 from common.accumulation import reduce_window, skip_step, sum_over_ranks, synchronize_gradients, window_scale
 from common.activation_checkpointing import apply_activation_checkpointing
 from common.batching import WindowDataset
 from common.losses import sum_token_losses
 from common.optimizers import learning_rate, make_optimizer, set_learning_rate
 from common.settings import print_settings
+from common.stopping import STOPPED, StopRequests, ignore_signals
 
 # Models to train from scratch, of Llama's shape. The learning rate is AdamW's at its peak.
 MODEL_CONFIGS = {
@@ -113,6 +115,7 @@ def make_loader(args, samples, accelerator, tokenizer, updates=None):
         batch_size=None,  # an item is a whole window
         num_workers=args.num_workers,
         pin_memory=accelerator.device.type == "cuda",
+        worker_init_fn=ignore_signals,  # a signal to all processes stops the run, which then stops its workers
         generator=torch.Generator().manual_seed(args.seed),  # else each iterator draws from the model's random stream
     )
 
@@ -131,11 +134,10 @@ def evaluate(model, loader, accelerator):
     return loss_sum / num_targets
 
 
-def train(args, accelerator, model, optimizer, loader, validation_loader, output_dir):
-    """The loop: a window of micro-batches, then one update."""
+def train(args, accelerator, model, optimizer, loader, validation_loader, output_dir, checkpoints, position):
+    """The loop: a window of micro-batches, then one update. Also returns whether it was asked to stop."""
     model.train()
-    skipped_in_a_row = 0
-    with tracking.Progress(accelerator, output_dir, args.num_updates) as progress:
+    with tracking.Progress(accelerator, output_dir, args.num_updates, position) as progress, StopRequests() as stop:
         for window in progress.windows(loader):
             rate = learning_rate(
                 window.update,
@@ -161,17 +163,23 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
                 optimizer.zero_grad()
             else:
                 skip_step(accelerator, optimizer)
-            skipped_in_a_row = 0 if finite else skipped_in_a_row + 1
+            position.skipped_in_a_row = 0 if finite else position.skipped_in_a_row + 1
+            position.skipped_updates += not finite
+            position.update, position.validation_loss = window.update + 1, None
             record = {"update": window.update, "loss": loss, "grad_norm": grad_norm, "learning_rate": rate}
-            if validation_loader and args.eval_every and (window.update + 1) % args.eval_every == 0:
-                record["validation_loss"] = evaluate(model, validation_loader, accelerator)
-            progress.update(window, skipped=not finite, **record)
-            if skipped_in_a_row == args.max_skipped_updates:
+            if validation_loader and args.eval_every and position.update % args.eval_every == 0:
+                record["validation_loss"] = position.validation_loss = evaluate(model, validation_loader, accelerator)
+                position.best_validation_loss = min(position.validation_loss, position.best_validation_loss or math.inf)
+            progress.update(window, **record)
+            if position.skipped_in_a_row == args.max_skipped_updates:
                 raise RuntimeError(
-                    f"update {window.update}: loss or gradient not finite {skipped_in_a_row} times in a row; lower "
-                    "--learning_rate, or look at the data"
+                    f"update {window.update}: loss or gradient not finite {position.skipped_in_a_row} times in a row; "
+                    "lower --learning_rate, or look at the data"
                 )
-    return progress
+            if checkpoints.update_done(position, model, optimizer, stop):
+                return progress, True
+        checkpoints.finish()
+    return progress, False
 
 
 @torch.no_grad()
@@ -195,8 +203,11 @@ def main():
     accelerator = launch.make_accelerator(
         asked, args.max_grad_norm, args.connect_timeout, log_with=args.report_to or None, project_dir=args.output_dir
     )
+    checkpoints = checkpoint.Checkpoints(args, accelerator)
     tokenizer, config, train_samples, validation_samples = load_data(args)
     launch.check_space(asked, lambda: models.count_parameters(config, args.trust_remote_code))
+    identity = checkpoint.identify(args, accelerator, config, tokenizer, train_samples.fingerprint)
+    resumed = checkpoints.find(identity)  # the newest sound checkpoint, with --resume
 
     launch.seed_everything(args.seed)  # the same weights on all ranks
     model = models.build_model(config, args.model_name_or_path, args.trust_remote_code)
@@ -205,7 +216,8 @@ def main():
     if args.compile:
         model.base_model.compile(dynamic=True)
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
-    loader = make_loader(args, train_samples, accelerator, tokenizer, range(args.num_updates))
+    first_update = resumed.manifest["update"] if resumed else 0
+    loader = make_loader(args, train_samples, accelerator, tokenizer, range(first_update, args.num_updates))
     validation_loader = validation_samples and make_loader(args, validation_samples, accelerator, tokenizer)
     held_out = validation_loader and validation_loader.dataset
     rehearsal = launch.is_rehearsal(asked)
@@ -220,16 +232,25 @@ def main():
         accelerator.print("dry run: one forward and one backward done, nothing written")
         return launch.end_run(accelerator)
     output_dir = arguments.make_output_dir(args, accelerator)
-    tracking.start_run(args, accelerator, output_dir, model=config.to_dict())
-    progress = train(args, accelerator, model, optimizer, loader, validation_loader, output_dir)
+    checkpoints.start(config, tokenizer, model=model, versions=tracking.versions())
+    position = checkpoint.Position(**resumed.manifest["position"]) if resumed else checkpoint.Position()
+    tracking.start_run(args, accelerator, output_dir, position, model=config.to_dict())
+    checkpoints.resume(resumed, model, optimizer)  # last: the random streams go on from here
+    progress, stopped = train(
+        args, accelerator, model, optimizer, loader, validation_loader, output_dir, checkpoints, position
+    )
+    if stopped:
+        tracking.end_early(accelerator, output_dir, position)
+        return launch.end_run(accelerator, STOPPED)
     results = progress.results()
     if validation_loader:
         results |= tracking.held_out_results(evaluate(model, validation_loader, accelerator), validation_samples)
     weights = accelerator.get_state_dict(model)  # gathered on the main process, where they are sharded
     if accelerator.is_main_process:
         trained = accelerator.unwrap_model(model)
-        trained.save_pretrained(output_dir / "model", state_dict=weights)
-        tokenizer.save_pretrained(output_dir / "model")
+        with checkpoint.complete_or_absent(output_dir / "model") as model_dir:
+            trained.save_pretrained(model_dir, state_dict=weights)
+            tokenizer.save_pretrained(model_dir)
         if not launch.is_sharded(accelerator):
             results["sample"] = write_sample(trained, tokenizer, validation_samples or train_samples, accelerator)
         tracking.print_results(results, output_dir)

@@ -11,6 +11,8 @@ import itertools
 import json
 import os
 import runpy
+import shutil
+import signal
 import sys
 import time
 from contextlib import contextmanager
@@ -26,14 +28,16 @@ sys.path.insert(0, str(ROOT))
 
 import common.accumulation  # noqa: E402
 import common.batching  # noqa: E402
+import common.checkpoint  # noqa: E402
 import common.launch  # noqa: E402
 import common.liveness  # noqa: E402
 import common.losses  # noqa: E402
 import common.optimizers  # noqa: E402
+import common.shards  # noqa: E402
+import common.tracking  # noqa: E402
 
-ORIGINALS = [
-    (module, dict(vars(module))) for module in (common.accumulation, common.batching, common.losses, common.optimizers)
-]
+CHANGED = (common.accumulation, common.batching, common.checkpoint, common.launch, common.losses, common.optimizers)
+ORIGINALS = [(module, dict(vars(module))) for module in (*CHANGED, common.shards)]
 
 
 def is_main():
@@ -224,6 +228,135 @@ def broken_rank(at):
     common.accumulation.reduce_window = broken
 
 
+def copy_run(paths):
+    """The run begins with what another one had after an update: [from, to, update]."""
+    source, target, update = paths
+    if is_main():
+        shutil.copytree(source, target)
+        for path in Path(target, "checkpoints").iterdir():
+            if path.name > f"update-{update:06}":
+                shutil.rmtree(path)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+def signal_at(when):
+    """[update, rank, signal, times]: the rank sends itself a signal while it computes the update."""
+    update, rank, name, times = when
+    original = common.tracking.Progress.update
+
+    def signalled(self, window, **record):
+        if window.update == update and self.accelerator.process_index == rank:
+            for _ in range(times):
+                os.kill(os.getpid(), getattr(signal, name))
+        return original(self, window, **record)
+
+    common.tracking.Progress.update = signalled
+    return lambda: setattr(common.tracking.Progress, "update", original)
+
+
+def forget(what):
+    """A resume that leaves something out."""
+    checkpoint = common.checkpoint
+    if what == "random":
+        checkpoint.restore_random_states = lambda *_: None
+    if what == "scaler":
+        checkpoint.restore_scaler = lambda *_: None
+    if what == "optimizer":
+        common.shards.make_state = lambda *_: None
+        pieces = common.shards.pieces
+        common.shards.pieces = lambda *args: (piece for piece in pieces(*args) if piece.name.startswith("weight/"))
+        return lambda: setattr(common.shards, "pieces", pieces)
+    if what == "learning_rate":
+        rate, first = common.optimizers.learning_rate, []
+
+        def from_zero(update, **settings):
+            first.append(update)
+            return rate(update - first[0], **settings)
+
+        common.optimizers.learning_rate = from_zero
+    if what == "samples":
+        sample_ids, first = common.batching.window_sample_ids, []
+
+        def from_start(update, *args, **settings):
+            first.append(update)
+            return sample_ids(update - min(first[1:] or [update]), *args, **settings)
+
+        common.batching.window_sample_ids = from_start
+    return None
+
+
+def loss_scaler(interval):
+    """A scaler as fp16 has it, on the CPU: its scale doubles after so many updates."""
+    make = common.launch.make_accelerator
+
+    def with_scaler(*args, **kwargs):
+        accelerator = make(*args, **kwargs)
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=interval)
+        return accelerator
+
+    common.launch.make_accelerator = with_scaler
+
+
+def slow_updates(seconds):
+    """Updates that last long enough to be met by a kill."""
+    original = common.accumulation.reduce_window
+
+    def slow(*args):
+        time.sleep(seconds)
+        return original(*args)
+
+    common.accumulation.reduce_window = slow
+
+
+def kill_in_save(when):
+    """[rank, step, file]: the rank kills itself at that step of its second save, having left its name in the file."""
+    rank, kill_at, seen = when
+    checkpoint, steps, saves = common.checkpoint, itertools.count(), []
+
+    def step(name):
+        if len(saves) < 2 or int(os.environ.get("RANK", 0)) != rank or next(steps) != kill_at:
+            return
+        Path(seen).write_text(f"rank {rank > 0}, {name}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def around(name, function):
+        def wrapped(*args, **kwargs):
+            step(f"before {name}")
+            result = function(*args, **kwargs)
+            step(f"after {name}")
+            return result
+
+        return wrapped
+
+    write = checkpoint._write
+
+    def write_halting(path, parts):
+        def halting():
+            for part in parts:
+                half = len(part) // 2
+                yield part[:half]
+                step(f"within {path.name}")
+                yield part[half:]
+
+        return around(f"writing {path.name}", write)(path, halting())
+
+    save = checkpoint.Checkpoints.save
+
+    def counted(self, *args):
+        saves.append(1)
+        step("before save")
+        save(self, *args)
+        step("after the copy")
+
+    checkpoint._write, checkpoint.Checkpoints.save = write_halting, counted
+    checkpoint._replace = around("the rename", checkpoint._replace)
+    checkpoint._fsync = around("a flush", checkpoint._fsync)
+    rmtree = shutil.rmtree
+    shutil.rmtree = around("a removal", rmtree)
+    Path.rename = around("renaming", Path.rename)
+
+
 LEAKED = []
 
 
@@ -240,7 +373,8 @@ def leak(_):
 
 def main():
     # A second process group on the launcher's store can meet the keys of the first: one group serves all runs.
-    common.launch.end_run = lambda accelerator: accelerator.wait_for_everyone()
+    ORIGINALS.append((common.launch, {"end_run": lambda accelerator, status=0: accelerator.wait_for_everyone()}))
+    vars(common.launch).update(ORIGINALS[-1][1])
     for spec in json.loads(Path(sys.argv[1]).read_text()):
         undo = [globals()[name](value) for name, value in spec.get("changes", {}).items()]
         recipe = str(ROOT / spec.get("recipe", "recipes/lm.py"))

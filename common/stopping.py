@@ -1,0 +1,60 @@
+"""Asked to stop: SIGTERM, SIGINT or SIGUSR1 lets the current update end; then a checkpoint is written."""
+
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+import psutil
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# The status of a run that was asked to stop and can be continued with --resume: EX_TEMPFAIL of sysexits.h, "try again".
+# Not 0 (finished), 1 (failed), 2 (a mistake in the command), and not 128 + n (ended by a signal, nothing saved).
+STOPPED = 75
+
+
+class StopRequests:
+    """A `with` block in which the signals only set `asked`. The third one of a kind acts as it would outside.
+
+    The end of the launcher counts as a request too: its ranks would go on alone, where nobody sees or ends them.
+    """
+
+    def __init__(self) -> None:
+        self.counts: dict[int, int] = {}
+        self.before: dict[int, Any] = {}
+        self.launcher: int | None = None
+
+    def __enter__(self) -> "StopRequests":
+        parent = psutil.Process().parent()
+        try:
+            if parent is not None and any("accelerate" in part or "torchrun" in part for part in parent.cmdline()):
+                self.launcher = parent.pid
+        except psutil.Error:  # ended meanwhile, or another user's
+            pass
+        for number in SIGNALS:
+            self.before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.counts[number] = self.counts.get(number, 0) + 1
+        if self.counts[number] == 3:
+            signal.signal(number, self.before[number])
+        # Not print: the signal may have come in the middle of another one.
+        again = "; the third one ends it at once" if self.counts[number] > 1 else ""
+        os.write(sys.stderr.fileno(), f"{signal.Signals(number).name}: stopping after this update{again}\n".encode())
+
+    @property
+    def asked(self) -> bool:
+        """Whether this rank was asked, or its launcher is gone; the other ranks may not know."""
+        return bool(self.counts) or (self.launcher is not None and os.getppid() != self.launcher)
+
+
+def ignore_signals(_: int) -> None:
+    """A DataLoader's worker_init_fn: the main process stops its workers; a signal to all must not end them before."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,230 @@
+"""Kills runs of the recipe with SIGKILL, continues each with --resume, and compares the end with a run left alone.
+
+    python tests/kill_runs.py --kills 200 --config multi_cpu --processes 2
+
+Half of the kills come at a random moment, to one rank, the whole group or the launcher; the others within a save, at
+each of its steps in turn (before, in the middle of and after every write, flush, rename and removal). Counts complete
+checkpoints that were lost, runs that hung, and updates that had to be made again; status 0 if all is as it must be.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from common.checkpoint import _damage, list_checkpoints  # noqa: E402
+
+
+def sound_updates(out):
+    """Updates of the checkpoints that are complete on the disk."""
+    found, _ = list_checkpoints(out)
+    return [manifest["update"] for path, manifest in found if _damage(path, manifest) is None]
+
+
+def num_lines(out):
+    path = out / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.is_file() else 0
+
+
+def descendants(process):
+    try:
+        return psutil.Process(process.pid).children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+def wait_until_gone(processes, timeout):
+    _, alive = psutil.wait_procs(processes, timeout=timeout)
+    return alive
+
+
+class Campaign:
+    def __init__(self, args, directory):
+        self.args, self.directory = args, Path(directory)
+        self.random = random.Random(args.seed)
+        self.killed = {"rank": 0, "group": 0, "launcher": 0, "in a save": 0}
+        self.lost_checkpoints = self.hangs = self.too_early = 0
+        self.lost_updates, self.steps_hit = [], set()
+
+    def start(self, out, resume, kill_in_save=None):
+        flags = [*self.args.flags, "--output_dir", out, "--save_every", self.args.save_every]
+        flags += ["--num_updates", self.args.num_updates, *(["--resume"] if resume else [])]
+        changes = {"kill_in_save": kill_in_save} if kill_in_save else {}
+        if self.args.delay:
+            changes["slow_updates"] = self.args.delay
+        spec = self.directory / "spec.json"
+        spec.write_text(json.dumps([{"flags": [str(flag) for flag in flags], "changes": changes}]))
+        command = [Path(sys.executable).parent / "accelerate", "launch", "--config_file"]
+        command += [ROOT / f"accelerate_configs/{self.args.config}.yaml", "--num_processes", self.args.processes]
+        command += ["--mixed_precision", "no", ROOT / "tests/run_recipe.py", spec]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self.log = open(self.directory / "log", "w")
+        return subprocess.Popen([str(part) for part in command], cwd=ROOT, env=env, stdout=self.log, stderr=self.log)
+
+    def run_to_the_end(self, out, resume):
+        process = self.start(out, resume)
+        try:
+            process.wait(self.args.timeout)
+        except subprocess.TimeoutExpired:
+            self.hangs += 1
+            for one in [*descendants(process), process]:
+                one.kill()
+        return process.returncode == 0
+
+    def kill_at_random(self, out, resume):
+        """One run, killed some time after its first update, unless it ends before."""
+        begun = num_lines(out) if resume else 0
+        process = self.start(out, resume)
+        deadline = time.monotonic() + self.args.timeout
+        first = None
+        wait = self.random.uniform(0, self.args.window)
+        while process.poll() is None and time.monotonic() < deadline:
+            # A resumed run cuts the file first: another size of it is the first sign of life.
+            if first is None and num_lines(out) != begun:
+                first = time.monotonic()
+            if first is not None and time.monotonic() > first + wait:
+                break
+            time.sleep(0.01)
+        if process.poll() is not None:
+            return False  # it came to its end
+        children = descendants(process)
+        ranks = [child for child in children if child.is_running() and child.ppid() == process.pid]
+        kind = self.random.choice(["rank", "group", "launcher"])
+        targets = {"rank": [self.random.choice(ranks)] if ranks else [], "group": children, "launcher": [process]}[kind]
+        self.before = sound_updates(out), num_lines(out)
+        for target in targets:
+            try:
+                target.kill()
+            except (psutil.NoSuchProcess, ProcessLookupError):
+                pass
+        self.killed[kind] += 1
+        self.end(process, children)
+        return True
+
+    def kill_in_save(self, out, resume, step):
+        """One run that kills one of its own ranks at the given step of a save."""
+        rank = self.random.randrange(self.args.processes)
+        seen = self.directory / "seen"
+        seen.unlink(missing_ok=True)
+        process = self.start(out, resume, [rank, step, str(seen)])
+        children = []
+        deadline = time.monotonic() + self.args.timeout
+        while process.poll() is None and time.monotonic() < deadline:
+            children = descendants(process) or children
+            if seen.is_file():
+                break
+            time.sleep(0.02)
+        if not seen.is_file():
+            return False
+        self.before = sound_updates(out), num_lines(out)
+        self.killed["in a save"] += 1
+        self.steps_hit.add(seen.read_text())
+        self.end(process, children)
+        return True
+
+    def end(self, process, children):
+        """The launcher, and ranks that lost a peer or the launcher, must end by themselves."""
+        try:
+            process.wait(self.args.timeout)
+        except subprocess.TimeoutExpired:
+            self.hangs += 1
+            process.kill()
+        for alive in wait_until_gone(children, self.args.timeout):
+            self.hangs += 1
+            alive.kill()
+
+    def check(self, out):
+        """After a kill: what was complete is complete, unless newer ones took its place."""
+        sound_before, lines = self.before
+        sound = sound_updates(out)
+        newest = max(sound, default=0)
+        if sound_before and newest < max(sound_before):
+            self.lost_checkpoints += 1
+        self.lost_updates.append(max(0, num_lines(out) - newest))
+
+    def go(self):
+        left_alone, out = self.directory / "alone", self.directory / "run"
+        assert self.run_to_the_end(left_alone, resume=False), (self.directory / "log").read_text()
+        kills = step = rounds = 0
+        hashes = set()
+        while kills < self.args.kills:
+            if (out / "run.json").is_file() and (out / "model").is_dir():  # finished: a new one
+                hashes.add(outcome(out))
+                rounds += 1
+                out = self.directory / f"run{rounds}"
+            resume = (out / "checkpoints").is_dir() and bool(sound_updates(out))
+            if not resume and out.exists():
+                subprocess.run(["rm", "-rf", str(out)], check=True)  # killed before its first checkpoint
+            if kills % 2 and resume:
+                was_killed = self.kill_in_save(out, resume, step)
+                step = step + self.args.stride if was_killed else 0
+            else:
+                was_killed = self.kill_at_random(out, resume)
+            if was_killed:
+                kills += 1
+                self.check(out)
+                print(
+                    f"kill {kills}: {self.killed}, sound: {sound_updates(out)}, lost {self.lost_updates[-1]}",
+                    flush=True,
+                )
+        if not (out / "model").is_dir():
+            assert self.run_to_the_end(out, resume=bool(sound_updates(out))), (self.directory / "log").read_text()
+        hashes.add(outcome(out))
+        result = {
+            "kills": kills,
+            "killed": self.killed,
+            "steps of a save": len(self.steps_hit),
+            "complete checkpoints lost": self.lost_checkpoints,
+            "hangs": self.hangs,
+            "most updates made again": max(self.lost_updates, default=0),
+            "save_every": self.args.save_every,
+            "same end": hashes == {outcome(left_alone)},
+        }
+        print(json.dumps(result))
+        # While a checkpoint is written, updates go on: those come on top of the interval, and never as many again.
+        good = result["same end"] and not self.lost_checkpoints and not self.hangs
+        return good and result["most updates made again"] < 2 * self.args.save_every
+
+
+def outcome(out):
+    """Hash of the final weights and of all that the metrics say but the clock's figures."""
+    exact = ("update", "loss", "grad_norm", "learning_rate", "sample_digest")
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    digest = hashlib.sha256(json.dumps([[line[key] for key in exact] for line in lines]).encode())
+    digest.update((out / "model/model.safetensors").read_bytes())
+    return digest.hexdigest()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--config", default="multi_cpu")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--num_updates", type=int, default=60)
+    parser.add_argument("--save_every", type=int, default=5)
+    parser.add_argument("--delay", type=float, default=0.03, help="seconds more an update")
+    parser.add_argument("--window", type=float, default=1.5, help="seconds after the first update in which to kill")
+    parser.add_argument("--stride", type=int, default=1, help="steps of a save from one kill to the next")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds after which a run hangs")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--directory", help="(default: a temporary one)")
+    args, args.flags = parser.parse_known_args()
+    with tempfile.TemporaryDirectory(dir=args.directory) as directory:
+        sys.exit(0 if Campaign(args, directory).go() else 1)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    main()

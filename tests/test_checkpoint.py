@@ -1,0 +1,380 @@
+"""Stop and resume: bit for bit in one layout, on other layouts, through damage and mistakes; and the export."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import BIN, ROOT, assert_refused, launch_command, make_model_dir, read_metrics, run
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common.checkpoint import _damage, _hash_of, list_checkpoints
+
+# What of a line of metrics.jsonl does not depend on the clock.
+EXACT = ("update", "loss", "grad_norm", "learning_rate", "target_tokens", "skipped_updates", "sample_digest")
+NUM_UPDATES = 20  # 60 functions, 8 an update: an epoch is 8 updates, the last one of 4 samples
+
+
+@pytest.fixture(scope="module")
+def dropout_model(functions_file, tmp_path_factory):
+    return make_model_dir(tmp_path_factory.mktemp("model"), functions_file, attention_dropout=0.1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def extensions():
+    """DeepSpeed's extensions are the user's, built once; the other caches are the tests' own."""
+    home = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions")
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(home)
+
+
+def flags(functions_file, model_dir, output_dir, *more):
+    base = ["--train_file", functions_file, "--model_name_or_path", model_dir, "--shape", "examples"]
+    base += ["--sequence_length", 64, "--num_updates", NUM_UPDATES, "--global_batch_size", 8, "--warmup_updates", 2]
+    base += ["--learning_rate", 1e-3, "--output_dir", output_dir, "--save_every", 10]
+    return [str(part) for part in [*base, *more]]
+
+
+def run_specs(specs, directory, config="cpu", processes=1):
+    """Several runs, one after the other, in one launch; each is (flags, changes)."""
+    path = Path(directory) / f"{config}-{processes}.json"
+    path.write_text(json.dumps([{"flags": flags, "changes": changes} for flags, changes in specs]))
+    command = launch_command(config, "--mixed_precision", "no", "--num_processes", processes)
+    result = run([*command, "tests/run_recipe.py", path], CUDA_VISIBLE_DEVICES="", TQDM_DISABLE=1, timeout=600)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
+def exact_metrics(output_dir):
+    return [{key: line[key] for key in EXACT} for line in read_metrics(output_dir)]
+
+
+def manifest_of(output_dir, update=NUM_UPDATES):
+    return json.loads((Path(output_dir) / f"checkpoints/update-{update:06}/manifest.json").read_text())
+
+
+def outcome(output_dir):
+    """All that a run leaves that must not depend on where it stopped, weights and optimizer state as hashes."""
+    manifest = manifest_of(output_dir)
+    kept = ("update", "position", "scaler", "files", "samples")
+    weights = (Path(output_dir) / "model/model.safetensors").read_bytes()
+    return exact_metrics(output_dir), {key: manifest[key] for key in kept}, weights
+
+
+# Config, processes, and per kind of run: more flags.
+CUTS = {
+    "cpu": (1, {"accumulated": ["--micro_batch_size", 2, "--num_workers", 2], "whole": ["--micro_batch_size", 8]}),
+    "multi_cpu": (
+        2,
+        {"accumulated": ["--micro_batch_size", 1], "whole": ["--micro_batch_size", 4, "--num_workers", 2]},
+    ),
+    "fsdp2": (2, {"accumulated": ["--micro_batch_size", 1, "--num_workers", 2]}),
+    "zero1": (2, {"accumulated": ["--micro_batch_size", 1]}),
+    "zero2": (2, {"accumulated": ["--micro_batch_size", 1]}),
+    "zero3": (2, {"accumulated": ["--micro_batch_size", 1]}),
+    "zero3_offload_cpu": (2, {"accumulated": ["--micro_batch_size", 1]}),
+}
+# Where it is asked to stop, in the updates done then: within an epoch, at its end, and one later; by which rank.
+STOPS = [(5, 0, "SIGTERM", 1), (8, -1, "SIGUSR1", 2), (9, 0, "SIGINT", 1)]
+
+
+@pytest.mark.parametrize("config", CUTS)
+def test_a_stopped_run_goes_on_bit_for_bit(config, functions_file, dropout_model, tmp_path):
+    """Stopped and resumed three times: losses, weights, optimizer and random states of the run that never stopped."""
+    processes, kinds = CUTS[config]
+    specs = []
+    for kind, more in kinds.items():
+        specs.append((flags(functions_file, dropout_model, tmp_path / kind, *more), {}))
+        stopped = flags(functions_file, dropout_model, tmp_path / f"{kind}-stopped", *more)
+        for number, (done, rank, name, times) in enumerate(STOPS):
+            change = {"signal_at": [done - 1, rank % processes, name, times]}
+            specs.append(([*stopped, *(["--resume"] if number else [])], change))
+        specs.append(([*stopped, "--resume"], {}))
+    result = run_specs(specs, tmp_path, config, processes)
+    for kind in kinds:
+        assert outcome(tmp_path / f"{kind}-stopped") == outcome(tmp_path / kind), kind
+    for done, *_ in STOPS:
+        assert result.stdout.count(f"stopped after update {done}, checkpoint written") == len(kinds)
+
+
+FORGOTTEN = {"random": {}, "optimizer": {}, "learning_rate": {}, "samples": {}, "scaler": {"loss_scaler": 3}}
+
+
+def test_what_a_resume_forgets_is_noticed(functions_file, dropout_model, tmp_path):
+    """The controls of the test above: each part of the state, left out, changes the outcome."""
+    specs = []
+    for name, changes in {"plain": {}, "scaled": {"loss_scaler": 3}}.items():
+        specs.append((flags(functions_file, dropout_model, tmp_path / name, "--micro_batch_size", 2), changes))
+    resumed = {
+        name: ("scaled" if changes else "plain", changes | {"forget": name}) for name, changes in FORGOTTEN.items()
+    }
+    resumed |= {"nothing": ("plain", {}), "nothing scaled": ("scaled", {"loss_scaler": 3})}
+    for name, (source, changes) in resumed.items():
+        changes = {"copy_run": [str(tmp_path / source), str(tmp_path / name), 10]} | changes
+        more = ["--micro_batch_size", 2, "--resume"]
+        specs.append((flags(functions_file, dropout_model, tmp_path / name, *more), changes))
+    run_specs(specs, tmp_path)
+    same = {name for name, (source, _) in resumed.items() if outcome(tmp_path / name) == outcome(tmp_path / source)}
+    assert same == {"nothing", "nothing scaled"}
+
+
+# Config, processes, and after which update it stops; None: the end.
+CHAINS = {
+    "float64": [("multi_cpu", 4, 4), ("fsdp2", 2, 8), ("cpu", 1, 12), ("multi_cpu", 2, 16), ("fsdp2", 4, None)],
+    "float32": [("zero3", 2, 5), ("zero1", 4, 9), ("cpu", 1, 12), ("zero2", 2, None)],
+}
+
+
+@pytest.mark.parametrize("dtype", CHAINS)
+def test_a_run_goes_on_with_other_processes_and_in_another_mode(dtype, functions_file, model_dir, tmp_path):
+    """The same samples and learning rates, and the losses of one process, through four changes of the layout."""
+    changes = {"float64": 1} if dtype == "float64" else {}  # no dropout: its streams are the ranks'
+    more = ["--micro_batch_size", 1]
+    forgetful = changes | {
+        "copy_run": [str(tmp_path / "whole"), str(tmp_path / "forgetful"), 10],
+        "forget": "optimizer",
+    }
+    specs = [(flags(functions_file, model_dir, tmp_path / "whole", *more), changes)]
+    specs.append((flags(functions_file, model_dir, tmp_path / "forgetful", *more, "--resume"), forgetful))
+    run_specs(specs, tmp_path)
+    chained = flags(functions_file, model_dir, tmp_path / "chained", *more)
+    for number, (config, processes, stop) in enumerate(CHAINS[dtype]):
+        change = changes | ({"signal_at": [stop - 1, 0, "SIGTERM", 1]} if stop else {})
+        run_specs([([*chained, *(["--resume"] if number else [])], change)], tmp_path, config, processes)
+    tolerance = 1e-10 if dtype == "float64" else 1e-5
+    lines, expected = read_metrics(tmp_path / "chained"), read_metrics(tmp_path / "whole")
+    for line, other in zip(lines, expected, strict=True):
+        assert [line[key] for key in ("update", "sample_digest", "learning_rate")] == [
+            other[key] for key in ("update", "sample_digest", "learning_rate")
+        ]
+        assert line["loss"] == pytest.approx(other["loss"], rel=tolerance), line["update"]
+    weights = load_file(tmp_path / "whole/model/model.safetensors")
+    for name, weight in load_file(tmp_path / "chained/model/model.safetensors").items():
+        assert (weight - weights[name]).abs().max() < tolerance, name
+    # Control: a run that lost only its optimizer state is outside the tolerance.
+    control = [line["loss"] for line in read_metrics(tmp_path / "forgetful")]
+    assert control[10:] != pytest.approx([other["loss"] for other in expected[10:]], rel=tolerance)
+
+
+@pytest.fixture(scope="module")
+def finished(functions_file, model_dir, tmp_path_factory):
+    """A run with the checkpoints of updates 10, 15 and 20."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    run_recipe(flags(functions_file, model_dir, out, "--save_every", 5, "--keep_last", 3))
+    return out
+
+
+def run_recipe(arguments, config="cpu", processes=1, check=True):
+    command = launch_command(config, "--mixed_precision", "no", "--num_processes", processes)
+    result = run([*command, "recipes/lm.py", *arguments], CUDA_VISIBLE_DEVICES="", TQDM_DISABLE=1)
+    assert not check or result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
+def flip_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "flipped bit": lambda path: flip_bit(path / "rank-00000.safetensors"),
+    "flipped bit in the manifest": lambda path: flip_bit(path / "manifest.json"),
+    "truncated": lambda path: os.truncate(path / "rank-00000.safetensors", 1000),
+    "truncated to nothing": lambda path: os.truncate(path / "manifest.json", 0),
+    "missing": lambda path: (path / "rank-00000.json").unlink(),
+    "no manifest": lambda path: (path / "manifest.json").unlink(),
+    "none": lambda path: None,  # the control
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_every_damage_is_found(kind, finished, tmp_path):
+    shutil.copytree(finished / "checkpoints/update-000020", tmp_path / "checkpoints/update-000020")
+    DAMAGE[kind](tmp_path / "checkpoints/update-000020")
+    found, problems = list_checkpoints(tmp_path)
+    assert len(found) + len(problems) == 1
+    assert bool(problems or _damage(*found[0])) == (kind != "none")
+
+
+def test_the_newest_sound_checkpoint_is_taken(finished, functions_file, model_dir, tmp_path):
+    """Damaged ones are told and passed; the lines of metrics.jsonl after the one that is taken are made again."""
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    flip_bit(out / "checkpoints/update-000020/rank-00000.safetensors")
+    os.truncate(out / "checkpoints/update-000015/manifest.json", 100)
+    (out / "checkpoints/update-000030.partial").mkdir()  # left by a killed save
+    (out / "checkpoints/update-000025").mkdir()  # a name alone is no checkpoint
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write('{"update": 20, "lo')  # torn
+    result = run_recipe(flags(functions_file, model_dir, out, "--resume", "--save_every", 5))
+    assert "resuming from" in result.stdout and "update-000010, after update 10" in result.stdout
+    assert "update-000020: rank-00000.safetensors is damaged: its SHA-256 differs" in result.stderr
+    assert "update-000015: manifest.json is damaged" in result.stderr
+    assert outcome(out) == outcome(finished)
+    assert not list((out / "checkpoints").glob("*.partial"))
+
+
+def change_manifest(checkpoint, change):
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    change(manifest)
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"sha256": _hash_of(manifest)}))
+
+
+def test_what_is_not_the_runs_own_is_refused(finished, functions_file, model_dir, tmp_path):
+    """In one line each, with both values; nothing is written. What can be meant passes with --allow_changed."""
+    before = sorted((path, path.stat().st_mtime_ns) for path in finished.rglob("*"))
+    changed = ["--global_batch_size", 4, "--learning_rate", 2e-3, "--num_updates", 22, "--sequence_length", 48]
+    changed = flags(functions_file, model_dir, finished, "--resume", *changed)
+    result = run_recipe(changed, check=False)
+    patterns = ["--global_batch_size is 4, the checkpoint's is 8; give 8, or --allow_changed global_batch_size"]
+    patterns += ["--learning_rate is 0.002, the checkpoint's is 0.001", "--num_updates is 22, the checkpoint's is 20"]
+    assert_refused(result, *patterns, "other training data: their fingerprint is", lines=4)
+    assert sorted((path, path.stat().st_mtime_ns) for path in finished.rglob("*")) == before
+
+    other = tmp_path / "run"
+    shutil.copytree(finished, other)
+    newest = other / "checkpoints/update-000020"
+    change_manifest(newest, lambda manifest: manifest["identity"].update(tokenizer="0" * 16))
+    change_manifest(newest, lambda manifest: manifest["identity"]["model"].update(attention_dropout=0.1))
+    result = run_recipe(flags(functions_file, model_dir, other, "--resume", "--optimizer", "sgd"), check=False)
+    patterns = [
+        "another model: its attention_dropout is 0.0, the checkpoint's is 0.1",
+        "another tokenizer: .* is 0{16};",
+    ]
+    assert_refused(result, *patterns, "--optimizer is sgd, the checkpoint's is adamw; give adamw$", lines=3)
+
+    change_manifest(newest, lambda manifest: manifest.update(format=2))
+    result = run_recipe(flags(functions_file, model_dir, other, "--resume"), check=False)
+    assert_refused(result, "its format is 2, newer than this code's 1")
+
+    shutil.rmtree(newest)
+    changed[changed.index(str(finished))] = str(other)
+    run_recipe([*changed, "--allow_changed", "global_batch_size", "learning_rate", "num_updates", "dataset"])
+    assert len(read_metrics(other)) == 22
+
+
+def test_nothing_to_resume_is_refused(functions_file, model_dir, tmp_path):
+    arguments = flags(functions_file, model_dir, tmp_path / "none", "--resume", "--keep_last", 1)
+    patterns = ["none has no checkpoints; name the --output_dir of the run", "--keep_last 1: were the only checkpoint"]
+    assert_refused(run_recipe(arguments, check=False), *patterns, lines=2)
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_best_and_the_last_are_kept(functions_file, model_dir, tmp_path):
+    """A learning rate far too high: the first evaluation is the best one."""
+    more = ["--save_every", 4, "--eval_every", 4, "--keep_best", "--learning_rate", 5, "--lr_schedule", "constant"]
+    more += ["--warmup_updates", 18, "--validation_file"]
+    run_recipe(flags(functions_file, model_dir, tmp_path / "run", *more, functions_file))
+    losses = [line["validation_loss"] for line in read_metrics(tmp_path / "run") if "validation_loss" in line]
+    kept = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    best = 4 * (1 + losses.index(min(losses)))
+    assert kept == sorted({f"update-{best:06}", "update-000016", "update-000020"})
+    assert best < 16  # else this shows nothing
+    assert manifest_of(tmp_path / "run")["position"]["best_validation_loss"] == min(losses)
+
+
+# --- export
+
+
+def export(checkpoint, target):
+    return run([BIN / "python", "-m", "common.checkpoint", "export", checkpoint, target])
+
+
+@pytest.mark.parametrize(("config", "processes"), [("cpu", 1), ("zero3", 2)])
+def test_an_exported_checkpoint_is_the_model(config, processes, finished, functions_file, model_dir, tmp_path):
+    """Bit for bit the weights that the run wrote itself, whatever cut them; with tokenizer and generation settings."""
+    out = finished
+    if config != "cpu":
+        out = tmp_path / "run"
+        run_recipe(flags(functions_file, model_dir, out), config, processes)
+    result = export(out / "checkpoints/update-000020", tmp_path / "exported")
+    assert result.returncode == 0, result.stderr
+    weights = load_file(out / "model/model.safetensors")
+    exported = load_file(tmp_path / "exported/model.safetensors")
+    assert exported.keys() == weights.keys() and all(exported[name].equal(weights[name]) for name in weights)
+    assert {path.name for path in (tmp_path / "exported").iterdir()} == {
+        path.name for path in (out / "model").iterdir()
+    }
+    AutoTokenizer.from_pretrained(tmp_path / "exported")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    # Control: the model that training began with is another one.
+    begun = AutoModelForCausalLM.from_pretrained(model_dir).state_dict()
+    assert not all(value.equal(begun[name]) for name, value in model.state_dict().items())
+
+
+def test_an_export_of_a_damaged_checkpoint_writes_nothing(finished, tmp_path):
+    shutil.copytree(finished / "checkpoints/update-000020", tmp_path / "damaged")
+    flip_bit(tmp_path / "damaged/rank-00000.safetensors")
+    for target, pattern in (("exported", "its SHA-256 differs"), ("damaged", "its SHA-256 differs")):
+        result = export(tmp_path / "damaged", tmp_path / target)
+        assert result.returncode == 2 and result.stderr.startswith("error: ") and pattern in result.stderr
+    assert not (tmp_path / "exported").exists()
+    result = export(finished / "checkpoints/update-000020", tmp_path / "damaged")
+    assert result.returncode == 2 and "is there already" in result.stderr
+
+
+# --- asked to stop
+
+
+def start(arguments, *options, config="cpu"):
+    """A run in its own session, its output in files: what it prints must not stop it."""
+    command = [*launch_command(config, *options), "recipes/lm.py", *arguments]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen([str(part) for part in command], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+
+
+def recipes_of(process):
+    """The ranks below a launcher, in order, and their data workers."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    ranks = [child for child in children if "recipes/lm.py" in child.cmdline() and child.ppid() == process.pid]
+    return sorted(ranks, key=lambda child: child.pid), [child for child in children if child not in ranks]
+
+
+def wait_for_updates(out, number, process):
+    while not (out / "metrics.jsonl").is_file() or len((out / "metrics.jsonl").read_text().splitlines()) < number:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+
+
+SIGNALLED = {
+    "one process, SIGINT": ("cpu", signal.SIGINT, "first", 1, []),
+    "one rank, twice, SIGUSR1, during saves": ("multi_cpu", signal.SIGUSR1, "last", 2, ["--save_every", 1]),
+    "all processes, SIGTERM": ("multi_cpu", signal.SIGTERM, "all", 1, ["--num_workers", 1]),
+}
+
+
+@pytest.mark.parametrize("case", SIGNALLED)
+def test_a_signal_ends_the_update_and_leaves_a_checkpoint(case, functions_file, model_dir, tmp_path):
+    config, number, target, times, more = SIGNALLED[case]
+    out = tmp_path / "run"
+    process = start(flags(functions_file, model_dir, out, "--num_updates", 5000, *more), config=config)
+    wait_for_updates(out, 5, process)
+    ranks, workers = recipes_of(process)
+    for one in {"first": ranks[:1], "last": ranks[-1:], "all": [*ranks, *workers]}[target]:
+        for _ in range(times):
+            one.send_signal(number)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1 and re.search(r"exit status 75|exitcode *: 75", errors), errors
+    done = len(read_metrics(out))
+    assert 5 <= done < 5000
+    assert json.loads((out / "run.json").read_text())["status"] == f"stopped after update {done}"
+    assert manifest_of(out, done)["update"] == done
+    assert not list((out / "checkpoints").glob("*.partial")) and not (out / "model").exists()
+
+
+def test_without_a_launcher_the_status_is_75(functions_file, model_dir, tmp_path):
+    out = tmp_path / "run"
+    command = [BIN / "python", "recipes/lm.py", *flags(functions_file, model_dir, out, "--num_updates", 5000)]
+    env = os.environ | {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*map(str, command)], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+    wait_for_updates(out, 3, process)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75 and "SIGTERM: stopping after this update" in errors
