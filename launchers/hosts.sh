@@ -21,8 +21,9 @@ Environment variables:
   LAUNCH_FLAGS        more flags of accelerate launch, such as "--mixed_precision no"
   PYTHON              on each host (default: .venv/bin/python of this directory if it is there, else python3)
   SSH                 the command with its options (default: ssh)
-All variables named NCCL_*, GLOO_*, CUDA_*, OMP_*, HF_*, TORCH_*, DS_* and XDG_CACHE_HOME go to each host. With several
-networks, set NCCL_SOCKET_IFNAME=eth0 where NCCL takes a wrong one; gloo is told the one that leads to MAIN_IP.
+All variables named NCCL_*, GLOO_*, CUDA_*, OMP_*, HF_*, TORCH_*, DS_* and XDG_CACHE_HOME go to each host, but for tokens
+and keys: log in on the hosts instead (hf auth login). With several networks, set NCCL_SOCKET_IFNAME=eth0 where NCCL
+takes a wrong one; gloo is told the one that leads to MAIN_IP.
 TEXT
 }
 
@@ -88,6 +89,7 @@ fi
 exports=""
 for name in $(compgen -e); do
     case $name in
+    *TOKEN | *KEY) ;; # everybody on a host sees the command lines of all
     NCCL_* | GLOO_* | CUDA_* | OMP_* | HF_* | TORCH_* | DS_* | XDG_CACHE_HOME) exports+="$(quote "$name=${!name}")" ;;
     esac
 done

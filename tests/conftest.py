@@ -18,7 +18,13 @@ BIN = Path(sys.executable).parent
 
 @pytest.fixture(scope="session", autouse=True)
 def caches(tmp_path_factory):
-    """All caches in one temporary directory: the tests neither use nor leave what is in the user's."""
+    """All caches in one temporary directory: the tests neither use nor leave what is in the user's.
+
+    But for what DeepSpeed compiles, which takes minutes.
+    """
+    from torch.utils.cpp_extension import _get_build_directory
+
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(_get_build_directory("deepspeed_shm_comm", verbose=False)).parent)
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
     os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -121,9 +127,7 @@ def make_model_dir(path, text_file, **settings):
 
 @pytest.fixture(scope="session")
 def extensions():
-    """DeepSpeed's extensions, in the user's cache and built once: the other caches are the tests' own."""
-    home = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions")
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(home)
+    """DeepSpeed's extensions, built before a test waits for them."""
     code = "from common import sharding; sharding.build_extensions({'offload_optimizer': {'device': 'cpu'}})"
     result = run([BIN / "python", "-c", code], timeout=1500, DS_ACCELERATOR="cpu", PYTHONPATH=ROOT)
     assert result.returncode == 0, result.stdout + result.stderr
