@@ -190,7 +190,7 @@ def _disk_line(error: OSError, directory: Path, needed: int) -> str:
 def complete_or_absent(directory: Path) -> Iterator[Path]:
     """A directory to write into, which takes its name, and the place of what had it, when all in it is on the disk."""
     partial = directory.with_name(directory.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
+    _remove(partial)
     partial.mkdir(parents=True)
     yield partial
     for path in [*partial.rglob("*"), partial]:
@@ -198,14 +198,22 @@ def complete_or_absent(directory: Path) -> Iterator[Path]:
     _replace(partial, directory)
 
 
+def _remove(path: Path) -> None:
+    """A directory with all in it, or a file that stands in its place."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _replace(partial: Path, directory: Path) -> None:
     """Renames a directory that is complete; what has the name already goes away."""
     if directory.exists():
         old = directory.with_name(directory.name + ".old" + PARTIAL)
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
         directory.rename(old)
         partial.rename(directory)
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
     else:
         partial.rename(directory)
     _fsync(directory.parent)
@@ -492,7 +500,7 @@ class Checkpoints:
                         f"--output_dir {self.output_dir}: another run writes there; end it, or name another directory"
                     ) from None
             for stale in self.directory.glob(f"*{PARTIAL}"):
-                shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+                _remove(stale)
 
         self._together(take, only_main=True)
 
@@ -531,8 +539,7 @@ class Checkpoints:
             self.directory.mkdir(parents=True, exist_ok=True)
             if self.needed > shutil.disk_usage(self.directory).free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(partial))
-            if partial.is_dir():
-                shutil.rmtree(partial)
+            _remove(partial)
             partial.mkdir()
 
         self._together(make_room, only_main=True)
@@ -627,6 +634,7 @@ class Checkpoints:
         for path, _ in found:
             if path not in kept:
                 going = path.with_name(path.name + ".old" + PARTIAL)
+                _remove(going)
                 path.rename(going)  # half removed, it must not look like a damaged checkpoint
                 shutil.rmtree(going)
 
