@@ -95,7 +95,15 @@ def main():
     usual = statistics.median(timed(lambda: update(accelerator, model, optimizer, ids)) for _ in range(5))
 
     work = Path(tempfile.mkdtemp(dir=options.directory))
-    flags = {"save_every": 1, "keep_last": 2, "keep_best": False, "resume": False, "allow_changed": [], "seed": 0}
+    flags = {
+        "save_every": 1,
+        "keep_last": 2,
+        "keep_best": False,
+        "resume": False,
+        "allow_changed": [],
+        "seed": 0,
+        "num_updates": 0,
+    }
     flags |= {"output_dir": str(work / "ours"), "global_batch_size": 1}
     checkpoints = checkpoint.Checkpoints(argparse.Namespace(**flags), accelerator)
     (work / "ours").mkdir()

@@ -387,6 +387,9 @@ class Checkpoints:
         self.needed = 0  # bytes of the newest save, over all ranks
         self.stall_seconds: list[float] = []
         self.copies: dict[str, torch.Tensor] = {}
+        self.cannot = _cannot_save(accelerator)
+        if self.cannot and (self.wants_resume or 0 < self.save_every <= args.num_updates):
+            raise ValueError(self.cannot)
         self.lock: FileLock | None = None
 
     # The ranks agree on each outcome, so that none goes on alone where another failed.
@@ -529,6 +532,8 @@ class Checkpoints:
         """
         if position.update == self.last_saved:
             return
+        if self.cannot:
+            raise ValueError(self.cannot)
         started = time.perf_counter()
         self.finish()  # one at a time
         owned = [piece for piece in shards.pieces(self.accelerator, model, optimizer) if piece.is_owner]
@@ -666,6 +671,18 @@ def load_state(reader: Reader, accelerator: Accelerator, model: torch.nn.Module,
         values = reader.read(piece.name, piece.start, piece.tensor.numel())
         piece.tensor.copy_(values.view(piece.tensor.shape))
     shards.refresh(optimizer)
+
+
+def _cannot_save(accelerator: Accelerator) -> str | None:
+    """Why this run's state cannot be saved, or None."""
+    plugin = accelerator.deepspeed_plugin
+    zero = plugin.deepspeed_config.get("zero_optimization", {}) if plugin is not None else {}
+    if (zero.get("offload_optimizer") or {}).get("device") == "nvme":
+        return (
+            "--save_every, --resume: checkpoints do not hold an optimizer state that lies in files (nvme_path); give "
+            "--save_every 0, or take zero3_offload_cpu.yaml"
+        )
+    return None
 
 
 def _pretrained_files(*pretrained: Any) -> dict[str, bytes]:
