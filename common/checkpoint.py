@@ -190,7 +190,7 @@ def _disk_line(error: OSError, directory: Path, needed: int) -> str:
 def complete_or_absent(directory: Path) -> Iterator[Path]:
     """A directory to write into, which takes its name, and the place of what had it, when all in it is on the disk."""
     partial = directory.with_name(directory.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
+    _remove(partial)
     partial.mkdir(parents=True)
     yield partial
     for path in [*partial.rglob("*"), partial]:
@@ -198,14 +198,22 @@ def complete_or_absent(directory: Path) -> Iterator[Path]:
     _replace(partial, directory)
 
 
+def _remove(path: Path) -> None:
+    """A directory with all in it, or a file that stands in its place."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _replace(partial: Path, directory: Path) -> None:
     """Renames a directory that is complete; what has the name already goes away."""
     if directory.exists():
         old = directory.with_name(directory.name + ".old" + PARTIAL)
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
         directory.rename(old)
         partial.rename(directory)
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
     else:
         partial.rename(directory)
     _fsync(directory.parent)
@@ -378,6 +386,10 @@ class Checkpoints:
         self.last_saved = -1
         self.needed = 0  # bytes of the newest save, over all ranks
         self.stall_seconds: list[float] = []
+        self.copies: dict[str, torch.Tensor] = {}
+        self.cannot = _cannot_save(accelerator)
+        if self.cannot and (self.wants_resume or 0 < self.save_every <= args.num_updates):
+            raise ValueError(self.cannot)
         self.lock: FileLock | None = None
 
     # The ranks agree on each outcome, so that none goes on alone where another failed.
@@ -492,7 +504,7 @@ class Checkpoints:
                         f"--output_dir {self.output_dir}: another run writes there; end it, or name another directory"
                     ) from None
             for stale in self.directory.glob(f"*{PARTIAL}"):
-                shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+                _remove(stale)
 
         self._together(take, only_main=True)
 
@@ -520,6 +532,8 @@ class Checkpoints:
         """
         if position.update == self.last_saved:
             return
+        if self.cannot:
+            raise ValueError(self.cannot)
         started = time.perf_counter()
         self.finish()  # one at a time
         owned = [piece for piece in shards.pieces(self.accelerator, model, optimizer) if piece.is_owner]
@@ -531,8 +545,7 @@ class Checkpoints:
             self.directory.mkdir(parents=True, exist_ok=True)
             if self.needed > shutil.disk_usage(self.directory).free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(partial))
-            if partial.is_dir():
-                shutil.rmtree(partial)
+            _remove(partial)
             partial.mkdir()
 
         self._together(make_room, only_main=True)
@@ -562,13 +575,22 @@ class Checkpoints:
         }
         # The copy needs as much memory on the host as the state of all ranks of this machine.
         local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        has_memory = psutil.virtual_memory().available > 1.25 * size * local
-        tensors = [(piece.name, piece.tensor.to("cpu", copy=True) if has_memory else piece.tensor) for piece in owned]
+        has_memory = bool(self.copies) or psutil.virtual_memory().available > 1.25 * size * local
+        tensors = [(piece.name, self._copy(piece) if has_memory else piece.tensor) for piece in owned]
         self.writing = self.pool.submit(self._write_rank, partial, tensors, rank_facts)
         self.is_saving, self.last_saved = True, position.update
         if not has_memory:
             self._together(self.writing.result)
         self.stall_seconds.append(time.perf_counter() - started)
+
+    def _copy(self, piece: shards.Piece) -> torch.Tensor:
+        """On the host, in the memory of the save before: fresh pages take several times as long as the copy."""
+        copy = self.copies.get(piece.name)
+        if copy is None or (copy.shape, copy.dtype) != (piece.tensor.shape, piece.tensor.dtype):
+            is_cuda = piece.tensor.device.type == "cuda"
+            copy = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, pin_memory=is_cuda)
+            self.copies[piece.name] = copy
+        return copy.copy_(piece.tensor)
 
     def _write_rank(self, partial: Path, tensors: list[tuple[str, torch.Tensor]], facts: dict[str, Any]) -> None:
         name = f"rank-{self.rank:05}"
@@ -627,6 +649,7 @@ class Checkpoints:
         for path, _ in found:
             if path not in kept:
                 going = path.with_name(path.name + ".old" + PARTIAL)
+                _remove(going)
                 path.rename(going)  # half removed, it must not look like a damaged checkpoint
                 shutil.rmtree(going)
 
@@ -648,6 +671,18 @@ def load_state(reader: Reader, accelerator: Accelerator, model: torch.nn.Module,
         values = reader.read(piece.name, piece.start, piece.tensor.numel())
         piece.tensor.copy_(values.view(piece.tensor.shape))
     shards.refresh(optimizer)
+
+
+def _cannot_save(accelerator: Accelerator) -> str | None:
+    """Why this run's state cannot be saved, or None."""
+    plugin = accelerator.deepspeed_plugin
+    zero = plugin.deepspeed_config.get("zero_optimization", {}) if plugin is not None else {}
+    if (zero.get("offload_optimizer") or {}).get("device") == "nvme":
+        return (
+            "--save_every, --resume: checkpoints do not hold an optimizer state that lies in files (nvme_path); give "
+            "--save_every 0, or take zero3_offload_cpu.yaml"
+        )
+    return None
 
 
 def _pretrained_files(*pretrained: Any) -> dict[str, bytes]:

@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import resource
+import shutil
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -110,10 +111,10 @@ def start_run(
 
 def cut_metrics(path: Path, num_updates: int) -> None:
     """Leaves the lines of the first `num_updates` updates: those after the checkpoint are made once more."""
-    if not path.is_file():
-        return
+    if path.exists() and not path.is_file():
+        raise ValueError(f"disk: {path} is no file; move it away, then start again with --resume")
     kept = []
-    for line in path.read_text().splitlines(keepends=True):
+    for line in path.read_text().splitlines(keepends=True) if path.is_file() else []:
         if not line.endswith("\n") or json.loads(line)["update"] != len(kept) or len(kept) == num_updates:
             break  # a torn line, after a power cut, is an end too
         kept.append(line)
@@ -230,7 +231,14 @@ class Progress:
             "sample_digest": window.sample_digest,
         }
         if self.file:
-            self.file.write(to_json_line(record))
+            try:
+                self.file.write(to_json_line(record))
+            except OSError as error:
+                free = shutil.disk_usage(Path(self.file.name).parent).free
+                raise ValueError(
+                    f"disk: {self.file.name} could not be written after update {record['update']}: {error.strerror}; "
+                    f"{free:,} bytes free; make room, then start again with --resume"
+                ) from error
             numbers = {key: value for key, value in record.items() if isinstance(value, int | float)}
             self.accelerator.log(numbers, step=record["update"])
         self.bar.set_postfix_str(

@@ -378,3 +378,91 @@ def test_without_a_launcher_the_status_is_75(functions_file, model_dir, tmp_path
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 75 and "SIGTERM: stopping after this update" in errors
+
+
+# --- the disk
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Mounts a tmpfs of so many bytes on a directory; needs the right to mount."""
+    mounted = []
+
+    def mount(path, size):
+        path.mkdir(parents=True, exist_ok=True)
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path]
+        if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("needs the right to mount a tmpfs")
+        mounted.append(path)
+        return path
+
+    yield mount
+    for path in reversed(mounted):
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+def disk_errors(result):
+    assert result.returncode != 0
+    return [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+
+
+# Bytes left when the disk fills up within a save: for nothing, for a part of the tensors.
+@pytest.mark.parametrize("left", [0, 300_000])
+def test_a_disk_that_fills_up_within_a_save(left, functions_file, model_dir, small_disk, tmp_path):
+    """One line with path, needed and free bytes; the checkpoint before is sound, and with room the run goes on."""
+    disk = small_disk(tmp_path / "disk", "4M")
+    arguments = flags(functions_file, model_dir, disk / "run", "--num_updates", 12, "--save_every", 5)
+    spec = tmp_path / "spec.json"
+    spec.write_text(
+        json.dumps([{"flags": arguments, "changes": {"fill_disk": [10, str(disk), left], "slow_updates": 0.1}}])
+    )
+    result = run([*launch_command("cpu"), "tests/run_recipe.py", spec], TQDM_DISABLE=1)
+    (line,) = disk_errors(result)
+    assert line.startswith("error: disk: ") and re.search(r"[\d,]+ bytes free|[\d,]+ free", line), line
+    found, problems = list_checkpoints(disk / "run")
+    assert [manifest["update"] for path, manifest in found if not _damage(path, manifest)] == [5] and not problems
+    (disk / "ballast").unlink()
+    run_recipe([*arguments, "--resume"])
+    assert len(read_metrics(disk / "run")) == 12
+
+
+def test_a_save_that_cannot_fit_is_refused_before_it_starts(functions_file, model_dir, small_disk, tmp_path):
+    disk = small_disk(tmp_path / "disk", "1300K")
+    result = run_recipe(flags(functions_file, model_dir, disk / "run", "--save_every", 5), check=False)
+    (line,) = disk_errors(result)
+    match = re.search(
+        r"No space left on device \((.*update-000010.partial)\); ([\d,]+) bytes needed, ([\d,]+) free", line
+    )
+    needed, free = (int(match[number].replace(",", "")) for number in (2, 3))
+    assert needed > free > 0
+    assert [manifest["update"] for _, manifest in list_checkpoints(disk / "run")[0]] == [5]
+    assert not list((disk / "run/checkpoints").glob("*.partial"))
+
+
+def test_a_disk_that_became_read_only(finished, functions_file, model_dir, small_disk, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(finished, out, ignore=shutil.ignore_patterns("checkpoints"))
+    checkpoints = small_disk(out / "checkpoints", "4M")
+    shutil.copytree(finished / "checkpoints/update-000010", checkpoints / "update-000010")
+    subprocess.run(["mount", "-o", "remount,ro", checkpoints], check=True)
+    result = run_recipe(flags(functions_file, model_dir, out, "--resume", "--save_every", 5), check=False)
+    (line,) = disk_errors(result)
+    assert "disk: " in line and "Read-only file system" in line and "update-000015.partial" in line
+    assert "resuming from" in result.stdout  # the old one still loads
+
+
+def test_what_stands_in_a_checkpoints_place_is_put_away(finished, functions_file, model_dir, tmp_path):
+    """Files where directories should be, and a directory in the place of a file."""
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    shutil.rmtree(out / "checkpoints/update-000015")
+    shutil.rmtree(out / "checkpoints/update-000020")
+    (out / "checkpoints/update-000015").write_text("a file")
+    (out / "checkpoints/update-000015.partial").write_text("a file")
+    (out / "checkpoints/update-000020.partial/rank-00000.safetensors").mkdir(parents=True)
+    run_recipe(flags(functions_file, model_dir, out, "--resume", "--save_every", 5))
+    assert outcome(out) == outcome(finished)
+    (out / "metrics.jsonl").unlink()
+    (out / "metrics.jsonl").mkdir()
+    result = run_recipe(flags(functions_file, model_dir, out, "--resume"), check=False)
+    assert_refused(result, "disk: .*metrics.jsonl is no file")

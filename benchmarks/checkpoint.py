@@ -1,0 +1,170 @@
+"""Measures how long a save holds up the training loop, beside Accelerate's save_state on the same model.
+
+    accelerate launch --config_file accelerate_configs/cpu.yaml benchmarks/checkpoint.py
+
+A Llama of 14 M parameters (the recipe's `small`) with the state of AdamW, 166 MB in all. A round is one save of each
+kind, in turn, every second round backwards; before each, the disk is synced. The stall is the time until the loop could
+go on; `until complete` is until the checkpoint has its final name and is flushed. save_state flushes nothing: its files
+are in the page cache when it returns, so it is measured with a sync too. Both directories lie on the same disk.
+
+The loop that goes on shares the processors with the thread that writes: `while writing` is how much longer an update
+took meanwhile, times the number of those updates, and counts as stall too in `stall in all`.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from transformers import LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(1, str(ROOT))
+
+from common import checkpoint, tracking
+from common.launch import running_mode
+from common.optimizers import make_optimizer
+
+
+class FlatTokenizer:
+    """No tokenizer is needed to measure; a checkpoint asks for its fingerprint."""
+
+    chat_template = eos_token_id = None
+
+    def get_vocab(self):
+        return {}
+
+
+def update(accelerator, model, optimizer, ids):
+    accelerator.backward(model(input_ids=ids, labels=ids).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def timed(action):
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def measure_ours(checkpoints, position, accelerator, model, optimizer, ids, usual):
+    os.sync()
+    position.update += 1
+    started = time.perf_counter()
+    checkpoints.save(position, model, optimizer)
+    stall = time.perf_counter() - started
+    longer = []
+    while not checkpoints._is_written():
+        longer.append(timed(lambda: update(accelerator, model, optimizer, ids)) - usual)
+    checkpoints.finish()
+    return {"stall": stall, "until complete": time.perf_counter() - started, "while writing": max(0.0, sum(longer))}
+
+
+def measure_save_state(accelerator, directory):
+    shutil.rmtree(directory, ignore_errors=True)
+    os.sync()
+    started = time.perf_counter()
+    accelerator.save_state(str(directory))
+    stall = time.perf_counter() - started
+    os.sync()
+    return {"stall": stall, "until complete": time.perf_counter() - started}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--directory", default=tempfile.gettempdir(), help="on the disk to measure")
+    parser.add_argument("--output_dir", type=Path, default=ROOT / "benchmarks/results")
+    options = parser.parse_args()
+    accelerator = Accelerator()
+    shape = {"hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 6, "num_key_value_heads": 6}
+    config = LlamaConfig(num_hidden_layers=options.layers, vocab_size=8192, tie_word_embeddings=True, **shape)
+    model = LlamaForCausalLM(config)
+    model, optimizer = accelerator.prepare(model, make_optimizer("adamw", model, 1e-3, 0.1))
+    ids = torch.randint(8192, (2, 256), device=accelerator.device)
+    for _ in range(3):
+        update(accelerator, model, optimizer, ids)
+    usual = statistics.median(timed(lambda: update(accelerator, model, optimizer, ids)) for _ in range(5))
+
+    work = Path(tempfile.mkdtemp(dir=options.directory))
+    flags = {
+        "save_every": 1,
+        "keep_last": 2,
+        "keep_best": False,
+        "resume": False,
+        "allow_changed": [],
+        "seed": 0,
+        "num_updates": 0,
+    }
+    flags |= {"output_dir": str(work / "ours"), "global_batch_size": 1}
+    checkpoints = checkpoint.Checkpoints(argparse.Namespace(**flags), accelerator)
+    (work / "ours").mkdir()
+    checkpoints.identity = checkpoint.identify(
+        argparse.Namespace(**flags), accelerator, config, FlatTokenizer(), "none"
+    )
+    checkpoints.start(config, model=model)
+    position = checkpoint.Position()
+    hashed = checkpoint.hashlib.sha256
+
+    class NoHash:
+        def update(self, _):
+            pass
+
+        def hexdigest(self):
+            return ""
+
+    kinds = {
+        "ours": lambda: measure_ours(checkpoints, position, accelerator, model, optimizer, ids, usual),
+        "ours, no hash": lambda: measure_ours(checkpoints, position, accelerator, model, optimizer, ids, usual),
+        "save_state": lambda: measure_save_state(accelerator, work / "theirs"),
+    }
+    runs = {kind: [] for kind in kinds}
+    try:
+        for number in range(options.rounds + 1):
+            for kind in list(kinds)[:: -1 if number % 2 else 1]:
+                # (The few bytes of JSON are hashed all the same, as hashing them takes no time.)
+                checkpoint.hashlib.sha256 = (
+                    (lambda *data: hashed(*data) if data else NoHash()) if "no" in kind else hashed
+                )
+                figures = kinds[kind]()
+                if number:  # the first round is warm-up
+                    runs[kind].append(figures)
+    finally:
+        checkpoint.hashlib.sha256 = hashed
+        shutil.rmtree(work)
+
+    def median(kind, figure):
+        return statistics.median(run[figure] for run in runs[kind])
+
+    report = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{os.cpu_count()} cores, {accelerator.device.type}, {running_mode(accelerator)}",
+        "load average at the end": os.getloadavg()[0],
+        "versions": tracking.versions(),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "bytes": checkpoints.needed,
+        "usual update, s": usual,
+        "median, s": {kind: {figure: median(kind, figure) for figure in runs[kind][0]} for kind in runs},
+        "stall / save_state's": median("ours", "stall") / median("save_state", "stall"),
+        "stall in all / save_state's": statistics.median(r["stall"] + r["while writing"] for r in runs["ours"])
+        / median("save_state", "stall"),
+        "until complete, with / without hash": median("ours", "until complete")
+        / median("ours, no hash", "until complete"),
+        "runs": runs,
+    }
+    options.output_dir.mkdir(parents=True, exist_ok=True)
+    path = options.output_dir / f"checkpoint-{accelerator.device.type}.json"
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps({key: value for key, value in report.items() if key != "runs"}, indent=1), f"\n{path}")
+
+
+if __name__ == "__main__":
+    main()
