@@ -145,12 +145,6 @@ def _read_config_file(launch: Launch, known: set[str]) -> None:
                 nearest = difflib.get_close_matches(setting, known, n=1)
                 hint = f"did you mean {nearest[0]}? Else take it out" if nearest else "take it out"
                 launch.file_problems.append(f"{launch.config_file}: {key} has the unknown key {name}; {hint}")
-            elif setting not in launch.given and launch.settings[setting] != entry:
-                # Seen in 1.15: the sections of a config file are read only if some flag is given.
-                launch.file_problems.append(
-                    f"{launch.config_file} sets {name} to {entry}, but the launcher takes {launch.settings[setting]}; "
-                    f"name the file: accelerate launch --config_file {launch.config_file}"
-                )
 
 
 def check_machines(launch: Launch) -> list[str]:

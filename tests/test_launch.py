@@ -145,14 +145,15 @@ def test_a_launch_runs_as_what_was_asked_or_is_refused(name, functions_file, mod
     assert re.search(rf"precision  {precision}", result.stdout)
 
 
-def test_the_sections_of_a_default_config_file_are_refused_where_the_launcher_skips_them(functions_file, tmp_path):
-    """Without any flag, the launcher reads the file's first level only: FSDP with other settings than the file's."""
+def test_a_default_config_file_of_the_users_runs_as_what_it_says(functions_file, tmp_path):
     default = tmp_path / "accelerate/default_config.yaml"
     default.parent.mkdir()
     default.write_text((ROOT / "accelerate_configs/fsdp2_offload.yaml").read_text())
     command = [BIN / "accelerate", "launch", "recipes/lm.py", "--train_file", functions_file, "--dry_run"]
     result = run(command, HF_HOME=tmp_path, CUDA_VISIBLE_DEVICES="")
-    assert_refused(result, "default_config.yaml sets fsdp_version to 2, but the launcher takes 1", lines=None)
+    assert result.returncode == 0, result.stderr
+    assert "mode  FSDP, 2 processes on cpu, a rehearsal" in result.stdout
+    assert re.search(r"fsdp_offload_params +True +.*default_config.yaml", result.stdout)
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch):

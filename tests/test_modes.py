@@ -239,23 +239,18 @@ def test_an_nvme_path_that_is_full_is_refused(functions_file, tmp_path):
         subprocess.run(["umount", path], check=True)
 
 
-def build(tmp_path, needs, **env):
+def build(tmp_path, builder="ShareMemCommBuilder", package="g++", **env):
     """What a process does before it shards, in a place where nothing has been built."""
-    code = (
-        f"from common import launch, sharding\nwith launch.user_mistakes_end_here(): sharding.build_extensions({needs})"
-    )
-    (tmp_path / "build.py").write_text(code)
+    code = "from common import launch, sharding\nwith launch.user_mistakes_end_here(): "
+    (tmp_path / "build.py").write_text(code + f"sharding._build_extension({builder!r}, {package!r})")
     env = {"TORCH_EXTENSIONS_DIR": tmp_path, "DS_ACCELERATOR": "cpu", "PYTHONPATH": ROOT} | env
     return run([BIN / "python", tmp_path / "build.py"], **env)
 
 
 def test_a_compiler_or_library_that_is_missing_is_one_line(tmp_path):
-    assert_refused(build(tmp_path, {}, CXX="no-such-compiler"), "finds no C\\+\\+ compiler; apt install g\\+\\+")
-    built = Path(os.environ["TORCH_EXTENSIONS_DIR"])
-    for name in ("deepspeed_shm_comm", "cpu_adam"):
-        shutil.copytree(next(built.rglob(f"{name}.so")).parent, tmp_path / name, dirs_exist_ok=True)
+    assert_refused(build(tmp_path, CXX="no-such-compiler"), "finds no C\\+\\+ compiler; apt install g\\+\\+")
     # The check for libaio compiles a line of C, which this compiler refuses as one without the header would.
-    result = build(tmp_path, {"offload_optimizer": {"device": "nvme"}}, CC="false", MAX_JOBS=1)
+    result = build(tmp_path, "AsyncIOBuilder", "libaio-dev", CC="false")
     assert_refused(result, "async_io cannot be built on this machine; apt install libaio-dev")
 
 
@@ -263,9 +258,9 @@ def test_the_lock_of_a_killed_build_is_found_and_said(tmp_path):
     """Control: without the lock nothing is said. (With it, and no remedy, torch waits for ever.)"""
     built = next(Path(os.environ["TORCH_EXTENSIONS_DIR"]).rglob("deepspeed_shm_comm.so")).parent
     shutil.copytree(built, tmp_path / built.name)
-    assert build(tmp_path, {}).stdout == ""
+    assert build(tmp_path).stdout == ""
     (tmp_path / built.name / "lock").touch()
-    result = build(tmp_path, {})
+    result = build(tmp_path)
     assert result.returncode == 0, result.stderr
     assert "lock was left by a build that was killed; removing it" in result.stdout
     assert not (tmp_path / built.name / "lock").exists()
