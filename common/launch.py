@@ -176,6 +176,33 @@ def check_machines(launch: Launch) -> list[str]:
     return problems
 
 
+DEEPSPEED_FLAGS = {"zero_stage", "gradient_clipping", "offload_optimizer_device", "offload_param_device"}
+DEEPSPEED_FLAGS |= {"offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model"}
+
+
+def check_deepspeed_flags(launch: Launch) -> list[str]:
+    """One line for each flag of the launcher that a DeepSpeed file beside it makes void, or that changes its `auto`."""
+    if not isinstance(launch.deepspeed_config, str):
+        return []
+    problems = [
+        f"--{name} {launch.settings[name]} beside {launch.deepspeed_config}: what the file says runs; take the flag "
+        "out, or name another file with --deepspeed_config_file"
+        for name in sorted(DEEPSPEED_FLAGS & launch.given)
+    ]
+    if "ACCELERATE_GRADIENT_CLIPPING" in launch.environment:
+        problems.append("ACCELERATE_GRADIENT_CLIPPING in the environment would clip; unset it and use --max_grad_norm")
+    return problems
+
+
+def check_environment(launch: Launch) -> list[str]:
+    """One line if variables of another run's processes are left, which this one would take for its own."""
+    if "WORLD_SIZE" in launch.environment and launch.settings and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ["WORLD_SIZE is set in the environment, of another launch; unset WORLD_SIZE RANK LOCAL_RANK"]
+    if started_world_size() > 1 and "MASTER_ADDR" not in os.environ:
+        return ["WORLD_SIZE is set without MASTER_ADDR; unset WORLD_SIZE RANK LOCAL_RANK, or use accelerate launch"]
+    return []
+
+
 def check_launch(launch: Launch, optimizer: str, max_grad_norm: float) -> list[str]:
     """One line for each difference between what was asked and what this process finds; needs no process group.
 
@@ -192,6 +219,7 @@ def check_launch(launch: Launch, optimizer: str, max_grad_norm: float) -> list[s
     if launch.mode == "FSDP":
         problems += sharding.check_fsdp(launch.source, launch.settings, launch.num_processes, optimizer)
     if launch.mode == "DeepSpeed":
+        problems += check_deepspeed_flags(launch)
         problems += sharding.check_deepspeed(
             launch.deepspeed_config, optimizer, max_grad_norm=max_grad_norm, mixed_precision=launch.mixed_precision
         )
@@ -201,12 +229,13 @@ def check_launch(launch: Launch, optimizer: str, max_grad_norm: float) -> list[s
                 f"{launch.source} asks on machine {launch.machine_rank} for {launch.num_processes} processes in all, "
                 f"but {world} started; give the same --num_processes, the total, on every machine"
             )
-    elif world != launch.num_processes:
+    elif world != launch.num_processes and not check_environment(launch):
         problems.append(
             f"{launch.source} asks for {launch.num_processes} processes, but {world} started: Accelerate starts one "
             "process on a CPU for MULTI_CPU or 'NO'; use accelerate_configs/multi_cpu.yaml (distributed_type: "
             "MULTI_GPU with use_cpu: true) or --num_processes 1"
         )
+    problems += check_environment(launch)
     if launch.mixed_precision not in ("no", "bf16", "fp16"):
         problems.append(f"{launch.source}: mixed_precision {launch.mixed_precision} is not one of no, bf16, fp16")
     if launch.mixed_precision == "fp16" and on_cpu:
@@ -331,6 +360,24 @@ def running_mode(accelerator: Accelerator) -> str:
     }.get(accelerator.distributed_type, str(accelerator.distributed_type))
 
 
+def describe_mode(accelerator: Accelerator) -> str:
+    """The mode with its stage or shape and what is offloaded, for the first printed block."""
+    mode = running_mode(accelerator)
+    if mode == "DeepSpeed":
+        zero = accelerator.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
+        mode += f" ZeRO-{zero.get('stage')}"
+        for part, name in (("offload_param", "weights"), ("offload_optimizer", "optimizer")):
+            device = (zero.get(part) or {}).get("device") or "none"
+            mode += "" if device in ("none", "auto") else f", {name} on {device}"
+    if mode == "FSDP":
+        parallel = accelerator.parallelism_config
+        if parallel is not None and parallel.dp_replicate_size > 1:
+            mode += f", {parallel.dp_replicate_size} copies in {parallel.dp_shard_size} shards"
+        if accelerator.state.fsdp_plugin.cpu_offload:
+            mode += ", offloaded to the host"
+    return mode
+
+
 def is_sharded(accelerator: Accelerator) -> bool:
     """Whether a process may hold a part of the weights only."""
     return running_mode(accelerator) in ("FSDP", "DeepSpeed")
@@ -396,10 +443,12 @@ def user_mistakes_end_here() -> Iterator[None]:
 
 def exit_with_mistakes(problems: list[str]) -> None:
     """Prints each problem on a line of stderr, once on each host, and ends the process with status 2."""
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+    # Without torch's launcher there are no others on this host, whatever variables are left in the environment.
+    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0 or "TORCHELASTIC_RUN_ID" not in os.environ
+    if is_first:
         print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr, flush=True)
     liveness.leave("\n".join(problems), liveness.MISTAKE_STATUS)
-    if int(os.environ.get("LOCAL_RANK", 0)):
+    if not is_first:
         # A launcher ends all ranks of its host when the first one ends: that one must have printed by then.
         time.sleep(10)
     sys.exit(liveness.MISTAKE_STATUS)

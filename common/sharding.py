@@ -110,6 +110,17 @@ def _check_deepspeed_file(config: dict[str, Any], max_grad_norm: float, mixed_pr
     for section, flag in {"optimizer": "--optimizer", "scheduler": "--lr_schedule"}.items():
         if section in config:
             yield f"take out its section {section}: {flag} is what runs"
+    for section in ("tensorboard", "wandb", "csv_monitor", "comet"):
+        if (config.get(section) or {}).get("enabled"):
+            yield f"take out its section {section}: --report_to is what runs"
+    for section in ("torch_autocast", "data_types", "communication_data_type"):
+        if config.get(section) and not (section == "torch_autocast" and not config[section].get("enabled")):
+            yield f"{section} would compute or send in another precision than the launch's; take it out"
+    for section in ("progressive_layer_drop", "curriculum_learning", "data_efficiency", "compression_training"):
+        if section in config:
+            yield f"take out its section {section}: it would train on something else than the recipe gives"
+    if config.get("prescale_gradients") or config.get("gradient_predivide_factor", 1) != 1:
+        yield "take out prescale_gradients and gradient_predivide_factor: the recipe divides by the window's targets"
     if "activation_checkpointing" in config:
         yield "its section activation_checkpointing has no effect on these models; use --activation_checkpointing"
     for key, flag in FOLLOWING_KEYS.items():
@@ -141,6 +152,11 @@ def _check_zero(where: str, zero: Any, optimizer: str) -> list[str]:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # here because it takes seconds
 
     problems = []
+    for old, new in {"cpu_offload": "offload_optimizer", "cpu_offload_params": "offload_param"}.items():
+        if old in zero:
+            problems.append(f'{where}: zero_optimization.{old} is of the past; write "{new}": {{"device": "cpu"}}')
+    if problems:
+        return problems
     try:
         DeepSpeedZeroConfig(**{key: value for key, value in zero.items() if value != "auto"})
     except ValidationError as error:
@@ -151,6 +167,9 @@ def _check_zero(where: str, zero: Any, optimizer: str) -> list[str]:
             hint = f"; did you mean {nearest[0]}?" if unknown and nearest else f": {mistake['msg']}; mend it"
             problems.append(f"{where}: zero_optimization.{name} is not a setting that DeepSpeed takes{hint}")
         return problems
+    stage = zero.get("stage", 0)
+    if stage == 0:
+        problems.append(f"{where}: zero_optimization.stage is 0, which shards nothing; set 1, 2 or 3, or use multi_gpu")
     offloads = {part: zero.get(part) or {} for part in ("offload_optimizer", "offload_param")}
     devices = {part: offload.get("device", "none") for part, offload in offloads.items()}
     if devices["offload_optimizer"] != "none" and optimizer != "adamw":
@@ -159,6 +178,8 @@ def _check_zero(where: str, zero: Any, optimizer: str) -> list[str]:
     elif optimizer not in ("adamw", "sgd"):
         # ZeRO updates flat pieces of the parameters: factored or block-wise states would be others than the tensors'.
         problems.append(f"--optimizer {optimizer} works on whole tensors, and ZeRO cuts them; use adamw or sgd")
+    if devices["offload_param"] != "none" and stage in (1, 2):
+        problems.append(f"{where}: offload_param has no effect at stage {stage}; take it out, or set stage 3")
     for part, offload in offloads.items():
         if devices[part] == "nvme" and (reason := _cannot_write(offload.get("nvme_path"))):
             problems.append(f"{where}: {part}.nvme_path {offload.get('nvme_path')}: {reason}; make it, or name another")

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from common import liveness
 from common.batching import WindowDataset
-from common.launch import describe_precision, running_mode
+from common.launch import describe_mode, describe_precision, running_mode
 
 PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "bitsandbytes", "deepspeed", "numpy")
 
@@ -166,7 +166,7 @@ def print_run(
         "model": f"{type(model).__name__}, {total:,} parameters"
         + (f", {trainable:,} of them trained" if trainable < total else ""),
         "precision": describe_precision(accelerator),
-        "mode": f"{running_mode(accelerator)}, {world} process{'es' * (world > 1)} on {accelerator.device.type}"
+        "mode": f"{describe_mode(accelerator)}, {world} process{'es' * (world > 1)} on {accelerator.device.type}"
         + (", a rehearsal of its GPUs" if rehearsal else ""),
         "optimizer": f"{args.optimizer}, learning rate {args.learning_rate:g}, {args.lr_schedule}",
         "batch": batch,

@@ -191,6 +191,16 @@ FILE_MISTAKES = {
         "zero_optimization.ofload_optimizer is not a setting that DeepSpeed takes; did you mean offload_optimizer",
     ),
     "wrong type": ({"zero_optimization": {"stage": "two"}}, "zero_optimization.stage is not a setting"),
+    "autocast": ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast would compute or send"),
+    "sent in bf16": ({"communication_data_type": "bf16"}, "communication_data_type would compute or send"),
+    "a tracker": ({"tensorboard": {"enabled": True}}, "take out its section tensorboard: --report_to"),
+    "prescaled": ({"prescale_gradients": True}, "take out prescale_gradients"),
+    "of the past": ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "cpu_offload is of the past"),
+    "stage 0": ({"zero_optimization": {"stage": 0}}, "stage is 0, which shards nothing"),
+    "weights at stage 2": (
+        {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+        "offload_param has no effect at stage 2",
+    ),
     "no section": ({"zero_optimization": {}}, "no section zero_optimization"),
     "tensor parallel": ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel is 2; take it out"),
 }
