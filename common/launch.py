@@ -23,6 +23,7 @@ from accelerate import Accelerator
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType, set_seed
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from common import liveness, sharding
 
@@ -373,7 +374,7 @@ def describe_mode(accelerator: Accelerator) -> str:
         parallel = accelerator.parallelism_config
         if parallel is not None and parallel.dp_replicate_size > 1:
             mode += f", {parallel.dp_replicate_size} copies in {parallel.dp_shard_size} shards"
-        if accelerator.state.fsdp_plugin.cpu_offload:
+        if isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
             mode += ", offloaded to the host"
     return mode
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 
-from common.launch import Launch, describe_precision, running_mode
+from common.launch import Launch, describe_mode, describe_precision
 from common.sharding import flatten, read_deepspeed_config
 
 # Variables that change what a run does or where it reads and writes; a name of a secret's kind is never shown.
@@ -27,7 +27,7 @@ class Setting(NamedTuple):
 
 def list_settings(args: argparse.Namespace, launch: Launch, accelerator: Accelerator) -> Iterator[Setting]:
     """Every setting that this run has; call it after `accelerator.prepare`, which resolves DeepSpeed's `auto`."""
-    yield Setting("mode", running_mode(accelerator), "what runs")
+    yield Setting("mode", describe_mode(accelerator), "what runs")
     yield Setting("device", accelerator.device, "what runs")
     yield Setting("precision", describe_precision(accelerator), "what runs")
     yield Setting("processes", accelerator.num_processes, "what runs")
