@@ -6,7 +6,7 @@ import pytest
 from conftest import BIN, run
 
 # The long form: python tests/kill_runs.py --kills 200
-CAMPAIGNS = {"cpu": (1, 12), "multi_cpu": (2, 8)}
+CAMPAIGNS = {"cpu": (1, 5), "multi_cpu": (2, 3)}
 
 
 @pytest.mark.parametrize("config", CAMPAIGNS)
