@@ -42,6 +42,7 @@ from safetensors.torch import _TYPES as DTYPES  # the format's names of types
 
 from common import shards
 from common.launch import running_mode, seed_everything
+from common.sharding import offload_devices
 from common.stopping import StopRequests
 
 FORMAT = 1
@@ -677,7 +678,7 @@ def _cannot_save(accelerator: Accelerator) -> str | None:
     """Why this run's state cannot be saved, or None."""
     plugin = accelerator.deepspeed_plugin
     zero = plugin.deepspeed_config.get("zero_optimization", {}) if plugin is not None else {}
-    if (zero.get("offload_optimizer") or {}).get("device") == "nvme":
+    if offload_devices(zero)["offload_optimizer"] == "nvme":
         return (
             "--save_every, --resume: checkpoints do not hold an optimizer state that lies in files (nvme_path); give "
             "--save_every 0, or take zero3_offload_cpu.yaml"

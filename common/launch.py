@@ -209,8 +209,8 @@ def check_launch(launch: Launch, optimizer: str, max_grad_norm: float) -> list[s
 
     Also for what the mode cannot take of the recipe's flags: the optimizer's name, and the norm that clips.
     """
-    machine_problems = check_machines(launch)
-    problems = launch.file_problems + machine_problems
+    machine_problems, environment_problems = check_machines(launch), check_environment(launch)
+    problems = launch.file_problems + machine_problems + environment_problems
     on_cpu = runs_on_cpu(launch)
     world = started_world_size()
     if launch.mode not in ("plain", "DDP", "FSDP", "DeepSpeed"):
@@ -230,13 +230,12 @@ def check_launch(launch: Launch, optimizer: str, max_grad_norm: float) -> list[s
                 f"{launch.source} asks on machine {launch.machine_rank} for {launch.num_processes} processes in all, "
                 f"but {world} started; give the same --num_processes, the total, on every machine"
             )
-    elif world != launch.num_processes and not check_environment(launch):
+    elif world != launch.num_processes and not environment_problems:
         problems.append(
             f"{launch.source} asks for {launch.num_processes} processes, but {world} started: Accelerate starts one "
             "process on a CPU for MULTI_CPU or 'NO'; use accelerate_configs/multi_cpu.yaml (distributed_type: "
             "MULTI_GPU with use_cpu: true) or --num_processes 1"
         )
-    problems += check_environment(launch)
     if launch.mixed_precision not in ("no", "bf16", "fp16"):
         problems.append(f"{launch.source}: mixed_precision {launch.mixed_precision} is not one of no, bf16, fp16")
     if launch.mixed_precision == "fp16" and on_cpu:
@@ -274,8 +273,7 @@ def check_space(launch: Launch, count_parameters: Callable[[], int]) -> None:
         ValueError: a line for each path with too little space.
     """
     if launch.mode == "DeepSpeed":
-        num_machines = int(launch.settings.get("num_machines") or 1)
-        sharding.check_nvme_space(launch.deepspeed_config, count_parameters(), num_machines)
+        sharding.check_nvme_space(launch.deepspeed_config, count_parameters, launch.num_machines)
 
 
 def runs_on_cpu(launch: Launch) -> bool:
@@ -367,9 +365,9 @@ def describe_mode(accelerator: Accelerator) -> str:
     if mode == "DeepSpeed":
         zero = accelerator.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
         mode += f" ZeRO-{zero.get('stage')}"
-        for part, name in (("offload_param", "weights"), ("offload_optimizer", "optimizer")):
-            device = (zero.get(part) or {}).get("device") or "none"
-            mode += "" if device in ("none", "auto") else f", {name} on {device}"
+        names = {"offload_param": "weights", "offload_optimizer": "optimizer"}
+        for part, device in sharding.offload_devices(zero).items():
+            mode += "" if device in ("none", "auto") else f", {names[part]} on {device}"
     if mode == "FSDP":
         parallel = accelerator.parallelism_config
         if parallel is not None and parallel.dp_replicate_size > 1:

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -170,8 +170,7 @@ def _check_zero(where: str, zero: Any, optimizer: str) -> list[str]:
     stage = zero.get("stage", 0)
     if stage == 0:
         problems.append(f"{where}: zero_optimization.stage is 0, which shards nothing; set 1, 2 or 3, or use multi_gpu")
-    offloads = {part: zero.get(part) or {} for part in ("offload_optimizer", "offload_param")}
-    devices = {part: offload.get("device", "none") for part, offload in offloads.items()}
+    devices = offload_devices(zero)
     if devices["offload_optimizer"] != "none" and optimizer != "adamw":
         # Accelerate would put DeepSpeed's CPU Adam in its place, without a word.
         problems.append(f"--optimizer {optimizer}: with its state offloaded, DeepSpeed runs only adamw; use adamw")
@@ -180,9 +179,10 @@ def _check_zero(where: str, zero: Any, optimizer: str) -> list[str]:
         problems.append(f"--optimizer {optimizer} works on whole tensors, and ZeRO cuts them; use adamw or sgd")
     if devices["offload_param"] != "none" and stage in (1, 2):
         problems.append(f"{where}: offload_param has no effect at stage {stage}; take it out, or set stage 3")
-    for part, offload in offloads.items():
-        if devices[part] == "nvme" and (reason := _cannot_write(offload.get("nvme_path"))):
-            problems.append(f"{where}: {part}.nvme_path {offload.get('nvme_path')}: {reason}; make it, or name another")
+    for part, device in devices.items():
+        path = zero[part].get("nvme_path") if device == "nvme" else None
+        if device == "nvme" and (reason := _cannot_write(path)):
+            problems.append(f"{where}: {part}.nvme_path {path}: {reason}; make it, or name another")
     return problems
 
 
@@ -197,8 +197,14 @@ def _cannot_write(path: str | None) -> str | None:
     return None
 
 
-def check_nvme_space(config: str | dict[str, Any], num_parameters: int, num_machines: int = 1) -> None:
-    """Whether the files of DeepSpeed's NVMe offload have room on this host, before any is written.
+def offload_devices(zero_optimization: dict[str, Any]) -> dict[str, str]:
+    """Where weights (`offload_param`) and optimizer state (`offload_optimizer`) lie: none, cpu or nvme."""
+    parts = ("offload_param", "offload_optimizer")
+    return {part: (zero_optimization.get(part) or {}).get("device") or "none" for part in parts}
+
+
+def check_nvme_space(config: str | dict[str, Any], count_parameters: Callable[[], int], num_machines: int = 1) -> None:
+    """Whether the files of DeepSpeed's NVMe offload, if there is any, have room on this host, before one is written.
 
     A parameter takes 16 bytes of files for the optimizer (its float32 copy, AdamW's two moments, its gradient) and 4
     for itself; hosts share them.
@@ -207,12 +213,14 @@ def check_nvme_space(config: str | dict[str, Any], num_parameters: int, num_mach
         ValueError: a line for each path with too little space.
     """
     zero = read_deepspeed_config(config).get("zero_optimization", {})
+    in_files = [part for part, device in offload_devices(zero).items() if device == "nvme"]
+    if not in_files:
+        return
+    num_parameters = count_parameters()
     needed: dict[str, int] = {}
-    for part, size in (("offload_optimizer", 16), ("offload_param", 4)):
-        offload = zero.get(part) or {}
-        if offload.get("device") == "nvme":
-            path = offload["nvme_path"]
-            needed[path] = needed.get(path, 0) + size * num_parameters // num_machines
+    for part in in_files:
+        path, size = zero[part]["nvme_path"], 16 if part == "offload_optimizer" else 4
+        needed[path] = needed.get(path, 0) + size * num_parameters // num_machines
     problems = [
         f"nvme_path {path}: {num_parameters:,} parameters take {size / 1e9:.3f} GB of files there, and "
         f"{free / 1e9:.3f} GB are free; make room, or name another"
@@ -344,8 +352,7 @@ def _is_open(path: Path) -> bool:
 
 def build_extensions(zero_optimization: dict[str, Any]) -> None:
     """The extensions that the offload of a DeepSpeed configuration needs; on a CPU, also the one of its collectives."""
-    parts = ("offload_optimizer", "offload_param")
-    devices = {(zero_optimization.get(part) or {}).get("device", "none") for part in parts}
+    devices = set(offload_devices(zero_optimization).values())
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         _build_extension("ShareMemCommBuilder", "g++")
     if devices - {"none"}:

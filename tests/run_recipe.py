@@ -164,9 +164,7 @@ def measure_state(path):
         return tensor.numel() * tensor.element_size()
 
     def measured(accelerator, *args):
-        optimizer = accelerator._optimizers[0]
-        while hasattr(optimizer, "optimizer"):
-            optimizer = optimizer.optimizer
+        optimizer = common.shards.inner_optimizer(accelerator._optimizers[0])
         states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
         weights = accelerator.unwrap_model(accelerator._models[0]).parameters()
         # ZeRO-3 leaves nothing in a parameter but its share beside it.

@@ -169,7 +169,8 @@ def test_a_default_config_file_of_the_users_runs_as_what_it_says(functions_file,
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch):
-    for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
+    world = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0"}
+    for name, value in {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

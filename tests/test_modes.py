@@ -235,11 +235,11 @@ def test_an_nvme_path_that_is_full_is_refused(functions_file, tmp_path):
         pytest.skip("this machine lets nobody mount a tmpfs")
     try:
         zero = json.loads((ROOT / "ds_configs/zero3_offload_nvme.json").read_text().replace("/local_nvme", str(path)))
-        check_nvme_space(zero, num_parameters=50_000)
+        check_nvme_space(zero, lambda: 50_000)
         with pytest.raises(
             ValueError, match="1,300,000 parameters take 0.026 GB of files there, and 0.002 GB are free"
         ):
-            check_nvme_space(zero, num_parameters=1_300_000)
+            check_nvme_space(zero, lambda: 1_300_000)
         (tmp_path / "nvme.json").write_text(json.dumps(zero))
         command = launch_command("zero3_offload_nvme", "--deepspeed_config_file", tmp_path / "nvme.json")
         flags = ["--train_file", functions_file, "--save_every", 0, "--output_dir", tmp_path / "run"]

@@ -523,7 +523,7 @@ def test_the_same_sbatch_file_runs_on_one_node_with_another_config(slurm_env, fu
     recipe = ["recipes/lm.py", "--train_file", functions_file, "--sequence_length", 64, "--dry_run"]
     given = {"CONFIG": "accelerate_configs/zero3.yaml", "PROCESSES_PER_NODE": "2"}
     state, log = submit(slurm_env, "launchers/slurm.sbatch", 1, recipe, tmp_path, **given)
-    assert state == "COMPLETED" and "DeepSpeed, 2 processes" in log, log
+    assert state == "COMPLETED" and "DeepSpeed ZeRO-3, 2 processes" in log, log
 
 
 def test_a_node_rank_expanded_on_the_first_node_is_told(slurm_env, functions_file, tmp_path):
