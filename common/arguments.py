@@ -101,8 +101,8 @@ def one_of(table: dict) -> dict:
     return {"type": name, "metavar": "|".join(table)}
 
 
-def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of every recipe."""
+def add_shared_arguments(parser: argparse.ArgumentParser, lengths_vary: bool = True) -> None:
+    """The flags of every recipe; `lengths_vary` says whether its samples are of different lengths."""
     group = parser.add_argument_group("run")
     group.add_argument("--output_dir", help="everything the run writes (default: runs/ and the time)")
     group.add_argument("--overwrite", action="store_true", help="delete the run that --output_dir holds")
@@ -140,13 +140,16 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num_updates", type=positive, default=1000, help="optimizer updates in all")
     group.add_argument("--global_batch_size", type=positive, default=8, help="samples an update, over all ranks")
     group.add_argument("--micro_batch_size", type=positive, metavar="M", help="samples a device computes at once")
-    group.add_argument(
-        "--micro_batch_tokens",
-        type=positive,
-        metavar="T",
-        help="instead: as many samples at once as fit T tokens with their padding\n"
-        "(default: 1024 on a CPU, 8192 on a GPU, at least one sample; lower it if memory runs out)",
-    )
+    if lengths_vary:
+        group.add_argument(
+            "--micro_batch_tokens",
+            type=positive,
+            metavar="T",
+            help="instead: as many samples at once as fit T tokens with their padding\n"
+            "(default: 1024 on a CPU, 8192 on a GPU, at least one sample; lower it if memory runs out)",
+        )
+    else:
+        parser.set_defaults(micro_batch_tokens=None)
     group.add_argument("--drop_last_window", action="store_true", help="drop the short last window of an epoch")
     group.add_argument("--num_workers", type=not_negative, metavar="W", help="data processes (default: GPU 2, CPU 0)")
 
@@ -181,18 +184,26 @@ def add_language_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--text_column", default="text", help="of a row, where it has no prompt or messages")
     group.add_argument("--sequence_length", type=positive, default=256, help="most tokens of a sample")
 
+    add_model_arguments(parser)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the recipes that take a pretrained model."""
     group = parser.add_argument_group("model")
     group.add_argument("--model_name_or_path", help="a pretrained model: a local directory or a hub name")
     group.add_argument("--trust_remote_code", action="store_true", help="run code that the model or data set brings")
 
 
-def check_arguments(args: argparse.Namespace, on_cpu: bool) -> list[str]:
+def check_arguments(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool = True) -> list[str]:
     """One line for each mistake in the shared flags that can be seen before data or model are touched.
 
     Fills in the defaults that depend on the machine (micro-batch, workers), which no update depends on.
     """
     problems = []
     world = started_world_size()
+    if not lengths_vary and not args.micro_batch_size:  # the largest that divides, up to what a device needs to be busy
+        share, most = max(1, args.global_batch_size // world), 64 if on_cpu else 256
+        args.micro_batch_size = max(size for size in range(1, min(share, most) + 1) if share % size == 0)
     if args.micro_batch_size and args.micro_batch_tokens:
         problems.append("--micro_batch_size and --micro_batch_tokens are two answers to one question; give one")
     elif args.micro_batch_size:

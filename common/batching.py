@@ -8,21 +8,37 @@ the order inside a window does not change the update: neighbours then have about
 the ranks get equal work at every micro-step.
 """
 
+import argparse
 import hashlib
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+from common.stopping import ignore_signals
 
 
 class Samples(Protocol):
-    """What `WindowDataset` needs of a data set; `common.data.Samples` is one."""
+    """A data set as the recipes use it; `common.data.Samples` is one. What a sample is, only its `collate` knows."""
+
+    unit: str  # of a length: "tokens", "images"
+    fingerprint: str  # equal where every sample is equal
+    num_target_tokens: int  # targets of all samples
+    max_length: int
 
     def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]: ...
-    def lengths(self, ids: np.ndarray) -> np.ndarray: ...
-    def num_targets(self, ids: np.ndarray) -> np.ndarray: ...
+    def __getitem__(self, index: int) -> Any: ...
+    def filler(self) -> Any: ...  # a sample of the least work, without a target
+    def lengths(self, ids: np.ndarray) -> np.ndarray: ...  # int64, of each sample
+    def num_targets(self, ids: np.ndarray) -> np.ndarray: ...  # int64, of each sample
+    def describe(self) -> str: ...
+
+
+# Samples to one micro-batch: tensors, `targets` among them, which holds the real targets only.
+Collate = Callable[[list[Any]], dict[str, torch.Tensor]]
 
 
 class Window(NamedTuple):
@@ -176,7 +192,7 @@ def _deal(
     return dealt
 
 
-def collate(samples: list[tuple[np.ndarray, np.ndarray]], pad_token_id: int) -> dict[str, torch.Tensor]:
+def collate_tokens(samples: list[tuple[np.ndarray, np.ndarray]], pad_token_id: int) -> dict[str, torch.Tensor]:
     """Pads samples on the right into one micro-batch: `input_ids` (B, L), `targets` (N,), `target_rows` (N,), int64.
 
     `target_rows[i]` is the position in the flattened input that predicts `targets[i]`. They are found here, on the CPU,
@@ -206,6 +222,7 @@ class WindowDataset(torch.utils.data.Dataset):
     def __init__(
         self,
         samples: Samples,
+        collate: Collate,
         *,
         global_batch_size: int,
         micro_batch_size: int | None,
@@ -213,13 +230,12 @@ class WindowDataset(torch.utils.data.Dataset):
         rank: int,
         world_size: int,
         seed: int | None,
-        pad_token_id: int = 0,
         drop_last_window: bool = False,
     ):
-        self.samples, self.global_batch_size = samples, global_batch_size
+        self.samples, self.collate, self.global_batch_size = samples, collate, global_batch_size
         self.micro_batch_size, self.micro_batch_tokens = micro_batch_size, micro_batch_tokens
         self.rank, self.world_size, self.seed = rank, world_size, seed
-        self.pad_token_id, self.drop_last_window = pad_token_id, drop_last_window
+        self.drop_last_window = drop_last_window
 
     def __len__(self) -> int:
         """Windows in an epoch; items beyond it are the next epochs'."""
@@ -233,11 +249,9 @@ class WindowDataset(torch.utils.data.Dataset):
         dealt = cut_window(lengths, self.world_size, self.micro_batch_size, self.micro_batch_tokens)
         micro_batches = []
         for positions in dealt[self.rank]:
-            if len(positions):
-                micro_batches.append(collate([self.samples[ids[p]] for p in positions], self.pad_token_id))
-            else:  # nothing left for this rank: one token without a target, so that it joins the step's collectives
-                first_token = self.samples[ids[0]][0][:1]
-                micro_batches.append(collate([(first_token, np.array([-100]))], self.pad_token_id))
+            # Where nothing is left for this rank it computes a filler, so that it joins the step's collectives.
+            chosen = [self.samples[ids[p]] for p in positions] if len(positions) else [self.samples.filler()]
+            micro_batches.append(self.collate(chosen))
         work = [sum(int(lengths[p].max()) * len(p) if len(p) else 1 for p in steps) for steps in dealt]
         return Window(
             update=update,
@@ -248,3 +262,33 @@ class WindowDataset(torch.utils.data.Dataset):
             rank_work=torch.tensor(work),
             sample_digest=hashlib.blake2b(np.sort(ids).astype("<i8").tobytes(), digest_size=8).hexdigest(),
         )
+
+
+def make_loader(
+    args: argparse.Namespace,
+    samples: Samples,
+    accelerator: Accelerator,
+    collate: Collate,
+    updates: range | None = None,
+) -> DataLoader:
+    """This rank's share of the windows `updates` of training, or of all samples in order, to evaluate."""
+    dataset = WindowDataset(
+        samples,
+        collate,
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
+        micro_batch_tokens=args.micro_batch_tokens,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        seed=None if updates is None else args.seed,
+        drop_last_window=args.drop_last_window and updates is not None,
+    )
+    return DataLoader(
+        dataset,
+        sampler=range(len(dataset)) if updates is None else updates,
+        batch_size=None,  # an item is a whole window
+        num_workers=args.num_workers,
+        pin_memory=accelerator.device.type == "cuda",
+        worker_init_fn=ignore_signals,  # a signal to all processes stops the run, which then stops its workers
+        generator=torch.Generator().manual_seed(args.seed),  # else each iterator draws from the model's random stream
+    )

@@ -39,6 +39,7 @@ from accelerate import Accelerator
 from filelock import FileLock, Timeout
 from safetensors import safe_open
 from safetensors.torch import _TYPES as DTYPES  # the format's names of types
+from safetensors.torch import save_file
 
 from common import shards
 from common.launch import running_mode, seed_everything
@@ -83,19 +84,26 @@ class Position:
 # --- what a run is ---------------------------------------------------------------------------------------------------
 
 
-def identify(args: argparse.Namespace, accelerator: Accelerator, config: Any, tokenizer: Any, dataset: str) -> dict:
+def identify(
+    args: argparse.Namespace, accelerator: Accelerator, config: Any, tokenizer: Any, dataset: str, *own_flags: str
+) -> dict:
     """What must be the same when a run is continued.
 
     Args:
-        config: the model's configuration. tokenizer: of transformers. dataset: a fingerprint of the samples.
+        config: the model's configuration. tokenizer: of transformers, or None. dataset: a fingerprint of the samples.
+        own_flags: names of the recipe's own flags that an update depends on.
     """
     model = {
         key: value
         for key, value in json.loads(config.to_json_string(use_diff=False)).items()
         if not key.startswith("_") and key not in ("transformers_version", "dtype", "torch_dtype", "architectures")
     }
-    words = json.dumps([sorted(tokenizer.get_vocab().items()), str(tokenizer.chat_template), tokenizer.eos_token_id])
-    settings = {name: getattr(args, name) for name in SETTINGS if hasattr(args, name)}
+    words = ""
+    if tokenizer is not None:
+        words = json.dumps(
+            [sorted(tokenizer.get_vocab().items()), str(tokenizer.chat_template), tokenizer.eos_token_id]
+        )
+    settings = {name: getattr(args, name) for name in (*SETTINGS, *own_flags) if hasattr(args, name)}
     settings["mixed_precision"] = accelerator.mixed_precision
     return {
         "model": model,
@@ -121,7 +129,8 @@ def _differences(saved: dict, now: dict, allowed: Iterable[str]) -> Iterator[str
             f"other training data: their fingerprint is {now['dataset']}, the checkpoint's is {saved['dataset']}; give "
             "the same files and --sequence_length, or --allow_changed dataset to go on with these"
         )
-    for name, can_change in SETTINGS.items():
+    own_flags = dict.fromkeys(now["settings"].keys() - SETTINGS.keys(), False)
+    for name, can_change in (SETTINGS | own_flags).items():
         was, is_now = saved["settings"].get(name), now["settings"].get(name)
         if was != is_now and name not in allowed:
             how = f", or --allow_changed {name}" if can_change else ""
@@ -717,14 +726,31 @@ def export(directory: Path, target: Path) -> None:
         raise ValueError(f"{target} is there already; name another directory")
     reader = Reader(directory, manifest)
     model_class = getattr(transformers, manifest["architecture"], None)
-    if model_class is None:
-        raise ValueError(
-            f"{directory}: transformers has no class {manifest['architecture']}; the model at the end of the run, "
-            "OUTPUT_DIR/model, is written with its own code"
-        )
     weights = {
         name.partition("/")[2]: reader.read(name) for name in reader.tensors if name.startswith(("weight/", "buffer/"))
     }
+    if model_class is None:  # a recipe's own class: its configuration, and the weights under its own names
+
+        def write(partial: Path) -> None:
+            shutil.copyfile(directory / "model/config.json", partial / "config.json")
+            save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+
+    else:
+        write = _whole_model(directory, weights, model_class).save_pretrained
+    try:
+        with complete_or_absent(target) as partial:
+            write(partial)
+            for path in (directory / "model").iterdir():
+                if path.name != "config.json":
+                    shutil.copyfile(path, partial / path.name)
+    except OSError as error:
+        raise ValueError(_disk_line(error, target.parent, sum(w.nbytes for w in weights.values()))) from error
+
+
+def _whole_model(directory: Path, weights: dict[str, torch.Tensor], model_class: Any) -> Any:
+    """A checkpoint's weights in the model of transformers that they belong to."""
+    import transformers
+
     dtype = next(value.dtype for value in weights.values() if value.is_floating_point())
     config = transformers.AutoConfig.from_pretrained(directory / "model")
     with torch.device("meta"):  # no memory, and no time, for weights that are replaced
@@ -732,15 +758,8 @@ def export(directory: Path, target: Path) -> None:
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     tied = {name for name, p in model.named_parameters(remove_duplicate=False) if p.is_meta}
-    assert not unexpected and not tied, f"{directory}: {unexpected or tied} do not fit {manifest['architecture']}"
-    try:
-        with complete_or_absent(target) as partial:
-            model.save_pretrained(partial)
-            for path in (directory / "model").iterdir():
-                if path.name != "config.json":
-                    shutil.copyfile(path, partial / path.name)
-    except OSError as error:
-        raise ValueError(_disk_line(error, target.parent, sum(w.nbytes for w in weights.values()))) from error
+    assert not unexpected and not tied, f"{directory}: {unexpected or tied} do not fit {model_class.__name__}"
+    return model
 
 
 def main() -> None:

@@ -514,6 +514,8 @@ class Samples:
     Block b reads stream[b*S : (b+1)*S] and predicts stream[b*S+1 : (b+1)*S+1]; the last one is shorter.
     """
 
+    unit = "tokens"
+
     def __init__(self, directory: str | Path, sequence_length: int) -> None:
         self.directory, self.sequence_length = Path(directory), sequence_length
         self.meta: dict[str, Any] = json.loads((self.directory / "meta.json").read_text())
@@ -539,6 +541,10 @@ class Samples:
             start, end = int(self._offsets[index]), int(self._offsets[index + 1])
         stored = np.array(self._tokens[start:end], np.int64)
         return np.where(stored < 0, ~stored, stored)[:-1], np.where(stored < 0, -100, stored)[1:]
+
+    def filler(self) -> tuple[np.ndarray, np.ndarray]:
+        """A sample of one token that has no target."""
+        return self[0][0][:1], np.array([-100])
 
     def lengths(self, ids: np.ndarray) -> np.ndarray:
         """Input tokens of each sample, int64, without reading a token."""

@@ -1,12 +1,12 @@
-"""Loads a causal language model, pretrained or from scratch, and checks that it fits its tokenizer and the data."""
+"""Loads a model, pretrained or from scratch, and checks that it fits its tokenizer and the data."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, is_initialized
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,23 +19,29 @@ from transformers.integrations import unset_hf_deepspeed_config
 from common.corpus import locate_pretrained, one_line
 
 
-def load_config(name_or_path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The configuration of a pretrained causal language model: a local directory or a hub name.
+def load_config(
+    name_or_path: str, trust_remote_code: bool = False, model_class: Any = AutoModelForCausalLM, **changes: Any
+) -> PreTrainedConfig:
+    """The configuration of a pretrained model of an Auto class: a local directory or a hub name.
+
+    Args:
+        changes: settings of the configuration that the recipe decides, such as `num_labels`.
 
     Raises:
-        ValueError: there is none, or it is not one of a causal language model.
+        ValueError: there is none, or `model_class` has no model of its type.
     """
     where, problem = locate_pretrained(name_or_path)
     try:
-        config = AutoConfig.from_pretrained(**where, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(**where, trust_remote_code=trust_remote_code, **changes)
     except Exception as error:  # a dozen types, by what is missing
         reason = problem or f"its config.json cannot be loaded: {one_line(error)}"
         raise ValueError(f"--model_name_or_path {name_or_path}: {reason}") from error
-    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not remote:
-        raise ValueError(
-            f"--model_name_or_path {name_or_path}: {config.model_type} has no causal language model in transformers"
-        )
+    remote = model_class.__name__ in (getattr(config, "auto_map", None) or {})
+    if type(config) not in model_class._model_mapping and not remote:
+        kind = "causal language model" if model_class is AutoModelForCausalLM else model_class.__name__
+        raise ValueError(f"--model_name_or_path {name_or_path}: {config.model_type} has no {kind} in transformers")
+    if model_class is not AutoModelForCausalLM:
+        return config
     if getattr(config, "is_decoder", True) is False and type(config) in MODEL_FOR_MASKED_LM_MAPPING:
         raise ValueError(
             f"--model_name_or_path {name_or_path}: this {config.model_type} looks at the tokens that it is to predict; "
@@ -80,20 +86,30 @@ def _whole_weights() -> Iterator[None]:
         plugin.set_deepspeed_weakref()
 
 
-def count_parameters(config: PreTrainedConfig, trust_remote_code: bool = False) -> int:
+def count_parameters(
+    config: PreTrainedConfig, trust_remote_code: bool = False, model_class: Any = AutoModelForCausalLM
+) -> int:
     """The number of a model's parameters, tied ones once; allocates none of them."""
     with torch.device("meta"):
-        model = build_model(config, trust_remote_code=trust_remote_code)
+        model = build_model(config, trust_remote_code=trust_remote_code, model_class=model_class)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def build_model(
-    config: PreTrainedConfig, name_or_path: str | None = None, trust_remote_code: bool = False
+    config: PreTrainedConfig,
+    name_or_path: str | None = None,
+    trust_remote_code: bool = False,
+    model_class: Any = AutoModelForCausalLM,
+    **options: Any,
 ) -> PreTrainedModel:
     """The model in float32 (torch's default dtype): loaded from `name_or_path`, or with random weights from `config`.
 
     Weights saved in half precision are loaded as float32 too, since the optimizer's small steps would be lost in
     them; the precision of the matrix products is Accelerate's business. Attention is SDPA where the model has it.
+
+    Args:
+        model_class: an Auto class, or a model's own class.
+        options: more of its `from_pretrained`, such as `ignore_mismatched_sizes`.
 
     Raises:
         ValueError: there are no weights, they cannot be read, or they are of other shapes than the configuration's.
@@ -101,11 +117,13 @@ def build_model(
     dtype = torch.get_default_dtype()
     if name_or_path is None:
         with _whole_weights():
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+            if not hasattr(model_class, "from_config"):
+                return model_class._from_config(config, dtype=dtype)
+            return model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     where, _ = locate_pretrained(name_or_path)
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            **where, config=config, dtype=dtype, trust_remote_code=trust_remote_code
+        return model_class.from_pretrained(
+            **where, config=config, dtype=dtype, trust_remote_code=trust_remote_code, **options
         )
     except Exception as error:  # OSError, RuntimeError, SafetensorError, ...
         raise ValueError(

@@ -159,8 +159,8 @@ def print_run(
             f"window needs, x {world} processes"
         )
     window = train[0]
-    tokens = f"{train.samples.num_target_tokens / len(train):,.0f} targets an update on average; the first: "
-    tokens += f"{window.num_targets:,} targets, {len(window.micro_batches)} micro-steps on each process"
+    targets = f"{train.samples.num_target_tokens / len(train):,.0f} an update on average; the first: "
+    targets += f"{window.num_targets:,} in {len(window.micro_batches)} micro-steps on each process"
     epochs = args.num_updates / len(train)
     block = {
         "model": f"{type(model).__name__}, {total:,} parameters"
@@ -170,7 +170,7 @@ def print_run(
         + (", a rehearsal of its GPUs" if rehearsal else ""),
         "optimizer": f"{args.optimizer}, learning rate {args.learning_rate:g}, {args.lr_schedule}",
         "batch": batch,
-        "tokens": tokens,
+        "targets": targets,
         "updates": f"{args.num_updates:,} = {epochs:.2f} epochs of {len(train):,} updates",
         "data": train.samples.describe(),
         "held out": validation.samples.describe() if validation else "none; name a --validation_file to measure",
@@ -197,10 +197,12 @@ class Progress:
         self.waited = 0.0
         self.started = self.last = time.perf_counter()
         self.num_tokens = self.num_processed = 0
+        self.unit = "tokens"
         self.rank_work: Any = 0
 
     def windows(self, loader):
         """The loader's windows, with the time that the loop waits for each."""
+        self.unit = loader.dataset.samples.unit
         iterator = iter(loader)
         while True:
             before = time.perf_counter()
@@ -242,7 +244,7 @@ class Progress:
             numbers = {key: value for key, value in record.items() if isinstance(value, int | float)}
             self.accelerator.log(numbers, step=record["update"])
         self.bar.set_postfix_str(
-            f"loss {record['loss']:.3f}, {tokens_per_second:,.0f} tok/s, {memory / 2**30:.2f} GiB, "
+            f"loss {record['loss']:.3f}, {tokens_per_second:,.0f} {self.unit}/s, {memory / 2**30:.2f} GiB, "
             f"waiting {self.waiting_share:.0%}"
             + (f", {self.position.skipped_updates} skipped" if self.position.skipped_updates else ""),
             refresh=False,
@@ -264,10 +266,11 @@ class Progress:
         """How much more the busiest rank computed than the idlest, in tokens with padding, as a share."""
         return float(self.rank_work.max() / self.rank_work.min() - 1) if self.num_tokens else 0.0
 
-    def results(self) -> dict[str, float]:
+    def results(self) -> dict[str, Any]:
         """What the training took, for the summary."""
         return {
             "training_seconds": time.perf_counter() - self.started,
+            "unit": self.unit,
             "tokens_per_second": self.num_tokens / (time.perf_counter() - self.started),
             "padding_share": self.padding_share,
             "work_difference": self.work_difference,
@@ -288,8 +291,8 @@ class Progress:
 
 
 def held_out_results(loss: float, samples: Any) -> dict[str, float | None]:
-    """Loss, perplexity and bits per byte of held-out text, beside what gzip -9 and xz -9 reach on the same text."""
-    results = {"validation_loss": loss, "perplexity": math.exp(min(loss, 700))}
+    """Perplexity and bits per byte of held-out text, beside what gzip -9 and xz -9 reach on the same text."""
+    results = {"perplexity": math.exp(min(loss, 700))}
     if samples.num_bytes:  # every token of the text is a target, once
         results["bits_per_byte"] = loss * samples.num_target_tokens / math.log(2) / samples.num_bytes
         for name, size in (("gzip", samples.gzip_bytes), ("xz", samples.xz_bytes)):
@@ -298,24 +301,25 @@ def held_out_results(loss: float, samples: Any) -> dict[str, float | None]:
     return results
 
 
-def print_results(results: dict[str, Any], output_dir: Path) -> None:
-    """The end of a run: figures, a sample, and where everything lies; the figures also go into run.json."""
+def print_results(results: dict[str, Any], output_dir: Path, model_class: str, *lines: str) -> None:
+    """The end of a run: figures, the recipe's own `lines`, and where everything lies; figures also go into run.json."""
     run = json.loads((output_dir / "run.json").read_text())
     write_run(output_dir, run | {"results": results, "status": "finished"})
     print(
-        f"\ntrained in {results['training_seconds']:.0f} s, {results['tokens_per_second']:,.0f} tokens/s without "
-        f"padding; padding {results['padding_share']:.1%} of what was computed; the busiest process computed "
+        f"\ntrained in {results['training_seconds']:.0f} s, {results['tokens_per_second']:,.0f} {results['unit']}/s "
+        f"without padding; padding {results['padding_share']:.1%} of what was computed; the busiest process computed "
         f"{results['work_difference']:.1%} more than the idlest; waiting for data {results['waiting_for_data']:.1%}"
     )
     if "validation_loss" in results:
-        print(f"held-out loss {results['validation_loss']:.4f}, perplexity {results['perplexity']:.2f}")
+        perplexity = f", perplexity {results['perplexity']:.2f}" if "perplexity" in results else ""
+        print(f"held-out loss {results['validation_loss']:.4f}{perplexity}")
     if "bits_per_byte" in results:
         others = [
             f"{n} -9 {results[f'{n}_bits_per_byte']:.3f}" for n in ("gzip", "xz") if f"{n}_bits_per_byte" in results
         ]
         print(f"bits per byte of held-out text: this model {results['bits_per_byte']:.3f}, {', '.join(others)}")
-    if "sample" in results:
-        print(f"\nthe model writes:\n{results['sample']}\n")
-    print(f"model      {output_dir / 'model'} (AutoModelForCausalLM.from_pretrained loads it)")
+    for line in lines:
+        print(line)
+    print(f"model      {output_dir / 'model'} ({model_class}.from_pretrained loads it)")
     print(f"metrics    {output_dir / 'metrics.jsonl'}")
     print(f"settings   {output_dir / 'run.json'}")

@@ -15,11 +15,11 @@ each is an example of its own length, of which the completion, or the assistant'
 import math
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate.utils import send_to_device
-from torch.utils.data import DataLoader
 from transformers import LlamaConfig
 
 # The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
@@ -28,11 +28,11 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 from common import arguments, checkpoint, data, launch, models, tracking
 from common.accumulation import reduce_window, skip_step, sum_over_ranks, synchronize_gradients, window_scale
 from common.activation_checkpointing import apply_activation_checkpointing
-from common.batching import WindowDataset
+from common.batching import collate_tokens, make_loader
 from common.losses import sum_token_losses
 from common.optimizers import learning_rate, make_optimizer, set_learning_rate
 from common.settings import print_settings
-from common.stopping import STOPPED, StopRequests, ignore_signals
+from common.stopping import STOPPED, StopRequests
 
 # Models to train from scratch, of Llama's shape. The learning rate is AdamW's at its peak.
 MODEL_CONFIGS = {
@@ -96,28 +96,9 @@ def load_data(args):
     return tokenizer, config, train, validation
 
 
-def make_loader(args, samples, accelerator, tokenizer, updates=None):
-    """This rank's share of the windows `updates` of training, or of all samples in order, to evaluate."""
-    dataset = WindowDataset(
-        samples,
-        global_batch_size=args.global_batch_size,
-        micro_batch_size=args.micro_batch_size,
-        micro_batch_tokens=args.micro_batch_tokens,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-        seed=None if updates is None else args.seed,
-        pad_token_id=tokenizer.pad_token_id,
-        drop_last_window=args.drop_last_window and updates is not None,
-    )
-    return DataLoader(
-        dataset,
-        sampler=range(len(dataset)) if updates is None else updates,
-        batch_size=None,  # an item is a whole window
-        num_workers=args.num_workers,
-        pin_memory=accelerator.device.type == "cuda",
-        worker_init_fn=ignore_signals,  # a signal to all processes stops the run, which then stops its workers
-        generator=torch.Generator().manual_seed(args.seed),  # else each iterator draws from the model's random stream
-    )
+def sum_losses(model, micro_batch):
+    """The sum of the losses of a micro-batch's targets."""
+    return model(**micro_batch)
 
 
 @torch.no_grad()
@@ -127,11 +108,11 @@ def evaluate(model, loader, accelerator):
     loss_sums, num_targets = [], 0
     for window in loader:
         for micro_batch in window.micro_batches:
-            loss_sums.append(model(**send_to_device(micro_batch, accelerator.device, non_blocking=True)))
+            loss_sums.append(sum_losses(model, send_to_device(micro_batch, accelerator.device, non_blocking=True)))
         num_targets += window.num_targets
     model.train()
     (loss_sum,) = sum_over_ranks(accelerator, torch.stack(loss_sums).sum())
-    return loss_sum / num_targets
+    return {"validation_loss": loss_sum / num_targets}
 
 
 def train(args, accelerator, model, optimizer, loader, validation_loader, output_dir, checkpoints, position):
@@ -151,7 +132,7 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
             loss_sums = []
             for step, micro_batch in enumerate(window.micro_batches, start=1):
                 with synchronize_gradients(accelerator, model, now=step == len(window.micro_batches)):
-                    loss_sum = model(**send_to_device(micro_batch, accelerator.device, non_blocking=True))
+                    loss_sum = sum_losses(model, send_to_device(micro_batch, accelerator.device, non_blocking=True))
                     accelerator.backward(loss_sum * scale)
                 loss_sums.append(loss_sum.detach())
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
@@ -168,7 +149,8 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
             position.update, position.validation_loss = window.update + 1, None
             record = {"update": window.update, "loss": loss, "grad_norm": grad_norm, "learning_rate": rate}
             if validation_loader and args.eval_every and position.update % args.eval_every == 0:
-                record["validation_loss"] = position.validation_loss = evaluate(model, validation_loader, accelerator)
+                record |= evaluate(model, validation_loader, accelerator)
+                position.validation_loss = record["validation_loss"]
                 position.best_validation_loss = min(position.validation_loss, position.best_validation_loss or math.inf)
             progress.update(window, **record)
             if position.skipped_in_a_row == args.max_skipped_updates:
@@ -217,8 +199,9 @@ def main():
         model.base_model.compile(dynamic=True)
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
     first_update = resumed.manifest["update"] if resumed else 0
-    loader = make_loader(args, train_samples, accelerator, tokenizer, range(first_update, args.num_updates))
-    validation_loader = validation_samples and make_loader(args, validation_samples, accelerator, tokenizer)
+    collate = partial(collate_tokens, pad_token_id=tokenizer.pad_token_id)
+    loader = make_loader(args, train_samples, accelerator, collate, range(first_update, args.num_updates))
+    validation_loader = validation_samples and make_loader(args, validation_samples, accelerator, collate)
     held_out = validation_loader and validation_loader.dataset
     rehearsal = launch.is_rehearsal(asked)
     tracking.print_run(args, accelerator, model, loader.dataset, held_out, rehearsal, loss=loss_name)
@@ -227,7 +210,7 @@ def main():
 
     if args.dry_run:
         micro_batch = send_to_device(next(iter(loader)).micro_batches[0], accelerator.device)
-        accelerator.backward(model(**micro_batch))
+        accelerator.backward(sum_losses(model, micro_batch))
         print_settings(args, asked, accelerator)
         accelerator.print("dry run: one forward and one backward done, nothing written")
         return launch.end_run(accelerator)
@@ -244,16 +227,18 @@ def main():
         return launch.end_run(accelerator, STOPPED)
     results = progress.results()
     if validation_loader:
-        results |= tracking.held_out_results(evaluate(model, validation_loader, accelerator), validation_samples)
+        results |= evaluate(model, validation_loader, accelerator)
+        results |= tracking.held_out_results(results["validation_loss"], validation_samples)
     weights = accelerator.get_state_dict(model)  # gathered on the main process, where they are sharded
     if accelerator.is_main_process:
-        trained = accelerator.unwrap_model(model)
+        trained, lines = accelerator.unwrap_model(model), []
         with checkpoint.complete_or_absent(output_dir / "model") as model_dir:
             trained.save_pretrained(model_dir, state_dict=weights)
             tokenizer.save_pretrained(model_dir)
         if not launch.is_sharded(accelerator):
             results["sample"] = write_sample(trained, tokenizer, validation_samples or train_samples, accelerator)
-        tracking.print_results(results, output_dir)
+            lines = [f"\nthe model writes:\n{results['sample']}\n"]
+        tracking.print_results(results, output_dir, "AutoModelForCausalLM", *lines)
     launch.end_run(accelerator)
 
 

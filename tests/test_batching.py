@@ -11,7 +11,7 @@ import torch
 
 from common.batching import (
     WindowDataset,
-    collate,
+    collate_tokens,
     cut_window,
     permute,
     updates_per_epoch,
@@ -35,6 +35,9 @@ class ListSamples:
         if self.masked:
             targets[-1] = -100
         return ids, targets
+
+    def filler(self):
+        return np.array([0]), np.array([-100])
 
     def lengths(self, ids):
         return self.all_lengths[ids]
@@ -151,7 +154,7 @@ def measure(lengths, world_size, how, cut):
 
 def test_a_collated_batch_predicts_each_next_token():
     samples = ListSamples([3, 1, 2])
-    batch = collate([samples[i] for i in (0, 1, 2)], pad_token_id=9)
+    batch = collate_tokens([samples[i] for i in (0, 1, 2)], pad_token_id=9)
     assert batch["input_ids"].tolist() == [[0, 1, 2], [1000, 9, 9], [2000, 2001, 9]]
     assert batch["target_rows"].tolist() == [0, 1, 2, 3, 6, 7]
     assert batch["targets"].tolist() == [1, 2, 3, 1001, 2001, 2002]
@@ -165,6 +168,7 @@ def test_a_window_counts_what_its_ranks_hold(world_size):
         windows = [
             WindowDataset(
                 samples,
+                functools.partial(collate_tokens, pad_token_id=0),
                 global_batch_size=8,
                 micro_batch_size=2,
                 micro_batch_tokens=None,
@@ -182,7 +186,14 @@ def test_a_window_counts_what_its_ranks_hold(world_size):
 
 def test_a_rank_without_samples_gets_a_placeholder_without_targets():
     dataset = WindowDataset(
-        ListSamples([5]), global_batch_size=4, micro_batch_size=1, micro_batch_tokens=None, rank=1, world_size=4, seed=0
+        ListSamples([5]),
+        functools.partial(collate_tokens, pad_token_id=0),
+        global_batch_size=4,
+        micro_batch_size=1,
+        micro_batch_tokens=None,
+        rank=1,
+        world_size=4,
+        seed=0,
     )
     (batch,) = dataset[0].micro_batches
     assert batch["input_ids"].shape == (1, 1) and len(batch["targets"]) == 0 and batch["targets"].dtype == torch.int64
