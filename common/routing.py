@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, send_to_device
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Ernie4_5_MoeConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from common.batching import Window
@@ -29,6 +29,7 @@ BALANCE = {
 }
 # The step of the bias, or the factor of the loss (which is 1 where all experts get the same).
 STRENGTH = {"bias": 1e-3, "exact": 1e-2, "usual": 1e-2, "none": 0.0}
+UPCYCLED = ("llama", "mistral")  # what can be up-cycled
 BIAS_NAME = "e_score_correction_bias"  # in every model of transformers that has one
 
 
@@ -75,13 +76,20 @@ def count_active(layers: list[Layer], total: int) -> int:
     )
 
 
-def check_balance(layers: list[Layer], balance: str) -> list[str]:
-    """One line if the routers cannot be balanced in this way."""
+def check_routers(model: PreTrainedModel, balance: str) -> None:
+    """ValueError if the model has no experts, or routers that cannot be balanced in this way."""
+    layers = find_layers(model)
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} is a dense model, without experts: give it some with --upcycle, or train it with "
+            "recipes/lm.py"
+        )
     without = next((layer for layer in layers if layer.bias_holder is None), None)
     if balance == "bias" and without is not None:
-        name = type(without.router).__name__
-        return [f"--balance bias: {name} has no bias that its model could keep; use --balance exact, usual or none"]
-    return []
+        raise ValueError(
+            f"--balance bias: {type(without.router).__name__} has no bias that its model could keep; use --balance "
+            "exact, usual or none"
+        )
 
 
 class Routing:
@@ -240,6 +248,53 @@ def describe_results(results: dict[str, Any]) -> list[str]:
         for number, row in enumerate(shares):
             lines.append(f"  layer {number}: " + " ".join(f"{share:6.1%}" for share in sorted(row, reverse=True)))
     return lines
+
+
+def moe_config(shape: dict[str, Any], num_experts: int, top_k: int, expert_width: int) -> Ernie4_5_MoeConfig:
+    """A mixture in every layer, without shared experts; `shape` is that of the dense model, an Ernie4_5Config's."""
+    experts = dict(moe_num_experts=num_experts, moe_k=top_k, moe_intermediate_size=expert_width)
+    return Ernie4_5_MoeConfig(**shape, **experts, moe_num_shared_experts=0, moe_layer_start_index=0)
+
+
+def upcycled_config(dense: PreTrainedConfig, num_experts: int, top_k: int) -> Ernie4_5_MoeConfig:
+    """The configuration of what `upcycle` makes of a dense model. ValueError if it cannot."""
+    name = f"--upcycle: --model_name_or_path is a {dense.model_type}"
+    if hasattr(dense.get_text_config(), "num_experts_per_tok"):
+        raise ValueError(f"{name}, a mixture of experts already; take --upcycle out")
+    if dense.model_type not in UPCYCLED:
+        raise ValueError(f"{name}, which is not one of {', '.join(UPCYCLED)}; take one of these")
+    if getattr(dense, "attention_bias", False) or getattr(dense, "mlp_bias", False):
+        raise ValueError(f"{name} with biases, for which the mixture has no place; take one without")
+    if getattr(dense, "sliding_window", None):
+        raise ValueError(f"{name} with a sliding window, which the mixture does not have; take one without")
+    names = "vocab_size num_hidden_layers hidden_size num_attention_heads num_key_value_heads intermediate_size"
+    names += " hidden_act max_position_embeddings initializer_range rms_norm_eps tie_word_embeddings rope_parameters"
+    names += " bos_token_id eos_token_id pad_token_id"
+    shape = {name: getattr(dense, name) for name in names.split()}
+    shape["head_dim"] = getattr(dense, "head_dim", None) or dense.hidden_size // dense.num_attention_heads
+    return moe_config(shape, num_experts, top_k, dense.intermediate_size)
+
+
+@torch.no_grad()
+def upcycle(dense: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
+    """The dense model's MLP in every expert, its other weights in their places; the routers stay as they are.
+
+    It computes what the dense model computes, since the weights of a token's experts sum to 1 (Komatsuzaki et al.,
+    arXiv:2212.05055). `model` is of `upcycled_config`, and is returned.
+    """
+    weights = dense.state_dict()
+    for name, into in model.state_dict().items():
+        if ".mlp.experts." in name:
+            mlp = name.partition("experts.")[0]
+            gate_up = [weights[f"{mlp}{part}_proj.weight"] for part in ("gate", "up")]
+            into.copy_(torch.cat(gate_up) if name.endswith("gate_up_proj") else weights[f"{mlp}down_proj.weight"])
+        elif "q_proj" in name or "k_proj" in name:
+            # Llama turns the halves of a head against each other, ERNIE each two neighbours.
+            half = model.config.head_dim // 2
+            into.copy_(weights[name].unflatten(0, (-1, 2, half)).transpose(1, 2).flatten(0, 2))
+        elif name in weights:
+            into.copy_(weights[name])
+    return model
 
 
 def _make_buffer(holder: nn.Module) -> None:

@@ -8,9 +8,9 @@ several GPUs   accelerate launch --config_file accelerate_configs/fsdp2.yaml --n
                    --model_name_or_path my_moe/ --balance exact --train_file chats.jsonl --global_batch_size 128
 continue       the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in another mode
 
-Data are recipes/lm.py's. A model from scratch, or up-cycled, has the shape of ERNIE 4.5: Llama's attention, in each layer
-the best of some experts by a softmax, and a bias on each expert's score for --balance bias. Experts are computed in
-one batched product (transformers' grouped_mm).
+Data are recipes/lm.py's. A model from scratch, or up-cycled, has the shape of ERNIE 4.5: Llama's attention, in each
+layer the best of some experts by a softmax, with a bias on the choice for --balance bias. The experts of a layer are
+computed in one batched product (transformers' grouped_mm).
 """
 
 import math
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import send_to_device
-from transformers import Ernie4_5_MoeConfig, Ernie4_5Config
+from transformers import Ernie4_5Config
 
 # The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
@@ -44,7 +44,6 @@ MODEL_CONFIGS = {
     "large": (16, 2048, 32, 8, 64, 8, 1024, 32768, 3e-4),
 }
 FINE_TUNING_LEARNING_RATE = 2e-5
-UPCYCLED = ("llama", "mistral")  # dense models that can be up-cycled
 
 
 def parse_arguments():
@@ -103,7 +102,7 @@ def load_data(args):
         config = models.load_config(args.model_name_or_path, args.trust_remote_code)
         tokenizer = data.load_tokenizer(args.model_name_or_path, args.trust_remote_code)
         if args.upcycle:
-            config = upcycled_config(args, config)
+            config = routing.upcycled_config(config, args.num_experts, args.experts_per_token)
         config.get_text_config().output_router_logits = False  # would add the usual balancing loss
     else:
         layers, width, heads, kv_heads, _, _, expert_width, vocabulary, _ = MODEL_CONFIGS[args.model_config]
@@ -122,54 +121,21 @@ def load_data(args):
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )
-        config = Ernie4_5Config(**shape) if args.dense else moe_config(args, expert_width, shape)
+        if args.dense:
+            config = Ernie4_5Config(**shape)
+        else:
+            config = routing.moe_config(shape, args.num_experts, args.experts_per_token, expert_width)
     if problems := models.check_model(config, tokenizer, args.sequence_length):
         raise ValueError("\n".join(problems))
     if not args.dense:
-        check_experts(args, config)
+        with torch.device("meta"):
+            routing.check_routers(models.build_model(config, None, args.trust_remote_code), args.balance)
     train = data.tokenize(train_source, tokenizer, args.sequence_length, args.shape)
     validation = validation_source and data.tokenize(
         validation_source, tokenizer, args.sequence_length, args.shape, measure_compression=True
     )
     arguments.check_samples(args, train, validation)
     return tokenizer, config, train, validation
-
-
-def moe_config(args, expert_width, shape):
-    """A mixture in every layer, without shared experts."""
-    experts = dict(moe_num_experts=args.num_experts, moe_k=args.experts_per_token, moe_intermediate_size=expert_width)
-    return Ernie4_5_MoeConfig(**shape, **experts, moe_num_shared_experts=0, moe_layer_start_index=0)
-
-
-def upcycled_config(args, dense):
-    """The configuration of a dense model's up-cycled one."""
-    name = f"--upcycle {args.model_name_or_path}"
-    if hasattr(dense.get_text_config(), "num_experts_per_tok"):
-        raise ValueError(f"{name}: it is a mixture of experts already; take --upcycle out")
-    if dense.model_type not in UPCYCLED:
-        raise ValueError(f"{name}: a {dense.model_type} cannot be up-cycled; take one of {', '.join(UPCYCLED)}")
-    biased = getattr(dense, "attention_bias", False) or getattr(dense, "mlp_bias", False)
-    if biased or getattr(dense, "sliding_window", None):
-        raise ValueError(f"{name}: with biases or a sliding window it cannot be up-cycled; take another model")
-    names = "vocab_size num_hidden_layers hidden_size num_attention_heads num_key_value_heads intermediate_size"
-    names += " hidden_act max_position_embeddings initializer_range rms_norm_eps tie_word_embeddings rope_parameters"
-    names += " bos_token_id eos_token_id pad_token_id"
-    shape = {name: getattr(dense, name) for name in names.split()}
-    head_dim = getattr(dense, "head_dim", None) or dense.hidden_size // dense.num_attention_heads
-    return moe_config(args, dense.intermediate_size, shape | {"head_dim": head_dim})
-
-
-def check_experts(args, config):
-    """Whether the model has experts, and routers that --balance can change."""
-    with torch.device("meta"):
-        layers = routing.find_layers(models.build_model(config, trust_remote_code=args.trust_remote_code))
-    if not layers:
-        raise ValueError(
-            f"--model_name_or_path {args.model_name_or_path}: a dense {config.model_type}, without experts; give it some "
-            "with --upcycle, or train it with recipes/lm.py"
-        )
-    if problems := routing.check_balance(layers, args.balance):
-        raise ValueError("\n".join(problems))
 
 
 def make_model(args, config):
@@ -183,28 +149,7 @@ def make_model(args, config):
         return model
     with models.whole_weights():
         dense = models.build_model(models.load_config(args.model_name_or_path), args.model_name_or_path)
-    return upcycle(dense, model)
-
-
-@torch.no_grad()
-def upcycle(dense, model):
-    """A copy of the dense MLP in every expert, routers as they are: computes what the dense model computes.
-
-    The weights of a token's experts sum to 1, and the experts are equal (Komatsuzaki et al., arXiv:2212.05055).
-    """
-    weights = dense.state_dict()
-    for name, into in model.state_dict().items():
-        if ".mlp.experts." in name:
-            mlp = name.partition("experts.")[0]
-            gate_up = [weights[f"{mlp}{part}_proj.weight"] for part in ("gate", "up")]
-            into.copy_(torch.cat(gate_up) if name.endswith("gate_up_proj") else weights[f"{mlp}down_proj.weight"])
-        elif "q_proj" in name or "k_proj" in name:
-            # Llama rotates the halves of a head against each other, ERNIE each two neighbours.
-            half = model.config.head_dim // 2
-            into.copy_(weights[name].unflatten(0, (-1, 2, half)).transpose(1, 2).flatten(0, 2))
-        elif name in weights:
-            into.copy_(weights[name])
-    return model
+    return routing.upcycle(dense, model)
 
 
 def sum_losses(model, micro_batch):
