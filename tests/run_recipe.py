@@ -61,9 +61,8 @@ def float64_experts(_):
 
     own = [(moe, "_can_use_grouped_mm", moe._can_use_grouped_mm)]  # torch's kernel knows no float64
     moe._can_use_grouped_mm = lambda *_: False
-    base = ernie.Ernie4_5_MoePreTrainedModel
-    own.append((base, "_keep_in_fp32_modules_strict", base._keep_in_fp32_modules_strict))
-    base._keep_in_fp32_modules_strict = None
+    sum_losses = common.losses.sum_token_losses
+    common.losses.sum_token_losses = lambda model: sum_losses(model.double())  # its routers are born in float32
     for owner, name in (
         (ernie, "apply_rotary_pos_emb"),
         (ernie.Ernie4_5_MoeRMSNorm, "forward"),

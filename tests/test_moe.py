@@ -114,11 +114,11 @@ def test_the_update_is_the_same_however_the_window_is_cut(balance, float64_runs)
             )
         assert all(torch.equal(other[key], weights[key]) for key in weights if key.endswith(BIAS))
     moved = [weights[key].abs().max().item() for key in weights if key.endswith(BIAS)]
-    assert len(moved) == 2 and all((move > 0.1) == (balance == "bias") for move in moved)
+    assert len(moved) == 2 and all((move > 0.04) == (balance == "bias") for move in moved)
 
 
 def test_the_usual_balancing_loss_depends_on_the_cut(float64_runs):
-    """Control: the loss per micro-batch makes another gradient; a bias that moves by a rank's own counts, another bias."""
+    """Control: the loss per micro-batch makes another gradient, a rank's own counts another bias."""
     whole, cut = (float64_runs[f"usual-1-size-{size}"][0] for size in (16, 2))
     assert relative_difference(cut, whole) > 1e-3
     weights, alone = (float64_runs[f"bias-{name}"][2] for name in ("2-size-8", "2-size-2-own_counts"))
