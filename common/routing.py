@@ -159,6 +159,7 @@ class Routing:
             if torch.is_grad_enabled() and self.balance in ("exact", "usual"):
                 auxiliary = self.strength * self._loss_sum(target_rows).to(loss.dtype)
                 loss = loss + (auxiliary - auxiliary.detach())
+            self.logits, self.chosen = [None] * len(self.layers), [None] * len(self.layers)
             return loss
 
         forward.__signature__ = inspect.signature(original)
