@@ -27,8 +27,6 @@ BALANCE = {
     "usual": "transformers' loss of each micro-batch: approximate, the update depends on how its window is cut",
     "none": "the routers are left alone",
 }
-# The step of the bias, or the factor of the loss (which is 1 where all experts get the same).
-STRENGTH = {"bias": 1e-3, "exact": 1e-2, "usual": 1e-2, "none": 0.0}
 UPCYCLED = ("llama", "mistral")  # what can be up-cycled
 BIAS_NAME = "e_score_correction_bias"  # in every model of transformers that has one
 

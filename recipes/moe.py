@@ -50,6 +50,7 @@ def parse_arguments():
     parser = arguments.ArgumentParser(description=__doc__, prog="moe.py")
     arguments.add_shared_arguments(parser)
     arguments.add_language_arguments(parser)
+    parser.set_defaults(num_updates=500)
     group = parser.add_argument_group("mixture of experts")
     group.add_argument("--model_config", help="size, from scratch (default: tiny)", **arguments.one_of(MODEL_CONFIGS))
     group.add_argument("--shape", choices=("blocks", "examples"), help="of a sample (default: by the data's columns)")
@@ -64,7 +65,7 @@ def parse_arguments():
     group.add_argument(
         "--balance_strength",
         type=arguments.positive_float,
-        help="step of the bias (default: 0.001), or factor of the loss (default: 0.01)",
+        help="step of the bias, or factor of the loss (default: 0.01; the bias of a pretrained mixture: 0.001)",
     )
     args = parser.parse_args()
     if args.model_config and args.model_name_or_path:
@@ -87,7 +88,9 @@ def parse_arguments():
             parser.error(f"--experts_per_token {args.experts_per_token} is more than --num_experts {args.num_experts}")
     if args.balance_strength and args.balance == "none":
         parser.error("--balance_strength has no effect with --balance none; take it out")
-    args.balance_strength = args.balance_strength or routing.STRENGTH[args.balance]
+    if args.balance_strength is None:
+        is_trained = args.model_name_or_path and not args.upcycle  # its routers need small steps
+        args.balance_strength = 1e-3 if is_trained and args.balance == "bias" else 1e-2
     args.output_dir = args.output_dir or time.strftime("runs/moe-%Y%m%d-%H%M%S")
     if args.learning_rate is None:
         scratch = args.model_config and MODEL_CONFIGS[args.model_config][-1]
