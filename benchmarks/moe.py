@@ -1,9 +1,8 @@
 """Mixtures of experts beside the dense model of as many active parameters: quality on the same tokens, and speed.
 
-    for run in "bias" "exact --balance exact" "dense --dense"; do set -- $run; name=$1; shift
-        accelerate launch --config_file accelerate_configs/cpu.yaml recipes/moe.py --num_updates 100 --save_every 0 \\
-            --output_dir runs/$name $*; done
-    python benchmarks/moe.py runs/bias runs/exact runs/dense
+    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/moe.py --num_updates 100 --output_dir runs/moe
+    ... the same with --dense --output_dir runs/dense, and other ways to balance
+    python benchmarks/moe.py runs/moe runs/dense
 
 The held-out figures are those of the runs. Speed is measured here, on the trained models in turn, in CPU time, so that
 what else the machine does hardly counts: one window of the run, forward and backward without the optimizer's step.
@@ -62,10 +61,15 @@ def main():
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
     loaded = [load(directory) for directory in args.runs]
-    seconds = [[] for _ in loaded]
+    seconds, balances = [[] for _ in loaded], {"none": [], "exact": [], "usual": []}
     for _ in range(args.rounds):
         for times, (_, *parts) in zip(seconds, loaded, strict=True):
             times.append(time_window(accelerator, *parts))
+        first = loaded[0][1:]
+        for name in balances:  # what each way adds, on the first model
+            first[1].balance = name
+            balances[name].append(time_window(accelerator, *first))
+        first[1].balance = loaded[0][0]["arguments"]["balance"]
     rows = []
     for times, (run, model, router, _) in zip(seconds, loaded, strict=True):
         results, total = run["results"], sum(p.numel() for p in model.parameters())
@@ -84,7 +88,15 @@ def main():
                 "tokens_per_second_of_dense": 1 / statistics.median(slower),
             }
         )
-    facts = {"date": str(datetime.date.today()), "machine": platform.processor() or platform.machine()}
+    costs = {
+        name: statistics.median(mine / none for mine, none in zip(times, balances["none"], strict=True))
+        for name, times in balances.items()
+    }
+    print("time of a window, beside --balance none:", costs)
+    facts = {"balance_time": costs} | {
+        "date": str(datetime.date.today()),
+        "machine": platform.processor() or platform.machine(),
+    }
     args.output.write_text(json.dumps(facts | {"versions": tracking.versions(), "rows": rows}, indent=1) + "\n")
     for row in rows:
         print(
