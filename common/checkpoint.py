@@ -53,6 +53,9 @@ from common.stopping import StopRequests
 FORMAT = 1
 MANIFEST, PARTIAL = "manifest.json", ".partial"
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+LOCK = ".lock"
+# Seconds to wait for it: data workers of a killed run hold it for some, ranks that lost their launcher for an update.
+LOCK_TIMEOUT = 60
 CHUNK = 16 << 20  # bytes written and hashed at a time
 # Files of model/ that an export takes: settings, and the tokenizer's own formats, but never code or pickles.
 EXPORTED = (".json", ".jinja", ".txt", ".model", ".spm", ".bpe", ".codes", ".tiktoken")
@@ -206,7 +209,7 @@ def _disk_line(error: OSError, directory: Path, needed: int) -> str:
 def complete_or_absent(directory: Path) -> Iterator[Path]:
     """A directory to write into, which takes its name, and the place of what had it, when all in it is on the disk."""
     partial = directory.with_name(directory.name + PARTIAL)
-    _remove(partial)
+    remove(partial)
     partial.mkdir(parents=True)
     yield partial
     for path in [*partial.rglob("*"), partial]:
@@ -214,7 +217,31 @@ def complete_or_absent(directory: Path) -> Iterator[Path]:
     _replace(partial, directory)
 
 
-def _remove(path: Path) -> None:
+_locks: dict[Path, FileLock] = {}  # held until this process ends
+
+
+def lock_output_dir(directory: Path) -> None:
+    """Takes an output directory for this process, until it ends; harmless twice.
+
+    Raises:
+        ValueError: another process writes there.
+    """
+    lock = _locks.setdefault(directory.absolute(), FileLock(directory / LOCK))
+    if lock.is_locked:
+        return
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        print("waiting for another process that writes to this output directory ...", flush=True)
+        try:
+            lock.acquire(timeout=LOCK_TIMEOUT)
+        except Timeout:
+            raise ValueError(
+                f"--output_dir {directory}: another run writes there; end it, or name another directory"
+            ) from None
+
+
+def remove(path: Path) -> None:
     """A directory with all in it, or a file that stands in its place."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -226,10 +253,10 @@ def _replace(partial: Path, directory: Path) -> None:
     """Renames a directory that is complete; what has the name already goes away."""
     if directory.exists():
         old = directory.with_name(directory.name + ".old" + PARTIAL)
-        _remove(old)
+        remove(old)
         directory.rename(old)
         partial.rename(directory)
-        _remove(old)
+        remove(old)
     else:
         partial.rename(directory)
     _fsync(directory.parent)
@@ -512,7 +539,6 @@ class Checkpoints:
         self.cannot = _cannot_save(accelerator)
         if self.cannot and (self.wants_resume or 0 < self.save_every <= args.num_updates):
             raise ValueError(self.cannot)
-        self.lock: FileLock | None = None
 
     # The ranks agree on each outcome, so that none goes on alone where another failed.
 
@@ -613,20 +639,9 @@ class Checkpoints:
         self.model_files = _pretrained_files(*pretrained) if self.rank == 0 else {}
 
         def take() -> None:
-            self.lock = FileLock(self.output_dir / ".lock")
-            try:
-                self.lock.acquire(timeout=0)
-            except Timeout:
-                # Data workers of a killed run hold it for some seconds, ranks that lost their launcher for an update.
-                print("waiting for another process that writes to this output directory ...", flush=True)
-                try:
-                    self.lock.acquire(timeout=60)
-                except Timeout:
-                    raise ValueError(
-                        f"--output_dir {self.output_dir}: another run writes there; end it, or name another directory"
-                    ) from None
+            lock_output_dir(self.output_dir)
             for stale in self.directory.glob(f"*{PARTIAL}"):
-                _remove(stale)
+                remove(stale)
 
         self._together(take, only_main=True)
 
@@ -667,7 +682,7 @@ class Checkpoints:
             self.directory.mkdir(parents=True, exist_ok=True)
             if self.needed > shutil.disk_usage(self.directory).free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(partial))
-            _remove(partial)
+            remove(partial)
             partial.mkdir()
 
         self._together(make_room, only_main=True)
@@ -771,9 +786,9 @@ class Checkpoints:
         for path, _ in found:
             if path not in kept:
                 going = path.with_name(path.name + ".old" + PARTIAL)
-                _remove(going)
+                remove(going)
                 path.rename(going)  # half removed, it must not look like a damaged checkpoint
-                _remove(going)
+                remove(going)
 
     def finish(self) -> None:
         """Waits until the save that was started is a checkpoint, on all ranks."""

@@ -33,6 +33,7 @@ import common.launch  # noqa: E402
 import common.liveness  # noqa: E402
 import common.losses  # noqa: E402
 import common.optimizers  # noqa: E402
+import common.settings  # noqa: E402
 import common.shards  # noqa: E402
 import common.tracking  # noqa: E402
 
@@ -368,6 +369,16 @@ def kill_in_save(when):
     rmtree = shutil.rmtree
     shutil.rmtree = around("a removal", rmtree)
     Path.rename = around("renaming", Path.rename)
+
+
+def lock_timeout(seconds):
+    """How long a run waits for another one in its output directory."""
+    common.checkpoint.LOCK_TIMEOUT = seconds
+
+
+def no_redaction(_):
+    """Secrets are written and printed as they come."""
+    common.launch.redact = common.tracking.redact = common.settings.redact = lambda value: value
 
 
 LEAKED = []

@@ -13,10 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
-from conftest import BIN, launch_command, run
+from conftest import BIN, ROOT, launch_command, run
 
 from common import checkpoint, corpus, data, models
 from common.checkpoint import _damage, _hash_of, list_checkpoints
+from common.redaction import redact
 
 
 class Payload:
@@ -396,3 +397,79 @@ def test_each_payload_runs_where_it_is_executed(tmp_path, model_dir, monkeypatch
             use_model(path, tmp_path, trust_remote_code=True)
 
         fires(run_it)
+
+
+# --- secrets
+
+
+def token(letter):
+    return "hf_" + f"{letter}1{letter}2" * 9
+
+
+IN_ENVIRONMENT = {
+    "HF_TOKEN": token("E"),
+    "WANDB_API_KEY": "0123abcd" * 5,
+    "COMET_API_KEY": "canary-of-comet",
+    "NEPTUNE_API_TOKEN": "canary-of-neptune",
+    "HF_ENDPOINT": "https://canary-user:canary-word@127.0.0.1:9",
+    "http_proxy": "http://canary-user:canary-word@127.0.0.1:9",
+    "NCCL_DEBUG_FILE": f"{token('N')}.log",
+}
+CANARIES = ["canary", "0123abcd", *(token(letter) for letter in "ENFCY")]
+
+
+def found_canaries(directory, *outputs):
+    """Which of the secrets stand in a name or in the bytes of a file below the directory, or in an output."""
+    places = {"output": "".join(outputs).encode()}
+    for path in directory.rglob("*"):
+        places[str(path)] = str(path.relative_to(directory)).encode() + (path.read_bytes() if path.is_file() else b"")
+    return {canary for canary in CANARIES for content in places.values() if canary.encode() in content}
+
+
+def test_no_secret_is_written_or_printed(functions_file, model_dir, tmp_path):
+    """In flags, environment and config file; a run with a checkpoint and a tracker, then a dry run of it."""
+    column, text = token("C"), tmp_path / f"{token('F')}.jsonl"
+    rows = [json.loads(line)["text"] for line in functions_file.read_text().splitlines()]
+    text.write_text("".join(json.dumps({column: row}) + "\n" for row in rows))
+    config = tmp_path / "config.yaml"
+    config.write_text((ROOT / "accelerate_configs/cpu.yaml").read_text() + f"tpu_env: [HF_TOKEN={token('Y')}]\n")
+    found = {}
+    for redacted in (True, False):
+        out, spec = tmp_path / f"run{redacted:d}", tmp_path / "spec.json"
+        given = flags(text, model_dir, out, "--text_column", column, "--num_updates", 2, "--report_to", "tensorboard")
+        given, changes = [str(part) for part in given], {} if redacted else {"no_redaction": True}
+        specs = [{"flags": given, "changes": changes}]
+        specs += [{"flags": [*given, "--overwrite", "--dry_run"], "changes": changes}]
+        spec.write_text(json.dumps(specs))
+        result = run([*launch_command(config), "tests/run_recipe.py", spec], **IN_ENVIRONMENT)
+        assert result.returncode == 0 and "--text_column" in result.stdout, result.stderr
+        assert (out / "checkpoints/update-000002/manifest.json").is_file() and list(out.rglob("hparams.yml"))
+        found[redacted] = found_canaries(out, result.stdout, result.stderr)
+    assert found[True] == set()
+    assert found[False] == {"canary", token("E"), token("N"), token("F"), token("C")}  # the control
+
+
+def test_an_error_shows_no_secret(tmp_path):
+    given = ["--dataset_name", "https://me:canary@host/name?token=canary", "--output_dir", tmp_path / "run"]
+    result = run([BIN / "python", "recipes/lm.py", *given], **IN_ENVIRONMENT)
+    assert result.returncode == 2 and result.stderr.startswith("error: "), result.stderr
+    assert "//(not shown)@host/name?token=(not shown)" in result.stderr
+    assert not found_canaries(tmp_path, result.stdout, result.stderr)
+
+
+def test_only_secrets_are_taken_out():
+    for text in (
+        "--num_updates 10 --micro_batch_tokens 1024: does not hold the longest sample of 256 tokens",
+        "https://huggingface.co/docs/accelerate, http://127.0.0.1:29500/x, me@host, C:/text, runs/hf_transfer",
+        "the tokenizer has 389 tokens; set eos_token in its tokenizer_config.json; pad_token is None",
+    ):
+        assert redact(text) == text
+    kept = {"tokens": 3, "nested": {"model": ["a", 1.5, None]}, "token_id": 7}
+    assert redact(kept | {"api_key": "x", "nested2": {"token": "y"}}) == kept | {
+        "api_key": "(not shown)",
+        "nested2": {"token": "(not shown)"},
+    }
+    assert (
+        redact("https://me:p@ss/word@host/path and ghp_" + "a" * 36) == "https://(not shown)@host/path and (not shown)"
+    )
+    assert redact("--api_key abc, HF_TOKEN=abc, x?access_token=abc&y=1").count("abc") == 0
