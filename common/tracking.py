@@ -284,9 +284,11 @@ class Progress:
         }
 
     def __enter__(self) -> "Progress":
+        liveness.in_loop = True
         return self
 
     def __exit__(self, *_: Any) -> None:
+        liveness.in_loop = False
         self.bar.close()
         if self.file:
             self.file.close()

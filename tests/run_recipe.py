@@ -6,6 +6,7 @@ SPEC.json is a list of {"flags": [...], "changes": {NAME: VALUE}}. A change obse
 a condition, or takes out what a test guards, to show that the test would notice.
 """
 
+import ctypes
 import gc
 import itertools
 import json
@@ -202,6 +203,23 @@ def item_of_each_loss(_):
         return loss
 
     wrap_forward(read)
+
+
+def silence(seconds):
+    """How long a process may be silent; a number, or "inf"."""
+    common.liveness.SILENCE = float(seconds)
+
+
+def hold_lock(at):
+    """One process holds Python's lock: `at` is [rank, update, seconds]."""
+    original, updates = common.accumulation.reduce_window, itertools.count()
+
+    def holding(accelerator, *args):
+        if next(updates) == at[1] and accelerator.process_index == at[0]:
+            ctypes.PyDLL(None).sleep(at[2])
+        return original(accelerator, *args)
+
+    common.accumulation.reduce_window = holding
 
 
 def no_watch(_):
