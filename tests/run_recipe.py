@@ -6,6 +6,7 @@ SPEC.json is a list of {"flags": [...], "changes": {NAME: VALUE}}. A change obse
 a condition, or takes out what a test guards, to show that the test would notice.
 """
 
+import ctypes
 import gc
 import itertools
 import json
@@ -33,6 +34,7 @@ import common.launch  # noqa: E402
 import common.liveness  # noqa: E402
 import common.losses  # noqa: E402
 import common.optimizers  # noqa: E402
+import common.settings  # noqa: E402
 import common.shards  # noqa: E402
 import common.tracking  # noqa: E402
 
@@ -203,6 +205,23 @@ def item_of_each_loss(_):
     wrap_forward(read)
 
 
+def silence(seconds):
+    """How long a process may be silent; a number, or "inf"."""
+    common.liveness.SILENCE = float(seconds)
+
+
+def hold_lock(at):
+    """One process holds Python's lock: `at` is [rank, update, seconds]."""
+    original, updates = common.accumulation.reduce_window, itertools.count()
+
+    def holding(accelerator, *args):
+        if next(updates) == at[1] and accelerator.process_index == at[0]:
+            ctypes.PyDLL(None).sleep(at[2])
+        return original(accelerator, *args)
+
+    common.accumulation.reduce_window = holding
+
+
 def no_watch(_):
     """Processes that do not watch each other."""
     common.liveness.start = lambda timeout: None
@@ -368,6 +387,16 @@ def kill_in_save(when):
     rmtree = shutil.rmtree
     shutil.rmtree = around("a removal", rmtree)
     Path.rename = around("renaming", Path.rename)
+
+
+def lock_timeout(seconds):
+    """How long a run waits for another one in its output directory."""
+    common.checkpoint.LOCK_TIMEOUT = seconds
+
+
+def no_redaction(_):
+    """Secrets are written and printed as they come."""
+    common.launch.redact = common.tracking.redact = common.settings.redact = lambda value: value
 
 
 LEAKED = []

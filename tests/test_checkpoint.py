@@ -380,6 +380,27 @@ def test_without_a_launcher_the_status_is_75(functions_file, model_dir, tmp_path
     assert process.returncode == 75 and "SIGTERM: stopping after this update" in errors
 
 
+def test_overwrite_deletes_nothing_of_a_run_that_still_writes(functions_file, model_dir, tmp_path):
+    out, spec = tmp_path / "run", tmp_path / "spec.json"
+    overwriting = flags(functions_file, model_dir, out, "--num_updates", 3, "--overwrite")
+    spec.write_text(json.dumps([{"flags": overwriting, "changes": {"lock_timeout": 0.5}}]))
+    command = [*launch_command("cpu"), "tests/run_recipe.py", spec]
+    process = start(flags(functions_file, model_dir, out, "--num_updates", 5000))
+    try:
+        wait_for_updates(out, 12, process)
+        before = {path for path in out.rglob("*") if "update-0" not in str(path)}
+        assert_refused(run(command, TQDM_DISABLE=1), "another run writes there; end it, or name another directory")
+        done = len(read_metrics(out))
+        wait_for_updates(out, done + 2, process)
+        assert before <= set(out.rglob("*")) and list_checkpoints(out)[0]
+    finally:
+        for rank in recipes_of(process)[0]:
+            rank.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    run(command, TQDM_DISABLE=1)  # the control: nobody writes there any more
+    assert len(read_metrics(out)) == 3
+
+
 # --- the disk
 
 
