@@ -152,7 +152,6 @@ SEEN_IN_THE_COMMAND = (
     "clipping in a flag of the launcher",
     "accumulation in a section",
     "clipping in a section",
-    "compile in a section",
     "an unknown key in a section",
 )
 
