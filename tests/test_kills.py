@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import BIN, run
 
-# The long form: python tests/kill_runs.py --kills 200
+# The long form: python tests/kill_runs.py --kills 120 --config multi_cpu --processes 2
 CAMPAIGNS = {"cpu": (1, 5), "multi_cpu": (2, 3)}
 
 
