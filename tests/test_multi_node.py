@@ -582,7 +582,7 @@ def test_a_job_goes_on_after_its_time_limit_and_a_preemption(
 ):
     """The weights are those of the job that nothing disturbed. Control: a job that asks for no signal runs out."""
     recipe, seconds = slow_recipe(tmp_path)
-    out, flags = tmp_path / "run", ["--save_every", 2]
+    out, flags = tmp_path / "run", ["--save_every", 1]
     seconds.write_text("4")
     script = (ROOT / "launchers/slurm.sbatch").read_text()
     (tmp_path / "deaf.sbatch").write_text(script.replace("#SBATCH --signal", "# --signal"))
@@ -610,7 +610,9 @@ def test_a_job_goes_on_after_its_time_limit_and_a_preemption(
     assert status.startswith("stopped after update"), (tmp_path / "log").read_text()
     done = int(status.split()[-1])
     change(job, TimeLimit=10, StartTime="now")  # or it would wait for two minutes
-    wait_for_updates(out, done + 3)
+    wait_for_updates(out, done + 1)
+    seconds.write_text("20")  # longer than SLURM waits for it to end (KillWait)
+    wait_for_updates(out, done + 2)
     subprocess.run(["scontrol", "requeue", job], env=slurm_env, check=True)
     wait_for_job(slurm_env, job, requeued(2))
     seconds.write_text("0")
@@ -618,8 +620,8 @@ def test_a_job_goes_on_after_its_time_limit_and_a_preemption(
     facts = wait_for_job(slurm_env, job, has_ended)
     log = (tmp_path / "log").read_text()
     assert facts["JobState"] == "COMPLETED" and facts["Restarts"] == "2", log
-    resumed = [int(update) for update in re.findall(r"resuming from .*, after update (\d+)", log)]
-    assert len(resumed) == 2 and resumed[0] == done < resumed[1], log
+    first, second = dict.fromkeys(re.findall(r"resuming from .*, after update (\d+)", log))  # told on each node
+    assert int(first) == done < int(second), log
     for one, other in zip(read_metrics(out), read_metrics(two_node_job[2]), strict=True):
         assert one["loss"] == other["loss"] and one["sample_digest"] == other["sample_digest"]
     weights = [directory / "model/model.safetensors" for directory in (out, two_node_job[2])]
@@ -627,3 +629,74 @@ def test_a_job_goes_on_after_its_time_limit_and_a_preemption(
     facts = wait_for_job(slurm_env, deaf_job, has_ended)
     assert (facts["JobState"], facts["Restarts"]) == ("TIMEOUT", "0")
     assert json.loads((tmp_path / "deaf/run/run.json").read_text())["status"] == "running"
+
+
+def run_job_script(directory, *recipe, restarts=0, status=None, returncode=0):
+    """The job's script with stand-ins for SLURM's commands: its result, the recipe's flags, what scontrol was told."""
+    fake = directory / "bin"
+    fake.mkdir()
+    (fake / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {directory}/told\n')
+    end = f"""sed -i 's/"status": "[^"]*"/"status": "{status}"/' {directory}/run/run.json\n""" if status else ""
+    srun = f'#!/bin/sh\nuntil [ "$1" = node ]; do shift; done\nshift 2\necho "$@" > {directory}/ran\n{end}'
+    (fake / "srun").write_text(f"{srun}exit {returncode}\n")
+    for program in fake.iterdir():
+        program.chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1", "MAIN_IP": "127.0.0.1"}
+    env = os.environ | job | {"PATH": f"{fake}:{os.environ['PATH']}", "PYTHON": sys.executable}
+    env["SLURM_RESTART_COUNT"] = str(restarts)
+    command = ["bash", "launchers/slurm.sbatch", "recipes/lm.py", *map(str, recipe)]
+    result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    ran, told = (directory / name for name in ("ran", "told"))
+    return result, ran.read_text().split() if ran.exists() else None, told.read_text() if told.exists() else ""
+
+
+def leave_run(directory, status, job="7", checkpoint=True):
+    (directory / "run").mkdir()
+    (directory / "run/run.json").write_text(json.dumps({"slurm_job": job, "status": status}))
+    for name in ("update-000002", "update-000004.partial") if checkpoint else ["update-000002.partial"]:
+        (directory / "run/checkpoints" / name).mkdir(parents=True)
+        (directory / "run/checkpoints" / name / "manifest.json").touch()
+
+
+# What run.json said before and says after a start, the script's status, whether the job is queued again.
+ENDS = {
+    "came further": ("stopped after update 3", "stopped after update 5", 1, True),
+    "came no further": ("stopped after update 3", None, 1, False),
+    "failed": ("running", "running", 1, False),
+    "finished": ("running", "finished", 0, False),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_only_a_stopped_job_is_queued_again(end, tmp_path):
+    before, after, returncode, is_requeued = ENDS[end]
+    leave_run(tmp_path, before)
+    result, _, told = run_job_script(tmp_path, "--output_dir", tmp_path / "run", status=after, returncode=returncode)
+    assert told == ("requeue 7\n" if is_requeued else "")
+    assert result.returncode == (0 if is_requeued else returncode), result.stderr
+
+
+def test_a_job_without_an_output_directory_is_not_queued_again(tmp_path):
+    leave_run(tmp_path, "running")
+    result, ran, told = run_job_script(tmp_path, "--seed", 1, status="stopped after update 5", returncode=1)
+    assert told == "update JobId=7 Requeue=0\n" and ran == ["--seed", "1"]
+    assert re.fullmatch(r"note: without --output_dir .*\n", result.stderr) and result.returncode == 1
+
+
+# What lies in the output directory when the job is started again, and the flags that come of --overwrite.
+STARTS = {
+    "its own run": ({}, ["--resume"]),
+    "its own run, no checkpoint yet": ({"checkpoint": False}, ["--overwrite", "--overwrite"]),
+    "another job's run": ({"job": "6"}, ["--overwrite"]),
+    "its own run, finished": ({"status": "finished"}, None),
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_job_queued_again_goes_on_with_its_own_run_only(start, tmp_path):
+    there, expected = STARTS[start]
+    leave_run(tmp_path, **{"status": "running"} | there)
+    out = f"--output_dir={tmp_path}/run"
+    result, ran, _ = run_job_script(tmp_path, "--overwrite", out, restarts=1)
+    assert result.returncode == 0, result.stderr
+    assert sorted(ran or []) == (sorted([out, *expected]) if expected else [])
