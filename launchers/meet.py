@@ -22,12 +22,16 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-import psutil
-from accelerate.commands import launch
+# Before the imports: a thread that one of them starts would take the signal. The ranks inherit it too: a request that
+# comes before they train waits until they do (see common.stopping).
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+
+import psutil  # noqa: E402
+from accelerate.commands import launch  # noqa: E402
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
-from common.launch import Launch, check_machines, parse_launch
+from common.launch import Launch, check_machines, parse_launch  # noqa: E402
 
 DEFAULT_PORT = 29500  # Accelerate's
 
@@ -203,8 +207,6 @@ def hand_on_stop_requests() -> None:
 
 
 def main() -> None:
-    # The ranks inherit it: a request that comes before they train waits until they do (see common.stopping).
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
     parser.add_argument("--timeout", type=float, default=60, metavar="SECONDS", help="to wait for each other (60)")

@@ -414,6 +414,27 @@ def test_hosts_sh_is_stopped_everywhere(hosts, ssh, functions_file, tmp_path):
         assert not alive
 
 
+def test_a_request_to_stop_goes_through_the_launcher(functions_file, model_dir, tmp_path):
+    """SIGUSR1 to meet.py, which threads of numpy must not take. Control: `accelerate launch` by itself dies of it."""
+    recipe = ["recipes/lm.py", "--train_file", functions_file, "--model_name_or_path", model_dir]
+    recipe += ["--num_updates", 5000, "--sequence_length", 64]
+    outs = [tmp_path / "met", tmp_path / "control"]
+    with Run(tmp_path) as run:
+        for out, before in zip(
+            outs, ([BIN / "python", "launchers/meet.py", "accelerate", "launch"], None), strict=True
+        ):
+            command = launch_command("cpu")
+            command = [*before, *command[2:]] if before else command
+            run.start([*command, *recipe, "--output_dir", out], env={"OPENBLAS_NUM_THREADS": "2"})
+        for out in outs:
+            wait_for_updates(out, 1)
+        for process in run.processes:
+            process.send_signal(signal.SIGUSR1)
+        statuses = run.wait(60)
+        assert statuses == [1, -signal.SIGUSR1], run.output(0)
+    assert json.loads((outs[0] / "run.json").read_text())["status"].startswith("stopped after update")
+
+
 @contextmanager
 def slurm(directory):
     """A SLURM of three nodes on this machine: the environment in which its commands reach it."""
