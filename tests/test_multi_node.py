@@ -528,7 +528,7 @@ def job_facts(env, job):
     return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
 
-def wait_for_job(env, job, wanted, timeout=120):
+def wait_for_job(env, job, wanted, timeout=240):
     """Waits until the facts of a job are as `wanted`, a function, has them."""
     deadline = time.monotonic() + timeout
     while not wanted(facts := job_facts(env, job)):
@@ -630,7 +630,7 @@ def test_a_job_goes_on_after_its_time_limit_and_a_preemption(
     status = json.loads((out / "run.json").read_text())["status"]
     assert status.startswith("stopped after update"), (tmp_path / "log").read_text()
     done = int(status.split()[-1])
-    change(job, TimeLimit=10, StartTime="now")  # or it would wait for two minutes
+    change(job, TimeLimit=10, StartTime="now")  # SLURM itself waits for two minutes
     wait_for_updates(out, done + 1)
     seconds.write_text("20")  # longer than SLURM waits for it to end (KillWait)
     wait_for_updates(out, done + 2)
