@@ -203,6 +203,8 @@ class Campaign:
                     flush=True,
                 )
         if not (out / "model").is_dir():
+            if not sound_updates(out):
+                subprocess.run(["rm", "-rf", str(out)], check=True)
             assert self.run_to_the_end(out, resume=bool(sound_updates(out))), self.log_text()
         hashes.add(outcome(out))
         result = {
