@@ -219,7 +219,7 @@ class Campaign:
             "complete checkpoints lost": self.lost_checkpoints,
             "hangs": self.hangs,
             "most updates made again": max(self.lost_updates, default=0),
-            "mean updates made again": round(statistics.mean(self.lost_updates), 2),
+            "mean updates made again": round(statistics.mean(self.lost_updates or [0]), 2),
             "save_every": self.args.save_every,
             "same end": hashes == {outcome(left_alone)},
         }
