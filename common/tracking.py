@@ -87,6 +87,7 @@ def start_run(
             "mixed_precision": accelerator.mixed_precision,
             "device": torch.cuda.get_device_name() if is_cuda else accelerator.device.type,
             "versions": versions(),
+            "slurm_job": os.environ.get("SLURM_JOB_ID"),
             "status": "running",
             "resumed_at": position.update,
         }

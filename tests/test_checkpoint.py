@@ -103,6 +103,23 @@ def test_a_stopped_run_goes_on_bit_for_bit(config, functions_file, dropout_model
         assert result.stdout.count(f"stopped after update {done}, checkpoint written") == len(kinds)
 
 
+@pytest.mark.parametrize("more", [1, 2])
+def test_a_signal_is_kept_until_training_begins_and_the_third_one_ends_it(more, tmp_path):
+    (tmp_path / "stop.py").write_text(f"""
+import os, signal
+from common.stopping import StopRequests
+signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGUSR1}})  # as launchers/meet.py leaves it
+os.kill(os.getpid(), signal.SIGUSR1)
+with StopRequests() as stop:
+    assert stop.asked
+    for _ in range({more}):
+        os.kill(os.getpid(), signal.SIGUSR1)
+os.kill(os.getpid(), signal.SIGUSR1)  # what comes later is kept again, and does no harm
+""")
+    result = run([BIN / "python", tmp_path / "stop.py"], PYTHONPATH=ROOT)
+    assert result.returncode == (0 if more == 1 else -signal.SIGUSR1), result.stderr
+
+
 FORGOTTEN = {"random": {}, "optimizer": {}, "learning_rate": {}, "samples": {}, "scaler": {"loss_scaler": 3}}
 
 
