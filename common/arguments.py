@@ -7,7 +7,6 @@ live here. Nothing is in both.
 import argparse
 import difflib
 import re
-import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from common.activation_checkpointing import ACTIVATION_CHECKPOINTING
-from common.checkpoint import CHANGEABLE
+from common.checkpoint import CHANGEABLE, LOCK, lock_output_dir, remove
 from common.corpus import Source, check_sources, has_split
 from common.data import Samples
 from common.launch import exit_with_mistakes, started_world_size
@@ -266,7 +265,7 @@ def _check_tracker(name: str) -> list[str]:
 def _check_output_dir(path: Path, overwrite: bool) -> list[str]:
     if path.exists() and not path.is_dir():
         return [f"--output_dir {path} is a file; name a directory"]
-    if path.is_dir() and any(path.iterdir()):
+    if path.is_dir() and any(one.name != LOCK for one in path.iterdir()):
         if not (path / "run.json").is_file():
             return [f"--output_dir {path} is not empty and holds no run; name another directory"]
         if not overwrite:
@@ -331,18 +330,22 @@ def check_samples(args: argparse.Namespace, train: Samples, validation: Samples 
 
 
 def make_output_dir(args: argparse.Namespace, accelerator: Accelerator) -> Path:
-    """Creates the output directory, emptied if `--overwrite`; call it after all checks.
+    """Creates the output directory and takes it for this run, emptied if `--overwrite`; call it after all checks.
 
     Raises:
-        ValueError: it cannot be created.
+        ValueError: it cannot be created, or another run writes there, of which nothing is deleted.
     """
     path = Path(args.output_dir)
     if not accelerator.is_main_process:
         return path
     try:
-        if args.overwrite and (path / "run.json").is_file():
-            shutil.rmtree(path)
         path.mkdir(parents=True, exist_ok=True)
+        lock_output_dir(path)
+        if args.overwrite and (path / "run.json").is_file():
+            # What makes it a run goes last: a killed removal can be done again. The lock stays, it is this run's.
+            for one in sorted(path.iterdir(), key=lambda one: one.name == "run.json"):
+                if one.name != LOCK:
+                    remove(one)
     except OSError as error:
         raise ValueError(f"--output_dir {path} cannot be written ({error.strerror}); name another directory") from error
     return path

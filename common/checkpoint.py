@@ -3,7 +3,8 @@
     python -m common.checkpoint list OUTPUT_DIR
     python -m common.checkpoint export OUTPUT_DIR/checkpoints/update-000100 DIR
 
-A checkpoint is a directory of safetensors and JSON; nothing in it is ever executed:
+A checkpoint is a directory of safetensors and JSON. Nothing in it is ever executed, whoever wrote it: what is read is
+checked for its form too, files that the manifest does not name are not looked at, and links are not followed.
 
     manifest.json           format, update, settings, fingerprints, versions, and size and SHA-256 of every other file
     rank-00000.safetensors  the ranges of weights and optimizer state that rank 0 writes, flattened (see common.shards)
@@ -19,9 +20,11 @@ import base64
 import errno
 import hashlib
 import json
+import math
 import os
 import random
 import shutil
+import stat
 import sys
 import tempfile
 import time
@@ -29,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,6 +45,7 @@ from safetensors.torch import _TYPES as DTYPES  # the format's names of types
 from safetensors.torch import save_file
 
 from common import shards
+from common.corpus import one_line
 from common.launch import running_mode, seed_everything
 from common.sharding import offload_devices
 from common.stopping import StopRequests
@@ -49,7 +53,12 @@ from common.stopping import StopRequests
 FORMAT = 1
 MANIFEST, PARTIAL = "manifest.json", ".partial"
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+LOCK = ".lock"
+# Seconds to wait for it: data workers of a killed run hold it for some, ranks that lost their launcher for an update.
+LOCK_TIMEOUT = 60
 CHUNK = 16 << 20  # bytes written and hashed at a time
+# Files of model/ that an export takes: settings, and the tokenizer's own formats, but never code or pickles.
+EXPORTED = (".json", ".jinja", ".txt", ".model", ".spm", ".bpe", ".codes", ".tiktoken")
 
 # What an update depends on besides samples and weights; another value than the checkpoint's is refused. False: also
 # with --allow_changed, since the saved state would not fit.
@@ -200,7 +209,7 @@ def _disk_line(error: OSError, directory: Path, needed: int) -> str:
 def complete_or_absent(directory: Path) -> Iterator[Path]:
     """A directory to write into, which takes its name, and the place of what had it, when all in it is on the disk."""
     partial = directory.with_name(directory.name + PARTIAL)
-    _remove(partial)
+    remove(partial)
     partial.mkdir(parents=True)
     yield partial
     for path in [*partial.rglob("*"), partial]:
@@ -208,7 +217,31 @@ def complete_or_absent(directory: Path) -> Iterator[Path]:
     _replace(partial, directory)
 
 
-def _remove(path: Path) -> None:
+_locks: dict[Path, FileLock] = {}  # held until this process ends
+
+
+def lock_output_dir(directory: Path) -> None:
+    """Takes an output directory for this process, until it ends; harmless twice.
+
+    Raises:
+        ValueError: another process writes there.
+    """
+    lock = _locks.setdefault(directory.absolute(), FileLock(directory / LOCK))
+    if lock.is_locked:
+        return
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        print("waiting for another process that writes to this output directory ...", flush=True)
+        try:
+            lock.acquire(timeout=LOCK_TIMEOUT)
+        except Timeout:
+            raise ValueError(
+                f"--output_dir {directory}: another run writes there; end it, or name another directory"
+            ) from None
+
+
+def remove(path: Path) -> None:
     """A directory with all in it, or a file that stands in its place."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -220,10 +253,10 @@ def _replace(partial: Path, directory: Path) -> None:
     """Renames a directory that is complete; what has the name already goes away."""
     if directory.exists():
         old = directory.with_name(directory.name + ".old" + PARTIAL)
-        _remove(old)
+        remove(old)
         directory.rename(old)
         partial.rename(directory)
-        _remove(old)
+        remove(old)
     else:
         partial.rename(directory)
     _fsync(directory.parent)
@@ -234,17 +267,63 @@ def _hash_of(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
+def _own_file(directory: Path, name: str) -> Path:
+    """A file of the checkpoint by its name in the manifest; an error of one line for a link, a pipe, another place."""
+    root = os.path.realpath(directory)
+    path = os.path.join(root, name)
+    if os.path.realpath(path) != path or not path.startswith(root + os.sep):
+        raise ValueError(f"{name} lies outside, or is a link")
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ValueError(f"{name} is no file")
+    return directory / name
+
+
 def _read_manifest(directory: Path) -> dict[str, Any]:
-    """Raises ValueError, one line without the directory's name, where it is not there or not whole."""
+    """Raises ValueError, one line without the directory's name, where it is not there, not whole or malformed."""
     try:
-        manifest = json.loads((directory / MANIFEST).read_text())
+        manifest = json.loads(_own_file(directory, MANIFEST).read_text())
     except OSError as error:
         raise ValueError(f"{MANIFEST}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} is damaged: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("sha256") != _hash_of(manifest):
         raise ValueError(f"{MANIFEST} is damaged: its own SHA-256 differs")
+    try:
+        _check_manifest(manifest)
+    except (KeyError, TypeError, AttributeError, AssertionError) as error:
+        raise ValueError(f"{MANIFEST} is malformed: {one_line(error)}") from error
     return manifest
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise ValueError(what)
+
+
+def _is_number(value: Any, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _check_manifest(manifest: dict[str, Any]) -> None:
+    """Its hash shows that it is whole, not who wrote it: raises an error where a part is not of the form expected."""
+    for name, least in {"format": 1, "update": 0, "world_size": 1}.items():
+        _require(_is_number(manifest[name], least=least), f"{MANIFEST} is malformed: its {name} is {manifest[name]!r}")
+    if manifest["format"] > FORMAT:
+        return  # of which we cannot judge
+    texts = (manifest["mode"], manifest["architecture"], *manifest["files"])
+    _require(all(text.isprintable() for text in texts), f"{MANIFEST} is malformed: a name is not printable")
+    for facts in manifest["files"].values():
+        _require(_is_number(facts["bytes"]) and isinstance(facts["sha256"], str), f"{MANIFEST} is malformed: its files")
+    position, identity = Position(**manifest["position"]), manifest["identity"]
+    is_sound = position.update == manifest["update"]
+    is_sound &= _is_number(position.skipped_updates) and _is_number(position.skipped_in_a_row)
+    for loss in (position.best_validation_loss, position.validation_loss):
+        is_sound &= loss is None or isinstance(loss, float)
+    is_sound &= all(isinstance(run, str) for run in position.tracker_runs.values())
+    is_sound &= all(isinstance(value, bool | int | float) for value in manifest["scaler"].values())
+    is_sound &= all(isinstance(identity[name], dict) for name in ("model", "settings"))
+    is_sound &= all(isinstance(identity[name], str) for name in ("tokenizer", "dataset"))
+    _require(is_sound, f"{MANIFEST} is malformed: its position, scaler or identity")
 
 
 def _newer(manifest: dict[str, Any]) -> str:
@@ -253,18 +332,21 @@ def _newer(manifest: dict[str, Any]) -> str:
 
 def _damage(directory: Path, manifest: dict[str, Any], rank: int = 0, world: int = 1) -> str | None:
     """What is wrong with this rank's share of the files, or None."""
-    for name, facts in list(manifest["files"].items())[rank::world]:
-        path = directory / name
-        if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
-            return f"{name} lies outside"
-        try:
+    name = MANIFEST
+    try:
+        for name, facts in list(manifest["files"].items())[rank::world]:
+            path = _own_file(directory, name)
             if path.stat().st_size != facts["bytes"]:
                 return f"{name} has {path.stat().st_size} bytes in the place of {facts['bytes']}"
             with open(path, "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != facts["sha256"]:
                     return f"{name} is damaged: its SHA-256 differs"
-        except OSError as error:
-            return f"{name}: {error.strerror}"
+        if manifest["format"] <= FORMAT:
+            Reader(directory, manifest).check(rank, world)
+    except OSError as error:
+        return f"{name}: {error.strerror}"
+    except ValueError as error:
+        return str(error)
     return None
 
 
@@ -286,33 +368,80 @@ def list_checkpoints(output_dir: Path) -> tuple[list[tuple[Path, dict[str, Any]]
 
 
 class Reader:
-    """The tensors of a checkpoint, whole or in part, however they were cut when they were saved."""
+    """The tensors of a checkpoint, whole or in part, however they were cut when they were saved.
+
+    Raises ValueError, one line, where the files of the ranks do not make whole tensors.
+    """
 
     def __init__(self, directory: Path, manifest: dict[str, Any]):
         self.directory, self.manifest = directory, manifest
-        self.ranks = [json.loads((directory / f"rank-{r:05}.json").read_text()) for r in range(manifest["world_size"])]
+        self.ranks: list[dict[str, Any]] = []
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self.numbers: dict[str, Any] = {}
         self._where: dict[str, list[tuple[int, int, str]]] = {}
-        for number, rank in enumerate(self.ranks):
-            self.numbers |= rank["numbers"]
-            for name, one in rank["tensors"].items():
-                self.tensors[name] = (DTYPES[one["dtype"]], tuple(one["shape"]))
-                file = f"rank-{number:05}.safetensors"
-                self._where.setdefault(name, []).append((one["start"], one["start"] + one["elements"], file))
         self._open: dict[str, Any] = {}
+        for number in range(manifest["world_size"]):
+            name = f"rank-{number:05}"
+            try:
+                self._add_rank(name)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise ValueError(f"{name}.json is malformed: {one_line(error)}") from error
+        for name, (_, shape) in self.tensors.items():
+            filled = 0
+            for first, last, _ in sorted(one for one in self._where[name] if one[0] < one[1]):
+                _require(first == filled, f"{name} has a gap or an overlap at its element {min(first, filled)}")
+                filled = last
+            _require(filled == math.prod(shape), f"{name} has {filled} of {math.prod(shape)} elements")
+
+    def _add_rank(self, name: str) -> None:
+        listed = self.manifest["files"]
+        _require({f"{name}.json", f"{name}.safetensors"} <= listed.keys(), "the manifest does not name its files")
+        rank = json.loads(_own_file(self.directory, f"{name}.json").read_text())
+        for number, value in rank["numbers"].items():
+            _require(isinstance(value, int | float), f"{number} is no number")
+            is_step = number.startswith("optimizer.step/")
+            _require(not is_step or 0 <= value <= self.manifest["update"] + 1, f"{number} is {value}")
+        self.ranks.append(rank)
+        self.numbers |= rank["numbers"]
+        for tensor, one in rank["tensors"].items():
+            facts = (DTYPES[one["dtype"]], tuple(one["shape"]))
+            sizes = (*facts[1], one["start"], one["elements"])
+            _require(all(_is_number(size) for size in sizes), f"{tensor}: its sizes")
+            _require(self.tensors.setdefault(tensor, facts) == facts, f"{tensor} is another one than in other ranks")
+            where = (one["start"], one["start"] + one["elements"], f"{name}.safetensors")
+            self._where.setdefault(tensor, []).append(where)
+
+    def check(self, rank: int = 0, world: int = 1) -> None:
+        """Raises ValueError where a file of this rank's share holds something else than its JSON says."""
+        for number in range(rank, len(self.ranks), world):
+            name, facts = f"rank-{number:05}", self.ranks[number]
+            try:
+                file = self._file(f"{name}.safetensors")
+                slices = {tensor: file.get_slice(tensor) for tensor in file.keys()}
+                found = {tensor: (one.get_dtype(), one.get_shape()) for tensor, one in slices.items()}
+                told = {tensor: (one["dtype"], [one["elements"]]) for tensor, one in facts["tensors"].items()}
+                _require(found == told, f"its tensors are not those of {name}.json")
+            except Exception as error:  # SafetensorError, by what the header says
+                raise ValueError(f"{name}.safetensors is malformed: {one_line(error)}") from error
+            try:
+                _check_random_states(facts["random"])
+            except Exception as error:  # KeyError, TypeError, RuntimeError, ...
+                raise ValueError(f"{name}.json is malformed: its random states ({one_line(error)})") from error
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = safe_open(_own_file(self.directory, name), "pt")
+        return self._open[name]
 
     def read(self, name: str, start: int = 0, elements: int | None = None) -> torch.Tensor:
         """A range of a tensor's flattened elements, on the CPU; without a range, the tensor in its shape."""
         dtype, shape = self.tensors[name]
-        stop = start + (int(np.prod(shape)) if elements is None else elements)
+        stop = start + (math.prod(shape) if elements is None else elements)
         result, filled = torch.empty(stop - start, dtype=dtype), 0
         for first, last, file in self._where[name]:
             low, high = max(first, start), min(last, stop)
             if low < high:
-                if file not in self._open:
-                    self._open[file] = safe_open(self.directory / file, "pt")
-                result[low - start : high - start] = self._open[file].get_slice(name)[low - first : high - first]
+                result[low - start : high - start] = self._file(file).get_slice(name)[low - first : high - first]
                 filled += high - low
         assert filled == stop - start, f"{self.directory}: {name} has {filled} of the elements {start} to {stop}"
         return result.view(shape) if elements is None else result
@@ -340,6 +469,16 @@ def random_states(device: torch.device) -> dict[str, Any]:
     if device.type != "cpu":
         states[device.type] = _encode(torch.get_device_module(device).get_rng_state())
     return states
+
+
+def _check_random_states(states: dict[str, Any]) -> None:
+    """Raises an error where `restore_random_states` would: here on generators that nobody uses."""
+    version, internal, gauss = states["python"]
+    random.Random().setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = states["numpy"]
+    _require(0 <= position <= len(keys), "numpy's position")  # numpy itself would read beyond its keys
+    np.random.RandomState(0).set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))
+    torch.Generator().set_state(_decode(states["torch"]))
 
 
 def restore_random_states(states: dict[str, Any], device: torch.device) -> None:
@@ -400,7 +539,6 @@ class Checkpoints:
         self.cannot = _cannot_save(accelerator)
         if self.cannot and (self.wants_resume or 0 < self.save_every <= args.num_updates):
             raise ValueError(self.cannot)
-        self.lock: FileLock | None = None
 
     # The ranks agree on each outcome, so that none goes on alone where another failed.
 
@@ -501,20 +639,9 @@ class Checkpoints:
         self.model_files = _pretrained_files(*pretrained) if self.rank == 0 else {}
 
         def take() -> None:
-            self.lock = FileLock(self.output_dir / ".lock")
-            try:
-                self.lock.acquire(timeout=0)
-            except Timeout:
-                # Data workers of a killed run hold it for some seconds, ranks that lost their launcher for an update.
-                print("waiting for another process that writes to this output directory ...", flush=True)
-                try:
-                    self.lock.acquire(timeout=60)
-                except Timeout:
-                    raise ValueError(
-                        f"--output_dir {self.output_dir}: another run writes there; end it, or name another directory"
-                    ) from None
+            lock_output_dir(self.output_dir)
             for stale in self.directory.glob(f"*{PARTIAL}"):
-                _remove(stale)
+                remove(stale)
 
         self._together(take, only_main=True)
 
@@ -555,7 +682,7 @@ class Checkpoints:
             self.directory.mkdir(parents=True, exist_ok=True)
             if self.needed > shutil.disk_usage(self.directory).free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(partial))
-            _remove(partial)
+            remove(partial)
             partial.mkdir()
 
         self._together(make_room, only_main=True)
@@ -659,9 +786,9 @@ class Checkpoints:
         for path, _ in found:
             if path not in kept:
                 going = path.with_name(path.name + ".old" + PARTIAL)
-                _remove(going)
+                remove(going)
                 path.rename(going)  # half removed, it must not look like a damaged checkpoint
-                shutil.rmtree(going)
+                remove(going)
 
     def finish(self) -> None:
         """Waits until the save that was started is a checkpoint, on all ranks."""
@@ -678,6 +805,9 @@ def load_state(reader: Reader, accelerator: Accelerator, model: torch.nn.Module,
     """Weights, buffers and optimizer state from a checkpoint of any mode and world size; each rank reads its part."""
     shards.make_state(accelerator, model, optimizer, reader.tensors, reader.numbers)
     for piece in shards.pieces(accelerator, model, optimizer):
+        if piece.name not in reader.tensors or reader.tensors[piece.name][1] != tuple(piece.shape):
+            saved = reader.tensors.get(piece.name, (None, "not there"))[1]
+            raise ValueError(f"--resume {reader.directory}: {piece.name} is {tuple(piece.shape)}, and {saved} in it")
         values = reader.read(piece.name, piece.start, piece.tensor.numel())
         piece.tensor.copy_(values.view(piece.tensor.shape))
     shards.refresh(optimizer)
@@ -729,36 +859,47 @@ def export(directory: Path, target: Path) -> None:
     weights = {
         name.partition("/")[2]: reader.read(name) for name in reader.tensors if name.startswith(("weight/", "buffer/"))
     }
+    # Not what merely lies there: only what the manifest names, and of that no code.
+    files = [name.removeprefix("model/") for name in manifest["files"] if name.startswith("model/")]
+    files = [name for name in files if "/" not in name and name.endswith(EXPORTED) and ".index." not in name]
     if model_class is None:  # a recipe's own class: its configuration, and the weights under its own names
 
         def write(partial: Path) -> None:
-            shutil.copyfile(directory / "model/config.json", partial / "config.json")
+            shutil.copyfile(_own_file(directory, "model/config.json"), partial / "config.json")
             save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
 
     else:
-        write = _whole_model(directory, weights, model_class).save_pretrained
+        try:
+            write = _whole_model(directory, weights, model_class).save_pretrained
+        except Exception as error:  # of transformers and torch, by what does not fit
+            raise ValueError(
+                f"{directory}: its weights and model/config.json do not make a {manifest['architecture']} "
+                f"({one_line(error)}); export another checkpoint"
+            ) from error
     try:
         with complete_or_absent(target) as partial:
             write(partial)
-            for path in (directory / "model").iterdir():
-                if path.name != "config.json":
-                    shutil.copyfile(path, partial / path.name)
+            for name in files:
+                if name != "config.json":
+                    shutil.copyfile(_own_file(directory, f"model/{name}"), partial / name)
     except OSError as error:
         raise ValueError(_disk_line(error, target.parent, sum(w.nbytes for w in weights.values()))) from error
 
 
 def _whole_model(directory: Path, weights: dict[str, torch.Tensor], model_class: Any) -> Any:
-    """A checkpoint's weights in the model of transformers that they belong to."""
+    """A checkpoint's weights in the model of transformers that they belong to; no code that the checkpoint brings."""
     import transformers
 
+    is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
+    _require(is_model, "that is no model of transformers")
     dtype = next(value.dtype for value in weights.values() if value.is_floating_point())
-    config = transformers.AutoConfig.from_pretrained(directory / "model")
+    config = model_class.config_class.from_pretrained(directory / "model", local_files_only=True)
     with torch.device("meta"):  # no memory, and no time, for weights that are replaced
         model = model_class._from_config(config, dtype=dtype)
-    missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
+    _, unexpected = model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
-    tied = {name for name, p in model.named_parameters(remove_duplicate=False) if p.is_meta}
-    assert not unexpected and not tied, f"{directory}: {unexpected or tied} do not fit {model_class.__name__}"
+    missing = sorted(name for name, p in model.named_parameters(remove_duplicate=False) if p.is_meta)
+    _require(not unexpected and not missing, f"unexpected: {unexpected[:3]}, missing: {missing[:3]}")
     return model
 
 

@@ -26,6 +26,7 @@ from accelerate.utils import DistributedType, set_seed
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from common import liveness, sharding
+from common.redaction import print_exception, redact
 
 
 @dataclass
@@ -422,6 +423,7 @@ def user_mistakes_end_here() -> Iterator[None]:
 
     A mistake is a ValueError raised by our own code; one from inside a library keeps its traceback, as all errors do.
     """
+    sys.excepthook = print_exception
     try:
         yield
     except ValueError as error:
@@ -430,18 +432,19 @@ def user_mistakes_end_here() -> Iterator[None]:
             traceback = traceback.tb_next
         ours = {Path(__file__).parent, Path(sys.modules["__main__"].__file__).resolve().parent}
         if Path(traceback.tb_frame.f_code.co_filename).resolve().parent not in ours:
-            liveness.leave(f"{type(error).__name__}: {error}")
+            liveness.leave(redact(f"{type(error).__name__}: {error}"))
             raise
         exit_with_mistakes(str(error).splitlines())
     except BaseException as error:
         is_end = isinstance(error, SystemExit) and not error.code
-        liveness.leave(None if is_end else f"{type(error).__name__}: {error}")
+        liveness.leave(None if is_end else redact(f"{type(error).__name__}: {error}"))
         raise
     liveness.leave()
 
 
 def exit_with_mistakes(problems: list[str]) -> None:
     """Prints each problem on a line of stderr, once on each host, and ends the process with status 2."""
+    problems = [redact(problem) for problem in problems]
     # Without torch's launcher there are no others on this host, whatever variables are left in the environment.
     is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0 or "TORCHELASTIC_RUN_ID" not in os.environ
     if is_first:

@@ -1,13 +1,18 @@
-"""Every process of a run learns at once when another one is lost, says who it was, and ends.
+"""Every process of a run learns when another one is lost or stands still, says who it was, and ends.
 
 Without it the others sit in a collective until its time limit (NCCL: 10 minutes, gloo: 30), or end with a traceback
 that names an address and no rank. Here rank 0 holds a TCP connection to each other rank, and a thread watches. The
-kernel closes it when a process dies, however it dies, so there is no heartbeat that a busy process could miss; the
-keep-alives of TCP find a host that is gone, in 15 seconds. It costs the training loop nothing, and knows no backend
-and no mode.
+kernel closes it when a process dies, however it dies; the keep-alives of TCP find a host that is gone, in 15 seconds.
+Both leave a process that was stopped (SIGSTOP, a frozen container), for which its kernel still answers: so the threads
+also send a few bytes each second, and in the loop a silence of `SILENCE` seconds is a loss. A process that finds that
+it was itself late, as when all of a launch was stopped, counts anew. It costs the training loop nothing, and knows no
+backend and no mode.
 
-A process that ends in order says good-bye first, with the reason if that is an error. A process that hangs is not seen
-here: that is what the time limits of the collectives are for.
+A stopped process cannot end itself. Its launcher does, 30 seconds after another one of its host has ended; one that is
+alone on its host ends when it goes on.
+
+A process that ends in order says good-bye first, with the reason if that is an error. A process whose main thread hangs
+while its other threads live is not seen here: that is what the time limits of the collectives are for.
 """
 
 import json
@@ -29,8 +34,17 @@ from torch.distributed.elastic.utils.store import barrier
 LOST_STATUS = 3  # exit status of a process that ends because another one was lost or failed
 MISTAKE_STATUS = 2  # of a user's mistake, on all ranks alike
 GRACE = 1.0  # seconds in which a failure of all ranks shows as theirs, and the true cause of an error as a lost rank
+BEAT = 1.0  # seconds between two signs of life
+LATE = 3.0  # seconds between two turns of the thread, after which it was this process that stood still
+# Seconds without a sign of life. As long as TCP takes for a host that is gone, and longer than what keeps the threads
+# of a process waiting in the loop: a library that holds Python's lock, a host that swaps. A launcher ends the stopped
+# process 30 seconds later, so that the launch ends within 50.
+SILENCE = 15.0
 
 update: int | None = None  # the update that this process is at; the loop sets it
+# Whether it is in the loop, which sets it: before and after, a library may hold Python's lock for as long as it reads
+# or writes a model, and silence means nothing.
+in_loop = False
 _watch: "_Watch | None" = None
 _num_watches = 0
 
@@ -44,10 +58,10 @@ def start(timeout: float) -> None:
     Raises:
         ValueError: a rank is not there by then, or rank 0 cannot be reached.
     """
-    global _watch, _num_watches, update
+    global _watch, _num_watches, update, in_loop
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size > 1 and _watch is None:
-        update, _num_watches = None, _num_watches + 1
+        update, in_loop, _num_watches = None, False, _num_watches + 1
         key = f"liveness-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{_num_watches}"  # a store is used again
         _watch = _Watch(int(os.environ["RANK"]), world_size, timeout, key)
 
@@ -118,6 +132,7 @@ class _Watch:
         self.first_here = rank - int(os.environ.get("LOCAL_RANK", 0))  # of the ranks on this host
         self.peers: dict[Connection, tuple[int, str]] = {}  # rank and host
         self.is_failing = self.has_left = False
+        self.sending = threading.Lock()  # the main thread and ours would mix their messages
         self.deadline = time.monotonic() + timeout
         try:
             self.store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout)))
@@ -173,13 +188,23 @@ class _Watch:
         """The thread."""
         failure, due = None, 0.0
         failed: list[Connection] = []  # kept open until this process ends too: the other side waits for that
+        now = next_beat = time.monotonic()
+        heard = dict.fromkeys(self.peers, now)  # when each was
         while self.peers or failure:
-            for connection in wait(list(self.peers), None if failure is None else max(0.0, due - time.monotonic())):
+            until = next_beat if failure is None else min(next_beat, due)
+            ready = wait(list(self.peers), max(0.0, until - time.monotonic()))
+            before, now = now, time.monotonic()
+            if now - before > LATE or not in_loop:
+                heard = dict.fromkeys(self.peers, now)
+            for connection in ready:
+                heard[connection] = now
                 rank, host = self.peers[connection]
                 try:
                     message = json.loads(connection.recv_bytes())
                 except (EOFError, OSError):
                     message = {"rank": rank, "host": host, "status": LOST_STATUS, "reason": None}
+                if not message:  # a sign of life
+                    continue
                 if message["status"] == LOST_STATUS and not self.has_left:
                     self._end(message)
                 if message["reason"] and failure is None:
@@ -190,8 +215,26 @@ class _Watch:
                 if not self.is_failing:
                     self._end(failure)
                 failure = None
+            if now >= next_beat:
+                next_beat = now + BEAT
+                self._beat(heard, now)
         for connection in failed:
             connection.close()
+
+    def _beat(self, heard: dict[Connection, float], now: float) -> None:
+        """A sign of life to the others; ends this process where one of them gave none for too long."""
+        if self.has_left:
+            return
+        self._tell({})
+        for connection, (rank, host) in self.peers.items():
+            if now - heard[connection] > SILENCE and not self.is_failing:
+                self._end({"rank": rank, "host": host, "status": LOST_STATUS, "reason": None, "is_silent": True})
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        """To all that are connected: rank 0, or from there all others."""
+        with self.sending:
+            for connection in list(self.peers):
+                _send(connection, message)
 
     def leave(self, reason: str | None, status: int) -> None:
         self.is_failing = reason is not None
@@ -200,8 +243,7 @@ class _Watch:
                 GRACE
             )  # where a lost rank is the cause, as in a collective that it broke off, the thread ends us
         self.has_left = True
-        for connection in list(self.peers):
-            _send(connection, {"rank": self.rank, "host": self.host, "status": status, "reason": reason})
+        self._tell({"rank": self.rank, "host": self.host, "status": status, "reason": reason})
         if self.is_failing:
             self.thread.join(3 * GRACE)  # a launcher ends all ranks of its host with the first: let them say why
 
@@ -209,14 +251,14 @@ class _Watch:
         """Ends this process because of another; one process of each host tells why."""
         rank, host, reason, status = (message[key] for key in ("rank", "host", "reason", "status"))
         if self.rank == 0:
-            for connection in self.peers:
-                _send(connection, message | {"status": LOST_STATUS} if status != MISTAKE_STATUS else message)
+            self._tell(message | {"status": LOST_STATUS} if status != MISTAKE_STATUS else message)
         where = "before the first update" if update is None else f"at update {update}"
         who = f"rank {rank} on host {host}"
         if status == MISTAKE_STATUS:
             lines = [f"{who}: {line}" for line in reason.splitlines()]
         else:
-            what = f"ended with {reason.splitlines()[0]}" if reason else "was lost"
+            what = "stopped answering" if message.get("is_silent") else "was lost"
+            what = f"ended with {reason.splitlines()[0]}" if reason else what
             lines = [f"{who} {what} {where}; this process (rank {self.rank}) ends; see the output there"]
         speaker = self.first_here
         if rank == self.first_here:  # it has told its user's mistake itself

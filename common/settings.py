@@ -9,12 +9,12 @@ import torch
 from accelerate import Accelerator
 
 from common.launch import Launch, describe_mode, describe_precision
+from common.redaction import redact
 from common.sharding import flatten, read_deepspeed_config
 
-# Variables that change what a run does or where it reads and writes; a name of a secret's kind is never shown.
+# Variables that change what a run does or where it reads and writes.
 PREFIXES = ("ACCELERATE_", "CUDA_", "DS_", "FSDP_", "GLOO_", "HF_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "PYTORCH_")
 PREFIXES += ("TOKENIZERS_", "TORCH", "TRANSFORMERS_", "XDG_CACHE_HOME")
-SECRETS = ("TOKEN", "KEY", "PASSWORD", "SECRET")
 LAUNCH_SETTINGS = ("num_machines", "machine_rank", "main_process_ip", "main_process_port", "num_processes")
 LAUNCH_SETTINGS += ("mixed_precision", "use_cpu", "gpu_ids", "num_cpu_threads_per_process")
 
@@ -57,7 +57,7 @@ def list_settings(args: argparse.Namespace, launch: Launch, accelerator: Acceler
 
     for name, value in sorted(launch.environment.items()):
         if name.startswith(PREFIXES):
-            yield Setting(name, "(not shown)" if name.endswith(SECRETS) else value, "environment")
+            yield Setting(name, value, "environment")
 
 
 def _source(launch: Launch, name: str) -> str:
@@ -69,8 +69,9 @@ def _source(launch: Launch, name: str) -> str:
 
 
 def print_settings(args: argparse.Namespace, launch: Launch, accelerator: Accelerator) -> None:
-    """The view as three columns: name, value, source."""
-    rows = [[setting.name, str(setting.value), setting.source] for setting in list_settings(args, launch, accelerator)]
+    """The view as three columns: name, value, source; without secrets."""
+    settings = list_settings(args, launch, accelerator)
+    rows = [[name, str(redact({name: value})[name]), redact(source)] for name, value, source in settings]
     widths = [min(limit, max(len(row[column]) for row in rows)) for column, limit in ((0, 60), (1, 40))]
     lines = [f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows]
     accelerator.print("\n".join(["every setting, its value, and where it comes from:", *lines]), flush=True)

@@ -17,7 +17,8 @@ STOPPED = 75
 class StopRequests:
     """A `with` block in which the signals only set `asked`. The third one of a kind acts as it would outside.
 
-    The end of the launcher counts as a request too: its ranks would go on alone, where nobody sees or ends them.
+    The end of the launcher counts as a request too: its ranks would go on alone, where nobody sees or ends them. Where
+    the launcher blocked a signal, as launchers/meet.py does, one that came before the block counts in it.
     """
 
     def __init__(self) -> None:
@@ -34,18 +35,21 @@ class StopRequests:
             pass
         for number in SIGNALS:
             self.before[number] = signal.signal(number, self._note)
+        self.blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return self
 
     def __exit__(self, *_: Any) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.counts[number] = self.counts.get(number, 0) + 1
-        if self.counts[number] == 3:
+        again = ""
+        if self.counts[number] == 2:
             signal.signal(number, self.before[number])
+            again = "; the third one ends it at once" if self.before[number] != signal.SIG_IGN else ""
         # Not print: the signal may have come in the middle of another one.
-        again = "; the third one ends it at once" if self.counts[number] > 1 else ""
         os.write(sys.stderr.fileno(), f"{signal.Signals(number).name}: stopping after this update{again}\n".encode())
 
     @property

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from common import liveness
 from common.batching import WindowDataset
 from common.launch import describe_mode, describe_precision, running_mode
+from common.redaction import redact
 
 PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "bitsandbytes", "deepspeed", "numpy")
 
@@ -62,9 +63,9 @@ def to_json_line(record: dict[str, Any]) -> str:
 
 
 def write_run(output_dir: Path, facts: dict[str, Any]) -> None:
-    """Writes run.json beside its name and renames it: it is never half there."""
+    """Writes run.json, without secrets, beside its name and renames it: it is never half there."""
     partial = output_dir / "run.json.partial"
-    partial.write_text(json.dumps(facts, indent=2, default=str) + "\n")
+    partial.write_text(json.dumps(redact(facts), indent=2, default=lambda one: redact(str(one))) + "\n")
     os.replace(partial, output_dir / "run.json")
 
 
@@ -86,13 +87,15 @@ def start_run(
             "mixed_precision": accelerator.mixed_precision,
             "device": torch.cuda.get_device_name() if is_cuda else accelerator.device.type,
             "versions": versions(),
+            "slurm_job": os.environ.get("SLURM_JOB_ID"),
             "status": "running",
             "resumed_at": position.update,
         }
         write_run(output_dir, run | facts)
     if args.report_to:
         flags = {
-            key: value if isinstance(value, int | float | str) else str(value) for key, value in vars(args).items()
+            key: value if isinstance(value, int | float | str) else str(value)
+            for key, value in redact(vars(args)).items()
         }
         accelerator.init_trackers(
             Path(sys.argv[0]).stem,
@@ -177,7 +180,7 @@ def print_run(
         **lines,
         "output": "nothing (dry run)" if args.dry_run else args.output_dir,
     }
-    accelerator.print("\n".join(f"{name:>10}  {text}" for name, text in block.items()), flush=True)
+    accelerator.print(redact("\n".join(f"{name:>10}  {text}" for name, text in block.items())), flush=True)
 
 
 class Progress:
@@ -282,9 +285,11 @@ class Progress:
         }
 
     def __enter__(self) -> "Progress":
+        liveness.in_loop = True
         return self
 
     def __exit__(self, *_: Any) -> None:
+        liveness.in_loop = False
         self.bar.close()
         if self.file:
             self.file.close()

@@ -6,25 +6,32 @@ python launchers/meet.py accelerate launch --config_file accelerate_configs/mult
 By itself `accelerate launch` ends such a start in a traceback, after minutes. Here a wrong address, a port in use, a
 machine that never comes, a rank given twice, or another number of machines is one line on every machine, and exit
 status 2. The machines meet at --main_process_ip and --main_process_port, where the launchers meet after them.
+SIGUSR1 goes on to the processes that train: they save and stop. (`accelerate launch` by itself would die of it.)
 """
 
 import argparse
 import errno
 import json
-import os
 import secrets
+import signal
 import socket
 import sys
+import threading
 import time
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-import psutil
+# Before the imports: a thread that one of them starts would take the signal. The ranks inherit it too: a request that
+# comes before they train waits until they do (see common.stopping).
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+
+import psutil  # noqa: E402
+from accelerate.commands import launch  # noqa: E402
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
-from common.launch import Launch, check_machines, parse_launch
+from common.launch import Launch, check_machines, parse_launch  # noqa: E402
 
 DEFAULT_PORT = 29500  # Accelerate's
 
@@ -188,6 +195,17 @@ def join_meeting(asked: Launch, address: tuple[str, int], timeout: float) -> Non
         return
 
 
+def hand_on_stop_requests() -> None:
+    """The thread that sends this process's SIGUSR1 to its children, the ranks; it waits until there are any."""
+    while True:
+        signal.sigwait({signal.SIGUSR1})
+        while not (ranks := psutil.Process().children()):
+            time.sleep(0.1)
+        for rank in ranks:
+            with suppress(psutil.Error):
+                rank.send_signal(signal.SIGUSR1)
+
+
 def main() -> None:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
@@ -208,8 +226,9 @@ def main() -> None:
     except (ValueError, OSError) as error:
         print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr, flush=True)
         sys.exit(2)
-    # This interpreter's Accelerate; an `accelerate` elsewhere on the path may be another one.
-    os.execv(sys.executable, [sys.executable, "-m", "accelerate.commands.launch", *words])
+    threading.Thread(target=hand_on_stop_requests, daemon=True).start()
+    sys.argv = ["accelerate launch", *words]
+    launch.main()
 
 
 if __name__ == "__main__":

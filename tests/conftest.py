@@ -1,12 +1,16 @@
 """Fixtures: a command line to the real recipes through `accelerate launch`, and small data and models to feed them."""
 
 import ast
+import atexit
+import functools
 import json
 import os
 import re
+import select
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -29,6 +33,41 @@ def caches(tmp_path_factory):
     os.environ["HF_HUB_OFFLINE"] = "1"
 
 
+class Server:
+    """tests/recipe_server.py, which runs scripts in processes that need not import torch first."""
+
+    def __init__(self):
+        command = [BIN / "python", ROOT / "tests/recipe_server.py"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.directory = tempfile.TemporaryDirectory()
+        atexit.register(self.close)
+
+    def run(self, command, env, timeout):
+        files = [Path(self.directory.name, name) for name in ("stdout", "stderr")]
+        request = {"command": command, "env": env, "stdout": str(files[0]), "stderr": str(files[1])}
+        self.process.stdin.write(json.dumps(request).encode() + b"\n")
+        self.process.stdin.flush()
+        ended, _, _ = select.select([self.process.stdout], [], [], timeout)
+        if not ended:
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                child.kill()
+        status = int(self.process.stdout.readline())
+        result = subprocess.CompletedProcess(command, status, *(path.read_text() for path in files))
+        if not ended:
+            raise subprocess.TimeoutExpired(command, timeout, result.stdout, result.stderr)
+        return result
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait(10)
+        self.directory.cleanup()
+
+
+@functools.cache
+def server():
+    return Server()
+
+
 def run(command, cwd=ROOT, timeout=300, **env):
     """The finished process of a command, its output as text. Past `timeout` seconds it ends with all its children."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_MININTERVAL": "5"} | {k: str(v) for k, v in env.items()}
@@ -43,6 +82,22 @@ def run(command, cwd=ROOT, timeout=300, **env):
                 child.kill()
             raise
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def run_recipe_alone(name, *flags, **env):
+    """A recipe by itself, with its own exit status: `accelerate launch` reports 1 for any failure of the script."""
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in env.items()}
+    return server().run([f"recipes/{name}", *map(str, flags)], env, timeout=300)
+
+
+def assert_mistake(result, *patterns, lines=1):
+    """A recipe that ended with a user's mistake: our own lines, status 2."""
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(errors) == lines, result.stderr
+    for pattern in patterns:
+        assert re.search(pattern, "\n".join(errors)), f"{pattern} is not in: {errors}"
 
 
 def launch_command(config, *options):

@@ -6,11 +6,13 @@ SPEC.json is a list of {"flags": [...], "changes": {NAME: VALUE}}. A change obse
 a condition, or takes out what a test guards, to show that the test would notice.
 """
 
+import ctypes
 import gc
 import inspect
 import itertools
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -36,6 +38,7 @@ import common.liveness  # noqa: E402
 import common.losses  # noqa: E402
 import common.optimizers  # noqa: E402
 import common.routing  # noqa: E402
+import common.settings  # noqa: E402
 import common.shards  # noqa: E402
 import common.tracking  # noqa: E402
 
@@ -246,6 +249,23 @@ def item_of_each_loss(_):
     wrap_forward(read)
 
 
+def silence(seconds):
+    """How long a process may be silent; a number, or "inf"."""
+    common.liveness.SILENCE = float(seconds)
+
+
+def hold_lock(at):
+    """One process holds Python's lock: `at` is [rank, update, seconds]."""
+    original, updates = common.accumulation.reduce_window, itertools.count()
+
+    def holding(accelerator, *args):
+        if next(updates) == at[1] and accelerator.process_index == at[0]:
+            ctypes.PyDLL(None).sleep(at[2])
+        return original(accelerator, *args)
+
+    common.accumulation.reduce_window = holding
+
+
 def no_watch(_):
     """Processes that do not watch each other."""
     common.liveness.start = lambda timeout: None
@@ -370,51 +390,88 @@ def slow_updates(seconds):
 
 
 def kill_in_save(when):
-    """[rank, step, file]: the rank kills itself at that step of its second save, having left its name in the file."""
-    rank, kill_at, seen = when
-    checkpoint, steps, saves = common.checkpoint, itertools.count(), []
+    """[rank, step, file]: the rank kills itself at that step of its second save or a later one; it leaves the file.
+
+    A step is a moment before, in the middle of or after a write, flush, rename or removal. Without a step every rank
+    writes the names of all of its own to FILE-RANK.
+    """
+    rank, kill_at, file = when
+    checkpoint, here, saves, seen, removing = common.checkpoint, int(os.environ.get("RANK", 0)), [], {}, []
 
     def step(name):
-        if len(saves) < 2 or int(os.environ.get("RANK", 0)) != rank or next(steps) != kill_at:
-            return
-        Path(seen).write_text(f"rank {rank > 0}, {name}")
-        os.kill(os.getpid(), signal.SIGKILL)
+        name = re.sub(r"update-\d+", "update", name)
+        if kill_at is None:
+            if name not in seen:
+                seen[name] = True
+                Path(f"{file}-{here}").write_text(json.dumps(list(seen)))
+        elif len(saves) >= 2 and (here, name) == (rank, kill_at):
+            Path(file).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    def around(name, function):
+    def is_of_a_save(path):
+        return "checkpoints" in Path(path).parts or Path(path).name == "metrics.jsonl"
+
+    def around(function, describe):
         def wrapped(*args, **kwargs):
-            step(f"before {name}")
+            name = describe(*args)
+            if name:
+                step(f"before {name}")
             result = function(*args, **kwargs)
-            step(f"after {name}")
+            if name:
+                step(f"after {name}")
             return result
 
         return wrapped
 
-    write = checkpoint._write
+    def flushing(handle):
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        return is_of_a_save(path) and f"flushing {path.name}"
+
+    def renaming(path, target):
+        return is_of_a_save(path) and f"renaming {path.name} to {target.name}"
+
+    write, rmtree = checkpoint._write, shutil.rmtree
 
     def write_halting(path, parts):
         def halting():
-            for part in parts:
+            for number, part in enumerate(parts):
                 half = len(part) // 2
                 yield part[:half]
-                step(f"within {path.name}")
+                step(f"within {'a later' if number else 'the first'} part of {path.name}")
                 yield part[half:]
 
-        return around(f"writing {path.name}", write)(path, halting())
+        return write(path, halting())
 
-    save = checkpoint.Checkpoints.save
+    def remove(path, *args, **kwargs):
+        if is_of_a_save(path):
+            removing.append(path)
+            step(f"before removing {path.name}")
+        rmtree(path, *args, **kwargs)
+        removing.clear()
 
-    def counted(self, *args):
-        saves.append(1)
-        step("before save")
-        save(self, *args)
-        step("after the copy")
+    def in_removal(function):
+        def wrapped(path, **kwargs):
+            function(path, **kwargs)
+            if removing:
+                step(f"after removing {Path(path).name}")
 
-    checkpoint._write, checkpoint.Checkpoints.save = write_halting, counted
-    checkpoint._replace = around("the rename", checkpoint._replace)
-    checkpoint._fsync = around("a flush", checkpoint._fsync)
-    rmtree = shutil.rmtree
-    shutil.rmtree = around("a removal", rmtree)
-    Path.rename = around("renaming", Path.rename)
+        return wrapped
+
+    save = around(checkpoint.Checkpoints.save, lambda *_: "the copy")
+    checkpoint.Checkpoints.save = lambda *args: saves.append(1) or save(*args)
+    checkpoint._write, shutil.rmtree = write_halting, remove
+    os.fsync, Path.rename = around(os.fsync, flushing), around(Path.rename, renaming)
+    os.unlink, os.rmdir = in_removal(os.unlink), in_removal(os.rmdir)
+
+
+def lock_timeout(seconds):
+    """How long a run waits for another one in its output directory."""
+    common.checkpoint.LOCK_TIMEOUT = seconds
+
+
+def no_redaction(_):
+    """Secrets are written and printed as they come."""
+    common.launch.redact = common.tracking.redact = common.settings.redact = lambda value: value
 
 
 LEAKED = []

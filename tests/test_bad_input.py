@@ -1,28 +1,14 @@
 """A user's mistake ends in one line that says what, where and how to mend it, with status 2, and writes nothing."""
 
+import functools
 import json
-import re
 import shutil
 
 import pytest
-from conftest import BIN, make_model_dir, run
+from conftest import assert_mistake, make_model_dir, run_recipe_alone
 from transformers import AutoTokenizer, BertConfig
 
-LINE = r"error: .+"
-
-
-def recipe(*flags, **env):
-    """The recipe by itself: its own exit status. (`accelerate launch` reports 1 for any failure of the script.)"""
-    return run([BIN / "python", "recipes/lm.py", *flags], **env)
-
-
-def assert_mistake(result, *patterns, lines=1):
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert result.returncode == 2, result.stderr
-    assert "Traceback" not in result.stderr
-    assert len(errors) == lines, result.stderr
-    for pattern in patterns:
-        assert re.search(pattern, "\n".join(errors)), f"{pattern} is not in: {errors}"
+recipe = functools.partial(run_recipe_alone, "lm.py")
 
 
 @pytest.fixture

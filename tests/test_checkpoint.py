@@ -103,6 +103,23 @@ def test_a_stopped_run_goes_on_bit_for_bit(config, functions_file, dropout_model
         assert result.stdout.count(f"stopped after update {done}, checkpoint written") == len(kinds)
 
 
+@pytest.mark.parametrize("more", [1, 2])
+def test_a_signal_is_kept_until_training_begins_and_the_third_one_ends_it(more, tmp_path):
+    (tmp_path / "stop.py").write_text(f"""
+import os, signal
+from common.stopping import StopRequests
+signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGUSR1}})  # as launchers/meet.py leaves it
+os.kill(os.getpid(), signal.SIGUSR1)
+with StopRequests() as stop:
+    assert stop.asked
+    for _ in range({more}):
+        os.kill(os.getpid(), signal.SIGUSR1)
+os.kill(os.getpid(), signal.SIGUSR1)  # what comes later is kept again, and does no harm
+""")
+    result = run([BIN / "python", tmp_path / "stop.py"], PYTHONPATH=ROOT)
+    assert result.returncode == (0 if more == 1 else -signal.SIGUSR1), result.stderr
+
+
 FORGOTTEN = {"random": {}, "optimizer": {}, "learning_rate": {}, "samples": {}, "scaler": {"loss_scaler": 3}}
 
 
@@ -378,6 +395,27 @@ def test_without_a_launcher_the_status_is_75(functions_file, model_dir, tmp_path
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 75 and "SIGTERM: stopping after this update" in errors
+
+
+def test_overwrite_deletes_nothing_of_a_run_that_still_writes(functions_file, model_dir, tmp_path):
+    out, spec = tmp_path / "run", tmp_path / "spec.json"
+    overwriting = flags(functions_file, model_dir, out, "--num_updates", 3, "--overwrite")
+    spec.write_text(json.dumps([{"flags": overwriting, "changes": {"lock_timeout": 0.5}}]))
+    command = [*launch_command("cpu"), "tests/run_recipe.py", spec]
+    process = start(flags(functions_file, model_dir, out, "--num_updates", 5000))
+    try:
+        wait_for_updates(out, 12, process)
+        before = {path for path in out.rglob("*") if "update-0" not in str(path)}
+        assert_refused(run(command, TQDM_DISABLE=1), "another run writes there; end it, or name another directory")
+        done = len(read_metrics(out))
+        wait_for_updates(out, done + 2, process)
+        assert before <= set(out.rglob("*")) and list_checkpoints(out)[0]
+    finally:
+        for rank in recipes_of(process)[0]:
+            rank.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    run(command, TQDM_DISABLE=1)  # the control: nobody writes there any more
+    assert len(read_metrics(out)) == 3
 
 
 # --- the disk

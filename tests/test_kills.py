@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import BIN, run
 
-# The long form: python tests/kill_runs.py --kills 200
+# The long form: python tests/kill_runs.py --kills 120 --config multi_cpu --processes 2
 CAMPAIGNS = {"cpu": (1, 5), "multi_cpu": (2, 3)}
 
 
@@ -13,7 +13,7 @@ CAMPAIGNS = {"cpu": (1, 5), "multi_cpu": (2, 3)}
 def test_killed_runs_come_to_the_same_end(config, functions_file, model_dir, tmp_path):
     processes, kills = CAMPAIGNS[config]
     command = [BIN / "python", "tests/kill_runs.py", "--kills", kills, "--config", config, "--processes", processes]
-    command += ["--num_updates", 30, "--save_every", 5, "--window", 0.8, "--stride", 5, "--directory", tmp_path]
+    command += ["--num_updates", 30, "--save_every", 5, "--window", 0.8, "--directory", tmp_path]
     command += ["--train_file", functions_file, "--model_name_or_path", model_dir, "--shape", "examples"]
     command += ["--sequence_length", 64, "--global_batch_size", 8, "--micro_batch_size", 2]
     result = run(command, timeout=900)

@@ -9,7 +9,7 @@ import torch
 import yaml
 from conftest import BIN, ROOT, assert_refused, launch_command, run
 
-from common.launch import Launch, check_launch
+from common.launch import Launch, check_launch, parse_launch
 
 
 @dataclass
@@ -135,19 +135,55 @@ CASES = {
 }
 
 
+# Refused by what the launcher's command and file say: no process need be started to see it.
+SEEN_IN_THE_COMMAND = (
+    "--cpu over FSDP",
+    "--cpu over FSDP, one",
+    "--cpu over ZeRO",
+    "multi_cpu, fp16",
+    "multi_gpu, fp16",
+    "fsdp2, fp16",
+    "FSDP of version 1",
+    "FSDP that recomputes by itself",
+    "hsdp, two",
+    "tensor parallel",
+    "zero3, fp16",
+    "a flag that the DeepSpeed file makes void",
+    "clipping in a flag of the launcher",
+    "accumulation in a section",
+    "clipping in a section",
+    "an unknown key in a section",
+)
+
+
+def launch_options(case, tmp_path):
+    if not case.config:
+        return case.options
+    settings = yaml.safe_load((ROOT / f"accelerate_configs/{case.config}.yaml").read_text()) | case.changes
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    return ["--config_file", tmp_path / "config.yaml", *case.options]
+
+
+@pytest.mark.parametrize("name", SEEN_IN_THE_COMMAND)
+def test_a_command_that_cannot_run_as_asked_is_refused(name, tmp_path, monkeypatch):
+    case = CASES[name]
+    launch = parse_launch([*map(str, launch_options(case, tmp_path)), "recipes/lm.py"], environment={})
+    world = {"WORLD_SIZE": launch.num_processes, "LOCAL_WORLD_SIZE": launch.num_processes, "RANK": 0, "LOCAL_RANK": 0}
+    for variable, value in {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}.items():
+        monkeypatch.setenv(variable, str(value))
+    problems = check_launch(launch, "adamw", max_grad_norm=1.0)
+    assert any(re.search(case.refused, problem) for problem in problems), problems
+
+
 @pytest.mark.usefixtures("extensions")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in SEEN_IN_THE_COMMAND])
 def test_a_launch_runs_as_what_was_asked_or_is_refused(name, functions_file, model_dir, tmp_path):
     case = CASES[name]
-    command = [BIN / case.launcher[0], *case.launcher[1:]]
-    if case.config:
-        settings = yaml.safe_load((ROOT / f"accelerate_configs/{case.config}.yaml").read_text()) | case.changes
-        (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
-        command += ["--config_file", tmp_path / "config.yaml"]
+    command = [BIN / case.launcher[0], *case.launcher[1:], *launch_options(case, tmp_path)]
     flags = ["--train_file", functions_file, "--model_name_or_path", model_dir, "--sequence_length", 64, "--dry_run"]
     # HF_HOME: no default config file of the user's.
     environment = {"CUDA_VISIBLE_DEVICES": "", "HF_HOME": tmp_path / "home"} | case.environment
-    result = run([*command, *case.options, "recipes/lm.py", *flags], **environment)
+    result = run([*command, "recipes/lm.py", *flags], **environment)
     if case.refused:
         assert_refused(result, case.refused, lines=None)
         return

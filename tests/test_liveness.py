@@ -1,15 +1,17 @@
-"""When one process is lost or fails, the others end at once and say who it was."""
+"""When one process is lost, stops or fails, the others end soon and say who it was."""
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 
 import psutil
 import pytest
-from conftest import ROOT, launch_command, read_metrics, run
+from conftest import ROOT, launch_command, run
 
 LINE = r"error: rank {rank} on host \S+ {what} at update \d+; this process \(rank \d+\) ends"
 
@@ -26,12 +28,43 @@ def wait_until(condition, seconds=120):
         time.sleep(0.1)
 
 
-def kill_rank(launcher, rank):
-    """SIGKILL for a worker of a launcher."""
+def find_rank(launcher, rank):
+    """A worker of a launcher."""
     for process in psutil.Process(launcher.pid).children(recursive=True):
-        if process.environ().get("RANK") == str(rank):
-            return process.kill()
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("RANK") == str(rank):
+                return process
     raise AssertionError(f"no rank {rank} below {launcher.args}")
+
+
+@contextlib.contextmanager
+def launched(tmp_path, script, config, *options):
+    """A launcher that writes its output to tmp_path/stderr, once it has trained for some updates; ended at last."""
+    command = launch_command(config, *options, "--num_processes", 2)
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with open(tmp_path / "stderr", "w") as stderr:
+        launcher = subprocess.Popen(
+            [*map(str, command), *map(str, script)], cwd=ROOT, env=env, stderr=stderr, stdout=stderr
+        )
+    try:
+        wait_until(lambda: num_updates(tmp_path) > 2)
+        yield launcher
+    finally:
+        running = launcher.poll() is None
+        for process in [*psutil.Process(launcher.pid).children(recursive=True), launcher] if running else []:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        launcher.wait()
+
+
+def num_updates(tmp_path):
+    metrics = tmp_path / "run/metrics.jsonl"
+    return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
+def named(tmp_path, rank, what):
+    """The lines that say what became of a rank."""
+    return re.findall(LINE.format(rank=rank, what=what), (tmp_path / "stderr").read_text())
 
 
 def write_spec(path, output_flags, **changes):
@@ -45,24 +78,55 @@ def write_spec(path, output_flags, **changes):
 def test_a_killed_process_ends_the_others_and_is_named(config, lost, watched, functions_file, tmp_path, extensions):
     given = flags(functions_file, tmp_path / "run", "--num_updates", 5000)
     script = write_spec(tmp_path / "spec.json", given, **({} if watched else {"no_watch": True}))
-    command = launch_command(config, "--mixed_precision", "no", "--num_processes", 2)
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with open(tmp_path / "stderr", "w") as stderr:
-        launcher = subprocess.Popen(
-            [*map(str, command), *map(str, script)], cwd=ROOT, env=env, stderr=stderr, stdout=stderr
-        )
-    try:
-        metrics = tmp_path / "run/metrics.jsonl"
-        wait_until(lambda: metrics.exists() and len(read_metrics(tmp_path / "run")) > 2)
-        kill_rank(launcher, lost)
+    with launched(tmp_path, script, config, "--mixed_precision", "no") as launcher:
+        find_rank(launcher, lost).kill()
         killed = time.monotonic()
         assert launcher.wait(timeout=10) != 0
         print(f"ended {time.monotonic() - killed:.1f} s after the kill", file=sys.stderr)
-    finally:
-        for process in psutil.Process(launcher.pid).children(recursive=True) if launcher.poll() is None else []:
-            process.kill()
-    lines = re.findall(LINE.format(rank=lost, what="was lost"), (tmp_path / "stderr").read_text())
-    assert len(lines) == (1 if watched else 0)
+    assert len(named(tmp_path, lost, "was lost")) == (1 if watched else 0)
+
+
+def launched_with(tmp_path, functions_file, **changes):
+    given = flags(functions_file, tmp_path / "run", "--num_updates", 50_000)
+    return launched(tmp_path, write_spec(tmp_path / "spec.json", given, **changes), "multi_cpu")
+
+
+def test_a_stopped_process_is_named_and_the_launch_ends(functions_file, tmp_path):
+    with launched_with(tmp_path, functions_file, silence=5) as launcher:
+        stopped = find_rank(launcher, 1)
+        stopped.send_signal(signal.SIGSTOP)
+        started = time.monotonic()
+        assert launcher.wait(timeout=100) != 0  # it kills a process 30 s after it asked it to end
+        print(f"ended {time.monotonic() - started:.1f} s after the stop", file=sys.stderr)
+        assert not stopped.is_running()
+    assert len(named(tmp_path, 1, "stopped answering")) == 1
+
+
+def test_a_stopped_rank_0_is_named_but_not_a_launch_that_was_stopped(functions_file, tmp_path):
+    """Nor a process that holds Python's lock for some seconds."""
+    with launched_with(tmp_path, functions_file, silence=6, hold_lock=[1, 1, 4]) as launcher:
+        ranks = [find_rank(launcher, rank) for rank in (0, 1)]
+        for number, seconds in ((signal.SIGSTOP, 8), (signal.SIGCONT, 2)):
+            for process in ranks:
+                process.send_signal(number)
+            time.sleep(seconds)
+        done = num_updates(tmp_path)
+        wait_until(lambda: num_updates(tmp_path) > done)
+        assert "stopped answering" not in (tmp_path / "stderr").read_text()
+        ranks[0].send_signal(signal.SIGSTOP)
+        wait_until(lambda: named(tmp_path, 0, "stopped answering"))
+
+
+def test_without_a_limit_a_stopped_process_is_waited_for(functions_file, tmp_path):
+    """The control."""
+    with launched_with(tmp_path, functions_file, silence="inf") as launcher:
+        stopped = find_rank(launcher, 1)
+        stopped.send_signal(signal.SIGSTOP)
+        time.sleep(8)
+        done = num_updates(tmp_path)
+        stopped.send_signal(signal.SIGCONT)
+        wait_until(lambda: num_updates(tmp_path) > done)
+    assert not named(tmp_path, 1, "stopped answering")
 
 
 def test_an_exception_of_one_process_is_told_by_the_others(functions_file, tmp_path):

@@ -414,14 +414,35 @@ def test_hosts_sh_is_stopped_everywhere(hosts, ssh, functions_file, tmp_path):
         assert not alive
 
 
+def test_a_request_to_stop_goes_through_the_launcher(functions_file, model_dir, tmp_path):
+    """SIGUSR1 to meet.py, which threads of numpy must not take. Control: `accelerate launch` by itself dies of it."""
+    recipe = ["recipes/lm.py", "--train_file", functions_file, "--model_name_or_path", model_dir]
+    recipe += ["--num_updates", 5000, "--sequence_length", 64]
+    outs = [tmp_path / "met", tmp_path / "control"]
+    with Run(tmp_path) as run:
+        for out, before in zip(
+            outs, ([BIN / "python", "launchers/meet.py", "accelerate", "launch"], None), strict=True
+        ):
+            command = launch_command("cpu")
+            command = [*before, *command[2:]] if before else command
+            run.start([*command, *recipe, "--output_dir", out], env={"OPENBLAS_NUM_THREADS": "2"})
+        for out in outs:
+            wait_for_updates(out, 1)
+        for process in run.processes:
+            process.send_signal(signal.SIGUSR1)
+        statuses = run.wait(60)
+        assert statuses == [1, -signal.SIGUSR1], run.output(0)
+    assert json.loads((outs[0] / "run.json").read_text())["status"].startswith("stopped after update")
+
+
 @contextmanager
 def slurm(directory):
-    """A SLURM of two nodes on this machine: the environment in which its commands reach it."""
+    """A SLURM of three nodes on this machine: the environment in which its commands reach it."""
     host = socket.gethostname()
     directory.chmod(0o755)
-    for part in ("state", "spool-n1", "spool-n2", "munge"):
+    for part in ("state", "spool-n1", "spool-n2", "spool-n3", "munge"):
         (directory / part).mkdir()
-    ports = [free_port() for _ in range(3)]
+    ports = [free_port() for _ in range(4)]
     (directory / "slurm.conf").write_text(
         f"""ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -444,7 +465,8 @@ MpiDefault=none
 KillWait=2
 NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1
 NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[2]} CPUs=1
-PartitionName=all Nodes=n1,n2 Default=YES State=UP
+NodeName=n3 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[3]} CPUs=1
+PartitionName=all Nodes=n1,n2,n3 Default=YES State=UP
 """
     )
     env = os.environ | {"SLURM_CONF": str(directory / "slurm.conf")}
@@ -455,7 +477,7 @@ PartitionName=all Nodes=n1,n2 Default=YES State=UP
     munged = ["/usr/sbin/munged", "-F", "--force", "--key-file", key, "--socket", directory / "munge/socket"]
     munged += [f"--{name}-file={directory}/munge/{name}" for name in ("pid", "log", "seed")]
     services = [munged, ["/usr/sbin/slurmctld", "-D", "-i"], ["/usr/sbin/slurmd", "-D", "-N", "n1"]]
-    services += [["/usr/sbin/slurmd", "-D", "-N", "n2"]]
+    services += [["/usr/sbin/slurmd", "-D", "-N", name] for name in ("n2", "n3")]
     running = []
     try:
         for number, service in enumerate(services):
@@ -466,7 +488,7 @@ PartitionName=all Nodes=n1,n2 Default=YES State=UP
         deadline = time.monotonic() + 30
         while True:
             states = subprocess.run(["sinfo", "-h", "-o", "%D %t"], env=env, capture_output=True, text=True)
-            if states.stdout.strip() == "2 idle":
+            if states.stdout.strip() == "3 idle":
                 break
             logs = [(directory / f"service-{number}").read_text()[-2000:] for number in range(len(services))]
             assert time.monotonic() < deadline, [states, *logs]
@@ -489,29 +511,52 @@ def slurm_env(tmp_path_factory):
         yield env
 
 
-def submit(env, script, nodes, recipe, directory, **given):
-    """A job's exit status and output, when it has ended."""
-    # Both nodes are this machine, where their names lead nowhere.
+def start_job(env, script, nodes, recipe, directory, *options, **given):
+    """The number of a job that was handed in."""
+    # All nodes are this machine, where their names lead nowhere.
     given = {"MAIN_IP": "127.0.0.1", "PYTHON": str(BIN / "python"), "LAUNCH_FLAGS": "--mixed_precision no"} | given
-    command = ["sbatch", "--parsable", "--nodes", nodes, "--output", directory / "log", script, *recipe]
+    command = ["sbatch", "--parsable", "--nodes", nodes, "--output", directory / "log", *options, script, *recipe]
     env = env | {"OMP_NUM_THREADS": "1", "TIMEOUT": "30"} | given
     result = subprocess.run([str(part) for part in command], env=env, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    deadline = time.monotonic() + 120
-    while True:
-        show = ["scontrol", "show", "job", result.stdout.strip()]
-        job = subprocess.run(show, env=env, capture_output=True, text=True).stdout
-        state = re.search(r"JobState=(\w+)", job)[1]
-        if state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
-            return state, (directory / "log").read_text()
-        assert time.monotonic() < deadline, job
-        time.sleep(0.5)
+    return result.stdout.strip()
 
 
-def test_the_same_sbatch_file_runs_on_two_nodes(slurm_env, reference, functions_file, model_dir, tmp_path):
-    out = tmp_path / "a run"
-    recipe = ["recipes/lm.py", *equivalence_flags(functions_file, model_dir, out)]
-    state, log = submit(slurm_env, "launchers/slurm.sbatch", 2, recipe, tmp_path)
+def job_facts(env, job):
+    """State and so on, as SLURM shows them."""
+    text = subprocess.run(["scontrol", "show", "job", job], env=env, capture_output=True, text=True).stdout
+    return dict(word.split("=", 1) for word in text.split() if "=" in word)
+
+
+def wait_for_job(env, job, wanted, timeout=240):
+    """Waits until the facts of a job are as `wanted`, a function, has them."""
+    deadline = time.monotonic() + timeout
+    while not wanted(facts := job_facts(env, job)):
+        assert time.monotonic() < deadline, facts
+        time.sleep(0.3)
+    return facts
+
+
+def has_ended(facts):
+    return facts["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+
+
+def submit(env, script, nodes, recipe, directory, **given):
+    """A job's final state and output."""
+    job = start_job(env, script, nodes, recipe, directory, **given)
+    return wait_for_job(env, job, has_ended)["JobState"], (directory / "log").read_text()
+
+
+@pytest.fixture(scope="module")
+def two_node_job(slurm_env, functions_file, model_dir, tmp_path_factory):
+    """A job on two nodes that nothing disturbs: its final state, its log, its output directory."""
+    directory = tmp_path_factory.mktemp("job")
+    recipe = ["recipes/lm.py", *equivalence_flags(functions_file, model_dir, directory / "a run")]
+    return *submit(slurm_env, "launchers/slurm.sbatch", 2, recipe, directory), directory / "a run"
+
+
+def test_the_same_sbatch_file_runs_on_two_nodes(two_node_job, reference):
+    state, log, out = two_node_job
     assert state == "COMPLETED", log
     settings = json.loads((out / "run.json").read_text())
     assert (settings["mode"], settings["world_size"]) == ("DDP", 2)
@@ -535,3 +580,144 @@ def test_a_node_rank_expanded_on_the_first_node_is_told(slurm_env, functions_fil
     assert state == "FAILED", log
     # On two machines they both have rank 0; here, the second finds the port taken.
     assert re.search(r"error: (hosts \S+ and \S+ both have --machine_rank 0|port \d+ of this machine)", log), log
+
+
+def slow_recipe(directory):
+    """A copy of the recipe whose updates last as many seconds as the file says that is returned too."""
+    (directory / "recipes").mkdir()
+    (directory / "common").symlink_to(ROOT / "common")
+    seconds, line = directory / "seconds", "        for window in progress.windows(loader):\n"
+    text = (ROOT / "recipes/lm.py").read_text()
+    assert line in text
+    slow = f"{line}            time.sleep(float(Path({str(seconds)!r}).read_text()))\n"
+    (directory / "recipes/lm.py").write_text(text.replace(line, slow))
+    return directory / "recipes/lm.py", seconds
+
+
+def requeued(number):
+    return lambda facts: facts["Restarts"] == str(number) and facts["JobState"] == "PENDING"
+
+
+def test_a_job_goes_on_after_its_time_limit_and_a_preemption(
+    slurm_env, two_node_job, functions_file, model_dir, tmp_path
+):
+    """The weights are those of the job that nothing disturbed. Control: a job that asks for no signal runs out."""
+    recipe, seconds = slow_recipe(tmp_path)
+    out, flags = tmp_path / "run", ["--save_every", 1]
+    seconds.write_text("4")
+    script = (ROOT / "launchers/slurm.sbatch").read_text()
+    (tmp_path / "deaf.sbatch").write_text(script.replace("#SBATCH --signal", "# --signal"))
+    (tmp_path / "deaf").mkdir()
+    # On the third node, at the same time; its updates take longer than its minute.
+    deaf_recipe = [recipe, *equivalence_flags(functions_file, model_dir, tmp_path / "deaf/run", "--num_updates", 99)]
+    deaf_job = start_job(
+        slurm_env,
+        tmp_path / "deaf.sbatch",
+        1,
+        deaf_recipe,
+        tmp_path / "deaf",
+        "--time=1",
+        CONFIG="accelerate_configs/cpu.yaml",
+    )
+
+    def change(job, **settings):
+        words = [f"{key}={value}" for key, value in settings.items()]
+        subprocess.run(["scontrol", "update", f"JobId={job}", *words], env=slurm_env, check=True)
+
+    command = [recipe, *equivalence_flags(functions_file, model_dir, out, *flags)]
+    job = start_job(slurm_env, "launchers/slurm.sbatch", 2, command, tmp_path, "--time=1")
+    wait_for_job(slurm_env, job, requeued(1))
+    status = json.loads((out / "run.json").read_text())["status"]
+    assert status.startswith("stopped after update"), (tmp_path / "log").read_text()
+    done = int(status.split()[-1])
+    change(job, TimeLimit=10, StartTime="now")  # SLURM itself waits for two minutes
+    wait_for_updates(out, done + 1)
+    seconds.write_text("20")  # longer than SLURM waits for it to end (KillWait)
+    wait_for_updates(out, done + 2)
+    subprocess.run(["scontrol", "requeue", job], env=slurm_env, check=True)
+    wait_for_job(slurm_env, job, requeued(2))
+    seconds.write_text("0")
+    change(job, StartTime="now")
+    facts = wait_for_job(slurm_env, job, has_ended)
+    log = (tmp_path / "log").read_text()
+    assert facts["JobState"] == "COMPLETED" and facts["Restarts"] == "2", log
+    first, second = dict.fromkeys(re.findall(r"resuming from .*, after update (\d+)", log))  # told on each node
+    assert int(first) == done < int(second), log
+    for one, other in zip(read_metrics(out), read_metrics(two_node_job[2]), strict=True):
+        assert one["loss"] == other["loss"] and one["sample_digest"] == other["sample_digest"]
+    weights = [directory / "model/model.safetensors" for directory in (out, two_node_job[2])]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    facts = wait_for_job(slurm_env, deaf_job, has_ended)
+    assert (facts["JobState"], facts["Restarts"]) == ("TIMEOUT", "0")
+    assert json.loads((tmp_path / "deaf/run/run.json").read_text())["status"] == "running"
+
+
+def run_job_script(directory, *recipe, restarts=0, status=None, returncode=0):
+    """The job's script with stand-ins for SLURM's commands: its result, the recipe's flags, what scontrol was told."""
+    fake = directory / "bin"
+    fake.mkdir()
+    (fake / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {directory}/told\n')
+    end = f"""sed -i 's/"status": "[^"]*"/"status": "{status}"/' {directory}/run/run.json\n""" if status else ""
+    srun = f'#!/bin/sh\nuntil [ "$1" = node ]; do shift; done\nshift 2\necho "$@" > {directory}/ran\n{end}'
+    (fake / "srun").write_text(f"{srun}exit {returncode}\n")
+    for program in fake.iterdir():
+        program.chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1", "MAIN_IP": "127.0.0.1"}
+    env = os.environ | job | {"PATH": f"{fake}:{os.environ['PATH']}", "PYTHON": sys.executable}
+    env["SLURM_RESTART_COUNT"] = str(restarts)
+    command = ["bash", "launchers/slurm.sbatch", "recipes/lm.py", *map(str, recipe)]
+    result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    ran, told = (directory / name for name in ("ran", "told"))
+    return result, ran.read_text().split() if ran.exists() else None, told.read_text() if told.exists() else ""
+
+
+def leave_run(directory, status, job="7", checkpoint=True):
+    (directory / "run").mkdir()
+    (directory / "run/run.json").write_text(json.dumps({"slurm_job": job, "status": status}))
+    for name in ("update-000002", "update-000004.partial") if checkpoint else ["update-000002.partial"]:
+        (directory / "run/checkpoints" / name).mkdir(parents=True)
+        (directory / "run/checkpoints" / name / "manifest.json").touch()
+
+
+# What run.json said before and says after a start, the script's status, whether the job is queued again.
+ENDS = {
+    "came further": ("stopped after update 3", "stopped after update 5", 1, True),
+    "came no further": ("stopped after update 3", None, 1, False),
+    "failed": ("running", "running", 1, False),
+    "finished": ("running", "finished", 0, False),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_only_a_stopped_job_is_queued_again(end, tmp_path):
+    before, after, returncode, is_requeued = ENDS[end]
+    leave_run(tmp_path, before)
+    result, _, told = run_job_script(tmp_path, "--output_dir", tmp_path / "run", status=after, returncode=returncode)
+    assert told == ("requeue 7\n" if is_requeued else "")
+    assert result.returncode == (0 if is_requeued else returncode), result.stderr
+
+
+def test_a_job_without_an_output_directory_is_not_queued_again(tmp_path):
+    leave_run(tmp_path, "running")
+    result, ran, told = run_job_script(tmp_path, "--seed", 1, status="stopped after update 5", returncode=1)
+    assert told == "update JobId=7 Requeue=0\n" and ran == ["--seed", "1"]
+    assert re.fullmatch(r"note: without --output_dir .*\n", result.stderr) and result.returncode == 1
+
+
+# What lies in the output directory when the job is started again, and the flags that come of --overwrite.
+STARTS = {
+    "its own run": ({}, ["--resume"]),
+    "its own run, no checkpoint yet": ({"checkpoint": False}, ["--overwrite", "--overwrite"]),
+    "another job's run": ({"job": "6"}, ["--overwrite"]),
+    "its own run, finished": ({"status": "finished"}, None),
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_job_queued_again_goes_on_with_its_own_run_only(start, tmp_path):
+    there, expected = STARTS[start]
+    leave_run(tmp_path, **{"status": "running"} | there)
+    out = f"--output_dir={tmp_path}/run"
+    result, ran, _ = run_job_script(tmp_path, "--overwrite", out, restarts=1)
+    assert result.returncode == 0, result.stderr
+    assert sorted(ran or []) == (sorted([out, *expected]) if expected else [])

@@ -1,0 +1,46 @@
+"""Takes tokens, keys and passwords out of what a run writes or prints about itself."""
+
+import os
+import re
+import sys
+import traceback
+from types import TracebackType
+from typing import Any
+
+HIDDEN = "(not shown)"
+NAMES = ("TOKEN", "KEY", "PASSWORD", "PASSWD", "SECRET", "CREDENTIALS")  # how the names of secrets end
+PATTERNS = {
+    # user:password@ and token@ in an address, also where a path was made of it; a password may hold @ and /
+    r"(:/{1,2})(?:[^\s/@:]*:\S*|[^\s/@]+)@": rf"\1{HIDDEN}@",
+    # the forms of the hub's, GitHub's, OpenAI's and Amazon's
+    r"\b(?:(?:hf|gh[pousr])_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[\w-]{20,}|AKIA[A-Z0-9]{16}\b)": HIDDEN,
+    # ?token=..., --api_key ..., HF_TOKEN=...
+    r"(?i)((?:[?&]|--)[\w-]*(?:token|key|password|passwd|secret|credentials|signature)[= ])[^\s&'\"]+": rf"\1{HIDDEN}",
+    rf"\b([A-Z_]*(?:{'|'.join(NAMES)})=)[^\s'\"]+": rf"\1{HIDDEN}",
+}
+
+
+def is_secret(name: str) -> bool:
+    """Whether a setting or a variable of this name holds a secret."""
+    return name.upper().endswith(NAMES)
+
+
+def redact(value: Any) -> Any:
+    """The same text, list or dict without secrets: known forms, and whatever the environment holds as one."""
+    if isinstance(value, dict):
+        return {name: HIDDEN if item and is_secret(str(name)) else redact(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    for name, secret in os.environ.items():
+        if is_secret(name) and len(secret) >= 8:  # shorter ones would be found in ordinary words
+            value = value.replace(secret, HIDDEN)
+    for pattern, replacement in PATTERNS.items():
+        value = re.sub(pattern, replacement, value)
+    return value
+
+
+def print_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A `sys.excepthook` whose traceback holds no secret: the libraries put whole addresses into their errors."""
+    sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))

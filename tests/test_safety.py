@@ -1,0 +1,469 @@
+"""What a checkpoint, a model directory or a data set brings is never executed; and no secret is written or printed."""
+
+import contextlib
+import json
+import os
+import pickle
+import re
+import shutil
+import struct
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import torch
+from conftest import BIN, ROOT, launch_command, run
+
+from common import checkpoint, corpus, data, models
+from common.checkpoint import _damage, _hash_of, list_checkpoints
+from common.redaction import redact
+
+
+class Payload:
+    """Unpickled, it leaves a file."""
+
+    def __init__(self, canary):
+        self.canary = canary
+
+    def __reduce__(self):
+        return open, (str(self.canary), "w")
+
+
+def zipped(path, canary):
+    """What torch.save writes: a ZIP with a pickle."""
+    with open(path, "wb") as file:
+        torch.save({"weight": Payload(canary)}, file)
+
+
+def pickled(path, canary):
+    path.write_bytes(pickle.dumps({"weight": Payload(canary)}, protocol=4))
+
+
+def python(path, canary):
+    path.write_text(f"open({str(canary)!r}, 'w')\n\ndef generate(*_, **__):\n    pass\n\nclass Evil:\n    pass\n")
+
+
+def flags(functions_file, model_dir, output_dir, *more):
+    base = ["--train_file", functions_file, "--model_name_or_path", model_dir, "--shape", "examples"]
+    base += ["--sequence_length", 64, "--num_updates", 4, "--save_every", 2, "--output_dir", output_dir]
+    return [*base, *more]
+
+
+@pytest.fixture(scope="module")
+def finished(functions_file, model_dir, tmp_path_factory):
+    """A run with the checkpoints of updates 2 and 4."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    result = run([BIN / "python", "recipes/lm.py", *flags(functions_file, model_dir, out)])
+    assert result.returncode == 0, result.stderr
+    return out
+
+
+# --- checkpoints: each attack changes the directory of a sound one, whose manifest the attacker then makes anew
+
+
+def set_header(path, change):
+    """Changes the header of a safetensors file, and leaves the rest."""
+    content = path.read_bytes()
+    size = struct.unpack("<Q", content[:8])[0]
+    header = change(json.loads(content[8 : 8 + size]))
+    path.write_bytes(struct.pack("<Q", len(header)) + header + content[8 + size :])
+
+
+def offsets_out_of_range(header):
+    for one in header.values():
+        one["data_offsets"] = [0, 1 << 40]
+    return json.dumps(header).encode()
+
+
+def edit_json(path, change):
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def edit_rank(change):
+    return lambda at, canary: edit_json(at / "rank-00000.json", change)
+
+
+def edit_manifest(change):
+    return lambda at, canary: edit_json(at / "manifest.json", change)
+
+
+def replace_by_link(path):
+    target = path.with_name("elsewhere")
+    path.rename(path.parent.parent.parent / "elsewhere")
+    path.symlink_to(path.parent.parent.parent / target.name)
+
+
+def first_tensor(rank):
+    return next(iter(rank["tensors"].values()))
+
+
+ATTACKS = {
+    "weights are a ZIP with a pickle": lambda at, canary: zipped(at / "rank-00000.safetensors", canary),
+    "weights are a pickle": lambda at, canary: pickled(at / "rank-00000.safetensors", canary),
+    "header is a pickle": lambda at, canary: set_header(
+        at / "rank-00000.safetensors", lambda _: pickle.dumps(Payload(canary))
+    ),
+    "offsets out of range": lambda at, canary: set_header(at / "rank-00000.safetensors", offsets_out_of_range),
+    "giant header": lambda at, canary: (at / "rank-00000.safetensors").write_bytes(struct.pack("<Q", 1 << 62) + b"{}"),
+    "rank JSON is a pickle": lambda at, canary: pickled(at / "rank-00000.json", canary),
+    "rank JSON is a list": lambda at, canary: (at / "rank-00000.json").write_text("[]"),
+    "rank JSON is deep": lambda at, canary: (at / "rank-00000.json").write_text("[" * 100_000),
+    "a tensor of a giant shape": edit_rank(lambda rank: first_tensor(rank).update(shape=[1 << 50])),
+    "a range that begins before its tensor": edit_rank(lambda rank: first_tensor(rank).update(start=-8)),
+    "a count that is text": edit_rank(lambda rank: rank["numbers"].update({"optimizer.step/x": "__import__('os')"})),
+    "a count without end": edit_rank(lambda rank: rank["numbers"].update({"optimizer.step/x": 10**18})),
+    "random states beyond their memory": edit_rank(lambda rank: rank["random"]["numpy"].__setitem__(2, 10**6)),
+    "random states are pickles": edit_rank(lambda rank: rank["random"].update(torch="gASVCgAAAA==")),
+    "path traversal": edit_manifest(
+        lambda m: m["files"].update({"../../../x": {"bytes": 2, "sha256": "44136fa355b3678a1146ad16f7e8649e94fb4fc2"}})
+    ),
+    "an absolute path": edit_manifest(lambda m: m["files"].update({"/etc/hostname": {"bytes": 1, "sha256": ""}})),
+    "a file that the manifest does not name": edit_manifest(lambda m: m["files"].pop("rank-00000.json")),
+    "a world without end": edit_manifest(lambda m: m.update(world_size=10**12)),
+    "a position with a field too many": edit_manifest(lambda m: m["position"].update(__class__="os.system")),
+    "a manifest of other types": edit_manifest(lambda m: m.update(files=[], scaler="x")),
+    "a link to a file outside": lambda at, canary: replace_by_link(at / "rank-00000.safetensors"),
+    "a pipe": lambda at, canary: ((at / "model/config.json").unlink(), os.mkfifo(at / "model/config.json")),
+    "manifest is a pickle": lambda at, canary: pickled(at / "manifest.json", canary),
+    "manifest is deep": lambda at, canary: (at / "manifest.json").write_text('{"a":' * 100_000),
+}
+# Beside the sound files, under the names that other libraries load with pickle: nothing looks at them.
+LOADED_ELSEWHERE = ("pytorch_model.bin", "model.pt", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scaler.pt")
+LOADED_ELSEWHERE += ("random_states_0.pkl", "rng_state_0.pth", "training_args.bin", "custom_checkpoint_0.pkl")
+LOADED_ELSEWHERE += ("global_step4/mp_rank_00_model_states.pt", "global_step4/zero_pp_rank_0_optim_states.pt")
+LOADED_ELSEWHERE += ("adapter_model.bin", "tf_model.h5", "pytorch_model_fsdp_0/.metadata", "rank-00001.safetensors")
+
+
+def put_beside(directory, canary):
+    for name in LOADED_ELSEWHERE:
+        (directory / name).parent.mkdir(exist_ok=True)
+        zipped(directory / name, canary)
+    (directory / "latest").write_text("global_step4")
+
+
+def sign(directory, update=None):
+    """A manifest that fits the files as they are now, as an attacker can make it."""
+    path = directory / "manifest.json"
+    with contextlib.suppress(ValueError, RecursionError):  # a manifest that is none any more
+        manifest = json.loads(path.read_text())
+        if update is not None:
+            manifest["update"] = manifest["position"]["update"] = update
+        if isinstance(manifest["files"], dict):
+            for name in [name for name in manifest["files"] if (directory / name).is_file() and ".." not in name]:
+                manifest["files"] |= {name: checkpoint._write(directory / "copy", [(directory / name).read_bytes()])}
+            (directory / "copy").unlink()
+        path.write_text(json.dumps(manifest | {"sha256": _hash_of(manifest)}))
+
+
+def attacked(finished, output_dir, canary, name, update=9):
+    """A copy of a sound checkpoint with one attack, as a newer one."""
+    directory = output_dir / f"checkpoints/update-{update:06}"
+    shutil.copytree(finished / "checkpoints/update-000004", directory)
+    sign(directory, update)
+    if name is not None:
+        ATTACKS[name](directory, canary)
+        sign(directory)
+    return directory
+
+
+def one_line_refusal(*command):
+    """The line of a `python -m common.checkpoint` that ended with status 2."""
+    argv, sys.argv = sys.argv, ["checkpoint", *map(str, command)]
+    try:
+        with pytest.raises(SystemExit) as ended:
+            checkpoint.main()
+    finally:
+        sys.argv = argv
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize("name", [*ATTACKS, None])
+def test_an_attacked_checkpoint_is_refused_in_one_line(name, finished, tmp_path, capsys):
+    directory = attacked(finished, tmp_path, tmp_path / "canary", name)
+    found, problems = list_checkpoints(tmp_path)
+    lines = problems + [line for path, manifest in found if (line := _damage(path, manifest))]
+    assert len(lines) == (name is not None) and not any("\n" in line for line in lines), lines
+    if name is None:  # the control: the same copy without an attack
+        checkpoint.export(directory, tmp_path / "exported")
+        return
+    one_line_refusal("export", directory, tmp_path / "exported")
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: ") and errors.count("\n") == 1, errors
+    assert not (tmp_path / "canary").exists() and not (tmp_path / "exported").exists()
+
+
+def test_a_resume_passes_all_attacks_and_takes_the_sound_checkpoint(finished, functions_file, model_dir, tmp_path):
+    """One launch, a newer checkpoint for every attack: each is told in a line, and what trained goes on."""
+    out, canary = tmp_path / "run", tmp_path / "canary"
+    shutil.copytree(finished, out)
+    for number, name in enumerate(ATTACKS):
+        attacked(finished, out, canary, name, update=10 + number)
+    shutil.rmtree(out / "checkpoints/update-000004")
+    put_beside(out / "checkpoints/update-000002", canary)
+    put_beside(out, canary)
+    result = run([*launch_command("cpu"), "recipes/lm.py", *flags(functions_file, model_dir, out, "--resume")])
+    assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr
+    assert "update-000002, after update 2" in result.stdout and not canary.exists()
+    told = re.findall(r"^\S+/update-0000(\d\d): ", result.stderr, re.MULTILINE)
+    assert sorted(map(int, told)) == [10 + number for number in range(len(ATTACKS))], result.stderr
+
+
+def test_a_resume_with_other_tensors_ends_in_one_line(finished, functions_file, model_dir, tmp_path):
+    """A checkpoint of the right form, whose tensors are not the model's."""
+
+    def renamed(names):
+        return {name.replace("layers.0", "layers.7"): one for name, one in names.items()}
+
+    directory = attacked(finished, tmp_path / "run", None, None)
+    edit_json(directory / "rank-00000.json", lambda rank: rank.update(tensors=renamed(rank["tensors"])))
+    set_header(directory / "rank-00000.safetensors", lambda header: json.dumps(renamed(header)).encode())
+    sign(directory)
+    result = run([BIN / "python", "recipes/lm.py", *flags(functions_file, model_dir, tmp_path / "run", "--resume")])
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert result.returncode == 2 and len(errors) == 1 and "not there in it" in errors[0], result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_export_takes_no_code_and_nothing_that_only_lies_there(finished, tmp_path):
+    directory, canary = attacked(finished, tmp_path, tmp_path / "canary", None), tmp_path / "canary"
+    brought = {"modeling_evil.py": python, "pytorch_model.bin": zipped, "adapter_model.bin": zipped}
+    for name, write in brought.items():
+        write(directory / "model" / name, canary)
+    edit_json(directory / "manifest.json", lambda m: m["files"].update({f"model/{name}": {} for name in brought}))
+    auto_map = {"AutoConfig": "modeling_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}
+    edit_json(directory / "model/config.json", lambda config: config.update(auto_map=auto_map))
+    sign(directory)
+    (directory / "model/secret.json").symlink_to("/etc/hostname")
+    (directory / "model/added.json").write_text("{}")
+    checkpoint.export(directory, tmp_path / "exported")
+    names = {path.name for path in (tmp_path / "exported").iterdir()}
+    assert "model.safetensors" in names and "tokenizer.json" in names and not canary.exists()
+    assert not names & {*brought, "secret.json", "added.json"}
+
+    for name in ("pipeline", "LlamaConfig", "BertForMaskedLM"):  # no model, or not these weights'
+        edit_json(directory / "manifest.json", lambda m, name=name: m.update(architecture=name))
+        sign(directory)
+        one_line_refusal("export", directory, tmp_path / "another")
+        assert not (tmp_path / "another").exists()
+
+
+# --- models and data
+
+
+CODE = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil", "AutoTokenizer": ["evil.Evil", "evil.Evil"]}
+TEMPLATE = "{{{{ cycler.__init__.__globals__.os.mkdir('{canary}') }}}}{{% for m in messages %}}{{{{ m.content }}}}"
+TEMPLATE += "{{% endfor %}}"
+
+
+def bring_code(at, canary):
+    python(at / "evil.py", canary)
+    for name in ("config.json", "tokenizer_config.json"):
+        edit_json(at / name, lambda config: config.update(auto_map=CODE))
+
+
+def bring_unknown_code(at, canary):
+    """Of a model and a tokenizer that the library does not have itself."""
+    bring_code(at, canary)
+    edit_json(at / "config.json", lambda config: config.update(model_type="evil", architectures=["Evil"]))
+    edit_json(at / "tokenizer_config.json", lambda config: config.update(tokenizer_class="Evil"))
+
+
+def bring_generate(at, canary):
+    (at / "custom_generate").mkdir()
+    python(at / "custom_generate/generate.py", canary)
+    edit_json(at / "generation_config.json", lambda config: config.update(custom_generate=str(at)))
+
+
+def only_pickled(write, name="pytorch_model.bin"):
+    return lambda at, canary: ((at / "model.safetensors").unlink(), write(at / name, canary))
+
+
+def bring_index(at, canary):
+    (at / "model.safetensors").unlink()
+    zipped(at.parent / "outside.bin", canary)
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "../outside.bin"}}
+    for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        (at / name).write_text(json.dumps(index))
+
+
+def bring_adapter(at, canary):
+    (at / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(at)}))
+    zipped(at / "adapter_model.bin", canary)
+
+
+MODELS = {
+    "pytorch_model.bin of torch.save": only_pickled(zipped),
+    "pytorch_model.bin, a pickle": only_pickled(pickled),
+    "model.safetensors of torch.save": only_pickled(zipped, "model.safetensors"),
+    "model.safetensors, a pickle": only_pickled(pickled, "model.safetensors"),
+    "an index that leads outside": bring_index,
+    "pickles beside the weights": put_beside,
+    "an adapter": bring_adapter,
+    "code of its own": bring_code,
+    "code that it needs": bring_unknown_code,
+    "its own generate": bring_generate,
+    "a chat template": lambda at, canary: (at / "chat_template.jinja").write_text(TEMPLATE.format(canary=canary)),
+    "tokenizer.json, a pickle": lambda at, canary: pickled(at / "tokenizer.json", canary),
+    "config.json, a pickle": lambda at, canary: pickled(at / "config.json", canary),
+    "kernels of the hub": lambda at, canary: edit_json(
+        at / "config.json",
+        lambda config: config.update(
+            _attn_implementation="evil/kernel", _attn_implementation_internal="evil/kernel", use_kernels=True
+        ),
+    ),
+}
+
+
+def use_model(path, directory, trust_remote_code=False):
+    """All that a recipe does with a model's directory. Returns the line with which it is refused, or None."""
+    chats = directory / "chats.jsonl"
+    chat = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello, world"}]
+    chats.write_text(json.dumps({"messages": chat}) + "\n")
+    try:
+        config = models.load_config(str(path), trust_remote_code)
+        tokenizer = data.load_tokenizer(str(path), trust_remote_code)
+        model = models.build_model(config, str(path), trust_remote_code)
+        model.generate(torch.ones(1, 2, dtype=torch.long), max_new_tokens=2)
+        data.tokenize(corpus.Source(files=(str(chats),)), tokenizer, 64)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", [*MODELS, None])
+def test_nothing_in_a_models_directory_is_executed(name, model_dir, tmp_path):
+    """It loads without what it brings, or is refused in one line."""
+    shutil.copytree(model_dir, tmp_path / "model")
+    if name is not None:
+        MODELS[name](tmp_path / "model", tmp_path / "canary")
+    line = use_model(tmp_path / "model", tmp_path)
+    assert line is None or "\n" not in line
+    assert not (tmp_path / "canary").exists(), line
+
+
+def test_no_data_set_is_executed(tmp_path):
+    """A loading script, and a column of Parquet whose type is a pickle."""
+    folder, canary = tmp_path / "folder", tmp_path / "canary"
+    folder.mkdir()
+    python(folder / "folder.py", canary)
+    kind = {
+        b"ARROW:extension:name": b"arrow.py_extension_type",
+        b"ARROW:extension:metadata": pickle.dumps(Payload(canary)),
+    }
+    schema = pa.schema([pa.field("text", pa.string(), metadata=kind)])
+    pa.parquet.write_table(pa.table([["some text"] * 9], schema=schema), tmp_path / "train.parquet")
+    for source in (
+        corpus.Source(dataset_name=str(folder)),
+        corpus.Source(files=(str(tmp_path / "train.parquet"),)),
+    ):
+        with contextlib.suppress(ValueError):
+            opened = corpus.open_source(source)
+            list(opened.rows(("text",), False))
+    assert not canary.exists()
+
+
+def test_each_payload_runs_where_it_is_executed(tmp_path, model_dir, monkeypatch):
+    """The control of all tests above."""
+    import jinja2
+    from transformers import dynamic_module_utils
+
+    def fires(action):
+        canary = tmp_path / "canary"
+        with contextlib.suppress(Exception):
+            action(canary)
+        assert canary.exists()
+        canary.rmdir() if canary.is_dir() else canary.unlink()
+
+    file = tmp_path / "payload"
+    fires(lambda canary: (pickled(file, canary), pickle.loads(file.read_bytes())))
+    fires(lambda canary: (zipped(file, canary), torch.load(file, weights_only=False)))
+    fires(lambda canary: jinja2.Environment().from_string(TEMPLATE.format(canary=canary)).render(messages=[]))
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for number, name in enumerate(("code of its own", "code that it needs", "its own generate")):
+        path = shutil.copytree(model_dir, tmp_path / f"model{number}")
+
+        def run_it(canary, name=name, path=path):
+            MODELS[name](path, canary)
+            use_model(path, tmp_path, trust_remote_code=True)
+
+        fires(run_it)
+
+
+# --- secrets
+
+
+def token(letter):
+    return "hf_" + f"{letter}1{letter}2" * 9
+
+
+IN_ENVIRONMENT = {
+    "HF_TOKEN": token("E"),
+    "WANDB_API_KEY": "0123abcd" * 5,
+    "COMET_API_KEY": "canary-of-comet",
+    "NEPTUNE_API_TOKEN": "canary-of-neptune",
+    "HF_ENDPOINT": "https://canary-user:canary-word@127.0.0.1:9",
+    "http_proxy": "http://canary-user:canary-word@127.0.0.1:9",
+    "NCCL_DEBUG_FILE": f"{token('N')}.log",
+}
+CANARIES = ["canary", "0123abcd", *(token(letter) for letter in "ENFCY")]
+
+
+def found_canaries(directory, *outputs):
+    """Which of the secrets stand in a name or in the bytes of a file below the directory, or in an output."""
+    places = {"output": "".join(outputs).encode()}
+    for path in directory.rglob("*"):
+        places[str(path)] = str(path.relative_to(directory)).encode() + (path.read_bytes() if path.is_file() else b"")
+    return {canary for canary in CANARIES for content in places.values() if canary.encode() in content}
+
+
+def test_no_secret_is_written_or_printed(functions_file, model_dir, tmp_path):
+    """In flags, environment and config file; a run with a checkpoint and a tracker, then a dry run of it."""
+    column, text = token("C"), tmp_path / f"{token('F')}.jsonl"
+    rows = [json.loads(line)["text"] for line in functions_file.read_text().splitlines()]
+    text.write_text("".join(json.dumps({column: row}) + "\n" for row in rows))
+    config = tmp_path / "config.yaml"
+    config.write_text((ROOT / "accelerate_configs/cpu.yaml").read_text() + f"tpu_env: [HF_TOKEN={token('Y')}]\n")
+    found = {}
+    for redacted in (True, False):
+        out, spec = tmp_path / f"run{redacted:d}", tmp_path / "spec.json"
+        given = flags(text, model_dir, out, "--text_column", column, "--num_updates", 2, "--report_to", "tensorboard")
+        given, changes = [str(part) for part in given], {} if redacted else {"no_redaction": True}
+        specs = [{"flags": given, "changes": changes}]
+        specs += [{"flags": [*given, "--overwrite", "--dry_run"], "changes": changes}]
+        spec.write_text(json.dumps(specs))
+        result = run([*launch_command(config), "tests/run_recipe.py", spec], **IN_ENVIRONMENT)
+        assert result.returncode == 0 and "--text_column" in result.stdout, result.stderr
+        assert (out / "checkpoints/update-000002/manifest.json").is_file() and list(out.rglob("hparams.yml"))
+        found[redacted] = found_canaries(out, result.stdout, result.stderr)
+    assert found[True] == set()
+    assert found[False] == {"canary", token("E"), token("N"), token("F"), token("C")}  # the control
+
+
+def test_an_error_shows_no_secret(tmp_path):
+    given = ["--dataset_name", "https://me:canary@host/name?token=canary", "--output_dir", tmp_path / "run"]
+    result = run([BIN / "python", "recipes/lm.py", *given], **IN_ENVIRONMENT)
+    assert result.returncode == 2 and result.stderr.startswith("error: "), result.stderr
+    assert "//(not shown)@host/name?token=(not shown)" in result.stderr
+    assert not found_canaries(tmp_path, result.stdout, result.stderr)
+
+
+def test_only_secrets_are_taken_out():
+    for text in (
+        "--num_updates 10 --micro_batch_tokens 1024: does not hold the longest sample of 256 tokens",
+        "https://huggingface.co/docs/accelerate, http://127.0.0.1:29500/x, me@host, C:/text, runs/hf_transfer",
+        "the tokenizer has 389 tokens; set eos_token in its tokenizer_config.json; pad_token is None",
+    ):
+        assert redact(text) == text
+    kept = {"tokens": 3, "nested": {"model": ["a", 1.5, None]}, "token_id": 7}
+    assert redact(kept | {"api_key": "x", "nested2": {"token": "y"}}) == kept | {
+        "api_key": "(not shown)",
+        "nested2": {"token": "(not shown)"},
+    }
+    assert (
+        redact("https://me:p@ss/word@host/path and ghp_" + "a" * 36) == "https://(not shown)@host/path and (not shown)"
+    )
+    assert redact("--api_key abc, HF_TOKEN=abc, x?access_token=abc&y=1").count("abc") == 0
