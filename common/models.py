@@ -69,7 +69,7 @@ def check_model(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, se
 
 
 @contextmanager
-def _whole_weights() -> Iterator[None]:
+def whole_weights() -> Iterator[None]:
     """ZeRO-3 cuts weights while a model is made, and then draws others than one process would: here they are whole.
 
     Each process then holds a model from scratch for a moment. Pretrained weights are cut as they are loaded.
@@ -116,7 +116,7 @@ def build_model(
     """
     dtype = torch.get_default_dtype()
     if name_or_path is None:
-        with _whole_weights():
+        with whole_weights():
             if not hasattr(model_class, "from_config"):
                 return model_class._from_config(config, dtype=dtype)
             return model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)

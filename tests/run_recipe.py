@@ -8,6 +8,7 @@ a condition, or takes out what a test guards, to show that the test would notice
 
 import ctypes
 import gc
+import inspect
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ import runpy
 import shutil
 import signal
 import sys
+import textwrap
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +37,7 @@ import common.launch  # noqa: E402
 import common.liveness  # noqa: E402
 import common.losses  # noqa: E402
 import common.optimizers  # noqa: E402
+import common.routing  # noqa: E402
 import common.settings  # noqa: E402
 import common.shards  # noqa: E402
 import common.tracking  # noqa: E402
@@ -49,6 +52,46 @@ def is_main():
 
 def float64(_):
     torch.set_default_dtype(torch.float64)
+
+
+def float64_experts(_):
+    """Float64 throughout ERNIE's mixture of experts, of which transformers computes parts in float32 at any dtype.
+
+    Where these round, a difference in the sixteenth digit, by the cut of a window, can become one in the eighth.
+    """
+    from transformers.integrations import moe
+    from transformers.models.ernie4_5_moe import modeling_ernie4_5_moe as ernie
+
+    own = [(moe, "_can_use_grouped_mm", moe._can_use_grouped_mm)]  # torch's kernel knows no float64
+    moe._can_use_grouped_mm = lambda *_: False
+    sum_losses = common.losses.sum_token_losses
+    common.losses.sum_token_losses = lambda model: sum_losses(model.double())  # its routers are born in float32
+    for owner, name in (
+        (ernie, "apply_rotary_pos_emb"),
+        (ernie.Ernie4_5_MoeRMSNorm, "forward"),
+        (ernie.Ernie4_5_MoeTopKRouter, "forward"),
+    ):
+        own.append((owner, name, getattr(owner, name)))
+        source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
+        names = dict(vars(ernie))
+        exec(source.replace("float32", "double").replace("float", "double"), names)
+        setattr(owner, name, names[name])
+    return lambda: [setattr(*one) for one in own]
+
+
+def own_counts(_):
+    """Each rank moves the biases of its routers by what it counted itself."""
+    end = common.routing.Routing.end_window
+
+    def alone(self, accelerator, finite):
+        reduce, accelerator.reduce = accelerator.reduce, lambda tensor, reduction: tensor
+        try:
+            return end(self, accelerator, finite)
+        finally:
+            accelerator.reduce = reduce
+
+    common.routing.Routing.end_window = alone
+    return lambda: setattr(common.routing.Routing, "end_window", end)
 
 
 def save_gradients(path):
@@ -285,6 +328,10 @@ def forget(what):
         pieces = common.shards.pieces
         common.shards.pieces = lambda *args: (piece for piece in pieces(*args) if piece.name.startswith("weight/"))
         return lambda: setattr(common.shards, "pieces", pieces)
+    if what == "buffers":
+        buffers = common.shards._buffers
+        common.shards._buffers = lambda *args: iter(())
+        return lambda: setattr(common.shards, "_buffers", buffers)
     if what == "learning_rate":
         rate, first = common.optimizers.learning_rate, []
 

@@ -1,0 +1,300 @@
+"""Mixtures of experts: law 1 for the router, every way to balance, up-cycling, the modes, resume, and mistakes."""
+
+import json
+import re
+import runpy
+import shutil
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, launch, launch_command, read_metrics, run
+from safetensors.torch import load_file
+from test_lm import relative_difference
+from transformers import AutoModelForCausalLM, AutoTokenizer, OlmoeConfig
+
+from common import data, routing
+from common.losses import sum_token_losses
+
+RECIPE = "recipes/moe.py"
+BIAS = "mlp.moe_statics.e_score_correction_bias"
+SHAPE = dict(
+    vocab_size=384,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+)
+
+
+def save_model(path, config, model_dir):
+    """A random model with the tokenizer of `model_dir`."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    for layer in routing.find_layers(model):
+        torch.nn.init.normal_(layer.router.weight, std=0.2)
+    model.save_pretrained(path)
+    AutoTokenizer.from_pretrained(model_dir).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def moe_dir(tmp_path_factory, model_dir):
+    """Two layers of width 32 with eight experts, two for a token."""
+    config = routing.moe_config(SHAPE | {"head_dim": 8}, 8, 2, 24)
+    return save_model(tmp_path_factory.mktemp("moe"), config, model_dir)
+
+
+def flags(functions_file, model_dir, output_dir, *more):
+    base = ["--train_file", functions_file, "--model_name_or_path", model_dir, "--shape", "examples"]
+    base += ["--sequence_length", 64, "--global_batch_size", 16, "--learning_rate", 1e-3, "--warmup_updates", 0]
+    return [str(part) for part in [*base, "--output_dir", output_dir, *more]]
+
+
+def run_specs(specs, directory, config="cpu", processes=1):
+    """Several runs of the recipe, one after the other in one launch; each is (flags, changes)."""
+    path = directory / f"{config}-{processes}.json"
+    path.write_text(json.dumps([{"recipe": RECIPE, "flags": flags, "changes": changes} for flags, changes in specs]))
+    command = launch_command(config, "--mixed_precision", "no", "--num_processes", processes)
+    result = run([*command, "tests/run_recipe.py", path], CUDA_VISIBLE_DEVICES="", TQDM_DISABLE=1, timeout=600)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
+# Processes, and (balance, cut of a window of 16 samples, what is taken out).
+CUTS = {
+    1: [
+        *[("bias", cut, {}) for cut in (("size", 16), ("size", 4), ("tokens", 128))],
+        *[("exact", cut, {}) for cut in (("size", 16), ("size", 1), ("tokens", 128))],
+        *[("usual", cut, {}) for cut in (("size", 16), ("size", 2))],
+    ],
+    2: [
+        *[("bias", cut, {}) for cut in (("size", 8), ("tokens", 96))],
+        ("bias", ("size", 2), {"own_counts": 1}),
+        *[("exact", cut, {}) for cut in (("size", 2), ("tokens", 96))],
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def float64_runs(functions_file, moe_dir, tmp_path_factory):
+    """First gradients, losses and final weights of each combination, in float64."""
+    out, runs = tmp_path_factory.mktemp("float64"), {}
+    for processes, combinations in CUTS.items():
+        specs = []
+        for balance, (kind, number), changes in combinations:
+            name = "-".join(map(str, (balance, processes, kind, number, *changes)))
+            more = ["--balance", balance, "--balance_strength", 0.05, f"--micro_batch_{kind}", number]
+            changes = {"float64": 1, "float64_experts": 1, "save_gradients": str(out / f"{name}.pt"), **changes}
+            specs.append((flags(functions_file, moe_dir, out / name, *more, "--num_updates", 3), changes))
+            runs[name] = out / name
+        run_specs(specs, out, "cpu" if processes == 1 else "multi_cpu", processes)
+    return {
+        name: (torch.load(f"{path}.pt"), read_metrics(path), load_file(path / "model/model.safetensors"))
+        for name, path in runs.items()
+    }
+
+
+@pytest.mark.parametrize("balance", ["bias", "exact"])
+def test_the_update_is_the_same_however_the_window_is_cut(balance, float64_runs):
+    """Law 1 with a router: gradients, losses, counts and the moved bias, over micro-batch and processes."""
+    gradients, metrics, weights = float64_runs[f"{balance}-1-size-16"]
+    names = [name for name in float64_runs if name.startswith(balance) and not name.endswith("own_counts")]
+    assert len(names) == 5 and gradients[0].dtype == torch.float64
+    for name in names:
+        other_gradients, lines, other = float64_runs[name]
+        assert relative_difference(other_gradients, gradients) < 1e-12, name
+        for line, expected in zip(lines, metrics, strict=True):
+            assert line["loss"] == pytest.approx(expected["loss"], rel=1e-12), name
+            assert (
+                line["busiest_expert"] == expected["busiest_expert"]
+                and line["dead_experts"] == expected["dead_experts"]
+            )
+        assert all(torch.equal(other[key], weights[key]) for key in weights if key.endswith(BIAS))
+    moved = [weights[key].abs().max().item() for key in weights if key.endswith(BIAS)]
+    assert len(moved) == 2 and all((move > 0.04) == (balance == "bias") for move in moved)
+
+
+def test_the_usual_balancing_loss_depends_on_the_cut(float64_runs):
+    """Control: the loss per micro-batch makes another gradient, a rank's own counts another bias."""
+    whole, cut = (float64_runs[f"usual-1-size-{size}"][0] for size in (16, 2))
+    assert relative_difference(cut, whole) > 1e-3
+    weights, alone = (float64_runs[f"bias-{name}"][2] for name in ("2-size-8", "2-size-2-own_counts"))
+    assert any(not torch.equal(weights[key], alone[key]) for key in weights if key.endswith(BIAS))
+
+
+@pytest.fixture(scope="module")
+def one_process(functions_file, moe_dir, tmp_path_factory):
+    """Six updates in float32 for each way to balance, with a checkpoint after the third."""
+    out = tmp_path_factory.mktemp("one")
+    run_specs([(mode_flags(functions_file, moe_dir, out / name, name), {}) for name in ("bias", "exact")], out)
+    return out
+
+
+def mode_flags(functions_file, moe_dir, output_dir, balance):
+    more = ["--balance", balance, "--balance_strength", 0.05, "--micro_batch_size", 4, "--num_updates", 6]
+    return flags(functions_file, moe_dir, output_dir, *more, "--save_every", 3)
+
+
+@pytest.mark.parametrize("config", ["multi_cpu", "fsdp2", "zero3"])
+def test_every_mode_makes_the_losses_and_the_bias_of_one_process(
+    config, one_process, functions_file, moe_dir, tmp_path, extensions
+):
+    names = ("bias", "exact")
+    specs = [(mode_flags(functions_file, moe_dir, tmp_path / name, name), {}) for name in names]
+    run_specs(specs, tmp_path, config, 2)
+    for name in names:
+        lines, expected = read_metrics(tmp_path / name), read_metrics(one_process / name)
+        assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], rel=1e-5)
+        weights = load_file(tmp_path / name / "model/model.safetensors")
+        for key, weight in load_file(one_process / name / "model/model.safetensors").items():
+            if key.endswith(BIAS):
+                assert torch.equal(weight, weights[key]), key
+            assert (weight - weights[key]).abs().max() < 1e-5, key
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(one_process, functions_file, moe_dir, tmp_path):
+    """Losses, weights and biases of the run that never stopped. Control: a resume that forgets the biases."""
+    specs = []
+    for name, changes in {"resumed": {}, "forgetful": {"forget": "buffers"}}.items():
+        changes = {"copy_run": [str(one_process / "bias"), str(tmp_path / name), 3]} | changes
+        specs.append(([*mode_flags(functions_file, moe_dir, tmp_path / name, "bias"), "--resume"], changes))
+    run_specs(specs, tmp_path)
+    fields = ("update", "loss", "grad_norm", "sample_digest", "busiest_expert")
+    outcomes = [
+        (
+            [[line[field] for field in fields] for line in read_metrics(path)],
+            (path / "model/model.safetensors").read_bytes(),
+        )
+        for path in (one_process / "bias", tmp_path / "resumed", tmp_path / "forgetful")
+    ]
+    assert outcomes[1] == outcomes[0] and outcomes[2] != outcomes[0]
+
+
+def test_the_reported_figures_are_those_of_the_saved_model(functions_file, moe_dir, tmp_path):
+    """Counted again, sample by sample, from the router logits and biases of the saved model, and of the export."""
+    out = tmp_path / "run"
+    more = ["--balance_strength", 0.05, "--num_updates", 2, "--validation_file", functions_file, "--save_every", 2]
+    result = launch(*flags(functions_file, moe_dir, out, *more), script=RECIPE)
+    results = json.loads((out / "run.json").read_text())["results"]
+    run([sys.executable, "-m", "common.checkpoint", "export", out / "checkpoints/update-000002", tmp_path / "export"])
+    tokenizer = AutoTokenizer.from_pretrained(out / "model")
+    samples = data.tokenize(data.Source(files=(str(functions_file),)), tokenizer, 64, "examples")
+    for path in (out / "model", tmp_path / "export"):
+        model = AutoModelForCausalLM.from_pretrained(path)
+        biases = [
+            parameter.squeeze() for name, parameter in model.named_parameters() if name.endswith("correction_bias")
+        ]
+        assert len(biases) == 2 and all(bias.abs().max() > 0.09 for bias in biases)
+        counts = torch.zeros(2, 8)
+        for ids, targets in (samples[number] for number in range(len(samples))):
+            logits = model(torch.tensor(ids).unsqueeze(0), output_router_logits=True).router_logits
+            for layer, bias in enumerate(biases):
+                chosen = (logits[layer].softmax(-1) + bias).topk(2).indices[torch.tensor(targets) != -100]
+                counts[layer] += torch.bincount(chosen.flatten(), minlength=8)
+        shares = counts / counts.sum(1, keepdim=True)
+        assert torch.allclose(torch.tensor(results["expert_shares"]), shares, atol=1e-3)
+        assert results["busiest_expert"] == pytest.approx(shares.amax(1).mean().item() * 8, rel=0.01)
+        assert results["dead_experts"] == (counts == 0).sum()
+    assert f"gets {results['busiest_expert']:.2f} times its equal share of the held-out tokens" in result.stdout
+
+
+def test_what_a_token_meets(model_dir, moe_dir):
+    """Active parameters: all, less the experts that a token does not meet."""
+    model = AutoModelForCausalLM.from_pretrained(moe_dir)
+    total, one_expert = sum(p.numel() for p in model.parameters()), 3 * 32 * 24
+    layers = routing.find_layers(model)
+    assert routing.count_active(layers, total) == total - 2 * 6 * one_expert
+    assert [(layer.num_experts, layer.top_k) for layer in layers] == [(8, 2)] * 2
+
+
+def test_an_upcycled_model_computes_what_the_dense_one_does(model_dir):
+    """The same logits, whichever experts the routers choose. Control: without turning the heads' halves, others."""
+    dense = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(routing.upcycled_config(dense.config, 4, 2))
+    ids = torch.randint(0, 384, (2, 48), generator=torch.Generator().manual_seed(0))
+    routing.upcycle(dense, model)
+    with torch.no_grad():
+        assert (model(ids).logits - dense(ids).logits).abs().max() < 1e-5
+        model.model.layers[0].self_attn.k_proj.weight.copy_(dense.model.layers[0].self_attn.k_proj.weight)
+        assert (model(ids).logits - dense(ids).logits).abs().max() > 1e-3
+
+
+MISTAKES = {
+    "one expert": (["--num_experts", 1], "num_experts 1 is a dense model"),
+    "more for a token than there are": (["--num_experts", 4, "--experts_per_token", 5], "is more than --num_experts 4"),
+    "a router without a bias": (["OLMOE"], "OlmoeTopKRouter has no bias.* exact, usual or none"),
+    "up-cycling nothing": (["--upcycle"], "--upcycle has no effect without --model_name_or_path"),
+    "up-cycling a mixture": (["MOE", "--upcycle"], "a mixture of experts already; take --upcycle out"),
+    "a dense model": (["DENSE"], "is a dense model, without experts: give it some with --upcycle"),
+    "another number of a pretrained one": (["MOE", "--num_experts", 4], "cannot change a pretrained model"),
+    "a strength of nothing": (["--balance", "none", "--balance_strength", 1], "no effect with --balance none"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line(mistake, functions_file, moe_dir, model_dir, tmp_path, capsys, monkeypatch):
+    """In this process; status 2, and nothing is written."""
+    more, pattern = MISTAKES[mistake]
+    if "OLMOE" in more:
+        olmoe = OlmoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2)
+        save_model(tmp_path / "olmoe", olmoe, model_dir)
+    models = {"OLMOE": tmp_path / "olmoe", "MOE": moe_dir, "DENSE": model_dir}
+    parts = [["--model_name_or_path", models[part]] if part in models else [part] for part in more]
+    base = ["--train_file", functions_file, "--output_dir", tmp_path / "run"]
+    monkeypatch.setattr(sys, "argv", [RECIPE, *(str(part) for part in base + sum(parts, []))])
+    monkeypatch.setattr("common.liveness.leave", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / RECIPE), run_name="__main__")
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert ended.value.code == 2 and len(errors) == 1 and re.search(pattern, errors[0]), errors
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_pretrained_mixture_without_a_bias(functions_file, model_dir, tmp_path):
+    """OLMoE with the exact loss. Activations that are computed again are not counted again."""
+    olmoe = save_model(tmp_path / "olmoe", OlmoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2), model_dir)
+    specs = []
+    for mode in ("none", "full"):
+        more = ["--balance", "exact", "--num_updates", 2, "--activation_checkpointing", mode]
+        specs.append((flags(functions_file, olmoe, tmp_path / mode, *more), {}))
+    result = run_specs(specs, tmp_path)
+    lines, expected = read_metrics(tmp_path / "full"), read_metrics(tmp_path / "none")
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], rel=1e-6)
+    assert [line["busiest_expert"] for line in lines] == [line["busiest_expert"] for line in expected]
+    assert "chunked linear cross-entropy" in result.stdout
+
+
+def test_deepspeed_in_bf16_leaves_the_bias_its_small_steps(moe_dir):
+    """DeepSpeed casts a model, buffers too. Control: in bf16 a step of 0.001 beside 0.5 is lost."""
+    model = AutoModelForCausalLM.from_pretrained(moe_dir)
+    sum_token_losses(model)
+    router = routing.Routing(model, "bias", 1e-3)
+    model.bfloat16()
+    assert router.layers[0].bias.dtype == torch.bfloat16
+    assert torch.tensor(0.5, dtype=torch.bfloat16) + 1e-3 == 0.5
+    router.prepared()
+    assert all(layer.bias.dtype == torch.float32 for layer in router.layers)
+
+
+def test_a_copied_recipe_runs_and_the_dense_peer_has_as_many_active_parameters(functions_file, tmp_path):
+    shutil.copy(ROOT / RECIPE, tmp_path)
+    shutil.copytree(ROOT / "common", tmp_path / "common")
+    (tmp_path / "elsewhere").mkdir()
+    more = ["--train_file", functions_file, "--dense", "--dry_run", "--output_dir", tmp_path / "run"]
+    printed = launch(*more, script=tmp_path / "moe.py", cwd=tmp_path / "elsewhere").stdout
+    dense = int(re.search(r"ForCausalLM, ([\d,]+) parameters", printed)[1].replace(",", ""))
+    assert not (tmp_path / "run").exists()
+    layers, width, heads, kv_heads, num_experts, top_k, expert_width, vocabulary, _ = runpy.run_path(
+        str(ROOT / RECIPE), run_name="recipe"
+    )["MODEL_CONFIGS"]["tiny"]
+    shape = dict(num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    shape |= dict(head_dim=width // heads, vocab_size=vocabulary, intermediate_size=1)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(routing.moe_config(shape, num_experts, top_k, expert_width))
+    active = routing.count_active(
+        routing.find_layers(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
+    )
+    assert active - dense == layers * num_experts * width  # the routers
