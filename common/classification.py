@@ -11,6 +11,7 @@ All is held in memory: a classifier's data are small beside those of a language 
 import hashlib
 import inspect
 import math
+import os
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -194,6 +195,8 @@ class LabelledTexts:
             self.num_truncated += sum(bool(text.overflowing) for text in encoded.encodings or ())
         self._ids, self._types = np.concatenate(ids), np.concatenate(types)
         self._offsets = np.cumsum(lengths)
+        # Without this each DataLoader worker that is forked after the tokenizer used its threads would print a warning.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -237,6 +240,19 @@ class LabelledTexts:
         line = f"{self.name}: {len(self):,} texts of {len(self._ids) / len(self):,.0f} tokens on average, at most "
         line += f"{self.max_length}"
         return line + (f"; {self.num_truncated:,} cut at {self.sequence_length}" if self.num_truncated else "")
+
+
+def check_length(tokenizer: PreTrainedTokenizerBase, sequence_length: int, is_pair: bool) -> list[str]:
+    """One line if the tokenizer cannot cut texts to this length, or says that the model takes no such length."""
+    num_special = tokenizer.num_special_tokens_to_add(pair=is_pair)
+    if sequence_length <= num_special:
+        return [f"--sequence_length {sequence_length} holds no text beside {num_special} special tokens; raise it"]
+    if sequence_length > tokenizer.model_max_length:  # of RoBERTa two less than its positions
+        longest = tokenizer.model_max_length
+        return [
+            f"--sequence_length {sequence_length} is beyond the {longest} tokens of the tokenizer; use at most that"
+        ]
+    return []
 
 
 def collate_texts(

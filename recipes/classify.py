@@ -40,7 +40,7 @@ from common.stopping import STOPPED, StopRequests
 # Models to train from scratch, of BERT's shape. The learning rate is AdamW's at its peak.
 MODEL_CONFIGS = {
     # layers, width, heads, MLP width, vocabulary, learning rate
-    "tiny": (4, 128, 4, 512, 4096, 1e-3),  # 1.4 M parameters
+    "tiny": (2, 128, 2, 512, 4096, 2e-3),  # 1.0 M parameters
     "small": (6, 384, 6, 1536, 8192, 5e-4),  # 14 M
     "base": (12, 768, 12, 3072, 32768, 1e-4),  # 111 M
 }
@@ -51,7 +51,7 @@ def parse_arguments():
     parser = arguments.ArgumentParser(description=__doc__, prog="classify.py")
     arguments.add_shared_arguments(parser)
     arguments.add_language_arguments(parser)
-    parser.set_defaults(global_batch_size=32, num_updates=600)
+    parser.set_defaults(global_batch_size=32, num_updates=400, sequence_length=128)
     group = parser.add_argument_group("classification")
     group.add_argument("--model_config", help="size, from scratch (default: tiny)", **arguments.one_of(MODEL_CONFIGS))
     group.add_argument("--pair_column", help="of a second text, such as a hypothesis or an answer")
@@ -109,7 +109,9 @@ def load_data(args):
             max_position_embeddings=max(512, args.sequence_length),
         )
     classification.set_labels(config, names, args.label_column, tokenizer.pad_token_id)
-    if problems := models.check_model(config, tokenizer, args.sequence_length):
+    problems = models.check_model(config, tokenizer, args.sequence_length)
+    problems += classification.check_length(tokenizer, args.sequence_length, args.pair_column is not None)
+    if problems:
         raise ValueError("\n".join(problems))
 
     def make_samples(name, examples):
