@@ -1,8 +1,8 @@
 """Labelled texts become samples, a pretrained model gets the data's labels, and predictions become figures.
 
-    examples = read_examples(Source(files=("reviews.csv",)), None, "label")
+    name, examples = read_examples(Source(files=("reviews.csv",)), None, "label")
     names = label_names(examples)
-    samples = LabelledTexts("reviews.csv", examples, encode_labels(examples, names), tokenizer, sequence_length=256)
+    samples = LabelledTexts(name, examples, encode_labels(examples, names), tokenizer, sequence_length=256)
     ids, token_types, target = samples[0]
 
 All is held in memory: a classifier's data are small beside those of a language model.
@@ -45,8 +45,8 @@ class Example(NamedTuple):
 # --- labels ----------------------------------------------------------------------------------------------------------
 
 
-def read_examples(source: Source, pair_column: str | None, label_column: str) -> list[Example]:
-    """The rows of a source. Raises ValueError with file and row for a missing column, text or label."""
+def read_examples(source: Source, pair_column: str | None, label_column: str) -> tuple[str, list[Example]]:
+    """A source's name, and its rows. Raises ValueError with file and row for a missing column, text or label."""
     corpus = open_source(source)
     text_columns = (source.text_column, pair_column) if pair_column else (source.text_column,)
     wanted = (*text_columns, label_column)
@@ -64,7 +64,7 @@ def read_examples(source: Source, pair_column: str | None, label_column: str) ->
                 f"{row.where}: column {label_column} is {found}, not a name or a number; mend or remove the row"
             )
         examples.append(Example(row.where, texts, label))
-    return examples
+    return corpus.name, examples
 
 
 def _number(label: Any) -> float | None:
@@ -323,16 +323,30 @@ def build_classifier(
 ) -> tuple[PreTrainedModel, list[str]]:
     """The model, and the names of those weights that its checkpoint does not have and that start at random."""
     if name_or_path is None:
-        return models.build_model(config, None, trust_remote_code, AutoModelForSequenceClassification), []
-    model, loaded = models.build_model(
-        config,
-        name_or_path,
-        trust_remote_code,
-        AutoModelForSequenceClassification,
-        output_loading_info=True,
-        ignore_mismatched_sizes=new_head,
-    )
-    return model, sorted({*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])})
+        model = models.build_model(config, None, trust_remote_code, AutoModelForSequenceClassification)
+        new_weights = set()
+    else:
+        model, loaded = models.build_model(
+            config,
+            name_or_path,
+            trust_remote_code,
+            AutoModelForSequenceClassification,
+            output_loading_info=True,
+            ignore_mismatched_sizes=new_head,
+        )
+        new_weights = {*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])}
+    _leave_embedding_out(model)
+    return model, sorted(new_weights)
+
+
+def _leave_embedding_out(model: PreTrainedModel) -> None:
+    """Takes what contains the input embedding (BertEmbeddings) from the modules that FSDP2 is to shard as a whole.
+
+    Accelerate 1.15 shards the embedding by itself, after these, and fails where it has been sharded already.
+    """
+    embedding = model.get_input_embeddings()
+    kinds = {type(module).__name__ for module in model.modules() if embedding not in module.modules()}
+    model._no_split_modules = kinds & set(model._no_split_modules or ())
 
 
 def find_inputs(model: PreTrainedModel) -> tuple[str, ...]:

@@ -32,7 +32,6 @@ from common import arguments, checkpoint, classification, data, launch, models, 
 from common.accumulation import reduce_window, skip_step, sum_over_ranks, synchronize_gradients, window_scale
 from common.activation_checkpointing import apply_activation_checkpointing
 from common.batching import make_loader
-from common.corpus import open_source
 from common.optimizers import learning_rate, make_optimizer, set_learning_rate
 from common.settings import print_settings
 from common.stopping import STOPPED, StopRequests
@@ -82,9 +81,10 @@ def load_data(args):
         train, validation = classification.read_packages()
     else:
         columns = (args.pair_column, args.label_column)
-        train_name, train = open_source(train_source).name, classification.read_examples(train_source, *columns)
-        validation_name = validation_source and open_source(validation_source).name
-        validation = validation_source and classification.read_examples(validation_source, *columns)
+        train_name, train = classification.read_examples(train_source, *columns)
+        validation_name, validation = None, None
+        if validation_source:
+            validation_name, validation = classification.read_examples(validation_source, *columns)
     task = args.task or ("regression" if classification.is_regression(train) else "classification")
     names = classification.label_names(train) if task == "classification" else None
     if args.model_name_or_path:
