@@ -311,12 +311,6 @@ def test_whole_files_are_held_out():
     assert 0.1 < len(held_out) / len(train) < 0.3
 
 
-def test_the_loop_is_word_for_word_that_of_the_language_models():
-    loops = [(ROOT / f"recipes/{name}.py").read_text() for name in ("classify", "lm")]
-    loops = [text[text.index("def train(") : text.index("checkpoints.finish()")] for text in loops]
-    assert loops[0] == loops[1]
-
-
 # --- padding ---------------------------------------------------------------------------------------------------------
 
 
