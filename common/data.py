@@ -30,7 +30,16 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from common.corpus import Corpus, Row, Source, check_sources, locate_pretrained, missing_column, one_line, open_source
 
-__all__ = ["Samples", "Source", "check_sources", "default_cache_dir", "load_tokenizer", "tokenize", "train_tokenizer"]
+__all__ = [
+    "Samples",
+    "Source",
+    "check_sources",
+    "checked_text",
+    "default_cache_dir",
+    "load_tokenizer",
+    "tokenize",
+    "train_tokenizer",
+]
 
 FORMAT = 1  # in every fingerprint: raise it when the files' meaning changes
 END_OF_TEXT = "<|endoftext|>"
@@ -52,10 +61,13 @@ def default_cache_dir() -> Path:
 # --- tokenizers ------------------------------------------------------------------------------------------------------
 
 
-def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    name_or_path: str, trust_remote_code: bool = False, needs_end_of_text: bool = True
+) -> PreTrainedTokenizerBase:
     """The tokenizer of a local directory or of the hub, with a pad token (the end-of-text token if it has none).
 
-    Raises ValueError, one line, where it is not found, cannot be loaded, or has no end-of-text token.
+    Raises ValueError, one line, where it is not found, cannot be loaded, or has no end-of-text token. An encoder's
+    needs none (`needs_end_of_text`) if it has a pad token.
     """
     where, problem = locate_pretrained(name_or_path)
     try:
@@ -64,7 +76,8 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> PreTra
         raise ValueError(f"tokenizer {name_or_path}: {problem or one_line(error)}") from error
     if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):  # the library makes an empty one of no files
         raise ValueError(f"tokenizer {name_or_path}: its files are missing; save it there (tokenizer.save_pretrained)")
-    _check_end_of_text(tokenizer)
+    if needs_end_of_text or tokenizer.pad_token_id is None:
+        _check_end_of_text(tokenizer)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -157,6 +170,13 @@ def _text(row: Row, column: str) -> str:
     if not isinstance(text, str):
         found = "null" if text is None else f"of type {type(text).__name__}"
         raise ValueError(f"{row.where}: column {column} is {found}, not a string; mend or remove the row")
+    return text
+
+
+def checked_text(row: Row, column: str) -> str:
+    """A row's text. Raises ValueError, one line, where it is missing, no string, or not to be written in UTF-8."""
+    text = _text(row, column)
+    _num_bytes(text, row.where)
     return text
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -141,6 +142,25 @@ def mean_of_means(_):
         float(norm),
     )
     return lambda: setattr(common.batching.WindowDataset, "__getitem__", item)
+
+
+def mean_of_batches(_):
+    """The same for recipes whose models do not make the loss: each backward's sum is divided by its own targets."""
+    counts, item, backward = [], common.batching.WindowDataset.__getitem__, Accelerator.backward
+
+    def getitem(self, update):
+        window = item(self, update)
+        counts[:] = [len(micro_batch["targets"]) for micro_batch in window.micro_batches]
+        return window
+
+    common.batching.WindowDataset.__getitem__ = getitem
+    common.accumulation.window_scale = lambda accelerator, num_targets: 1 / len(counts)
+    Accelerator.backward = lambda self, loss: backward(self, loss / counts.pop(0))
+
+    def undo():
+        common.batching.WindowDataset.__getitem__, Accelerator.backward = item, backward
+
+    return undo
 
 
 def unsorted(_):

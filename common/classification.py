@@ -1,0 +1,462 @@
+"""Labelled texts become samples, a pretrained model gets the data's labels, and predictions become figures.
+
+    name, examples = read_examples(Source(files=("reviews.csv",)), None, "label")
+    names = label_names(examples)
+    samples = LabelledTexts(name, examples, encode_labels(examples, names), tokenizer, sequence_length=256)
+    ids, token_types, target = samples[0]
+
+All is held in memory: a classifier's data are small beside those of a language model.
+"""
+
+import hashlib
+import inspect
+import math
+import os
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import evaluate
+import numpy as np
+import torch
+from accelerate import Accelerator
+from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, r2_score
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from common import data, models
+from common.batching import Collate
+from common.corpus import Source, missing_column, open_source
+
+HEAD = "ForSequenceClassification"  # how transformers' classes end that have a head for labels
+NUM_PACKAGES = 12  # of the standard library: those with the most functions
+HELD_OUT_SHARE = 1 / 5  # of a package's functions, at most, in whole files
+TOKENISED_AT_ONCE = 1024  # texts
+
+
+class Example(NamedTuple):
+    """A row: where it stands (for messages), one text or two, and its label as the file has it."""
+
+    where: str
+    texts: tuple[str, ...]
+    label: str | int | float | bool
+
+
+# --- labels ----------------------------------------------------------------------------------------------------------
+
+
+def read_examples(source: Source, pair_column: str | None, label_column: str) -> tuple[str, list[Example]]:
+    """A source's name, and its rows. Raises ValueError with file and row for a missing column, text or label."""
+    corpus = open_source(source)
+    text_columns = (source.text_column, pair_column) if pair_column else (source.text_column,)
+    wanted = (*text_columns, label_column)
+    if missing := [column for column in wanted if column not in corpus.columns]:
+        raise ValueError(missing_column(corpus.name, missing, corpus.columns))
+    examples = []
+    for row in corpus.rows(wanted, False):
+        texts = tuple(data.checked_text(row, column) for column in text_columns)
+        if label_column not in row.values:
+            raise ValueError(missing_column(row.where, [label_column], tuple(row.values)))
+        label = row.values[label_column]
+        if not isinstance(label, str | int | float) or label == "":
+            found = "null" if label in (None, "") else f"of type {type(label).__name__}"
+            raise ValueError(
+                f"{row.where}: column {label_column} is {found}, not a name or a number; mend or remove the row"
+            )
+        examples.append(Example(row.where, texts, label))
+    return corpus.name, examples
+
+
+def _number(label: Any) -> float | None:
+    """The label as a finite number, or None."""
+    try:
+        number = math.nan if isinstance(label, bool) else float(label)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def is_regression(examples: list[Example]) -> bool:
+    """Whether every label is a number and one is not whole: 3.8, but not 0 and 1."""
+    numbers = [_number(example.label) for example in examples]
+    return None not in numbers and any(number != int(number) for number in numbers)
+
+
+def _name(label: Any) -> str:
+    """The label as text; 1.0, as some writers of Parquet store whole numbers beside nulls, is 1."""
+    return str(int(label)) if isinstance(label, float) and label.is_integer() else str(label)
+
+
+def label_names(examples: list[Example]) -> list[str]:
+    """The labels, whole numbers by size and before all others. Raises ValueError unless there are at least two."""
+    names = {_name(example.label) for example in examples}
+    if len(names) == 1:
+        raise ValueError(
+            f"all {len(examples)} rows have the label {names.pop()!r}; a classifier needs two or more: name another "
+            "--label_column, or give all the data"
+        )
+    if len(names) == len(examples) > 2:
+        raise ValueError(
+            f"each of the {len(examples)} rows has a label of its own, such as {examples[0].label!r}; name another "
+            "--label_column, or give --task regression"
+        )
+    return sorted(names, key=lambda name: (0, int(name), name) if name.isdecimal() else (1, 0, name))
+
+
+def encode_labels(examples: list[Example], names: list[str] | None) -> np.ndarray:
+    """Targets, (N,): int64 indices into `names`, or without names float32 numbers.
+
+    Raises ValueError with file and row for a label that is none of them, or no number.
+    """
+    if names is None:
+        numbers = [_number(example.label) for example in examples]
+        if None in numbers:
+            example = examples[numbers.index(None)]
+            raise ValueError(
+                f"{example.where}: the label {example.label!r} is not a finite number; mend the row, or give "
+                "--task classification"
+            )
+        return np.array(numbers, np.float32)
+    index = {name: number for number, name in enumerate(names)}
+    for example in examples:
+        if _name(example.label) not in index:
+            raise ValueError(
+                f"{example.where}: the label {example.label!r} is none that is learned ({shorten(names)}); mend or "
+                "remove the row, or add such rows to the training data"
+            )
+    return np.array([index[_name(example.label)] for example in examples], np.int64)
+
+
+def shorten(names: list[str], most: int = 12) -> str:
+    """The first names of a list, for people."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def read_packages() -> tuple[list[Example], list[Example]]:
+    """Functions of the standard library, the package of each as its label: (training, held-out) examples.
+
+    Whole files are held out, the same on every machine with the same Python: functions of one file are often alike.
+    """
+    packages = defaultdict(lambda: defaultdict(list))
+    for part in ("train", "validation"):
+        for row in open_source(Source(embedded=part)).rows(("text",), False):
+            package, inside, _ = row.where.partition("/")
+            if inside:
+                example = Example(row.where, (row.values["text"],), package)
+                packages[package][row.where].append(example)
+    sizes = {name: sum(map(len, files.values())) for name, files in packages.items() if len(files) >= 5}
+    train, held_out = [], []
+    for package in sorted(sizes, key=lambda name: (-sizes[name], name))[:NUM_PACKAGES]:
+        left = sizes[package] * HELD_OUT_SHARE
+        for file in sorted(packages[package], key=lambda name: hashlib.blake2b(name.encode()).digest()):
+            functions = packages[package][file]
+            is_held_out = len(functions) <= left
+            (held_out if is_held_out else train).extend(functions)
+            left -= len(functions) * is_held_out
+    return train, held_out
+
+
+# --- samples ---------------------------------------------------------------------------------------------------------
+
+
+class LabelledTexts:
+    """Tokenised texts with a target each: `common.batching.Samples`.
+
+    Item i is (ids, token_types, target): int64 (length,) both, and an int, or a float where a number is learned.
+    Special tokens are put in, and what is longer than `sequence_length` is cut, as the tokenizer does it.
+    """
+
+    unit = "tokens"
+
+    def __init__(
+        self,
+        name: str,
+        examples: list[Example],
+        targets: np.ndarray,
+        tokenizer: PreTrainedTokenizerBase,
+        sequence_length: int,
+    ) -> None:
+        self.name, self.targets, self.sequence_length = name, targets, sequence_length
+        ids, types, lengths, self.num_truncated = [], [], [0], 0
+        for start in range(0, len(examples), TOKENISED_AT_ONCE):
+            columns = zip(*(example.texts for example in examples[start : start + TOKENISED_AT_ONCE]), strict=True)
+            encoded = tokenizer(
+                *map(list, columns),
+                truncation=True,
+                max_length=sequence_length,
+                return_token_type_ids=True,
+                return_attention_mask=False,
+            )
+            for text_ids, text_types in zip(encoded["input_ids"], encoded["token_type_ids"], strict=True):
+                # Of an empty text a decoder's tokenizer makes nothing at all.
+                ids.append(np.array(text_ids or [tokenizer.pad_token_id], np.int32))
+                types.append(np.array(text_types or [0], np.int8))
+                lengths.append(len(ids[-1]))
+            self.num_truncated += sum(bool(text.overflowing) for text in encoded.encodings or ())
+        self._ids, self._types = np.concatenate(ids), np.concatenate(types)
+        self._offsets = np.cumsum(lengths)
+        # Without this each DataLoader worker that is forked after the tokenizer used its threads would print a warning.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray, int | float]:
+        part = slice(self._offsets[index], self._offsets[index + 1])
+        return self._ids[part].astype(np.int64), self._types[part].astype(np.int64), self.targets[index].item()
+
+    def filler(self) -> tuple[np.ndarray, np.ndarray, None]:
+        """The shortest text, without its target. (A whole one: some models look for its special tokens.)"""
+        return *self[int(self.lengths(np.arange(len(self))).argmin())][:2], None
+
+    def lengths(self, ids: np.ndarray) -> np.ndarray:
+        """Input tokens of each sample, int64."""
+        return self._offsets[np.asarray(ids) + 1] - self._offsets[ids]
+
+    def num_targets(self, ids: np.ndarray) -> np.ndarray:
+        """One target a text."""
+        return np.ones(len(ids), np.int64)
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Targets of all samples."""
+        return len(self)
+
+    @property
+    def max_length(self) -> int:
+        """Input tokens of the longest sample."""
+        return int(np.diff(self._offsets).max())
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal where every sample is equal."""
+        digest = hashlib.blake2b(digest_size=10)
+        for array in (self._ids, self._types, self._offsets, self.targets):
+            digest.update(array.tobytes())
+        return digest.hexdigest()
+
+    def describe(self) -> str:
+        """One line for people."""
+        line = f"{self.name}: {len(self):,} texts of {len(self._ids) / len(self):,.0f} tokens on average, at most "
+        line += f"{self.max_length}"
+        return line + (f"; {self.num_truncated:,} cut at {self.sequence_length}" if self.num_truncated else "")
+
+
+def check_length(tokenizer: PreTrainedTokenizerBase, sequence_length: int, is_pair: bool) -> list[str]:
+    """One line if the tokenizer cannot cut texts to this length, or says that the model takes no such length."""
+    num_special = tokenizer.num_special_tokens_to_add(pair=is_pair)
+    if sequence_length <= num_special:
+        return [f"--sequence_length {sequence_length} holds no text beside {num_special} special tokens; raise it"]
+    if sequence_length > tokenizer.model_max_length:  # of RoBERTa two less than its positions
+        longest = tokenizer.model_max_length
+        return [
+            f"--sequence_length {sequence_length} is beyond the {longest} tokens of the tokenizer; use at most that"
+        ]
+    return []
+
+
+def collate_texts(
+    samples: list[tuple], pad_token_id: int, inputs: tuple[str, ...], target_dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Pads texts on the right into one micro-batch.
+
+    `input_ids` (B, L), and of `attention_mask` and `token_type_ids` those that are in `inputs`; `targets` (N,), int64
+    for labels and float32 for numbers; `target_rows` (N,), the texts that they belong to: all but a filler.
+    """
+    length = max(len(ids) for ids, _, _ in samples)
+    input_ids = np.full((len(samples), length), pad_token_id, np.int64)
+    attention_mask, token_type_ids = np.zeros_like(input_ids), np.zeros_like(input_ids)
+    for row, (ids, types, _) in enumerate(samples):
+        input_ids[row, : len(ids)] = ids
+        token_type_ids[row, : len(ids)] = types
+        attention_mask[row, : len(ids)] = 1
+    arrays = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
+    rows = [row for row, (_, _, target) in enumerate(samples) if target is not None]
+    return {name: torch.from_numpy(arrays[name]) for name in ("input_ids", *inputs)} | {
+        "targets": torch.tensor([samples[row][2] for row in rows], dtype=target_dtype),
+        "target_rows": torch.tensor(rows, dtype=torch.int64),
+    }
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+def choose_labels(config: PreTrainedConfig, names: list[str] | None, new_head: bool) -> list[str] | None:
+    """The labels that a pretrained model's head is to have: its own, if they hold the data's, else the data's.
+
+    Raises:
+        ValueError: the model has a head for other labels and is to keep it, or has none and is to replace it.
+    """
+    has_head = any(name.endswith(HEAD) for name in config.architectures or ())
+    if new_head and not has_head:
+        raise ValueError("--new_head has no effect on a model that has no head for labels; take it out")
+    if new_head or not has_head:
+        return names
+    own = [config.id2label[number] for number in range(config.num_labels)]
+    if names is None and len(own) == 1:
+        return None
+    if names is not None and set(names) <= set(own):
+        return own
+    unnamed = own == [f"LABEL_{number}" for number in range(len(own))] and len(own) > 1
+    if names is not None and unnamed and set(names) <= {str(number) for number in range(len(own))}:
+        return [str(number) for number in range(len(own))]
+    wanted = "a number is to be learned" if names is None else f"the data have {len(names)}: {shorten(names)}"
+    raise ValueError(
+        f"the model has a head for {len(own)} labels ({shorten(own)}), but {wanted}; give data with its labels, or "
+        "--new_head to replace the head"
+    )
+
+
+def set_labels(config: PreTrainedConfig, names: list[str] | None, label_column: str, pad_token_id: int) -> None:
+    """Writes into the configuration what the head is to be, and the padding that a decoder has to recognise."""
+    config.id2label = dict(enumerate(names or [label_column]))
+    config.label2id = {name: number for number, name in config.id2label.items()}
+    config.problem_type = "regression" if names is None else "single_label_classification"
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        part.pad_token_id = pad_token_id  # a decoder's answer stands at its last token that is none
+        if hasattr(part, "use_cache"):
+            part.use_cache = False  # of keys and values, for writing text
+
+
+def build_classifier(
+    config: PreTrainedConfig, name_or_path: str | None, trust_remote_code: bool, new_head: bool
+) -> tuple[PreTrainedModel, list[str]]:
+    """The model, and the names of those weights that its checkpoint does not have and that start at random."""
+    if name_or_path is None:
+        model = models.build_model(config, None, trust_remote_code, AutoModelForSequenceClassification)
+        new_weights = set()
+    else:
+        model, loaded = models.build_model(
+            config,
+            name_or_path,
+            trust_remote_code,
+            AutoModelForSequenceClassification,
+            output_loading_info=True,
+            ignore_mismatched_sizes=new_head,
+        )
+        new_weights = {*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])}
+    _leave_embedding_out(model)
+    return model, sorted(new_weights)
+
+
+def _leave_embedding_out(model: PreTrainedModel) -> None:
+    """Takes what contains the input embedding (BertEmbeddings) from the modules that FSDP2 is to shard as a whole.
+
+    Accelerate 1.15 shards the embedding by itself, after these, and fails where it has been sharded already.
+    """
+    embedding = model.get_input_embeddings()
+    kinds = {type(module).__name__ for module in model.modules() if embedding not in module.modules()}
+    model._no_split_modules = kinds & set(model._no_split_modules or ())
+
+
+def find_inputs(model: PreTrainedModel) -> tuple[str, ...]:
+    """Which tensors the model takes beside `input_ids`. (Some tokenizers tell of token types that a model has not.)"""
+    accepted = inspect.signature(model.forward).parameters
+    inputs = ["attention_mask"] if "attention_mask" in accepted else []
+    if "token_type_ids" in accepted and getattr(model.config, "type_vocab_size", 0) > 1:
+        inputs.append("token_type_ids")
+    return tuple(inputs)
+
+
+@torch.no_grad()
+def check_padding(model: torch.nn.Module, collate: Collate, samples: LabelledTexts, accelerator: Accelerator) -> None:
+    """Whether the shortest text has the same logits by itself and padded; call it on all ranks, after `prepare`.
+
+    Raises:
+        ValueError: it has not, as with a model that reads its answer at the last token, padding or not. An update
+            would then depend on how its window is cut.
+    """
+    lengths = samples.lengths(np.arange(len(samples)))
+    short, long = samples[int(lengths.argmin())], samples[int(lengths.argmax())]
+    model.eval()
+    logits = []
+    for batch in ([short], [short, long]):
+        inputs = {
+            name: tensor.to(accelerator.device) for name, tensor in collate(batch).items() if "target" not in name
+        }
+        logits.append(model(**inputs).logits[:1].float())
+    model.train()
+    alone, padded = logits
+    allowed = 1e-3 if accelerator.mixed_precision == "no" else 0.1
+    if (alone - padded).abs().max() > allowed * alone.abs().max() + 1e-6:
+        raise ValueError(
+            f"{accelerator.unwrap_model(model).config.model_type}: padding on the right changes this model's answer; "
+            "take another one"
+        )
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+# Metrics of the library `evaluate`, here and not fetched by evaluate.load, which needs the hub.
+
+
+class ClassificationScores(evaluate.Metric):
+    """accuracy; macro_f1, the plain mean of the F1 of every label that is there or was predicted; and majority_share,
+    the accuracy of always answering with the most frequent label."""
+
+    def _info(self) -> evaluate.MetricInfo:
+        return _info(self, "int64")
+
+    def _compute(self, predictions: list[int], references: list[int]) -> dict[str, float]:
+        return {
+            "accuracy": float(accuracy_score(references, predictions)),
+            "macro_f1": float(f1_score(references, predictions, average="macro", zero_division=0)),
+            "majority_share": max(Counter(references).values()) / len(references),
+        }
+
+
+class RegressionScores(evaluate.Metric):
+    """r2, the share of the variance that is explained (0 is always answering with the mean), and Pearson's r."""
+
+    def _info(self) -> evaluate.MetricInfo:
+        return _info(self, "float64")
+
+    def _compute(self, predictions: list[float], references: list[float]) -> dict[str, float]:
+        if len(references) < 2 or not np.isfinite(predictions).all():
+            return {"r2": math.nan, "pearson": math.nan}
+        with np.errstate(invalid="ignore"):  # of equal predictions there is no correlation: nan
+            pearson = np.corrcoef(predictions, references)[0, 1]
+        return {"r2": float(r2_score(references, predictions)), "pearson": float(pearson)}
+
+
+def _info(metric: evaluate.Metric, dtype: str) -> evaluate.MetricInfo:
+    value = datasets.Value(dtype)
+    features = datasets.Features({"predictions": value, "references": value})
+    return evaluate.MetricInfo(type(metric).__doc__, citation="", features=features)
+
+
+def score(predictions: np.ndarray, targets: np.ndarray) -> dict[str, float]:
+    """The figures of predictions (N,), for int targets those of classification, else of regression."""
+    metric = ClassificationScores if targets.dtype.kind == "i" else RegressionScores
+    return metric(keep_in_memory=True).compute(predictions=predictions, references=targets)
+
+
+def describe_scores(results: dict[str, float]) -> str:
+    """The figures beside what needs no model."""
+    if "r2" in results:
+        return f"R2 {results['r2']:.3f} (0: always the mean), Pearson {results['pearson']:.3f}"
+    return (
+        f"accuracy {results['accuracy']:.1%}, macro-F1 {results['macro_f1']:.1%}; always the most frequent label: "
+        f"accuracy {results['majority_share']:.1%}"
+    )
+
+
+def draw_confusion(predictions: np.ndarray, targets: np.ndarray, names: list[str], path: Path) -> None:
+    """A PNG: a row for each true label, its shares over the predicted ones as shades, and counts up to 30 labels."""
+    from matplotlib.figure import Figure  # without pyplot, which looks for a display
+
+    counts = confusion_matrix(targets, predictions, labels=range(len(names)))
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    side = 3 + 0.4 * min(len(names), 60)
+    figure = Figure(figsize=(side, side), layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    axes.set_xlabel("predicted")
+    axes.set_ylabel("true")
+    if len(names) <= 60:
+        axes.set_xticks(range(len(names)), names, rotation=90)
+        axes.set_yticks(range(len(names)), names)
+    if len(names) <= 30:
+        for (row, column), count in np.ndenumerate(counts):
+            color = "white" if shares[row, column] > 0.5 else "black"
+            axes.text(column, row, str(count), ha="center", va="center", color=color, fontsize=8)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,304 @@
+"""Trains a text classifier, or a regression on texts, on any machine that accelerate_configs/ names.
+
+smallest run   accelerate launch --config_file accelerate_configs/cpu.yaml recipes/classify.py
+one GPU        accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/classify.py \\
+                   --model_name_or_path my_encoder/ --train_file reviews.csv --validation_file held_out.csv
+several GPUs   accelerate launch --config_file accelerate_configs/multi_gpu.yaml --num_processes 8 \\
+                   recipes/classify.py --model_name_or_path my_encoder/ --train_file reviews.csv --global_batch_size 128
+rehearsal      the same with --dry_run, on any machine
+continue       the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in another mode
+
+A row has a text (--text_column), or two (--pair_column), and a label (--label_column): one of several classes, named or
+numbered; where the labels are numbers that are not all whole, a number is learned. The model is any encoder or decoder
+that transformers has a class for. Without data: which package of the standard library a function comes from.
+"""
+
+import math
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import send_to_device
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForSequenceClassification, BertConfig
+
+# The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
+
+from common import arguments, checkpoint, classification, data, launch, models, tracking
+from common.accumulation import reduce_window, skip_step, sum_over_ranks, synchronize_gradients, window_scale
+from common.activation_checkpointing import apply_activation_checkpointing
+from common.batching import make_loader
+from common.optimizers import learning_rate, make_optimizer, set_learning_rate
+from common.settings import print_settings
+from common.stopping import STOPPED, StopRequests
+
+# Models to train from scratch, of BERT's shape. The learning rate is AdamW's at its peak.
+MODEL_CONFIGS = {
+    # layers, width, heads, MLP width, vocabulary, learning rate
+    "tiny": (2, 128, 2, 512, 4096, 2e-3),  # 1.0 M parameters
+    "small": (6, 384, 6, 1536, 8192, 5e-4),  # 14 M
+    "base": (12, 768, 12, 3072, 32768, 1e-4),  # 111 M
+}
+FINE_TUNING_LEARNING_RATE = 2e-5
+
+
+def parse_arguments():
+    parser = arguments.ArgumentParser(description=__doc__, prog="classify.py")
+    arguments.add_shared_arguments(parser)
+    arguments.add_language_arguments(parser)
+    parser.set_defaults(global_batch_size=32, num_updates=400, sequence_length=128)
+    group = parser.add_argument_group("classification")
+    group.add_argument("--model_config", help="size, from scratch (default: tiny)", **arguments.one_of(MODEL_CONFIGS))
+    group.add_argument("--pair_column", help="of a second text, such as a hypothesis or an answer")
+    group.add_argument("--label_column", default="label", help="of a class, or of a number")
+    group.add_argument("--task", choices=("classification", "regression"), help="(default: by the labels)")
+    group.add_argument("--new_head", action="store_true", help="in the place of the model's own, for other labels")
+    args = parser.parse_args()
+    if args.model_config and args.model_name_or_path:
+        parser.error("--model_config and --model_name_or_path are two answers to one question; give one")
+    if args.new_head and not args.model_name_or_path:
+        parser.error("--new_head has no effect without --model_name_or_path; take it out, or name the model")
+    if not (args.train_file or args.dataset_name) and (args.validation_file or args.pair_column):
+        parser.error("--validation_file and --pair_column need --train_file or --dataset_name; name the training data")
+    if not args.model_name_or_path:
+        args.model_config = args.model_config or "tiny"
+    args.output_dir = args.output_dir or time.strftime("runs/classify-%Y%m%d-%H%M%S")
+    if args.learning_rate is None:
+        scratch = args.model_config and MODEL_CONFIGS[args.model_config][-1]
+        args.learning_rate = scratch or FINE_TUNING_LEARNING_RATE
+    return args
+
+
+def load_data(args):
+    """Tokenizer, the model's configuration, training samples, held-out samples or None, and the labels or None."""
+    train_source, validation_source = arguments.text_sources(args)
+    if train_source.embedded:
+        train_name, validation_name = "functions of the standard library", "functions of other files"
+        train, validation = classification.read_packages()
+    else:
+        columns = (args.pair_column, args.label_column)
+        train_name, train = classification.read_examples(train_source, *columns)
+        validation_name, validation = None, None
+        if validation_source:
+            validation_name, validation = classification.read_examples(validation_source, *columns)
+    task = args.task or ("regression" if classification.is_regression(train) else "classification")
+    names = classification.label_names(train) if task == "classification" else None
+    if args.model_name_or_path:
+        config = models.load_config(args.model_name_or_path, args.trust_remote_code, AutoModelForSequenceClassification)
+        tokenizer = data.load_tokenizer(args.model_name_or_path, args.trust_remote_code, needs_end_of_text=False)
+        names = classification.choose_labels(config, names, args.new_head)
+    else:
+        layers, width, heads, mlp_width, vocabulary, _ = MODEL_CONFIGS[args.model_config]
+        tokenizer = data.train_tokenizer(train_source, vocabulary)
+        tokenizer.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]"})
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[("[CLS]", tokenizer.cls_token_id), ("[SEP]", tokenizer.sep_token_id)],
+        )
+        config = BertConfig(
+            vocab_size=len(tokenizer),
+            num_hidden_layers=layers,
+            hidden_size=width,
+            num_attention_heads=heads,
+            intermediate_size=mlp_width,
+            max_position_embeddings=max(512, args.sequence_length),
+        )
+    classification.set_labels(config, names, args.label_column, tokenizer.pad_token_id)
+    problems = models.check_model(config, tokenizer, args.sequence_length)
+    problems += classification.check_length(tokenizer, args.sequence_length, args.pair_column is not None)
+    if problems:
+        raise ValueError("\n".join(problems))
+
+    def make_samples(name, examples):
+        targets = classification.encode_labels(examples, names)
+        return classification.LabelledTexts(name, examples, targets, tokenizer, args.sequence_length)
+
+    train_samples = make_samples(train_name, train)
+    validation_samples = make_samples(validation_name, validation) if validation else None
+    arguments.check_samples(args, train_samples, validation_samples)
+    return tokenizer, config, train_samples, validation_samples, names
+
+
+def compute_logits(model, micro_batch):
+    """(N, labels), or (N, 1) of a regression, for the texts that have a target; in float32 at least."""
+    inputs = {name: tensor for name, tensor in micro_batch.items() if not name.startswith("target")}
+    logits = model(**inputs).logits[micro_batch["target_rows"]]
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def sum_logit_losses(logits, targets):
+    """Cross-entropies in nats, or squared errors."""
+    if targets.is_floating_point():
+        return (logits.squeeze(1) - targets).square().sum()
+    return F.cross_entropy(logits, targets, reduction="sum")
+
+
+def sum_losses(model, micro_batch):
+    """The sum of the losses of a micro-batch's targets."""
+    return sum_logit_losses(compute_logits(model, micro_batch), micro_batch["targets"])
+
+
+@torch.no_grad()
+def predict(model, loader, accelerator):
+    """Mean loss, predictions (N,) and targets (N,) of all held-out samples, each counted once, alike on all ranks."""
+    model.eval()
+    loss_sums, answers = [], []
+    for window in loader:
+        for micro_batch in window.micro_batches:
+            micro_batch = send_to_device(micro_batch, accelerator.device, non_blocking=True)
+            logits, targets = compute_logits(model, micro_batch), micro_batch["targets"]
+            loss_sums.append(sum_logit_losses(logits, targets))
+            predicted = logits.squeeze(1) if targets.is_floating_point() else logits.argmax(1)
+            answers.append(torch.stack([predicted.float(), targets.float(), torch.ones_like(targets).float()], 1))
+    model.train()
+    answers = accelerator.gather(accelerator.pad_across_processes(torch.cat(answers)))
+    answers = answers[answers[:, 2] == 1].cpu()  # the ranks had unequal shares: without what made them equal
+    assert len(answers) == len(loader.dataset.samples), "each held-out sample is to be counted once"
+    (loss_sum,) = sum_over_ranks(accelerator, torch.stack(loss_sums).sum())
+    predictions, targets = answers[:, :2].to(targets.dtype).numpy().T
+    return loss_sum / len(answers), predictions, targets
+
+
+def evaluate(model, loader, accelerator):
+    """Mean loss over all held-out samples, and the figures of the predictions."""
+    loss, predictions, targets = predict(model, loader, accelerator)
+    return {"validation_loss": loss} | classification.score(predictions, targets)
+
+
+def train(args, accelerator, model, optimizer, loader, validation_loader, output_dir, checkpoints, position):
+    """The loop: a window of micro-batches, then one update. Also returns whether it was asked to stop."""
+    model.train()
+    with tracking.Progress(accelerator, output_dir, args.num_updates, position) as progress, StopRequests() as stop:
+        for window in progress.windows(loader):
+            rate = learning_rate(
+                window.update,
+                schedule=args.lr_schedule,
+                peak=args.learning_rate,
+                num_updates=args.num_updates,
+                warmup_updates=args.warmup_updates,
+            )
+            set_learning_rate(optimizer, rate)
+            scale = window_scale(accelerator, window.num_targets)
+            loss_sums = []
+            for step, micro_batch in enumerate(window.micro_batches, start=1):
+                with synchronize_gradients(accelerator, model, now=step == len(window.micro_batches)):
+                    loss_sum = sum_losses(model, send_to_device(micro_batch, accelerator.device, non_blocking=True))
+                    accelerator.backward(loss_sum * scale)
+                loss_sums.append(loss_sum.detach())
+            grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+            loss, grad_norm = reduce_window(accelerator, loss_sums, grad_norm, window)
+
+            finite = math.isfinite(loss) and math.isfinite(grad_norm)  # the same on all ranks, as loss and norm are
+            if finite:
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                skip_step(accelerator, optimizer)
+            position.skipped_in_a_row = 0 if finite else position.skipped_in_a_row + 1
+            position.skipped_updates += not finite
+            position.update, position.validation_loss = window.update + 1, None
+            record = {"update": window.update, "loss": loss, "grad_norm": grad_norm, "learning_rate": rate}
+            if validation_loader and args.eval_every and position.update % args.eval_every == 0:
+                record |= evaluate(model, validation_loader, accelerator)
+                position.validation_loss = record["validation_loss"]
+                position.best_validation_loss = min(position.validation_loss, position.best_validation_loss or math.inf)
+            progress.update(window, **record)
+            if position.skipped_in_a_row == args.max_skipped_updates:
+                raise RuntimeError(
+                    f"update {window.update}: loss or gradient not finite {position.skipped_in_a_row} times in a row; "
+                    "lower --learning_rate, or look at the data"
+                )
+            if checkpoints.update_done(position, model, optimizer, stop):
+                return progress, True
+        checkpoints.finish()
+    return progress, False
+
+
+def main():
+    args = parse_arguments()
+    asked = launch.find_launch()
+    problems = launch.check_launch(asked, args.optimizer, args.max_grad_norm)
+    problems += arguments.check_arguments(args, on_cpu=launch.runs_on_cpu(asked))
+    if problems:
+        raise ValueError("\n".join(problems))
+    accelerator = launch.make_accelerator(
+        asked, args.max_grad_norm, args.connect_timeout, log_with=args.report_to or None, project_dir=args.output_dir
+    )
+    checkpoints = checkpoint.Checkpoints(args, accelerator)
+    tokenizer, config, train_samples, validation_samples, names = load_data(args)
+    model_class = AutoModelForSequenceClassification
+    launch.check_space(asked, lambda: models.count_parameters(config, args.trust_remote_code, model_class))
+    identity = checkpoint.identify(args, accelerator, config, tokenizer, train_samples.fingerprint)
+    resumed = checkpoints.find(identity)  # the newest sound checkpoint, with --resume
+
+    launch.seed_everything(args.seed)  # the same weights on all ranks
+    model, new_weights = classification.build_classifier(
+        config, args.model_name_or_path, args.trust_remote_code, args.new_head
+    )
+    if new_weights:
+        accelerator.print(f"a new head: {classification.shorten(new_weights)} start at random")
+    apply_activation_checkpointing(model, args.activation_checkpointing, accelerator.device)
+    if args.compile:
+        model.base_model.compile(dynamic=True)
+    optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
+    first_update = resumed.manifest["update"] if resumed else 0
+    collate = partial(
+        classification.collate_texts,
+        pad_token_id=tokenizer.pad_token_id,
+        inputs=classification.find_inputs(model),
+        target_dtype=torch.int64 if names else torch.float32,
+    )
+    loader = make_loader(args, train_samples, accelerator, collate, range(first_update, args.num_updates))
+    validation_loader = validation_samples and make_loader(args, validation_samples, accelerator, collate)
+    held_out = validation_loader and validation_loader.dataset
+    rehearsal = launch.is_rehearsal(asked)
+    lines = {"loss": "cross-entropy", "labels": f"{len(names)}: {classification.shorten(names)}"} if names else {}
+    lines = lines or {"loss": "squared error", "labels": "numbers"}
+    tracking.print_run(args, accelerator, model, loader.dataset, held_out, rehearsal, **lines)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    classification.check_padding(model, collate, train_samples, accelerator)
+    launch.seed_everything(args.seed, accelerator)  # another dropout on each rank
+
+    if args.dry_run:
+        micro_batch = send_to_device(next(iter(loader)).micro_batches[0], accelerator.device)
+        accelerator.backward(sum_losses(model, micro_batch))
+        print_settings(args, asked, accelerator)
+        accelerator.print("dry run: one forward and one backward done, nothing written")
+        return launch.end_run(accelerator)
+    output_dir = arguments.make_output_dir(args, accelerator)
+    checkpoints.start(config, tokenizer, model=model, versions=tracking.versions())
+    position = checkpoint.Position(**resumed.manifest["position"]) if resumed else checkpoint.Position()
+    tracking.start_run(args, accelerator, output_dir, position, model=config.to_dict())
+    checkpoints.resume(resumed, model, optimizer)  # last: the random streams go on from here
+    progress, stopped = train(
+        args, accelerator, model, optimizer, loader, validation_loader, output_dir, checkpoints, position
+    )
+    if stopped:
+        tracking.end_early(accelerator, output_dir, position)
+        return launch.end_run(accelerator, STOPPED)
+    results, lines = progress.results(), []
+    if validation_loader:
+        loss, predictions, targets = predict(model, validation_loader, accelerator)
+        results |= {"validation_loss": loss} | classification.score(predictions, targets)
+        lines = [classification.describe_scores(results)]
+    weights = accelerator.get_state_dict(model)  # gathered on the main process, where they are sharded
+    if accelerator.is_main_process:
+        trained = accelerator.unwrap_model(model)
+        with checkpoint.complete_or_absent(output_dir / "model") as model_dir:
+            trained.save_pretrained(model_dir, state_dict=weights)
+            tokenizer.save_pretrained(model_dir)
+        if validation_loader and names:
+            classification.draw_confusion(predictions, targets, names, output_dir / "confusion.png")
+            lines.append(f"confusion  {output_dir / 'confusion.png'}")
+        tracking.print_results(results, output_dir, model_class.__name__, *lines)
+    launch.end_run(accelerator)
+
+
+if __name__ == "__main__":
+    with launch.user_mistakes_end_here():
+        main()

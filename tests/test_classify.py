@@ -1,0 +1,416 @@
+"""The classification recipe: its updates, figures, checkpoints and mistakes, run as a user runs it."""
+
+import csv
+import functools
+import json
+import math
+import shutil
+import types
+
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    ROOT,
+    assert_mistake,
+    launch,
+    launch_command,
+    make_model_dir,
+    read_metrics,
+    run,
+    run_recipe_alone,
+    stdlib_functions,
+)
+from safetensors.torch import load_file
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    LlamaConfig,
+    RobertaConfig,
+    XLNetConfig,
+)
+
+from common import classification
+from common.data import Source, train_tokenizer
+
+SCRIPT = "recipes/classify.py"
+recipe = functools.partial(run_recipe_alone, "classify.py")
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """(text, label, score): functions by what they do, and a number that is not whole for each."""
+    labels = ["raises", "returns", "does"]
+    texts = stdlib_functions(61)
+    kinds = ["raise " in text and "raises" or "return " in text and "returns" or "does" for text in texts]
+    assert set(kinds) == set(labels)
+    return [(text, kind, len(text) / 400) for text, kind in zip(texts, kinds, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def files(rows, tmp_path_factory):
+    """train.jsonl of 48 rows, and held_out.csv of 13, which no number of processes divides."""
+    path = tmp_path_factory.mktemp("labelled")
+    with open(path / "train.jsonl", "w") as file:
+        for number, (text, label, score) in enumerate(rows[:48]):
+            second = rows[number // 2][0][:200]
+            file.write(json.dumps({"text": text, "second": second, "label": label, "score": score}) + "\n")
+    with open(path / "held_out.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["text", "label", "score"])
+        writer.writerows(rows[48:])
+    return path
+
+
+@pytest.fixture(scope="module")
+def encoder(files, tmp_path_factory):
+    """A BERT without a head and without dropout, and its tokenizer."""
+    path = tmp_path_factory.mktemp("encoder")
+    tokenizer = train_tokenizer(Source(files=(str(files / "train.jsonl"),)), 384)
+    tokenizer.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]"})
+    specials = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("[CLS]", "[SEP]")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=specials
+    )
+    tokenizer.save_pretrained(path)
+    torch.manual_seed(0)
+    BertModel(small_config(BertConfig, len(tokenizer))).save_pretrained(path)
+    return path
+
+
+def small_config(kind, vocab_size=384, **settings):
+    config = kind(vocab_size=vocab_size, num_labels=3, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    for name, value in {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "d_inner": 64,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        **settings,
+    }.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    return config
+
+
+def flags(files, model, out, *more):
+    """Updates with accumulation, and with clipping and weight decay that count."""
+    base = ["--train_file", files / "train.jsonl", "--validation_file", files / "held_out.csv"]
+    base += ["--model_name_or_path", model, "--sequence_length", 64, "--global_batch_size", 16, "--num_updates", 5]
+    base += ["--learning_rate", 1e-3, "--weight_decay", 1.0, "--max_grad_norm", 0.5, "--output_dir", out]
+    return [str(part) for part in [*base, *more]]
+
+
+# --- law 1 and resuming ----------------------------------------------------------------------------------------------
+
+# What is learned, and how a window of 16 texts is cut: processes, and texts or tokens at once.
+TASKS = {
+    "classes": [(1, "size", 16), (1, "size", 2), (1, "tokens", 100), (2, "size", 4), (2, "tokens", 300)],
+    "decoder": [(1, "size", 16), (1, "tokens", 100), (2, "tokens", 200)],
+    "numbers": [(1, "size", 16), (1, "size", 2), (2, "tokens", 100)],
+    "pairs": [(1, "size", 16), (1, "tokens", 100)],
+}
+MEAN_OF_MEANS = ("classes", 1, "tokens", 101)
+
+
+@pytest.fixture(scope="module")
+def float64_runs(files, encoder, tmp_path_factory):
+    """The recipe in float64: one launch for each number of processes. Gradients and metrics, by task and cut."""
+    out = tmp_path_factory.mktemp("float64")
+    decoder = make_model_dir(out / "decoder", files / "train.jsonl")
+    more = {
+        "numbers": ["--label_column", "score"],
+        "pairs": ["--pair_column", "second", "--validation_file", files / "train.jsonl"],
+    }
+    names = [(task, *cut) for task, cuts in TASKS.items() for cut in cuts] + [MEAN_OF_MEANS]
+    for processes in (1, 2):
+        spec = []
+        for name in names:
+            task, world, kind, number = name
+            if world == processes:
+                path = out / "-".join(map(str, name))
+                model = decoder if task == "decoder" else encoder
+                changes = {"float64": 1, "save_gradients": f"{path}.pt"}
+                changes |= {"mean_of_batches": 1} if name == MEAN_OF_MEANS else {}
+                own = [*more.get(task, []), "--num_updates", 2, "--warmup_updates", 0, f"--micro_batch_{kind}", number]
+                spec.append({"recipe": SCRIPT, "flags": flags(files, model, path, *own), "changes": changes})
+        (out / "spec.json").write_text(json.dumps(spec))
+        config = "cpu" if processes == 1 else "multi_cpu"
+        launch(out / "spec.json", config=config, script="tests/run_recipe.py", TQDM_DISABLE=1)
+    paths = {name: out / "-".join(map(str, name)) for name in names}
+    return {name: (torch.load(f"{path}.pt"), read_metrics(path), path) for name, path in paths.items()}
+
+
+def relative_difference(gradients, reference):
+    difference = sum((a - b).square().sum() for a, b in zip(gradients, reference, strict=True))
+    return math.sqrt(difference / sum(b.square().sum() for b in reference))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_update_is_the_same_however_the_window_is_cut(task, float64_runs):
+    """Law 1; it depends on padding that no model looks at, as the cuts pad the same text differently."""
+    reference, expected, _ = float64_runs[task, *TASKS[task][0]]
+    assert [line["target_tokens"] for line in expected] == [16, 16]  # texts, not tokens
+    for cut in TASKS[task][1:]:
+        gradients, metrics, _ = float64_runs[task, *cut]
+        assert gradients[0].dtype == torch.float64
+        assert relative_difference(gradients, reference) < 1e-12, cut
+        for line, other in zip(metrics, expected, strict=True):
+            assert line["sample_digest"] == other["sample_digest"]
+            assert line["loss"] == pytest.approx(other["loss"], rel=1e-12), cut
+
+
+def test_the_mean_of_micro_batch_means_is_another_update(float64_runs):
+    """Control of law 1."""
+    reference = float64_runs["classes", *TASKS["classes"][0]][0]
+    assert relative_difference(float64_runs[MEAN_OF_MEANS][0], reference) > 0.01
+
+
+def test_held_out_texts_are_counted_once_on_any_number_of_processes(float64_runs):
+    """13 of them, in windows of 16, dealt to one process and to two."""
+    for task in ("classes", "numbers"):
+        results = [results_of(float64_runs[task, *cut][2]) for cut in TASKS[task]]
+        figures = ("accuracy", "macro_f1") if task == "classes" else ("r2", "pearson")
+        for other in results[1:]:
+            assert other["validation_loss"] == pytest.approx(results[0]["validation_loss"], rel=1e-12)
+            assert [other[name] for name in figures] == pytest.approx([results[0][name] for name in figures], rel=1e-5)
+
+
+def results_of(output_dir):
+    return json.loads((output_dir / "run.json").read_text())["results"]
+
+
+def test_resume_is_bit_for_bit(files, encoder, tmp_path):
+    """With dropout, four updates and four more are eight. Control: without the random states they are not."""
+    model = tmp_path / "model"
+    shutil.copytree(encoder, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"hidden_dropout_prob": 0.1}))
+    spec = []
+    for name, changes in {"whole": {}, "resumed": {}, "forgot": {"forget": "random"}}.items():
+        more = ["--save_every", 4, "--num_updates", 8]
+        if name != "whole":
+            changes["copy_run"] = [str(tmp_path / "whole"), str(tmp_path / name), 4]
+            more.append("--resume")
+        spec.append({"recipe": SCRIPT, "flags": flags(files, model, tmp_path / name, *more), "changes": changes})
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    result = launch(tmp_path / "spec.json", script="tests/run_recipe.py", TQDM_DISABLE=1)
+    assert "update-000004" in result.stdout
+    losses = {name: [line["loss"] for line in read_metrics(tmp_path / name)] for name in ("whole", "resumed", "forgot")}
+    weights = [load_file(tmp_path / name / "model/model.safetensors") for name in ("whole", "resumed")]
+    assert len(losses["whole"]) == 8 and losses["resumed"] == losses["whole"]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert losses["forgot"][:4] == losses["whole"][:4] and losses["forgot"][4:] != losses["whole"][4:]
+
+
+# --- the shipped configs and what a run leaves -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def one_process(files, encoder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("one") / "run"
+    return out, launch(*flags(files, encoder, out), script=SCRIPT)
+
+
+@pytest.mark.usefixtures("extensions")
+@pytest.mark.parametrize("config", ["multi_cpu", "fsdp2", "zero3"])
+def test_every_mode_makes_the_update_of_one_process(config, one_process, files, encoder, tmp_path):
+    """Also where the head, which the checkpoint does not have, is drawn while the weights are cut."""
+    command = launch_command(config, "--mixed_precision", "no", "--num_processes", 2)
+    result = run([*command, SCRIPT, *flags(files, encoder, tmp_path / "run")], CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 0, result.stdout + result.stderr
+    for line, expected in zip(read_metrics(tmp_path / "run"), read_metrics(one_process[0]), strict=True):
+        assert line["sample_digest"] == expected["sample_digest"]
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    assert results_of(tmp_path / "run")["accuracy"] == results_of(one_process[0])["accuracy"]
+    models = [
+        AutoModelForSequenceClassification.from_pretrained(out / "model") for out in (one_process[0], tmp_path / "run")
+    ]
+    for weight, expected in zip(*(model.parameters() for model in models), strict=True):
+        assert (weight - expected).abs().max() < 1e-5
+
+
+def test_the_model_that_a_run_leaves_gives_the_figures_that_it_printed(one_process, rows):
+    """Each held-out text by itself, without padding, and the figures by their definitions."""
+    out, result = one_process
+    model = AutoModelForSequenceClassification.from_pretrained(out / "model")
+    tokenizer = AutoTokenizer.from_pretrained(out / "model")
+    assert model.config.label2id == {"does": 0, "raises": 1, "returns": 2}
+    losses, predicted, true = [], [], [label for _, label, _ in rows[48:]]
+    for text, label, _ in rows[48:]:
+        with torch.no_grad():
+            logits = model(**tokenizer(text, truncation=True, max_length=64, return_tensors="pt")).logits[0]
+        losses.append(-torch.log_softmax(logits, 0)[model.config.label2id[label]].item())
+        predicted.append(model.config.id2label[logits.argmax().item()])
+    f1 = []
+    for label in {*true, *predicted}:
+        both = sum(p == t == label for p, t in zip(predicted, true, strict=True))
+        f1.append(2 * both / (predicted.count(label) + true.count(label)))
+    results = results_of(out)
+    assert results["validation_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    assert results["accuracy"] == np.mean([p == t for p, t in zip(predicted, true, strict=True)])
+    assert results["macro_f1"] == pytest.approx(np.mean(f1))
+    assert results["majority_share"] == max(map(true.count, true)) / 13
+    for part in (
+        "a new head: classifier.bias, classifier.weight",
+        f"accuracy {results['accuracy']:.1%}",
+        "3: does, raises, ret",
+    ):
+        assert part in result.stdout, part
+    assert (out / "confusion.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_figures_of_a_regression(float64_runs):
+    """By their definitions, on numbers; and the run has them."""
+    predictions, targets = np.array([0.5, 2.0, 1.0, 3.5]), np.array([1.0, 1.5, 0.5, 4.0])
+    rest, deviation = predictions - targets, targets - targets.mean()
+    figures = classification.score(predictions, targets)
+    assert figures["r2"] == pytest.approx(1 - (rest @ rest) / (deviation @ deviation))
+    spread = predictions - predictions.mean()
+    assert figures["pearson"] == pytest.approx(
+        spread @ deviation / math.sqrt((spread @ spread) * (deviation @ deviation))
+    )
+    assert math.isnan(classification.score(np.array([np.nan, 1.0]), targets[:2])["r2"])
+    results = results_of(float64_runs["numbers", 1, "size", 16][2])
+    assert {"validation_loss", "r2", "pearson"} <= results.keys() and "accuracy" not in results
+
+
+def test_the_confusion_matrix_has_a_row_for_each_true_label(monkeypatch, tmp_path):
+    from matplotlib.axes import Axes
+
+    shown = []
+    monkeypatch.setattr(Axes, "text", lambda self, column, row, count, **_: shown.append((row, column, count)))
+    classification.draw_confusion(np.array([0, 1, 1]), np.array([0, 0, 1]), ["a", "b"], tmp_path / "confusion.png")
+    assert shown == [(0, 0, "1"), (0, 1, "1"), (1, 0, "0"), (1, 1, "1")]
+    assert (tmp_path / "confusion.png").stat().st_size > 1000
+
+
+def test_a_copied_recipe_runs_from_another_directory_on_the_standard_library(tmp_path):
+    """`cp -r recipes/classify.py common elsewhere/`, and no flags of its own: a dozen packages to tell apart."""
+    shutil.copy(ROOT / SCRIPT, tmp_path)
+    shutil.copytree(ROOT / "common", tmp_path / "common")
+    (tmp_path / "elsewhere").mkdir()
+    result = launch("--dry_run", script=tmp_path / "classify.py", cwd=tmp_path / "elsewhere")
+    for part in ("BertForSequenceClassification", "12: asyncio", "functions of other files", "nothing written"):
+        assert part in result.stdout, part
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_whole_files_are_held_out():
+    train, held_out = classification.read_packages()
+    assert not {example.where for example in train} & {example.where for example in held_out}
+    assert {example.label for example in train} == {example.label for example in held_out}
+    assert 0.1 < len(held_out) / len(train) < 0.3
+
+
+# --- padding ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [BertConfig, RobertaConfig, GPT2Config, LlamaConfig, XLNetConfig])
+def test_padding_does_not_change_an_answer(kind, files, encoder):
+    """Or the model is refused: XLNet reads its answer at the last position. Control: BERT without its mask."""
+    tokenizer = AutoTokenizer.from_pretrained(encoder)
+    _, examples = classification.read_examples(Source(files=(str(files / "train.jsonl"),)), None, "label")
+    names = classification.label_names(examples)
+    targets = classification.encode_labels(examples, names)
+    samples = classification.LabelledTexts("", examples, targets, tokenizer, 64)
+    config = small_config(kind, len(tokenizer), **({"type_vocab_size": 1} if kind is RobertaConfig else {}))
+    classification.set_labels(config, names, "label", tokenizer.pad_token_id)
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config)
+    inputs = classification.find_inputs(model)
+    accelerator = types.SimpleNamespace(device="cpu", mixed_precision="no", unwrap_model=lambda model: model)
+
+    def check(*inputs):
+        collate = functools.partial(
+            classification.collate_texts,
+            pad_token_id=config.pad_token_id,
+            inputs=inputs,
+            target_dtype=torch.int64,
+        )
+        classification.check_padding(model, collate, samples, accelerator)
+
+    if kind is XLNetConfig:
+        with pytest.raises(ValueError, match="xlnet: padding on the right changes"):
+            check(*inputs)
+        return
+    check(*inputs)
+    assert "attention_mask" in inputs and ("token_type_ids" in inputs) == (kind is BertConfig)
+    if kind is BertConfig:
+        with pytest.raises(ValueError, match="padding"):
+            check("token_type_ids")
+
+
+def test_two_texts_are_told_apart(files, encoder):
+    tokenizer = AutoTokenizer.from_pretrained(encoder)
+    _, examples = classification.read_examples(Source(files=(str(files / "train.jsonl"),)), "second", "label")
+    samples = classification.LabelledTexts("", examples, np.zeros(48, np.int64), tokenizer, 64)
+    ids, types_, _ = samples[5]
+    decoded = [tokenizer.decode(ids[types_ == number]) for number in (0, 1)]
+    assert decoded[0].startswith("[CLS]") and examples[5].texts[0].startswith(decoded[0][5:-5])
+    assert examples[5].texts[1].startswith(decoded[1][:-5])
+    assert samples.max_length == 64 and "cut at 64" in samples.describe()
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "no_label": ('{"text": "a", "kind": "x"}\n', ["no column label; there are: text, kind"]),
+    "no_text": ('{"body": "a", "label": "x"}\n', ["no column text; there are: body, label"]),
+    "null": ('{"text": "a", "label": "x"}\n{"text": "b", "label": null}\n', ["line 2: column label is null"]),
+    "list": ('{"text": "a", "label": ["x"]}\n', ["line 1: column label is of type list"]),
+    "one": ('{"text": "a", "label": "x"}\n' * 3, ["all 3 rows have the label 'x'"]),
+    "own": ("".join(f'{{"text": "a", "label": {n}}}\n' for n in range(9)), ["each of the 9 rows", "--task regression"]),
+    "unlearned": (
+        '{"text": "a", "label": "x"}\n{"text": "b", "label": "y"}\n' * 20,
+        [r"held_out.csv, line \d+: the label '\w+' is none that is learned \(x, y\)"],
+    ),
+    "numbers": (
+        '{"text": "a", "label": 0.5}\n{"text": "b", "label": "n/a"}\n',
+        ["line 2: the label 'n/a' is not a fin"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_labels_that_cannot_be_learned(name, files, encoder, tmp_path):
+    text, patterns = MISTAKES[name]
+    (tmp_path / "train.jsonl").write_text(text)
+    more = ["--train_file", tmp_path / "train.jsonl", *(["--task", "regression"] if name == "numbers" else [])]
+    result = recipe(*flags(files, encoder, tmp_path / "run", *more))
+    assert_mistake(result, *patterns)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_head_for_other_labels(one_process, files, tmp_path):
+    """Refused, or replaced where that is asked for; and kept where it has all labels."""
+    model = one_process[0] / "model"
+    more = ["--label_column", "score", "--model_name_or_path", model]
+    arguments = flags(files, model, tmp_path / "run", *more)
+    assert_mistake(recipe(*arguments), r"3 labels \(does, raises, returns\), but a number", "--new_head")
+    result = recipe(*arguments, "--new_head", "--dry_run")
+    assert result.returncode == 0 and "a new head: classifier.bias, classifier.weight start at random" in result.stdout
+    rows = [line for line in (files / "train.jsonl").read_text().splitlines() if '"label": "does"' not in line]
+    (tmp_path / "two.jsonl").write_text("\n".join(rows))
+    result = recipe(*flags(files, model, tmp_path / "run", "--train_file", tmp_path / "two.jsonl", "--dry_run"))
+    assert result.returncode == 0 and "3: does, raises, returns" in result.stdout and "new head" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    "own, pattern",
+    [
+        (["--new_head"], "--new_head has no effect on a model"),
+        (["--sequence_length", 1], "--sequence_length 1 holds no text"),
+        (["--sequence_length", 513], "beyond the model's 512 positions"),
+    ],
+)
+def test_flags_that_do_not_fit_the_model(own, pattern, files, encoder, tmp_path):
+    assert_mistake(recipe(*flags(files, encoder, tmp_path / "run", *own)), pattern)
