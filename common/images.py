@@ -445,7 +445,7 @@ class ImageSamples:
 
 @contextmanager
 def _own_random_stream(key: str) -> Iterator[None]:
-    """Python's and torch's random streams begin at `key`, and are afterwards where they were: dropout is not shifted."""
+    """Python's and torch's random streams begin at `key`, then go on where they were: dropout is not shifted."""
     number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
     before, before_torch = random.getstate(), torch.get_rng_state()
     random.seed(number)

@@ -57,9 +57,7 @@ def describe_norm(args: argparse.Namespace, world_size: int) -> dict[str, str]:
     text = f"{args.norm}, over {at_once} images at once; an epoch's short last window is dropped"
     if at_once < args.global_batch_size:
         shares = args.global_batch_size // at_once
-        text += (
-            f"\n{'':>10}  WARNING: it sees a window in {shares} parts; cut in another way, the update is another one"
-        )
+        text += f"\n{'':>10}  WARNING: it sees a window in {shares} parts; cut otherwise, the update is another one"
     return {"norm": text}
 
 

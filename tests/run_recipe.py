@@ -20,6 +20,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import accelerate.utils
 import numpy as np
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -98,6 +99,25 @@ def mean_of_means(_):
         float(norm),
     )
     return lambda: setattr(common.batching.WindowDataset, "__getitem__", item)
+
+
+def mean_cross_entropies(_):
+    """As `mean_of_means`, for the recipes whose loss is torch's cross-entropy."""
+    original = torch.nn.functional.cross_entropy
+    undo = mean_of_means(None)
+    torch.nn.functional.cross_entropy = lambda *args, reduction: original(*args, reduction="mean")
+
+    def restore():
+        torch.nn.functional.cross_entropy = original
+        undo()
+
+    return restore
+
+
+def no_broadcast(_):
+    """Processes that keep their own running statistics."""
+    original, accelerate.utils.broadcast = accelerate.utils.broadcast, lambda tensor: tensor
+    return lambda: setattr(accelerate.utils, "broadcast", original)
 
 
 def unsorted(_):
