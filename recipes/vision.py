@@ -182,9 +182,7 @@ def make_config(args, preprocessing, labels):
     height, width = preprocessing.height, preprocessing.width
     facts = {"num_channels": len(preprocessing.mean), **labels}
     if min(height, width) < 6:
-        raise ValueError(
-            f"images of {width} x {height} pixels are too small to be learned; give --image_size 8, or more"
-        )
+        raise ValueError(f"images of {width} x {height} pixels are too small for a model; give --image_size 8, or more")
     if args.model_config == "convnet":
         return ConvNetConfig(image_size=(height, width), **facts)
     if args.model_config == "resnet":
@@ -373,7 +371,7 @@ def main():
             save_confusion_matrix(np.array(matrix), train_samples.images.classes, path)
             lines.append(f"confusion  {path}")
         own = isinstance(trained, ConvNet | NormResNet)
-        name = f"{type(trained).__name__} of this file" if own else "AutoModelForImageClassification"
+        name = f"recipes.vision.{type(trained).__name__}" if own else "AutoModelForImageClassification"
         tracking.print_results(results, output_dir, name, *lines)
     launch.end_run(accelerator)
 

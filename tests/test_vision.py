@@ -1,13 +1,17 @@
 """The image-classification recipe, run as a user runs it, and the data that it refuses."""
 
+import argparse
+import importlib.util
 import json
 import math
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from conftest import BIN, ROOT, assert_refused, launch, read_metrics, run
+from accelerate import Accelerator
+from conftest import ROOT, assert_mistake, launch, launch_command, read_metrics, run, run_recipe_alone
 from PIL import Image
 from safetensors.torch import load_file
 from sklearn.datasets import load_digits
@@ -15,6 +19,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from common import images
 from common import launch as launching
+from common.batching import make_loader
 from recipes import vision
 
 CLASSES = ("one", "seven", "zero")
@@ -116,7 +121,7 @@ def test_the_mean_of_micro_batch_means_is_another_update(float64_runs):
 
 
 def test_batch_norm_makes_another_update_of_another_cut(float64_runs):
-    """What the recipe warns of: by accumulation, and by the number of processes; but not by their order of the same."""
+    """What the recipe warns of: by accumulation, and by the number of processes; the same parts are the same update."""
     assert min(differences(float64_runs, "batch-1-8", "batch-1-16")) > 1e-3
     assert min(differences(float64_runs, "batch-2-8", "batch-1-16")) > 1e-3
     assert max(differences(float64_runs, "batch-2-8", "batch-1-8")) < 1e-12  # two parts of eight in both
@@ -189,33 +194,22 @@ def test_the_confusion_matrix_counts_true_by_predicted(data, convnet_dir, tmp_pa
     model = vision.ConvNet.from_pretrained(convnet_dir)
     held_out = images.folder(data / "validation")
     preprocessing = images.preprocess(images.folder(data / "train"))
-    accelerator = vision_accelerator()
-    args = vision.arguments.argparse.Namespace(
+    accelerator = Accelerator(cpu=True)
+    args = argparse.Namespace(
         global_batch_size=8, micro_batch_size=3, micro_batch_tokens=None, num_workers=0, seed=0, drop_last_window=False
     )
-    collate = vision.partial(images.collate_images, preprocessing=preprocessing)
-    loader = vision.make_loader(args, images.ImageSamples(held_out, preprocessing), accelerator, collate)
+    collate = partial(images.collate_images, preprocessing=preprocessing)
+    loader = make_loader(args, images.ImageSamples(held_out, preprocessing), accelerator, collate)
     figures = vision.evaluate(model, loader, accelerator, with_matrix=True)
     assert figures["confusion"] == expected.tolist()
     assert (expected != expected.T).any()
-
-
-def vision_accelerator():
-    from accelerate import Accelerator
-
-    return Accelerator(cpu=True)
 
 
 @pytest.mark.parametrize("config", ["multi_cpu", "fsdp2", "zero3"])
 def test_two_processes_make_the_losses_of_one(config, one_process, data, tmp_path):
     """DDP with data workers, FSDP2 and ZeRO-3; then the saved models give the same held-out figures."""
     more = ["--num_workers", 1] if config == "multi_cpu" else []
-    precision = {} if config == "multi_cpu" else {"ACCELERATE_MIXED_PRECISION": "no"}
-    arguments = flags(data, tmp_path / "run", *MODELS["group"], *more)
-    if config == "multi_cpu":
-        launch(*arguments, config=config, script="recipes/vision.py", **precision)
-    else:
-        launch_float32(config, "recipes/vision.py", *arguments)
+    launch_float32(config, "recipes/vision.py", *flags(data, tmp_path / "run", *MODELS["group"], *more))
     settings = json.loads((tmp_path / "run/run.json").read_text())
     expected = json.loads((one_process[0] / "run.json").read_text())["results"]
     assert settings["world_size"] == 2 and settings["mixed_precision"] == "no"
@@ -226,21 +220,20 @@ def test_two_processes_make_the_losses_of_one(config, one_process, data, tmp_pat
 
 
 def launch_float32(config, script, *arguments):
-    command = [BIN / "accelerate", "launch", "--config_file", ROOT / f"accelerate_configs/{config}.yaml"]
-    result = run([*command, "--mixed_precision", "no", script, *arguments], CUDA_VISIBLE_DEVICES="", TQDM_DISABLE=1)
+    command = launch_command(config, "--mixed_precision", "no")
+    result = run([*command, script, *arguments], CUDA_VISIBLE_DEVICES="", TQDM_DISABLE=1)
     assert result.returncode == 0, result.stdout + result.stderr
     return result
 
 
-@pytest.mark.parametrize("config", ["fsdp2", "zero3"])
-def test_sharded_processes_evaluate_with_the_statistics_that_are_saved(config, data, tmp_path):
-    """Neither mode sends batch norm's statistics around. Control: without the recipe's broadcast figures differ."""
+def test_sharded_processes_evaluate_with_the_statistics_that_are_saved(data, tmp_path):
+    """FSDP does not send batch norm's statistics around. Control: without the recipe's broadcast the figures differ."""
     specs = []
     for name, changes in {"run": {}, "own": {"no_broadcast": 1}}.items():
         arguments = flags(data, tmp_path / name, *MODELS["batch"], "--learning_rate", 1e-2)
         specs.append({"recipe": "recipes/vision.py", "flags": arguments, "changes": changes})
-    (tmp_path / "spec.json").write_text(json.dumps(specs if config == "fsdp2" else specs[:1]))
-    result = launch_float32(config, "tests/run_recipe.py", tmp_path / "spec.json")
+    (tmp_path / "spec.json").write_text(json.dumps(specs))
+    result = launch_float32("fsdp2", "tests/run_recipe.py", tmp_path / "spec.json")
     assert "WARNING: it sees a window in 2 parts" in result.stdout
 
     def figures(name):
@@ -248,8 +241,7 @@ def test_sharded_processes_evaluate_with_the_statistics_that_are_saved(config, d
         return saved, measure(tmp_path / name, data / "validation")[0]
 
     assert figures("run")[0] == pytest.approx(figures("run")[1], rel=1e-4)
-    if config == "fsdp2":
-        assert abs(figures("own")[0] / figures("own")[1] - 1) > 1e-3
+    assert abs(figures("own")[0] / figures("own")[1] - 1) > 1e-3
 
 
 def test_augmentation_depends_on_seed_epoch_and_image_only(data):
@@ -375,18 +367,18 @@ def test_a_broken_image_that_a_data_worker_meets_is_one_line(data, tmp_path, cap
 
 
 def test_flags_that_do_not_fit_are_refused_together(data, tmp_path):
-    """In the launched recipe: all at once, nothing written."""
-    arguments = flags(data, tmp_path / "run", "--norm", "sync_batch", "--dataset_name", "mnist", "--label_column", "x")
-    command = [BIN / "accelerate", "launch", "--config_file", ROOT / "accelerate_configs/cpu.yaml"]
-    try:
-        import torchvision  # noqa: F401
-
-        lines, patterns = 3, []
-    except ImportError:
-        lines, patterns = 4, ["--augment rand needs torchvision"]
-    result = run([*command, "recipes/vision.py", *arguments, "--augment", "rand"])
-    patterns += ["--train_dir and --dataset_name", "sync_batch: torch synchronises", "sync_batch: convnet has no batch"]
-    assert_refused(result, *patterns, lines=lines)
+    """All at once, nothing written."""
+    more = ["--norm", "sync_batch", "--dataset_name", "mnist", "--augment", "rand", "none"]
+    patterns = ["--augment rand none: none, and others", "--train_dir and --dataset_name"]
+    patterns += ["sync_batch: torch synchronises", "sync_batch: convnet has no batch norm"]
+    if importlib.util.find_spec("torchvision") is None:
+        patterns.append("--augment rand needs torchvision; pip install")
+    result = run_recipe_alone("vision.py", *flags(data, tmp_path / "run", *more), CUDA_VISIBLE_DEVICES="")
+    assert_mistake(result, *patterns, lines=len(patterns))
+    result = run_recipe_alone(
+        "vision.py", *flags(data, tmp_path / "run", *MODELS["batch"], "--micro_batch_size", 1), CUDA_VISIBLE_DEVICES=""
+    )
+    assert_mistake(result, "--micro_batch_size 1: batch norm needs several images")
     assert not (tmp_path / "run").exists()
 
 
