@@ -187,8 +187,8 @@ def make_config(args, preprocessing, labels):
         return ConvNetConfig(image_size=(height, width), **facts)
     if args.model_config == "resnet":
         shape = {"embedding_size": 32, "hidden_sizes": [32, 64, 128], "depths": [2, 2, 2], "layer_type": "basic"}
-        small = min(height, width) < 64
-        return NormResNetConfig(norm="batch" if args.norm else "group", small_images=small, **shape, **facts)
+        small, args.norm = min(height, width) < 64, args.norm or "group"
+        return NormResNetConfig(norm="group" if args.norm == "group" else "batch", small_images=small, **shape, **facts)
     if height != width:
         raise ValueError(f"--model_config vit: images of {width} x {height} are not square; give --image_size {width}")
     shape = {"hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 512}
