@@ -12,7 +12,6 @@ function of (seed, epoch, number of the image): the update depends neither on th
 import argparse
 import copy
 import hashlib
-import importlib.util
 import io
 import json
 import random
@@ -375,11 +374,13 @@ def check_augmentations(names: Iterable[str]) -> list[str]:
     names, problems = list(names), []
     if "none" in names and len(names) > 1:
         problems.append(f"--augment {' '.join(names)}: none, and others; take out one or the other")
-    needs = [name for name in names if name in NEEDS_TORCHVISION]
-    if needs and importlib.util.find_spec("torchvision") is None:
-        problems.append(
-            f"--augment {' '.join(needs)} needs torchvision; pip install torchvision, or use shift and flip"
-        )
+    if needs := [name for name in names if name in NEEDS_TORCHVISION]:
+        try:
+            import torchvision.transforms  # noqa: F401
+        except Exception as error:  # not there, or of another torch
+            problems.append(
+                f"--augment {' '.join(needs)} needs torchvision ({one_line(error)}); pip install it, or use shift"
+            )
     return problems
 
 

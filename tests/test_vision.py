@@ -372,7 +372,7 @@ def test_flags_that_do_not_fit_are_refused_together(data, tmp_path):
     patterns = ["--augment rand none: none, and others", "--train_dir and --dataset_name"]
     patterns += ["sync_batch: torch synchronises", "sync_batch: convnet has no batch norm"]
     if importlib.util.find_spec("torchvision") is None:
-        patterns.append("--augment rand needs torchvision; pip install")
+        patterns.append(r"--augment rand needs torchvision .*; pip install it")
     result = run_recipe_alone("vision.py", *flags(data, tmp_path / "run", *more), CUDA_VISIBLE_DEVICES="")
     assert_mistake(result, *patterns, lines=len(patterns))
     result = run_recipe_alone(
