@@ -247,10 +247,12 @@ class WindowDataset(torch.utils.data.Dataset):
         )
         lengths = self.samples.lengths(ids)
         dealt = cut_window(lengths, self.world_size, self.micro_batch_size, self.micro_batch_tokens)
+        # Samples that are augmented are others in each epoch.
+        samples = self.samples.of_epoch(update // len(self)) if hasattr(self.samples, "of_epoch") else self.samples
         micro_batches = []
         for positions in dealt[self.rank]:
             # Where nothing is left for this rank it computes a filler, so that it joins the step's collectives.
-            chosen = [self.samples[ids[p]] for p in positions] if len(positions) else [self.samples.filler()]
+            chosen = [samples[ids[p]] for p in positions] if len(positions) else [samples.filler()]
             micro_batches.append(self.collate(chosen))
         work = [sum(int(lengths[p].max()) * len(p) if len(p) else 1 for p in steps) for steps in dealt]
         return Window(

@@ -13,7 +13,6 @@ import inspect
 import math
 import os
 from collections import Counter, defaultdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
@@ -21,7 +20,7 @@ import evaluate
 import numpy as np
 import torch
 from accelerate import Accelerator
-from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, r2_score
+from sklearn.metrics import accuracy_score, f1_score, r2_score
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from common import data, models
@@ -438,25 +437,3 @@ def describe_scores(results: dict[str, float]) -> str:
         f"accuracy {results['accuracy']:.1%}, macro-F1 {results['macro_f1']:.1%}; always the most frequent label: "
         f"accuracy {results['majority_share']:.1%}"
     )
-
-
-def draw_confusion(predictions: np.ndarray, targets: np.ndarray, names: list[str], path: Path) -> None:
-    """A PNG: a row for each true label, its shares over the predicted ones as shades, and counts up to 30 labels."""
-    from matplotlib.figure import Figure  # without pyplot, which looks for a display
-
-    counts = confusion_matrix(targets, predictions, labels=range(len(names)))
-    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    side = 3 + 0.4 * min(len(names), 60)
-    figure = Figure(figsize=(side, side), layout="constrained")
-    axes = figure.subplots()
-    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    axes.set_xlabel("predicted")
-    axes.set_ylabel("true")
-    if len(names) <= 60:
-        axes.set_xticks(range(len(names)), names, rotation=90)
-        axes.set_yticks(range(len(names)), names)
-    if len(names) <= 30:
-        for (row, column), count in np.ndenumerate(counts):
-            color = "white" if shares[row, column] > 0.5 else "black"
-            axes.text(column, row, str(count), ha="center", va="center", color=color, fontsize=8)
-    figure.savefig(path, dpi=120)

@@ -381,7 +381,7 @@ def _open_dataset(source: Source) -> Corpus:
 
     name, path = source.dataset_name or "", Path(source.dataset_name or "").expanduser()
     if not path.is_dir():
-        dataset = _load_from_hub(source)
+        dataset = load_from_hub(source)
     elif (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         try:
             dataset = load_from_disk(str(path))
@@ -424,7 +424,7 @@ def has_split(source: Source) -> bool:
         return False
 
 
-def _load_from_hub(source: Source) -> Any:
+def load_from_hub(source: Source) -> Any:
     """Downloaded once and memory-mapped by `datasets`, so that a second run needs no network."""
     from datasets import load_dataset
 

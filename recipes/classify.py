@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from accelerate.utils import send_to_device
+from sklearn.metrics import confusion_matrix
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, BertConfig
 
@@ -33,6 +34,7 @@ from common.accumulation import reduce_window, skip_step, sum_over_ranks, synchr
 from common.activation_checkpointing import apply_activation_checkpointing
 from common.batching import make_loader
 from common.optimizers import learning_rate, make_optimizer, set_learning_rate
+from common.plots import save_confusion_matrix
 from common.settings import print_settings
 from common.stopping import STOPPED, StopRequests
 
@@ -293,7 +295,8 @@ def main():
             trained.save_pretrained(model_dir, state_dict=weights)
             tokenizer.save_pretrained(model_dir)
         if validation_loader and names:
-            classification.draw_confusion(predictions, targets, names, output_dir / "confusion.png")
+            counts = confusion_matrix(targets, predictions, labels=range(len(names)))
+            save_confusion_matrix(counts, names, output_dir / "confusion.png")
             lines.append(f"confusion  {output_dir / 'confusion.png'}")
         tracking.print_results(results, output_dir, model_class.__name__, *lines)
     launch.end_run(accelerator)

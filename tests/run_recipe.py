@@ -22,6 +22,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import accelerate.utils
 import numpy as np
 import torch
 from accelerate import Accelerator
@@ -161,6 +162,12 @@ def mean_of_batches(_):
         common.batching.WindowDataset.__getitem__, Accelerator.backward = item, backward
 
     return undo
+
+
+def no_broadcast(_):
+    """Processes that keep their own running statistics."""
+    original, accelerate.utils.broadcast = accelerate.utils.broadcast, lambda tensor: tensor
+    return lambda: setattr(accelerate.utils, "broadcast", original)
 
 
 def unsorted(_):

@@ -1,0 +1,392 @@
+"""The image-classification recipe, run as a user runs it, and the data that it refuses."""
+
+import argparse
+import importlib.util
+import json
+import math
+import shutil
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import ROOT, assert_mistake, launch, launch_command, read_metrics, run, run_recipe_alone
+from PIL import Image
+from safetensors.torch import load_file
+from sklearn.datasets import load_digits
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+from common import images
+from common import launch as launching
+from common.batching import make_loader
+from recipes import vision
+
+CLASSES = ("one", "seven", "zero")
+
+
+def write_folder(directory, digits, count, first=0):
+    """Images of 8 x 8 of the digits 1, 7 and 0, in one folder a class."""
+    data = load_digits()
+    for name, digit in zip(CLASSES, digits, strict=True):
+        (directory / name).mkdir(parents=True)
+        for number, pixels in enumerate(data.images[data.target == digit][first : first + count]):
+            Image.fromarray((pixels * 15).astype(np.uint8)).save(directory / name / f"{number:03}.png")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """42 images to train on (windows of 16, 16 and 10) and 21 held out (16 and 5), in three classes."""
+    root = tmp_path_factory.mktemp("images")
+    write_folder(root / "train", (1, 7, 0), 14)
+    write_folder(root / "validation", (1, 7, 0), 7, first=14)
+    return root
+
+
+@pytest.fixture(scope="module")
+def convnet_dir(tmp_path_factory, data):
+    """A ConvNet for them without dropout, as the recipe saves it."""
+    path = tmp_path_factory.mktemp("convnet")
+    labels = dict(enumerate(CLASSES))
+    config = vision.ConvNetConfig(image_size=(8, 8), hidden_size=16, dropout=0.0, id2label=labels)
+    torch.manual_seed(0)
+    vision.ConvNet(config).save_pretrained(path)
+    images.preprocess(images.folder(data / "train")).save_pretrained(path)
+    return path
+
+
+def flags(data, out, *more):
+    base = ["--train_dir", data / "train", "--validation_dir", data / "validation", "--output_dir", out]
+    base += ["--global_batch_size", 16, "--num_updates", 4, "--warmup_updates", 0, "--save_every", 0]
+    return [str(part) for part in [*base, *more]]
+
+
+def run_specs(path, specs, config="cpu", processes=None):
+    """Several runs of the recipe in one launch: {name: (flags, changes)}."""
+    specs = [{"recipe": "recipes/vision.py", "flags": one, "changes": changes} for one, changes in specs]
+    path.write_text(json.dumps(specs))
+    return launch(path, config=config, processes=processes, script="tests/run_recipe.py", TQDM_DISABLE=1)
+
+
+MODELS = {"group": ["--model_config", "resnet"], "batch": ["--model_config", "resnet", "--norm", "batch"]}
+CUTS = {1: (16, 8, 2), 2: (8, 4, 1)}  # with 8 on two processes, one has nothing left in the short window
+
+
+@pytest.fixture(scope="module")
+def float64_runs(data, convnet_dir, tmp_path_factory):
+    """Losses and first gradients of each model and cut, by "model-processes-micro_batch"; a launch a world size."""
+    out, runs = tmp_path_factory.mktemp("float64"), {}
+    models = MODELS | {"convnet": ["--model_name_or_path", convnet_dir, "--learning_rate", 1e-3]}
+    for processes, sizes in CUTS.items():
+        specs = {}
+        for model, own in models.items():
+            for size in sizes if model == "group" else sizes[:2]:
+                specs[f"{model}-{processes}-{size}"] = [*own, "--micro_batch_size", size], {}
+        if processes == 1:
+            specs["means"] = [*models["convnet"], "--micro_batch_size", 4], {"mean_of_batches": 1}
+        run_specs(
+            out / f"{processes}.json",
+            [
+                (flags(data, out / name, *own), changes | {"float64": 1, "save_gradients": str(out / f"{name}.pt")})
+                for name, (own, changes) in specs.items()
+            ],
+            "cpu" if processes == 1 else "multi_cpu",
+        )
+        runs |= {name: (torch.load(out / f"{name}.pt"), read_metrics(out / name)) for name in specs}
+    return runs
+
+
+def differences(runs, name, reference):
+    """Relative: of the first gradient, and the largest of the losses."""
+    (gradients, metrics), (others, expected) = runs[name], runs[reference]
+    difference = sum((a - b).square().sum() for a, b in zip(gradients, others, strict=True))
+    losses = [abs(a["loss"] / b["loss"] - 1) for a, b in zip(metrics, expected, strict=True)]
+    return math.sqrt(difference / sum(b.square().sum() for b in others)), max(losses)
+
+
+def test_the_update_is_the_same_however_the_window_is_cut(float64_runs):
+    """Law 1, with augmentation, a short window and a rank without an image. Group norm and no norm are exact."""
+    for model, number in (("group", 6), ("convnet", 4)):
+        names = [name for name in float64_runs if name.startswith(model)]
+        assert len(names) == number
+        for name in names:
+            assert float64_runs[name][0][0].dtype == torch.float64
+            assert max(differences(float64_runs, name, f"{model}-1-16")) < 1e-12, name
+
+
+def test_the_mean_of_micro_batch_means_is_another_update(float64_runs):
+    """Control: images of the short window's short micro-batch would count more."""
+    assert differences(float64_runs, "means", "convnet-1-16")[1] > 1e-3
+
+
+def test_batch_norm_makes_another_update_of_another_cut(float64_runs):
+    """What the recipe warns of: by accumulation, and by the number of processes; the same parts are the same update."""
+    assert min(differences(float64_runs, "batch-1-8", "batch-1-16")) > 1e-3
+    assert min(differences(float64_runs, "batch-2-8", "batch-1-16")) > 1e-3
+    assert max(differences(float64_runs, "batch-2-8", "batch-1-8")) < 1e-12  # two parts of eight in both
+    assert [line["target_tokens"] for line in float64_runs["batch-1-16"][1]] == [16] * 4  # no short window
+
+
+def test_resume_is_bit_for_bit(data, tmp_path):
+    """With dropout, augmentation, and batch norm's statistics. Control: another random stream is noticed."""
+    specs = []
+    for name, own in {"convnet": [], "batch": MODELS["batch"]}.items():
+        more = [*own, "--save_every", 2, "--eval_every", 1, "--learning_rate", 1e-2]
+        specs.append((flags(data, tmp_path / name, *more), {}))
+        copies = [str(tmp_path / name), str(tmp_path / f"{name}-resumed"), 2]
+        specs.append((flags(data, tmp_path / f"{name}-resumed", *more, "--resume"), {"copy_run": copies}))
+    copies = [str(tmp_path / "convnet"), str(tmp_path / "forgot"), 2]
+    changes = {"copy_run": copies, "forget": "random"}
+    specs.append((flags(data, tmp_path / "forgot", *specs[0][0][-6:], "--resume"), changes))
+    output = run_specs(tmp_path / "spec.json", specs).stdout
+    assert output.count("after update 2") == 3
+
+    def outcome(name):
+        lines = [(line["loss"], line["validation_loss"], line["accuracy"]) for line in read_metrics(tmp_path / name)]
+        return lines, load_file(tmp_path / name / "model/model.safetensors")
+
+    for name in ("convnet", "batch"):
+        (lines, weights), (resumed_lines, resumed_weights) = outcome(name), outcome(f"{name}-resumed")
+        assert len(lines) == 4 and lines == resumed_lines
+        assert all(torch.equal(weights[key], resumed_weights[key]) for key in weights)
+    assert "resnet.embedder.embedder.normalization.running_mean" in weights
+    assert outcome("forgot")[0] != outcome("convnet")[0]
+
+
+def measure(output_dir, directory, classes=CLASSES):
+    """Loss, accuracy and counts of (true, predicted) of a saved model, by its saved preprocessing, image by image."""
+    model = AutoModelForImageClassification.from_pretrained(output_dir / "model").eval()
+    processor = AutoImageProcessor.from_pretrained(output_dir / "model")
+    losses, counts = [], np.zeros((len(classes), len(classes)), int)
+    for label, name in enumerate(classes):
+        for path in sorted((directory / name).iterdir()):
+            with torch.no_grad():
+                logits = model(**processor(Image.open(path), return_tensors="pt")).logits
+            losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor([label])).item())
+            counts[label, logits.argmax().item()] += 1
+    assert model.config.id2label == dict(enumerate(classes))
+    return np.mean(losses), counts.trace() / counts.sum(), counts
+
+
+@pytest.fixture(scope="module")
+def one_process(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("one") / "run"
+    return out, launch(*flags(data, out, *MODELS["group"]), script="recipes/vision.py").stdout
+
+
+def test_the_figures_are_those_of_the_saved_model(one_process, data):
+    """Held-out loss and accuracy, computed again from `model/` with transformers' own classes of preprocessing."""
+    out, printed = one_process
+    results = json.loads((out / "run.json").read_text())["results"]
+    loss, accuracy, _ = measure(out, data / "validation")
+    assert results["validation_loss"] == pytest.approx(loss, rel=1e-5)
+    assert results["accuracy"] == accuracy
+    assert f"held-out accuracy {accuracy:.2%} of 21 images; always 'one': 33.33%" in printed
+    assert Image.open(out / "confusion.png").width > 100
+    assert "confusion" not in results
+
+
+def test_the_confusion_matrix_counts_true_by_predicted(data, convnet_dir, tmp_path):
+    """In-process, against the saved model image by image: not symmetric, so rows are not columns."""
+    shutil.copytree(convnet_dir, tmp_path / "model")
+    _, _, expected = measure(tmp_path, data / "validation")
+    model = vision.ConvNet.from_pretrained(convnet_dir)
+    held_out = images.folder(data / "validation")
+    preprocessing = images.preprocess(images.folder(data / "train"))
+    accelerator = Accelerator(cpu=True)
+    args = argparse.Namespace(
+        global_batch_size=8, micro_batch_size=3, micro_batch_tokens=None, num_workers=0, seed=0, drop_last_window=False
+    )
+    collate = partial(images.collate_images, preprocessing=preprocessing)
+    loader = make_loader(args, images.ImageSamples(held_out, preprocessing), accelerator, collate)
+    figures = vision.evaluate(model, loader, accelerator, with_matrix=True)
+    assert figures["confusion"] == expected.tolist()
+    assert (expected != expected.T).any()
+
+
+@pytest.mark.parametrize("config", ["multi_cpu", "fsdp2", "zero3"])
+def test_two_processes_make_the_losses_of_one(config, one_process, data, tmp_path):
+    """DDP with data workers, FSDP2 and ZeRO-3; then the saved models give the same held-out figures."""
+    more = ["--num_workers", 1] if config == "multi_cpu" else []
+    launch_float32(config, "recipes/vision.py", *flags(data, tmp_path / "run", *MODELS["group"], *more))
+    settings = json.loads((tmp_path / "run/run.json").read_text())
+    expected = json.loads((one_process[0] / "run.json").read_text())["results"]
+    assert settings["world_size"] == 2 and settings["mixed_precision"] == "no"
+    lines, reference = read_metrics(tmp_path / "run"), read_metrics(one_process[0])
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in reference], rel=1e-5)
+    assert settings["results"]["validation_loss"] == pytest.approx(expected["validation_loss"], rel=1e-4)
+    assert measure(tmp_path / "run", data / "validation")[0] == pytest.approx(expected["validation_loss"], rel=1e-4)
+
+
+def launch_float32(config, script, *arguments):
+    command = launch_command(config, "--mixed_precision", "no")
+    result = run([*command, script, *arguments], CUDA_VISIBLE_DEVICES="", TQDM_DISABLE=1)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
+def test_sharded_processes_evaluate_with_the_statistics_that_are_saved(data, tmp_path):
+    """FSDP does not send batch norm's statistics around. Control: without the recipe's broadcast the figures differ."""
+    specs = []
+    for name, changes in {"run": {}, "own": {"no_broadcast": 1}}.items():
+        arguments = flags(data, tmp_path / name, *MODELS["batch"], "--learning_rate", 1e-2)
+        specs.append({"recipe": "recipes/vision.py", "flags": arguments, "changes": changes})
+    (tmp_path / "spec.json").write_text(json.dumps(specs))
+    result = launch_float32("fsdp2", "tests/run_recipe.py", tmp_path / "spec.json")
+    assert "WARNING: it sees a window in 2 parts" in result.stdout
+
+    def figures(name):
+        saved = json.loads((tmp_path / name / "run.json").read_text())["results"]["validation_loss"]
+        return saved, measure(tmp_path / name, data / "validation")[0]
+
+    assert figures("run")[0] == pytest.approx(figures("run")[1], rel=1e-4)
+    assert abs(figures("own")[0] / figures("own")[1] - 1) > 1e-3
+
+
+def test_augmentation_depends_on_seed_epoch_and_image_only(data):
+    """Not on what was drawn before, in which order, or in which process; and it draws nothing from dropout's stream."""
+    found = images.folder(data / "train")
+    preprocessing = images.preprocess(found)
+    samples = images.ImageSamples(found, preprocessing, ("shift", "flip"), seed=3)
+    before = torch.get_rng_state()
+    first = [samples.of_epoch(2)[i][0] for i in range(42)]
+    assert torch.equal(before, torch.get_rng_state())
+    again = [samples.of_epoch(2)[i][0] for i in reversed(range(42))][::-1]
+    assert all((a == b).all() for a, b in zip(first, again, strict=True))
+    others = [images.ImageSamples(found, preprocessing, ("shift", "flip"), seed=4).of_epoch(2), samples.of_epoch(3)]
+    for other in [*others, images.ImageSamples(found, preprocessing)]:
+        assert sum((other[i][0] != first[i]).any() for i in range(42)) > 20
+
+
+def test_the_torchvision_augmentations_are_a_function_of_the_image_too(data):
+    pytest.importorskip("torchvision")
+    found = images.folder(data / "train")
+    samples = images.ImageSamples(found, images.preprocess(found), ("crop", "rand"), seed=3)
+    first = [samples.of_epoch(1)[i][0] for i in range(10)]
+    assert all((samples.of_epoch(1)[i][0] == first[i]).all() for i in reversed(range(10)))
+    assert any((samples.of_epoch(2)[i][0] != first[i]).any() for i in range(10))
+
+
+def test_pixels_are_normalised_to_mean_zero_and_deviation_one(data):
+    found = images.folder(data / "train")
+    preprocessing = images.preprocess(found)
+    samples = images.ImageSamples(found, preprocessing)
+    pixels = images.collate_images([samples[i] for i in range(42)], preprocessing)["pixel_values"]
+    assert pixels.shape == (42, 1, 8, 8)
+    assert abs(pixels.mean()) < 1e-5 and abs(pixels.std(correction=0) - 1) < 1e-5
+
+
+def test_images_of_every_mode_are_read(tmp_path):
+    """Gray, colours, a palette, transparency (which lies on white), an EXIF turn; 16 bits are refused."""
+    red = Image.new("RGB", (4, 2), "red")
+    red.save(tmp_path / "rgb.png")
+    red.convert("P").save(tmp_path / "palette.png")
+    Image.new("RGBA", (4, 2), (255, 0, 0, 0)).save(tmp_path / "clear.png")
+    Image.new("L", (4, 2), 128).save(tmp_path / "gray.png")
+    exif = Image.Exif()
+    exif[274] = 6
+    red.save(tmp_path / "turned.jpg", exif=exif)
+    Image.fromarray(np.full((2, 4), 4000, np.uint16)).save(tmp_path / "deep.png")
+    names = ("rgb.png", "palette.png", "clear.png", "gray.png", "turned.jpg", "deep.png")
+    found = images.Images("d", "", ("a",), np.zeros(6, np.int64), lambda i: tmp_path / names[i], lambda i: names[i])
+    opened = [images.open_image(found, i) for i in range(5)]
+    assert [image.mode for image in opened] == ["RGB", "RGB", "RGB", "L", "RGB"]
+    assert [image.getpixel((0, 0)) for image in opened[:4]] == [(255, 0, 0), (255, 0, 0), (255, 255, 255), 128]
+    assert opened[4].size == (2, 4)
+    assert images.to_array(opened[3], 2, 4, 3).shape == (3, 2, 4)
+    with pytest.raises(images.ImageError, match="deep.png.*8 bits"):
+        images.open_image(found, 5)
+
+
+def test_a_saved_data_set_is_read(data, tmp_path):
+    """What `save_to_disk` of `datasets` wrote: images and classes by their columns' kinds, test is held out."""
+    datasets = pytest.importorskip("datasets")
+    parts = {}
+    for split in ("train", "test"):
+        found = images.folder(data / ("train" if split == "train" else "validation"))
+        rows = {"img": [found.read(i) for i in range(len(found.labels))], "kind": found.labels.tolist()}
+        features = datasets.Features(img=datasets.Image(), kind=datasets.ClassLabel(names=list(CLASSES)))
+        parts[split] = datasets.Dataset.from_dict(rows, features=features)
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
+    name = str(tmp_path / "saved")
+    assert images.held_out_split(name, None) == "test"
+    train, expected = images.hub(name, None, "train"), images.folder(data / "train")
+    assert train.classes == CLASSES and (train.labels == expected.labels).all()
+    for i in (0, 41):
+        assert images.open_image(train, i).tobytes() == images.open_image(expected, i).tobytes()
+    with pytest.raises(ValueError, match="no column nothing; there are: img, kind"):
+        images.hub(name, None, "train", "nothing")
+
+
+def test_bad_data_is_named(data, tmp_path):
+    """One line that says what, where and how to mend it; each is a ValueError of our own."""
+
+    def refused(pattern, function, *args):
+        with pytest.raises(ValueError, match=pattern) as caught:
+            function(*args)
+        assert "\n" not in str(caught.value)
+
+    good = images.folder(data / "train")
+    refused("nowhere: no such directory", images.folder, str(tmp_path / "nowhere"))
+    refused("has no subfolder", images.folder, str(data / "train/one"))
+    broken = tmp_path / "broken"
+    shutil.copytree(data / "train", broken)
+    path = broken / "seven/003.png"
+    path.write_bytes(path.read_bytes()[:-40])
+    refused("seven/003.png: cannot be read as an image.*replace", images.preprocess, images.folder(str(broken)))
+    path.write_text("no image")
+    refused("seven/003.png: cannot be read as an image", images.preprocess, images.folder(str(broken)))
+    Image.new("L", (9, 8)).save(path)
+    refused(r"003.png of 9 x 8 and .* of 8 x 8; give --image_size", images.preprocess, images.folder(str(broken)))
+    assert images.preprocess(images.folder(str(broken)), (16, 16)).height == 16
+    shutil.rmtree(broken / "one")
+    (broken / "one").mkdir()
+    refused("one: the class has no image", images.folder, str(broken))
+    for name in ("one", "zero"):
+        shutil.rmtree(broken / name)
+    refused("all images are of one class, seven", images.check_classes, images.folder(str(broken)), None)
+    (broken / "seven").rename(broken / "nine")
+    refused("class nine is not in", images.check_classes, good, images.folder(str(broken)))
+    held_out = write_folder(tmp_path / "two", (1, 7, 0), 2)
+    shutil.rmtree(held_out / "one")
+    assert images.check_classes(good, images.folder(str(held_out))).labels.tolist() == [1, 1, 2, 2]
+
+
+def test_a_broken_image_that_a_data_worker_meets_is_one_line(data, tmp_path, capsys):
+    """Beyond the 1000 images that are looked at first, it is met in the loop, maybe in another process."""
+    shutil.copytree(data / "train", tmp_path / "train")
+    found = images.folder(str(tmp_path / "train"))
+    samples = images.ImageSamples(found, images.preprocess(found))
+    (tmp_path / "train/one/001.png").write_text("no image")
+    with pytest.raises(SystemExit) as ended, launching.user_mistakes_end_here():
+        list(torch.utils.data.DataLoader(samples, batch_size=None, num_workers=1))
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert ended.value.code == 2 and len(errors) == 1
+    assert "one/001.png: cannot be read" in errors[0] and "Traceback" not in errors[0]
+
+
+def test_flags_that_do_not_fit_are_refused_together(data, tmp_path):
+    """All at once, nothing written."""
+    more = ["--norm", "sync_batch", "--dataset_name", "mnist", "--augment", "rand", "none"]
+    patterns = ["--augment rand none: none, and others", "--train_dir and --dataset_name"]
+    patterns += ["sync_batch: torch synchronises", "sync_batch: convnet has no batch norm"]
+    if importlib.util.find_spec("torchvision") is None:
+        patterns.append(r"--augment rand needs torchvision .*; pip install it")
+    result = run_recipe_alone("vision.py", *flags(data, tmp_path / "run", *more), CUDA_VISIBLE_DEVICES="")
+    assert_mistake(result, *patterns, lines=len(patterns))
+    result = run_recipe_alone(
+        "vision.py", *flags(data, tmp_path / "run", *MODELS["batch"], "--micro_batch_size", 1), CUDA_VISIBLE_DEVICES=""
+    )
+    assert_mistake(result, "--micro_batch_size 1: batch norm needs several images")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_copied_recipe_runs_on_the_digits(tmp_path):
+    """`cp -r recipes/vision.py common elsewhere/`, without data of one's own; nothing is written."""
+    shutil.copy(ROOT / "recipes/vision.py", tmp_path)
+    shutil.copytree(ROOT / "common", tmp_path / "common", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "empty").mkdir()
+    printed = launch("--dry_run", script=tmp_path / "vision.py", cwd=tmp_path / "empty").stdout
+    assert "dry run" in printed and "1,437 images, 8 x 8 gray, 10 classes" in printed
+    assert not list((tmp_path / "empty").iterdir())
