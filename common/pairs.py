@@ -14,14 +14,15 @@ import json
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
+from sacrebleu.metrics import CHRF
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common import data
 from common.corpus import Corpus, Row, Source, missing_column, open_source
@@ -250,3 +251,62 @@ def collate_pairs(samples: list[Pair], pad_token_id: int, decoder_start_token_id
         "targets": torch.from_numpy(np.concatenate([target for _, target in samples])),
         "target_rows": torch.from_numpy(np.flatnonzero(is_target)),
     }
+
+
+# --- models and what they write ---------------------------------------------------------------------------------------
+
+
+def prepare_encoder_decoder(model: PreTrainedModel) -> None:
+    """Makes embeddings that have one weight one module; call it on the bare model.
+
+    transformers gives encoder and decoder a module each, and FSDP2 refuses a weight that is in two of its groups.
+
+    Raises:
+        ValueError: the model begins its targets otherwise than `collate_pairs` does (mBART: with their language).
+    """
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        labels, start = torch.arange(2, 6), model.config.decoder_start_token_id
+        if model.prepare_decoder_input_ids_from_labels(labels.unsqueeze(0))[0].tolist() != [start, 2, 3, 4]:
+            raise ValueError(
+                f"{type(model).__name__} does not begin all targets with its decoder_start_token_id; take another model"
+            )
+    embeddings = model.get_input_embeddings()
+    if sum(getattr(module, "weight", None) is embeddings.weight for module in model.modules()) > 1:
+        model.set_input_embeddings(embeddings)
+
+
+def score_targets(
+    written: dict[int, list[int]], samples: Pairs, train: Pairs, tokenizer: PreTrainedTokenizerBase
+) -> tuple[dict[str, Any], list[str]]:
+    """chrF (0 to 100) of what a model wrote for some of `samples`, beside two baselines; and lines to print.
+
+    The baselines: the most frequent target of the (first 100,000) training pairs for every sample, and the first tokens
+    of each source, as many as a training target has on average. All against the targets as the tokenizer decodes them.
+    """
+
+    def texts(sequences: Iterable[Any]) -> list[str]:
+        return [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in sequences]
+
+    def chrf(answers: list[str]) -> float:
+        return CHRF().corpus_score(answers, [targets]).score
+
+    pairs = [samples[index] for index in written]
+    answers, targets = texts(written.values()), texts(target for _, target in pairs)
+    counts = Counter(train[index][1].tobytes() for index in range(min(len(train), 100_000)))
+    frequent = texts([np.frombuffer(counts.most_common(1)[0][0], np.int64)])
+    num_copied = train.num_target_tokens // len(train)
+    figures = {
+        "num_generated": len(written),
+        "chrf": chrf(answers),
+        "chrf_of_most_frequent_target": chrf(frequent * len(pairs)),
+        "chrf_of_copied_source": chrf(texts(source[:num_copied] for source, _ in pairs)),
+        "examples": [{"target": target, "written": answer} for target, answer in zip(targets, answers, strict=True)][
+            -4:
+        ],
+    }
+    lines = [
+        f"\nchrF of {len(written)} held-out targets, written greedily: {figures['chrf']:.1f}; of always "
+        f"{frequent[0]!r}: {figures['chrf_of_most_frequent_target']:.1f}; of the first {num_copied} tokens of each "
+        f"source: {figures['chrf_of_copied_source']:.1f}"
+    ]
+    return figures, lines + [f"{name:>11}  {text}" for one in figures["examples"] for name, text in one.items()]

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate.utils import gather_object, send_to_device
-from sacrebleu.metrics import CHRF
 from tokenizers.processors import TemplateProcessing
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import AutoModelForSeq2SeqLM, T5Config
@@ -37,7 +36,7 @@ from common.accumulation import reduce_window, skip_step, sum_over_ranks, synchr
 from common.activation_checkpointing import apply_activation_checkpointing
 from common.batching import cut_window, make_loader
 from common.optimizers import learning_rate, make_optimizer, set_learning_rate
-from common.pairs import collate_pairs, tokenize_pairs
+from common.pairs import collate_pairs, prepare_encoder_decoder, score_targets, tokenize_pairs
 from common.settings import print_settings
 from common.stopping import STOPPED, StopRequests
 
@@ -56,7 +55,7 @@ def parse_arguments():
     parser = arguments.ArgumentParser(description=__doc__, prog="seq2seq.py")
     arguments.add_shared_arguments(parser)
     arguments.add_language_arguments(parser, one_text=False)
-    parser.set_defaults(global_batch_size=32)
+    parser.set_defaults(global_batch_size=16, num_updates=800, sequence_length=128)
     group = parser.add_argument_group("encoder-decoder (--sequence_length is the most tokens of a source)")
     group.add_argument("--model_config", help="size, from scratch (default: tiny)", **arguments.one_of(MODEL_CONFIGS))
     group.add_argument("--source_column", default="source", help="of a row: what is read")
@@ -116,16 +115,6 @@ def load_data(args):
     validation = validation_source and tokenize_pairs(validation_source, columns, tokenizer, *lengths)
     arguments.check_samples(args, train, validation)
     return tokenizer, config, train, validation
-
-
-def check_start(model, config):
-    """ValueError if the model begins its targets otherwise than `collate_pairs` does: mBART, with their language."""
-    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
-        labels = torch.arange(2, 6).unsqueeze(0)
-        if model.prepare_decoder_input_ids_from_labels(labels)[0].tolist() != [config.decoder_start_token_id, 2, 3, 4]:
-            raise ValueError(
-                f"{type(model).__name__} does not begin all targets with its decoder_start_token_id; take another model"
-            )
 
 
 def sum_losses(model, micro_batch):
@@ -231,20 +220,6 @@ def write_targets(args, model, samples, collate, accelerator):
     return dict(sorted(gather_object(written)))
 
 
-def score_targets(written, samples, tokenizer, num_copied):
-    """chrF of what was written, beside that of each source's first `num_copied` tokens; and the last pairs, to read."""
-
-    def text(tokens):
-        return tokenizer.decode(tokens, skip_special_tokens=True).strip()
-
-    pairs = [samples[i] for i in written]
-    answers, copies = [text(tokens) for tokens in written.values()], [text(source[:num_copied]) for source, _ in pairs]
-    targets = [text(target) for _, target in pairs]
-    chrf, copied = (CHRF().corpus_score(texts, [targets]).score for texts in (answers, copies))
-    shown = [{"target": target, "written": answer} for target, answer in list(zip(targets, answers, strict=True))[-4:]]
-    return {"num_generated": len(written), "chrf": chrf, "chrf_of_copied_source": copied, "examples": shown}
-
-
 def main():
     args = parse_arguments()
     asked = launch.find_launch()
@@ -263,7 +238,7 @@ def main():
 
     launch.seed_everything(args.seed)  # the same weights on all ranks
     model = models.build_model(config, args.model_name_or_path, args.trust_remote_code, AutoModelForSeq2SeqLM)
-    check_start(model, config)
+    prepare_encoder_decoder(model)
     apply_activation_checkpointing(model, args.activation_checkpointing, accelerator.device)
     if args.compile:
         model.base_model.compile(dynamic=True)
@@ -306,13 +281,8 @@ def main():
         results["perplexity"] = math.exp(min(results["validation_loss"], 700))
         if args.generate:
             written = write_targets(args, model, validation_samples, collate, accelerator)
-            num_copied = train_samples.num_target_tokens // len(train_samples)
-            results |= score_targets(written, validation_samples, tokenizer, num_copied)
-            lines = [
-                f"\nchrF of {results['num_generated']} held-out targets, written greedily: {results['chrf']:.1f}; of "
-                f"the first {num_copied} tokens of each source in their place: {results['chrf_of_copied_source']:.1f}",
-                *(f"    {name:>7}: {text!r}" for shown in results["examples"] for name, text in shown.items()),
-            ]
+            figures, lines = score_targets(written, validation_samples, train_samples, tokenizer)
+            results |= figures
     weights = accelerator.get_state_dict(model)  # gathered on the main process, where they are sharded
     if accelerator.is_main_process:
         trained = accelerator.unwrap_model(model)

@@ -57,7 +57,13 @@ def files(tmp_path_factory):
 
 SIZES = {
     T5Config: {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
-    BartConfig: {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 96}
+    BartConfig: {
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "max_position_embeddings": 96,
+        "init_std": 0.3,
+    }
     | {
         f"{stack}_{name}": size
         for stack in ("encoder", "decoder")
@@ -284,8 +290,11 @@ def test_the_figures_are_those_of_an_independent_computation(one_process, files)
     model = AutoModelForSeq2SeqLM.from_pretrained(out / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(out / "model")
     loss_sum, num_targets, written, targets, copies = 0, 0, [], [], []
-    lengths = [len(tokenizer(json.loads(line)["target"])["input_ids"]) for line in files[0].read_text().splitlines()]
-    num_copied = sum(min(length, 24) for length in lengths) // len(lengths)
+    train = [json.loads(line)["target"] for line in files[0].read_text().splitlines()]
+    train = [tokenizer(text, truncation=True, max_length=24)["input_ids"] for text in train]
+    num_copied = sum(map(len, train)) // len(train)
+    most_frequent = max(map(tuple, train), key=[tuple(ids) for ids in train].count)
+    frequent = 13 * [tokenizer.decode(most_frequent, skip_special_tokens=True).strip()]
     for line in files[1].read_text().splitlines():
         row = json.loads(line)
         source = tokenizer(row["source"], truncation=True, max_length=64, return_tensors="pt")["input_ids"]
@@ -302,6 +311,9 @@ def test_the_figures_are_those_of_an_independent_computation(one_process, files)
     assert figures["chrf"] == pytest.approx(CHRF().corpus_score(written, [targets]).score)
     assert figures["chrf_of_copied_source"] == pytest.approx(CHRF().corpus_score(copies, [targets]).score)
     assert figures["examples"][-1] == {"target": targets[-1], "written": written[-1]}
+    assert (
+        figures["chrf_of_most_frequent_target"] <= max(figures["chrf"], 100) and "most_frequent" not in finished.stdout
+    )
     for part in (f"{figures['chrf']:.1f}", f"padding {figures['padding_share']:.1%}", "AutoModelForSeq2SeqLM"):
         assert part in finished.stdout
 
