@@ -43,10 +43,10 @@ from common.stopping import STOPPED, StopRequests
 # Models to train from scratch, of T5's shape (1.1: gated MLP). The learning rate is AdamW's at its peak.
 MODEL_CONFIGS = {
     # layers of each stack, width, heads, MLP width, vocabulary, learning rate
-    "tiny": (2, 128, 4, 384, 4096, 3e-3),
-    "small": (6, 384, 6, 1024, 8192, 1e-3),
-    "medium": (12, 768, 12, 2048, 32128, 5e-4),
-    "large": (24, 1024, 16, 2816, 32128, 3e-4),
+    "tiny": (2, 128, 4, 384, 4096, 3e-3),  # 1.5 M parameters
+    "small": (6, 384, 6, 1024, 8192, 1e-3),  # 28 M
+    "medium": (12, 768, 12, 2048, 32128, 5e-4),  # 223 M
+    "large": (24, 1024, 16, 2816, 32128, 3e-4),  # 750 M
 }
 FINE_TUNING_LEARNING_RATE = 1e-4
 
