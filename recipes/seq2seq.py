@@ -43,7 +43,7 @@ from common.stopping import STOPPED, StopRequests
 # Models to train from scratch, of T5's shape (1.1: gated MLP). The learning rate is AdamW's at its peak.
 MODEL_CONFIGS = {
     # layers of each stack, width, heads, MLP width, vocabulary, learning rate
-    "tiny": (2, 128, 4, 384, 4096, 3e-3),  # 1.5 M parameters
+    "tiny": (2, 128, 4, 384, 4096, 5e-3),  # 1.5 M parameters
     "small": (6, 384, 6, 1024, 8192, 1e-3),  # 28 M
     "medium": (12, 768, 12, 2048, 32128, 5e-4),  # 223 M
     "large": (24, 1024, 16, 2816, 32128, 3e-4),  # 750 M
@@ -55,7 +55,7 @@ def parse_arguments():
     parser = arguments.ArgumentParser(description=__doc__, prog="seq2seq.py")
     arguments.add_shared_arguments(parser)
     arguments.add_language_arguments(parser, one_text=False)
-    parser.set_defaults(global_batch_size=16, num_updates=800, sequence_length=128)
+    parser.set_defaults(global_batch_size=16, num_updates=600, sequence_length=128)
     group = parser.add_argument_group("encoder-decoder (--sequence_length is the most tokens of a source)")
     group.add_argument("--model_config", help="size, from scratch (default: tiny)", **arguments.one_of(MODEL_CONFIGS))
     group.add_argument("--source_column", default="source", help="of a row: what is read")

@@ -10,7 +10,16 @@ import textwrap
 import numpy as np
 import pytest
 import torch
-from conftest import BIN, ROOT, assert_refused, launch, launch_command, read_metrics, run, stdlib_functions
+from conftest import (
+    ROOT,
+    assert_mistake,
+    launch,
+    launch_command,
+    read_metrics,
+    run,
+    run_recipe_alone,
+    stdlib_functions,
+)
 from sacrebleu.metrics import CHRF
 from safetensors.torch import load_file
 from tokenizers.processors import TemplateProcessing
@@ -402,10 +411,8 @@ def test_models_and_lengths_that_cannot_be(model, more, odd_models, recipe, file
 
 def test_mistakes_end_the_recipe_in_one_line_with_status_2(files, model_dirs, tmp_path):
     """Of a model that begins its targets in another way, seen only when it is there, nothing is written either."""
-    command = [BIN / "python", RECIPE]
-    finished = run([*command, *flags(files, tmp_path / "run", model_dirs / "mbart")])
-    assert_refused(finished, "MBartForConditionalGeneration does not begin all targets with")
-    assert finished.returncode == 2 and not (tmp_path / "run").exists()
-    finished = run([*command, "--text_column", "body", "--output_dir", tmp_path / "run"])
-    assert_refused(finished, "unrecognized arguments: --text_column body")
-    assert finished.returncode == 2
+    result = run_recipe_alone("seq2seq.py", *flags(files, tmp_path / "run", model_dirs / "mbart"))
+    assert_mistake(result, "MBartForConditionalGeneration does not begin all targets with")
+    result = run_recipe_alone("seq2seq.py", "--text_column", "body", "--output_dir", tmp_path / "run")
+    assert_mistake(result, "unrecognized arguments: --text_column body")
+    assert not (tmp_path / "run").exists()
