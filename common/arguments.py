@@ -172,15 +172,18 @@ def add_shared_arguments(parser: argparse.ArgumentParser, lengths_vary: bool = T
     group.add_argument("--compile", action="store_true", help="torch.compile the model: slow first updates, then fast")
 
 
-def add_language_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of the recipes that read text."""
+def add_language_arguments(parser: argparse.ArgumentParser, one_text: bool = True) -> None:
+    """The flags of the recipes that read text; `one_text`: a row has one, in `--text_column`."""
     group = parser.add_argument_group("data (default: the source code of Python's standard library)")
     formats = ".txt .jsonl .parquet .csv, also compressed; several, or a glob"
     group.add_argument("--train_file", nargs="+", default=[], metavar="FILE", help=formats)
     group.add_argument("--validation_file", nargs="+", default=[], metavar="FILE", help="held-out text, likewise")
     group.add_argument("--dataset_name", help="of the hub, or a local directory; its validation split is held out")
     group.add_argument("--dataset_config", help="the data set's configuration, where it has several")
-    group.add_argument("--text_column", default="text", help="of a row, where it has no prompt or messages")
+    if one_text:
+        group.add_argument("--text_column", default="text", help="of a row, where it has no prompt or messages")
+    else:
+        parser.set_defaults(text_column="text")
     group.add_argument("--sequence_length", type=positive, default=256, help="most tokens of a sample")
 
     add_model_arguments(parser)
@@ -214,7 +217,8 @@ def check_arguments(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool =
                 f"{_nearest_batch_sizes(args.global_batch_size, args.micro_batch_size * world)}"
             )
     elif not args.micro_batch_tokens:
-        args.micro_batch_tokens = max(1024 if on_cpu else 8192, getattr(args, "sequence_length", 0))
+        longest = getattr(args, "sequence_length", 0) + getattr(args, "target_length", 0)
+        args.micro_batch_tokens = max(1024 if on_cpu else 8192, longest)
     if args.num_workers is None:
         args.num_workers = 0 if on_cpu else 2
     if args.warmup_updates is None:

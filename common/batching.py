@@ -32,7 +32,7 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Any: ...
     def filler(self) -> Any: ...  # a sample of the least work, without a target
-    def lengths(self, ids: np.ndarray) -> np.ndarray: ...  # int64, of each sample
+    def lengths(self, ids: np.ndarray) -> np.ndarray: ...  # int64, of each sample; (n, 2) if it has two sequences
     def num_targets(self, ids: np.ndarray) -> np.ndarray: ...  # int64, of each sample
     def describe(self) -> str: ...
 
@@ -111,35 +111,47 @@ def cut_window(
 
     Either `micro_batch_size` samples at once, or at most as many as fit `micro_batch_tokens` tokens with their
     padding. Every rank gets the same number of steps; where the micro-batches do not go round, an empty array.
+
+    `lengths` is (n,), or (n, 2) where a sample has two sequences that are padded apart, a source and a target: they are
+    sorted by their sum, and a micro-batch is as long as its longest source and its longest target together.
     """
-    order = np.argsort(-lengths, kind="stable")
+    lengths = lengths.reshape(len(lengths), -1)
+    totals = lengths.sum(1)
+    order = np.argsort(-totals, kind="stable")
     if micro_batch_size is not None:
         starts = list(range(0, len(order), micro_batch_size))
     else:
-        assert micro_batch_tokens is not None and lengths.max() <= micro_batch_tokens, "a sample exceeds the budget"
+        assert micro_batch_tokens is not None and totals.max() <= micro_batch_tokens, "a sample exceeds the budget"
         starts = _cheapest_starts(lengths[order], micro_batch_tokens)
     batches = [[int(position) for position in batch] for batch in np.split(order, starts[1:])]
 
     def fits(num_samples: int, length: int) -> bool:
         return num_samples <= micro_batch_size if micro_batch_size else num_samples * length <= micro_batch_tokens
 
-    dealt = _deal(batches, lengths.tolist(), world_size, fits)
+    dealt = _deal(batches, lengths, world_size, fits)
     return [[np.array(batch, np.int64) for batch in steps] for steps in dealt]
 
 
-def _cheapest_starts(descending: np.ndarray, budget: int) -> list[int]:
-    """Where to cut lengths that descend, so that the tokens with padding, plus a price for each cut, are fewest.
+def padded_length(lengths: np.ndarray) -> int:
+    """Tokens of a row of a micro-batch, of samples of these lengths, (n,) or (n, 2)."""
+    return int(lengths.max(0).sum())
 
-    The first sample of a micro-batch tells its padded length. A micro-batch costs some time whatever it holds, so a cut
-    must save a sixteenth of the budget in padding. Exact, by dynamic programming from the longest sample on.
+
+def _cheapest_starts(descending: np.ndarray, budget: int) -> list[int]:
+    """Where to cut lengths (n, k) whose sums descend: the tokens with padding, plus a price for each cut, are fewest.
+
+    A micro-batch costs some time whatever it holds, so a cut must save a sixteenth of the budget in padding. Exact, by
+    dynamic programming from the longest sample on.
     """
     num_samples, price = len(descending), budget / 16
     cost, previous = np.full(num_samples + 1, np.inf), np.zeros(num_samples + 1, np.int64)
     cost[0] = 0
     for start in range(num_samples):
-        length = int(descending[start])
-        ends = np.arange(start + 1, min(num_samples, start + budget // length) + 1)
-        candidate = cost[start] + (ends - start) * length + price
+        most = descending[start : start + budget // int(descending[start].sum())]
+        sizes = np.maximum.accumulate(most).sum(1) * np.arange(1, len(most) + 1)  # of the first, the first two, ...
+        sizes = sizes[sizes <= budget]
+        ends = np.arange(start + 1, start + len(sizes) + 1)
+        candidate = cost[start] + sizes + price
         better = ends[candidate < cost[ends]]
         cost[better], previous[better] = candidate[better - start - 1], start
     starts = [int(previous[num_samples])]
@@ -149,7 +161,7 @@ def _cheapest_starts(descending: np.ndarray, budget: int) -> list[int]:
 
 
 def _deal(
-    batches: list[list[int]], lengths: list[int], world_size: int, fits: Callable[[int, int], bool]
+    batches: list[list[int]], lengths: np.ndarray, world_size: int, fits: Callable[[int, int], bool]
 ) -> list[list[list[int]]]:
     """Gives every rank as many micro-batches and as equal work as can be; each rank's largest come first.
 
@@ -157,8 +169,13 @@ def _deal(
     rank and the idlest exchange while that helps and `fits(samples, padded length)`.
     """
 
+    totals, columns = lengths.sum(1).tolist(), lengths.T.tolist()
+
+    def length(batch: list[int]) -> int:  # of one column it is the first sample's, since batches are sorted
+        return totals[batch[0]] if len(columns) == 1 else sum(max(map(column.__getitem__, batch)) for column in columns)
+
     def work(batch: list[int]) -> int:
-        return len(batch) * lengths[batch[0]] if batch else 0
+        return len(batch) * length(batch) if batch else 0
 
     steps = -(-len(batches) // world_size)
     dealt: list[list[list[int]]] = [[] for _ in range(world_size)]
@@ -175,11 +192,11 @@ def _deal(
         best, exchange = done[busiest], None
         for source in filter(None, dealt[busiest]):
             for target in dealt[idlest]:
-                grown = sorted([*target, source[-1]], key=lambda position: -lengths[position])
+                grown = sorted([*target, source[-1]], key=lambda position: -totals[position])
                 for given, taken in ((source[:-1], grown), (target, source)):  # move one sample, or swap them whole
                     less, more = work(source) - work(given), work(taken) - work(target)
                     after = max(done[busiest] - less, done[idlest] + more)
-                    if after < best and fits(len(taken), lengths[taken[0]]):
+                    if after < best and fits(len(taken), length(taken)):
                         best, exchange = after, (source, target, list(given), list(taken), less, more)
         if exchange is None:
             break
@@ -254,7 +271,7 @@ class WindowDataset(torch.utils.data.Dataset):
             # Where nothing is left for this rank it computes a filler, so that it joins the step's collectives.
             chosen = [samples[ids[p]] for p in positions] if len(positions) else [samples.filler()]
             micro_batches.append(self.collate(chosen))
-        work = [sum(int(lengths[p].max()) * len(p) if len(p) else 1 for p in steps) for steps in dealt]
+        work = [sum(padded_length(lengths[p]) * len(p) if len(p) else 1 for p in steps) for steps in dealt]
         return Window(
             update=update,
             micro_batches=micro_batches,

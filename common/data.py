@@ -16,7 +16,7 @@ import re
 import shutil
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -83,8 +83,12 @@ def load_tokenizer(
     return tokenizer
 
 
-def train_tokenizer(source: Source, vocab_size: int, cache_dir: str | Path | None = None) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    source: Source, vocab_size: int, cache_dir: str | Path | None = None, columns: tuple[str, ...] | None = None
+) -> PreTrainedTokenizerFast:
     """A byte-level BPE of the source's text (of its first 200 MB): every text survives encoding and decoding.
+
+    columns: that hold the text; without them, those of which `tokenize` makes samples.
 
     The same text gives the same tokenizer, whatever the number of threads. <|endoftext|> is bos, eos and pad. Kept in
     the cache. Raises ValueError for a vocabulary that cannot hold the 256 bytes, and for what is wrong with the source.
@@ -92,13 +96,16 @@ def train_tokenizer(source: Source, vocab_size: int, cache_dir: str | Path | Non
     if vocab_size < 257:
         raise ValueError(f"a vocabulary of {vocab_size} does not hold 256 bytes and {END_OF_TEXT}; use at least 257")
     corpus = open_source(source)
-    _, columns = _choose_columns(corpus, source.text_column, None)
-    fingerprint = _hash(["tokenizer", FORMAT, corpus.identity, columns, vocab_size])
-    directory = Path(cache_dir or default_cache_dir()) / f"tokenizer-{fingerprint}"
-    with _only_one(directory):
-        if not _is_complete(directory):
-            with _complete_or_absent(directory) as partial:
-                _train_bpe(corpus, columns, vocab_size).save_pretrained(partial)
+    if columns is None:
+        _, columns = _choose_columns(corpus, source.text_column, None)
+    elif missing := [column for column in columns if column not in corpus.columns]:
+        raise ValueError(missing_column(corpus.name, missing, corpus.columns))
+    directory = cached(
+        "tokenizer",
+        ["tokenizer", FORMAT, corpus.identity, columns, vocab_size],
+        lambda partial: _train_bpe(corpus, columns, vocab_size).save_pretrained(partial),
+        cache_dir,
+    )
     return PreTrainedTokenizerFast.from_pretrained(directory)
 
 
@@ -137,7 +144,7 @@ def _check_end_of_text(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def _tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     """What decides which tokens a text becomes."""
     if tokenizer.is_fast:
         settings = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -196,7 +203,7 @@ def _all_texts(row: Row, columns: tuple[str, ...]) -> list[str]:
     return [content for content in contents if isinstance(content, str)]
 
 
-def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
+def batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
     """Rows in batches of bounded text, so that memory depends on neither the rows' length nor their number."""
     batch, size = [], 0
     for row in rows:
@@ -227,7 +234,7 @@ def _encode_stream(rows: Iterable[Row], column: str, tokenizer: PreTrainedTokeni
     inside = False  # a document has begun
     if not begin:
         yield [tokenizer.eos_token_id], ""
-    for batch in _batches(rows):
+    for batch in batches(rows):
         texts = [_text(row, column) for row in batch]
         counts["bytes"] += sum(_num_bytes(text, row.where) for text, row in zip(texts, batch, strict=True))
         for row, text, ids in zip(batch, texts, _encode(tokenizer, texts)["input_ids"], strict=True):
@@ -341,18 +348,31 @@ def tokenize(
     _check_end_of_text(tokenizer)
     corpus = open_source(source)
     shape, columns = _choose_columns(corpus, source.text_column, shape)
-    fingerprint = _hash(
-        ["samples", FORMAT, corpus.identity, shape, columns, _tokenizer_identity(tokenizer), measure_compression]
-        + ([sequence_length] if shape == "examples" else [])  # blocks are cut when they are read
+    directory = cached(
+        "samples",
+        ["samples", FORMAT, corpus.identity, shape, columns, tokenizer_identity(tokenizer), measure_compression]
+        + ([sequence_length] if shape == "examples" else []),  # blocks are cut when they are read
+        lambda partial: _write_samples(
+            partial, corpus, shape, columns, tokenizer, sequence_length, measure_compression
+        ),
+        cache_dir,
     )
-    directory = Path(cache_dir or default_cache_dir()) / f"samples-{fingerprint}"
-    with _only_one(directory):
-        if not _is_complete(directory):
-            with _complete_or_absent(directory) as partial:
-                _write_samples(partial, corpus, shape, columns, tokenizer, sequence_length, measure_compression)
     # Without this each DataLoader worker that is forked after the tokenizer used its threads would print a warning.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return Samples(directory, sequence_length)
+
+
+def cached(kind: str, identity: list[Any], write: Callable[[Path], None], cache_dir: str | Path | None = None) -> Path:
+    """The directory of the cache that `write` fills, once for each `identity`: what its files depend on, as JSON.
+
+    Of many processes that call this one works and the others wait.
+    """
+    directory = Path(cache_dir or default_cache_dir()) / f"{kind}-{_hash(identity)}"
+    with _only_one(directory):
+        if not _is_complete(directory):
+            with _complete_or_absent(directory) as partial:
+                write(partial)
+    return directory
 
 
 def _hash(parts: list[Any]) -> str:
@@ -445,7 +465,7 @@ def _write_samples(
     """tokens.bin (int32), for examples also offsets.bin and target_counts.bin (int64, running sums), and meta.json."""
     is_text = len(columns) == 1 and columns != ("messages",)
     counts, compression = Counter(), _Compression(measure_compression and is_text)
-    rows = _with_progress(corpus.rows(columns, shape == "blocks"), corpus.name)
+    rows = with_progress(corpus.rows(columns, shape == "blocks"), corpus.name)
     if shape == "blocks":
         _write_blocks(directory, _encode_stream(rows, columns[0], tokenizer, counts), counts, compression)
     else:
@@ -469,7 +489,7 @@ def _write_samples(
     (directory / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
-def _with_progress(rows: Iterator[Row], name: str) -> Iterator[Row]:
+def with_progress(rows: Iterator[Row], name: str) -> Iterator[Row]:
     with tqdm(desc=f"tokenising {name}", unit="B", unit_scale=True, disable=None) as bar:  # None: only on a terminal
         for row in rows:
             yield row
@@ -502,7 +522,7 @@ def _write_examples(
         with open(directory / names[2], "wb") as targets:
             offsets.write(bytes(8))
             targets.write(bytes(8))
-            for batch in _batches(rows):
+            for batch in batches(rows):
                 is_chat = columns == ("messages",)
                 encoded = _encode_chats(batch, tokenizer) if is_chat else _encode_texts(batch, columns, tokenizer)
                 for row, (ids, is_target, num_bytes) in zip(batch, encoded, strict=True):

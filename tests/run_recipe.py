@@ -128,6 +128,22 @@ def wrap_forward(wrap):
 def mean_of_means(_):
     """What loops do that divide by the number of micro-batches: each micro-batch's mean counts alike."""
     wrap_forward(lambda model, forward, batch: forward() / max(1, len(batch["targets"])))
+    return divide_by_steps()
+
+
+def mean_of_cross_entropies(_):
+    """The same, for a recipe that calls `cross_entropy` itself."""
+    original = torch.nn.functional.cross_entropy
+
+    def mean(logits, targets, reduction):
+        return original(logits, targets, reduction=reduction) / max(1, len(targets))
+
+    torch.nn.functional.cross_entropy = mean
+    undo = divide_by_steps()
+    return lambda: (setattr(torch.nn.functional, "cross_entropy", original), undo())
+
+
+def divide_by_steps():
     steps = {}
     item = common.batching.WindowDataset.__getitem__
 

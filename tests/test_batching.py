@@ -109,6 +109,20 @@ def test_cutting_loses_nothing_and_every_rank_takes_as_many_steps(world_size, ho
             assert len(batch) * lengths[batch].max() <= how["micro_batch_tokens"]
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_budget_holds_for_samples_of_two_sequences(world_size):
+    """Source and target are padded apart. Control: cut by their sum alone, micro-batches exceed the budget."""
+    generator = np.random.default_rng(0)
+    lengths = np.stack([generator.integers(1, 200, 64), generator.integers(1, 90, 64)], 1)
+
+    def sizes(lengths_to_cut):
+        dealt = cut_window(lengths_to_cut, world_size, micro_batch_tokens=900)
+        assert sorted(p for steps in dealt for batch in steps for p in batch) == list(range(64))
+        return [len(batch) * lengths[batch].max(0).sum() for steps in dealt for batch in steps if len(batch)]
+
+    assert max(sizes(lengths)) <= 900 < max(sizes(lengths.sum(1)))
+
+
 @functools.cache
 def stdlib_function_lengths():
     """Lengths, in words, of the functions of Python's standard library: real, with a long tail."""

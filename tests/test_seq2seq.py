@@ -1,0 +1,418 @@
+"""The encoder-decoder recipe: the laws on two sequences a sample, its own data, what it writes, and its figures."""
+
+import importlib.util
+import json
+import math
+import shutil
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    ROOT,
+    assert_mistake,
+    launch,
+    launch_command,
+    read_metrics,
+    run,
+    run_recipe_alone,
+    stdlib_functions,
+)
+from sacrebleu.metrics import CHRF
+from safetensors.torch import load_file
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    BartConfig,
+    GPT2Config,
+    MarianConfig,
+    MBartConfig,
+    T5Config,
+)
+
+from common.corpus import open_source
+from common.data import Source, train_tokenizer
+from common.pairs import collate_pairs, docstring_corpus, split_docstring, tokenize_pairs
+
+RECIPE = "recipes/seq2seq.py"
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    """The recipe as a module, without running it."""
+    spec = importlib.util.spec_from_file_location("seq2seq_recipe", ROOT / RECIPE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """40 training pairs and 13 held-out ones, of the standard library: (train.jsonl, held_out.jsonl)."""
+    path = tmp_path_factory.mktemp("pairs")
+    pairs = [pair for text in stdlib_functions(400) if (pair := split_docstring(textwrap.dedent(text)))][:53]
+    rows = [{"source": source, "target": target} for source, target in pairs]
+    assert len(rows) == 53
+    return write_rows(path / "train.jsonl", rows[:40]), write_rows(path / "held_out.jsonl", rows[40:])
+
+
+SIZES = {
+    T5Config: {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
+    BartConfig: {
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "max_position_embeddings": 96,
+        "init_std": 0.3,
+    }
+    | {
+        f"{stack}_{name}": size
+        for stack in ("encoder", "decoder")
+        for name, size in (("ffn_dim", 64), ("attention_heads", 4))
+    },
+}
+SIZES[MarianConfig] = SIZES[MBartConfig] = SIZES[BartConfig]
+
+
+def make_model(config_class, tokenizer, dropout=0.0):
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    if config_class is T5Config:
+        dropouts = {"dropout_rate": dropout}
+    else:
+        dropouts = {"dropout": dropout, "decoder_start_token_id": tokenizer.eos_token_id, "forced_eos_token_id": None}
+    torch.manual_seed(0)
+    config = config_class(vocab_size=384, **SIZES[config_class], **ids, **dropouts)
+    model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float64).eval()
+    if hasattr(model, "final_logits_bias"):
+        model.final_logits_bias.normal_()  # Marian's are not zero, and are a part of its logits
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokenizer(files):
+    tokenizer = train_tokenizer(Source(files=(str(files[0]),)), 384, columns=("source", "target"))
+    eos = (tokenizer.eos_token, tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {eos[0]}", special_tokens=[eos])
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def model_dirs(tmp_path_factory, tokenizer):
+    """Small models with their tokenizer, as `save_pretrained` leaves them: t5, bart and mbart, and t5 with dropout."""
+    root = tmp_path_factory.mktemp("models")
+    made = {
+        "t5": (T5Config, 0.0),
+        "t5-dropout": (T5Config, 0.1),
+        "bart": (BartConfig, 0.0),
+        "mbart": (MBartConfig, 0.0),
+    }
+    for name, (config_class, dropout) in made.items():
+        make_model(config_class, tokenizer, dropout).save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    return root
+
+
+def flags(files, out, model, *more, updates=3):
+    given = ["--train_file", files[0], "--validation_file", files[1], "--model_name_or_path", model]
+    given += ["--sequence_length", 64, "--target_length", 24, "--num_updates", updates, "--global_batch_size", 16]
+    given += ["--learning_rate", 1e-3, "--warmup_updates", 0, "--output_dir", out, *more]
+    return [str(part) for part in given]
+
+
+# --- samples ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_docstring_is_taken_out_of_its_function():
+    function = 'def f(x):\n    r"""\n    Adds one.\n\n    Slowly.\n    """\n    return x + 1\n'
+    assert split_docstring(function) == ("def f(x):\n    return x + 1\n", "Adds one.")
+    for without in (
+        "def f(x):\n    return x\n",
+        'def f(x):\n    """All there is."""\n',
+        'def f(x): "One"; return x\n',
+        "def f(",
+    ):
+        assert split_docstring(without) is None
+
+
+def test_the_standard_librarys_docstrings_are_in_no_source():
+    """The default data, of its held-out files: the answer is not in the question. Control: in the function it is."""
+    corpus = open_source(Source(embedded="validation"))
+    rows = [row.values for row in docstring_corpus(corpus, "text", ("source", "target")).rows((), False)]
+    assert len(rows) > 50
+    assert sum(row["target"] in row["source"] for row in rows if len(row["target"]) > 20) <= 0.02 * len(rows)
+    functions = {row.values["text"] for row in corpus.rows(("text",), False)}
+    assert sum(any(row["target"] in function for function in functions) for row in rows) > 0.9 * len(rows)
+
+
+def test_samples_are_what_the_tokenizer_makes_of_the_columns(files, tokenizer):
+    rows = [json.loads(line) for line in files[0].read_text().splitlines()]
+    pairs = tokenize_pairs(Source(files=(str(files[0]),)), ("source", "target"), tokenizer, 64, 24)
+    eos = tokenizer.eos_token_id
+    for index, row in enumerate(rows):
+        for ids, text, length in zip(pairs[index], (row["source"], row["target"]), (64, 24), strict=True):
+            whole = tokenizer(text)["input_ids"]
+            assert whole[-1] == eos
+            assert ids.tolist() == (whole if len(whole) <= length else [*whole[: length - 1], eos])
+    lengths = np.array([[len(source), len(target)] for source, target in pairs])
+    assert (pairs.lengths(np.arange(40)) == lengths).all() and pairs.max_length == lengths.sum(1).max()
+    assert (pairs.num_targets(np.arange(40)) == lengths[:, 1]).all() and pairs.num_target_tokens == lengths[:, 1].sum()
+    sources_cut = sum(len(tokenizer(row["source"])["input_ids"]) > 64 for row in rows)
+    assert sources_cut and f"{sources_cut} sources cut at 64" in pairs.describe()
+
+
+def test_a_tokenizer_that_ends_no_target_gets_its_eos_there(files):
+    tokenizer = train_tokenizer(Source(files=(str(files[0]),)), 384, columns=("source", "target"))
+    pairs = tokenize_pairs(Source(files=(str(files[0]),)), ("source", "target"), tokenizer, 64, 24)
+    assert all(target[-1] == tokenizer.eos_token_id and len(target) <= 24 for _, target in pairs)
+
+
+# --- the loss --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config_class", [T5Config, BartConfig, MarianConfig])
+def test_padding_does_not_change_the_loss_which_is_the_models_own(config_class, recipe, files, tokenizer):
+    """The sum over a padded micro-batch is that of each pair by itself through transformers. Control: no mask."""
+    model = make_model(config_class, tokenizer)
+    pairs = tokenize_pairs(Source(files=(str(files[0]),)), ("source", "target"), tokenizer, 64, 24)
+    start = model.config.decoder_start_token_id
+    expected = 0
+    for index in (0, 3, 7, 12):
+        source, labels = (torch.from_numpy(ids).unsqueeze(0) for ids in pairs[index])
+        expected += model(input_ids=source, labels=labels).loss.item() * labels.numel()
+    micro_batch = collate_pairs([pairs[index] for index in (0, 3, 7, 12)], tokenizer.pad_token_id, start)
+    labels = torch.full_like(micro_batch["decoder_input_ids"], -100)
+    labels.view(-1)[micro_batch["target_rows"]] = micro_batch["targets"]
+    shifted = model.prepare_decoder_input_ids_from_labels(labels)
+    assert torch.equal(shifted[labels != -100], micro_batch["decoder_input_ids"][labels != -100])
+    assert (micro_batch["attention_mask"] == 0).any() and (labels == -100).any()
+    assert recipe.sum_losses(model, micro_batch).item() == pytest.approx(expected, rel=1e-6)
+    unmasked = micro_batch | {"attention_mask": torch.ones_like(micro_batch["attention_mask"])}
+    assert recipe.sum_losses(model, unmasked).item() != pytest.approx(expected, rel=1e-4)
+
+
+def test_a_filler_has_no_loss_and_gives_every_parameter_a_gradient(recipe, files, tokenizer):
+    """A rank with nothing left joins the step's collectives with it."""
+    model = make_model(T5Config, tokenizer)
+    pairs = tokenize_pairs(Source(files=(str(files[0]),)), ("source", "target"), tokenizer, 64, 24)
+    loss = recipe.sum_losses(model, collate_pairs([pairs.filler()], tokenizer.pad_token_id, 0))
+    loss.backward()
+    assert loss.item() == 0
+    assert all(p.grad is not None and p.grad.abs().max() == 0 for p in model.parameters())
+
+
+CUTS = {
+    1: [("size", 16), ("size", 4), ("tokens", 400)],
+    2: [("size", 4), ("tokens", 200)],
+}
+
+
+@pytest.fixture(scope="module")
+def float64_runs(files, model_dirs, tmp_path_factory):
+    """The recipe in float64 with BART (T5's norms are always float32), once a cut; a launch for each world size."""
+    out = tmp_path_factory.mktemp("float64")
+    runs = {}
+    for processes, cuts in CUTS.items():
+        named = {f"{processes}-{kind}-{number}": (kind, number) for kind, number in cuts}
+        named |= {"mean of means": ("size", 4)} if processes == 1 else {}
+        spec = []
+        for name, (kind, number) in named.items():
+            changes = {"float64": 1, "save_gradients": str(out / f"{name}.pt")}
+            changes |= {"mean_of_cross_entropies": 1} if name == "mean of means" else {}
+            more = [f"--micro_batch_{kind}", number, "--generate", 5, "--save_every", 0]
+            given = flags(files, out / name, model_dirs / "bart", *more)
+            spec.append({"recipe": RECIPE, "flags": given, "changes": changes})
+        (out / f"{processes}.json").write_text(json.dumps(spec))
+        config = "cpu" if processes == 1 else "multi_cpu"
+        launch(
+            out / f"{processes}.json", config=config, script="tests/run_recipe.py", processes=processes, TQDM_DISABLE=1
+        )
+        for name in named:
+            runs[name] = (torch.load(out / f"{name}.pt"), read_metrics(out / name), results(out / name))
+    return runs
+
+
+def results(out):
+    return json.loads((out / "run.json").read_text())["results"]
+
+
+def relative_difference(gradients, reference):
+    difference = sum((a - b).square().sum() for a, b in zip(gradients, reference, strict=True))
+    return math.sqrt(difference / sum(b.square().sum() for b in reference))
+
+
+def test_the_update_is_the_same_however_the_window_is_cut(float64_runs):
+    """Law 1, where both lengths vary: gradients, losses, the held-out loss and what is written in the end."""
+    reference, metrics, figures = float64_runs["1-size-16"]
+    names = [name for name in float64_runs if name[0].isdigit()]
+    assert len(names) == 5
+    for name in names:
+        gradients, other, other_figures = float64_runs[name]
+        assert gradients[0].dtype == torch.float64
+        assert relative_difference(gradients, reference) < 1e-12, name
+        assert [line["sample_digest"] for line in other] == [line["sample_digest"] for line in metrics]
+        assert [line["loss"] for line in other] == pytest.approx([line["loss"] for line in metrics], rel=1e-12), name
+        assert other_figures["validation_loss"] == pytest.approx(figures["validation_loss"], rel=1e-12)
+        assert other_figures["examples"] == figures["examples"] and other_figures["num_generated"] == 5
+
+
+def test_the_mean_of_micro_batch_means_is_another_update(float64_runs):
+    """Control of law 1."""
+    assert relative_difference(float64_runs["mean of means"][0], float64_runs["1-size-16"][0]) > 0.01
+
+
+# --- modes, figures, resume ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def one_process(files, model_dirs, tmp_path_factory):
+    out = tmp_path_factory.mktemp("one") / "run"
+    return out, launch(*flags(files, out, model_dirs / "t5"), script=RECIPE)
+
+
+@pytest.mark.parametrize("config", ["multi_cpu", "fsdp2", "zero3"])
+def test_every_mode_makes_the_losses_and_writes_the_texts_of_one_process(
+    config, one_process, files, model_dirs, tmp_path
+):
+    """Two processes share the 13 held-out samples, none twice, also where each holds a part of the weights only."""
+    command = [*launch_command(config, "--num_processes", 2, "--mixed_precision", "no"), RECIPE]
+    finished = run([*command, *flags(files, tmp_path / "run", model_dirs / "t5")], CUDA_VISIBLE_DEVICES="")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    expected, metrics = read_metrics(one_process[0]), read_metrics(tmp_path / "run")
+    assert [line["loss"] for line in metrics] == pytest.approx([line["loss"] for line in expected], rel=1e-5)
+    figures, reference = results(tmp_path / "run"), results(one_process[0])
+    assert figures["validation_loss"] == pytest.approx(reference["validation_loss"], rel=1e-5)
+    assert figures["num_generated"] == 13 and figures["examples"] == reference["examples"]
+    assert figures["chrf"] == pytest.approx(reference["chrf"])
+
+
+def test_the_figures_are_those_of_an_independent_computation(one_process, files):
+    """transformers' own loss and generation, a sample at a time, on the exported model; sacrebleu on the texts."""
+    out, finished = one_process
+    model = AutoModelForSeq2SeqLM.from_pretrained(out / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(out / "model")
+    loss_sum, num_targets, written, targets, copies = 0, 0, [], [], []
+    train = [json.loads(line)["target"] for line in files[0].read_text().splitlines()]
+    train = [tokenizer(text, truncation=True, max_length=24)["input_ids"] for text in train]
+    num_copied = sum(map(len, train)) // len(train)
+    most_frequent = max(map(tuple, train), key=[tuple(ids) for ids in train].count)
+    frequent = 13 * [tokenizer.decode(most_frequent, skip_special_tokens=True).strip()]
+    for line in files[1].read_text().splitlines():
+        row = json.loads(line)
+        source = tokenizer(row["source"], truncation=True, max_length=64, return_tensors="pt")["input_ids"]
+        labels = tokenizer(row["target"], truncation=True, max_length=24, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            loss_sum += model(input_ids=source, labels=labels).loss.item() * labels.numel()
+            ids = model.generate(source, attention_mask=torch.ones_like(source), max_new_tokens=24, do_sample=False)
+        num_targets += labels.numel()
+        written.append(tokenizer.decode(ids[0], skip_special_tokens=True).strip())
+        targets.append(tokenizer.decode(labels[0], skip_special_tokens=True).strip())
+        copies.append(tokenizer.decode(source[0][:num_copied], skip_special_tokens=True).strip())
+    figures = results(out)
+    assert figures["validation_loss"] == pytest.approx(loss_sum / num_targets, rel=1e-5)
+    assert figures["chrf"] == pytest.approx(CHRF().corpus_score(written, [targets]).score)
+    assert figures["chrf_of_copied_source"] == pytest.approx(CHRF().corpus_score(copies, [targets]).score)
+    assert figures["examples"][-1] == {"target": targets[-1], "written": written[-1]}
+    assert figures["chrf_of_most_frequent_target"] == pytest.approx(CHRF().corpus_score(frequent, [targets]).score)
+    for part in (f"{figures['chrf']:.1f}", f"padding {figures['padding_share']:.1%}", "AutoModelForSeq2SeqLM"):
+        assert part in finished.stdout
+
+
+def test_a_resumed_run_goes_on_bit_for_bit_with_dropout(files, model_dirs, tmp_path):
+    """On from update 3 of 6, where T5 drops out. Control: without the random states it is another run."""
+    model = model_dirs / "t5-dropout"
+    spec = [{"recipe": RECIPE, "flags": flags(files, tmp_path / "whole", model, "--save_every", 3, updates=6)}]
+    for name, changes in {"resumed": {}, "forgetful": {"forget": "random"}}.items():
+        changes = {"copy_run": [str(tmp_path / "whole"), str(tmp_path / name), 3]} | changes
+        given = flags(files, tmp_path / name, model, "--save_every", 3, "--resume", updates=6)
+        spec.append({"recipe": RECIPE, "flags": given, "changes": changes})
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    finished = launch(tmp_path / "spec.json", script="tests/run_recipe.py")
+    assert "after update 3" in finished.stdout
+    lines, weights = {}, {}
+    for name in ("whole", "resumed", "forgetful"):
+        lines[name] = [(line["loss"], line["grad_norm"]) for line in read_metrics(tmp_path / name)]
+        weights[name] = load_file(tmp_path / name / "model/model.safetensors")
+    assert lines["resumed"] == lines["whole"] and len(lines["whole"]) == 6
+    assert all(torch.equal(weights["resumed"][key], weights["whole"][key]) for key in weights["whole"])
+    assert lines["forgetful"][:3] == lines["whole"][:3] and lines["forgetful"][3:] != lines["whole"][3:]
+
+
+def test_a_copied_recipe_runs_from_another_directory_and_from_scratch(files, tmp_path):
+    """With a tokenizer of both columns; nothing is written."""
+    shutil.copy(ROOT / RECIPE, tmp_path)
+    shutil.copytree(ROOT / "common", tmp_path / "common")
+    marker = tmp_path / "common/pairs.py"
+    marker.write_text(marker.read_text() + "\nprint('the copy of common/')\n")
+    given = ["--train_file", files[0], "--micro_batch_tokens", 512, "--output_dir", tmp_path / "run", "--dry_run"]
+    finished = launch(*given, script=tmp_path / "seq2seq.py", cwd=tmp_path)
+    assert "the copy of common/" in finished.stdout and "dry run" in finished.stdout
+    assert "T5ForConditionalGeneration" in finished.stdout and not (tmp_path / "run").exists()
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
+
+ROWS = {
+    "empty": ([{"source": "a", "target": "b"}, {"source": "c", "target": " "}], "line 2: column target is empty; fill"),
+    "null": ([{"source": None, "target": "b"}], "line 1: column source is null, not a string"),
+    "columns": ([{"de": "a", "en": "b"}], "no column source, target; there are: de, en; .*--source_column"),
+    "later": ([{"source": "a", "target": "b"}, {"source": "a"}], "line 2: no column target"),
+    "none": ([], "is empty; leave it out or fill it"),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_that_are_no_pairs_are_named_with_their_place(name, tokenizer, tmp_path):
+    rows, pattern = ROWS[name]
+    path = write_rows(tmp_path / f"{name}.jsonl", rows)
+    with pytest.raises(ValueError, match=pattern) as caught:
+        tokenize_pairs(Source(files=(str(path),)), ("source", "target"), tokenizer, 64, 24)
+    assert f"{name}.jsonl" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def odd_models(model_dirs, tokenizer, tmp_path_factory):
+    """A causal model, and a T5 that does not say how its targets begin."""
+    root = tmp_path_factory.mktemp("odd")
+    GPT2Config(vocab_size=384, n_embd=32, n_layer=1, n_head=4).save_pretrained(root / "gpt2")
+    tokenizer.save_pretrained(root / "gpt2")
+    shutil.copytree(model_dirs / "t5", root / "no_start")
+    settings = json.loads((root / "no_start/config.json").read_text())
+    del settings["decoder_start_token_id"]
+    (root / "no_start/config.json").write_text(json.dumps(settings))
+    return {"gpt2": root / "gpt2", "no_start": root / "no_start", "bart": model_dirs / "bart"}
+
+
+MODEL_MISTAKES = {
+    ("gpt2", ""): "gpt2 has no AutoModelForSeq2SeqLM",
+    ("no_start", ""): "no decoder_start_token_id",
+    ("bart", "--sequence_length 97"): "--sequence_length 97 is beyond the model's 96 positions",
+    ("bart", "--target_length 97"): "--target_length 97 is beyond the model's 96 positions",
+    ("bart", "--micro_batch_tokens 50"): "--micro_batch_tokens 50 does not hold the longest sample",
+    ("bart", "--global_batch_size 41"): "40 samples, fewer than --global_batch_size 41",
+    ("bart", "--source_column text"): "no column text; there are: source, target",
+}
+
+
+@pytest.mark.parametrize(("model", "more"), MODEL_MISTAKES)
+def test_models_and_lengths_that_cannot_be(model, more, odd_models, recipe, files, tmp_path, monkeypatch):
+    given = flags(files, tmp_path / "run", odd_models[model], *more.split())
+    monkeypatch.setattr(sys, "argv", ["seq2seq.py", *given])
+    with pytest.raises(ValueError, match=MODEL_MISTAKES[model, more]):
+        recipe.load_data(recipe.parse_arguments())
+
+
+def test_mistakes_end_the_recipe_in_one_line_with_status_2(files, model_dirs, tmp_path):
+    """Of a model that begins its targets in another way, seen only when it is there, nothing is written either."""
+    result = run_recipe_alone("seq2seq.py", *flags(files, tmp_path / "run", model_dirs / "mbart"))
+    assert_mistake(result, "MBartForConditionalGeneration does not begin all targets with")
+    result = run_recipe_alone("seq2seq.py", "--text_column", "body", "--output_dir", tmp_path / "run")
+    assert_mistake(result, "unrecognized arguments: --text_column body")
+    assert not (tmp_path / "run").exists()
