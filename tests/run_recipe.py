@@ -127,42 +127,6 @@ def wrap_forward(wrap):
 
 def mean_of_means(_):
     """What loops do that divide by the number of micro-batches: each micro-batch's mean counts alike."""
-    wrap_forward(lambda model, forward, batch: forward() / max(1, len(batch["targets"])))
-    return divide_by_steps()
-
-
-def mean_of_cross_entropies(_):
-    """The same, for a recipe that calls `cross_entropy` itself."""
-    original = torch.nn.functional.cross_entropy
-
-    def mean(logits, targets, reduction):
-        return original(logits, targets, reduction=reduction) / max(1, len(targets))
-
-    torch.nn.functional.cross_entropy = mean
-    undo = divide_by_steps()
-    return lambda: (setattr(torch.nn.functional, "cross_entropy", original), undo())
-
-
-def divide_by_steps():
-    steps = {}
-    item = common.batching.WindowDataset.__getitem__
-
-    def getitem(self, update):
-        window = item(self, update)
-        steps["now"] = len(window.micro_batches)
-        return window
-
-    common.batching.WindowDataset.__getitem__ = getitem
-    common.accumulation.window_scale = lambda accelerator, num_targets: 1 / steps["now"]
-    common.accumulation.reduce_window = lambda accelerator, losses, norm, window: (
-        float(sum(losses)) / len(losses),
-        float(norm),
-    )
-    return lambda: setattr(common.batching.WindowDataset, "__getitem__", item)
-
-
-def mean_of_batches(_):
-    """The same for recipes whose models do not make the loss: each backward's sum is divided by its own targets."""
     counts, item, backward = [], common.batching.WindowDataset.__getitem__, Accelerator.backward
 
     def getitem(self, update):

@@ -140,7 +140,7 @@ def float64_runs(files, encoder, tmp_path_factory):
                 path = out / "-".join(map(str, name))
                 model = decoder if task == "decoder" else encoder
                 changes = {"float64": 1, "save_gradients": f"{path}.pt"}
-                changes |= {"mean_of_batches": 1} if name == MEAN_OF_MEANS else {}
+                changes |= {"mean_of_means": 1} if name == MEAN_OF_MEANS else {}
                 own = [*more.get(task, []), "--num_updates", 2, "--warmup_updates", 0, f"--micro_batch_{kind}", number]
                 spec.append({"recipe": SCRIPT, "flags": flags(files, model, path, *own), "changes": changes})
         (out / "spec.json").write_text(json.dumps(spec))

@@ -225,7 +225,7 @@ def float64_runs(files, model_dirs, tmp_path_factory):
         spec = []
         for name, (kind, number) in named.items():
             changes = {"float64": 1, "save_gradients": str(out / f"{name}.pt")}
-            changes |= {"mean_of_cross_entropies": 1} if name == "mean of means" else {}
+            changes |= {"mean_of_means": 1} if name == "mean of means" else {}
             more = [f"--micro_batch_{kind}", number, "--generate", 5, "--save_every", 0]
             given = flags(files, out / name, model_dirs / "bart", *more)
             spec.append({"recipe": RECIPE, "flags": given, "changes": changes})

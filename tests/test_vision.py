@@ -84,7 +84,7 @@ def float64_runs(data, convnet_dir, tmp_path_factory):
             for size in sizes if model == "group" else sizes[:2]:
                 specs[f"{model}-{processes}-{size}"] = [*own, "--micro_batch_size", size], {}
         if processes == 1:
-            specs["means"] = [*models["convnet"], "--micro_batch_size", 4], {"mean_of_batches": 1}
+            specs["means"] = [*models["convnet"], "--micro_batch_size", 4], {"mean_of_means": 1}
         run_specs(
             out / f"{processes}.json",
             [
