@@ -1,0 +1,272 @@
+"""Sequences in segments: the gradient of the whole sequence, at the memory of one segment, in every mode."""
+
+import json
+import math
+import shutil
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, assert_refused, launch, launch_command, read_metrics, run
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from common.long_sequences import CELLS, RecurrentConfig, RecurrentLM, pieces_of, tile_mlps
+from common.losses import sum_token_losses
+
+RECIPE = "recipes/long_sequence.py"
+TRANSFORMER = ["--architecture", "transformer", "--hidden_size", 32, "--num_layers", 1, "--mlp_rows", 100]
+
+
+def flags(functions_file, output_dir, *more):
+    """Blocks of 300 bytes, the last one shorter, and few updates; every window has several micro-batches."""
+    base = ["--train_file", functions_file, "--sequence_length", 300, "--global_batch_size", 4, "--num_updates", 4]
+    base += ["--hidden_size", 16, "--learning_rate", 1e-2, "--save_every", 0, "--output_dir", output_dir]
+    return [str(part) for part in [*base, *more]]
+
+
+def relative_difference(gradients, reference):
+    difference = sum((a - b).square().sum() for a, b in zip(gradients, reference, strict=True))
+    return math.sqrt(difference / sum(b.square().sum() for b in reference))
+
+
+def gradients(model, batch):
+    model.zero_grad()
+    loss = model(**batch)
+    loss.backward()
+    return loss.item(), [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def batch_of(length, num_targets):
+    """Two sequences, of which the second has padding."""
+    ids = torch.randint(0, 257, (2, length))
+    return {
+        "input_ids": ids,
+        "targets": torch.randint(0, 257, (num_targets,)),
+        "target_rows": torch.arange(num_targets),
+    }
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_segments_give_the_gradient_of_the_whole_sequence(cell):
+    """To 1e-10 in float64, whatever the segments and levels. Control: a truncated gradient is another one."""
+    torch.manual_seed(0)
+    model = RecurrentLM(RecurrentConfig(cell=cell, hidden_size=16, num_hidden_layers=2)).double()
+    batch = batch_of(300, 590)
+    loss, expected = gradients(model, batch)
+    for segments, levels in (("sqrt", 1), (7, 1), (300, 1), ("sqrt", 2), (2, 8), (3, 5)):
+        model.segments, model.levels = segments, levels
+        other_loss, found = gradients(model, batch)
+        assert other_loss == pytest.approx(loss, rel=1e-12)
+        assert relative_difference(found, expected) < 1e-10, (segments, levels)
+        with torch.no_grad():
+            assert model(**batch).item() == pytest.approx(loss, rel=1e-12)
+    model.levels, model.truncate = 0, 100
+    other_loss, found = gradients(model, batch)
+    assert other_loss == pytest.approx(loss, rel=1e-12) and relative_difference(found, expected) > 1e-3
+
+
+def test_the_loss_is_that_of_the_logits():
+    """An independent computation: the model's logits and torch's cross-entropy; and nothing to predict is 0."""
+    model = RecurrentLM(RecurrentConfig(hidden_size=16)).double()
+    batch = batch_of(50, 90)
+    logits = model(batch["input_ids"]).flatten(0, 1)[:90]
+    expected = torch.nn.functional.cross_entropy(logits, batch["targets"], reduction="sum").item()
+    model.levels = 1
+    assert model(**batch).item() == pytest.approx(expected, rel=1e-12)
+    nothing = {"input_ids": torch.zeros(1, 1, dtype=torch.long), "targets": torch.zeros(0, dtype=torch.long)}
+    loss, found = gradients(model, nothing | {"target_rows": torch.zeros(0, dtype=torch.long)})
+    assert loss == 0 and all((gradient == 0).all() for gradient in found)
+
+
+def test_segments_keep_less():
+    """Bytes that a forward keeps for its backward, counted as autograd saves them. Control: with none, all are."""
+    assert [pieces_of(10_000, "sqrt", levels) for levels in (1, 3)] == [100, 10] and pieces_of(10_000, 7, 2) == 7
+    model = RecurrentLM(RecurrentConfig(cell="gru", hidden_size=16))
+    kept = {}
+    for length in (400, 1600):
+        for levels in (0, 1):
+            model.levels, sizes = levels, {}
+            batch = {"input_ids": torch.zeros(1, length, dtype=torch.long), "targets": torch.zeros(length).long()}
+            batch["target_rows"] = torch.arange(length)
+
+            def keep(tensor, sizes=sizes):
+                sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()  # weights count once
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                loss = model(**batch)  # alive while it is counted
+            kept[length, levels] = sum(sizes.values()) - sum(p.nbytes for p in model.parameters())
+            assert loss.requires_grad
+    assert kept[1600, 0] > 3.9 * kept[400, 0]  # grows with the length
+    assert kept[1600, 1] < 2.1 * kept[400, 1] and kept[1600, 1] < kept[1600, 0] / 100  # with its root
+
+
+def test_tiled_mlps_give_the_same_gradient():
+    config = AutoConfig.for_model("llama", vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    config.num_attention_heads = config.num_key_value_heads = 2
+    model, batch = AutoModelForCausalLM.from_config(config, dtype=torch.float64), batch_of(100, 180)
+    sum_token_losses(model)
+    _, expected = gradients(model, batch)
+    seen = []
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *call: seen.append(call[2].shape[1]))
+    assert tile_mlps(model, 30) == 2
+    _, found = gradients(model, batch)
+    assert relative_difference(found, expected) < 1e-12 and max(seen) == 30
+    with pytest.raises(ValueError, match="--mlp_rows 8: RecurrentLM has no layers with an mlp"):
+        tile_mlps(RecurrentLM(RecurrentConfig(hidden_size=8)), 8)
+
+
+CUTS = {
+    1: [("size-4", ["--micro_batch_size", 4]), ("size-1", ["--micro_batch_size", 1]), ("none", ["--segments", "none"])]
+    + [("levels", ["--segments", 3, "--levels", 3, "--micro_batch_size", 2]), ("truncated", ["--truncate", 50])]
+    + [("transformer", TRANSFORMER), ("mean-of-means", TRANSFORMER)],
+    2: [("2-size-2", ["--micro_batch_size", 2]), ("2-size-1", []), ("2-transformer", TRANSFORMER)],
+}
+
+
+@pytest.fixture(scope="module")
+def float64_runs(functions_file, tmp_path_factory):
+    """Gradients and metrics of the real recipe in float64: a window of four sequences, one of them short."""
+    out = tmp_path_factory.mktemp("float64")
+    text = "".join(json.loads(line)["text"] for line in functions_file.read_text().splitlines())[:950]
+    (out / "data.txt").write_text(text)  # three sequences of 300 bytes and a short one
+    runs = {}
+    for processes, cuts in CUTS.items():
+        spec = []
+        for name, cut in cuts:
+            changes = {"float64": 1, "save_gradients": str(out / f"{name}.pt")}
+            changes |= {"mean_of_means": 1} if name == "mean-of-means" else {}
+            spec.append({"recipe": RECIPE, "flags": flags(out / "data.txt", out / name, *cut), "changes": changes})
+        (out / f"{processes}.json").write_text(json.dumps(spec))
+        config = "cpu" if processes == 1 else "multi_cpu"
+        launch(out / f"{processes}.json", config=config, script="tests/run_recipe.py", TQDM_DISABLE=1)
+        runs |= {name: (torch.load(out / f"{name}.pt"), read_metrics(out / name)) for name, _ in cuts}
+    return runs
+
+
+def test_the_update_is_the_same_however_the_window_is_cut(float64_runs):
+    """Law 1, over micro-batches, segments and processes. Controls: the mean of means, the truncated gradient."""
+    reference = {"transformer": float64_runs["transformer"], "recurrent": float64_runs["size-4"]}
+    for name in ("size-1", "none", "levels", "2-size-2", "2-size-1", "2-transformer"):
+        expected, metrics = reference["transformer" if "transformer" in name else "recurrent"]
+        found, other = float64_runs[name]
+        assert found[0].dtype == torch.float64 and relative_difference(found, expected) < 1e-12, name
+        assert [line["loss"] for line in other] == pytest.approx([line["loss"] for line in metrics], rel=1e-11), name
+    assert relative_difference(float64_runs["mean-of-means"][0], reference["transformer"][0]) > 1e-3
+    assert relative_difference(float64_runs["truncated"][0], reference["recurrent"][0]) > 1e-4
+
+
+@pytest.fixture(scope="module")
+def one_process(functions_file, tmp_path_factory):
+    out = tmp_path_factory.mktemp("one") / "run"
+    return out, launch(*flags(functions_file, out), script=RECIPE)
+
+
+def test_a_run_ends_with_figures_that_are_right(one_process, functions_file, tmp_path):
+    """The printed lines; the loss against one of the exported model's own logits; the checkpoint's export."""
+    out, result = one_process
+    assert "17 segments, computed again in backward; the gradient of the whole sequence" in result.stdout
+    model, text = AutoModelForCausalLM.from_pretrained(out / "model"), "def f(x):\n    return x\n" * 30
+    (tmp_path / "held_out.txt").write_text(text)
+    more = ["--model_name_or_path", out / "model", "--validation_file", tmp_path / "held_out.txt"]
+    kept = [flag for flag in flags(functions_file, tmp_path / "run", *more) if flag not in ("--hidden_size", "16")]
+    launch(*kept, "--truncate", 100, "--num_updates", 1, script=RECIPE)
+    results = json.loads((tmp_path / "run/run.json").read_text())["results"]
+    model, loss = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model"), 0.0
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/model")
+    ids = [tokenizer.eos_token_id, *tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    assert len(ids) == len(text.encode()) + 2  # a token is a byte
+    for start in range(0, len(ids) - 1, 300):
+        block = torch.tensor(ids[start : start + 301])
+        with torch.no_grad():
+            logits = model(block[None, :-1])[0]
+        loss += torch.nn.functional.cross_entropy(logits, block[1:], reduction="sum").item()
+    assert results["validation_loss"] == pytest.approx(loss / (len(ids) - 1), rel=1e-5)
+    assert results["bits_per_byte"] == pytest.approx(loss / math.log(2) / len(text), rel=1e-5)
+
+
+@pytest.mark.parametrize("config", ["multi_cpu", "fsdp2", "zero3"])
+@pytest.mark.usefixtures("extensions")
+def test_every_mode_makes_the_losses_of_one_process(config, one_process, functions_file, tmp_path):
+    command = [*launch_command(config, "--mixed_precision", "no"), RECIPE]
+    result = run([*command, *flags(functions_file, tmp_path / "run")], CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 0, result.stdout + result.stderr
+    expected = [line["loss"] for line in read_metrics(one_process[0])]
+    assert [line["loss"] for line in read_metrics(tmp_path / "run")] == pytest.approx(expected, rel=1e-5)
+    weights = load_file(one_process[0] / "model/model.safetensors")
+    for name, weight in load_file(tmp_path / "run/model/model.safetensors").items():
+        assert torch.allclose(weight, weights[name], atol=1e-4), name
+
+
+def test_a_resumed_run_is_the_same_in_every_bit(one_process, functions_file, tmp_path):
+    """Stopped after update 2 of 4, from a copy of the recipe in another place; then exported and loaded."""
+    shutil.copy(ROOT / RECIPE, tmp_path)
+    shutil.copytree(ROOT / "common", tmp_path / "common")
+    out = tmp_path / "run"
+    spec = [{"recipe": RECIPE, "flags": flags(functions_file, out, "--save_every", 2), "changes": {}}]
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    launch(tmp_path / "spec.json", script="tests/run_recipe.py")
+    shutil.rmtree(out / "checkpoints/update-000004")
+    shutil.rmtree(out / "model")
+    launch(*flags(functions_file, out, "--save_every", 2, "--resume"), script=tmp_path / "long_sequence.py", cwd="/")
+    fields = ("update", "loss", "grad_norm", "learning_rate", "sample_digest")
+    lines = [[[line[field] for field in fields] for line in read_metrics(path)] for path in (out, one_process[0])]
+    assert lines[0] == lines[1] and len(lines[0]) == 4
+    expected = load_file(one_process[0] / "model/model.safetensors")
+    found = load_file(out / "model/model.safetensors")
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    command = [sys.executable, "-m", "common.checkpoint", "export", out / "checkpoints/update-000004", tmp_path / "m"]
+    assert run(command).returncode == 0
+    assert torch.equal(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "m").weights.head_weight, expected["weights.head_weight"]
+    )
+
+
+MISTAKES = {
+    "--segments 20 --levels 2": "make 400 segments, more than the 300 bytes of --sequence_length",
+    "--segments 4 --truncate 8": "--segments has no effect with --truncate",
+    "--levels 2 --segments none": "--levels has no effect without --segments",
+    "--truncate 300": "--truncate 300 cuts nothing of --sequence_length 300",
+    "--global_batch_size 4000": "fewer than --global_batch_size 4000",
+    "--activation_checkpointing full": "--activation_checkpointing full is for a transformer",
+    "--compile": "--compile is for a transformer",
+    "--mlp_rows 8": "--mlp_rows is for a transformer",
+    "--architecture transformer --segments 4": "--segments 4 is for a recurrent network",
+    "--segments many": "'many' is not",
+    "--architecture gru --model_name_or_path m": "two answers to one question",
+}
+
+
+@pytest.fixture(scope="module")
+def refusals(functions_file, tmp_path_factory):
+    """Each mistake through the recipe's own main, in one process; what it says."""
+    out = tmp_path_factory.mktemp("mistakes")
+    code = "import json, runpy, sys\nfor flags in json.load(open(sys.argv[1])):\n    sys.argv[1:] = flags\n    try:\n"
+    code += f"        runpy.run_path('{RECIPE}', run_name='__main__')\n    except SystemExit as end:\n"
+    code += "        print('status', end.code, file=sys.stderr)\n"
+    (out / "refuse.py").write_text(code)
+    (out / "flags.json").write_text(
+        json.dumps([flags(functions_file, out / "run", *mistake.split()) for mistake in MISTAKES])
+    )
+    result = run([*launch_command("cpu"), out / "refuse.py", out / "flags.json"])
+    assert result.returncode == 0, result.stderr
+    assert not (out / "run").exists()
+    return result.stderr.split("status ")
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_of_its_own_are_refused(mistake, refusals):
+    place = list(MISTAKES).index(mistake)
+    said = refusals[place] if place == 0 else refusals[place].partition("\n")[2]
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and MISTAKES[mistake] in errors[0], said
+    assert refusals[place + 1].startswith("2\n")
+
+
+def test_a_mistake_ends_a_launch(functions_file, tmp_path):
+    result = run([*launch_command("multi_cpu"), RECIPE, *flags(functions_file, tmp_path / "run", "--truncate", 300)])
+    assert_refused(result, "--truncate 300 cuts nothing", lines=None)
+    assert not (tmp_path / "run").exists()
