@@ -49,10 +49,8 @@ class RecurrentWeights(nn.Module):
             "rnn": CELLS[config.cell](width, width, config.num_hidden_layers, batch_first=True),
             "head": nn.Linear(width, config.vocab_size),
         }
-        for (
-            part,
-            module,
-        ) in parts.items():  # its own: FSDP and ZeRO-3 gather the parameters of the module that is called
+        # Its own: FSDP and ZeRO-3 gather the parameters of the module that is called.
+        for part, module in parts.items():
             for name, parameter in module.named_parameters():
                 self.register_parameter(f"{part}_{name}", parameter)
 
