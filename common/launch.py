@@ -430,7 +430,8 @@ def user_mistakes_end_here() -> Iterator[None]:
         traceback = error.__traceback__
         while traceback.tb_next is not None:
             traceback = traceback.tb_next
-        ours = {Path(__file__).parent, Path(sys.modules["__main__"].__file__).resolve().parent}
+        script = getattr(sys.modules["__main__"], "__file__", __file__)
+        ours = {Path(__file__).parent, Path(script).resolve().parent}
         is_ours = Path(traceback.tb_frame.f_code.co_filename).resolve().parent in ours
         # An error of our own kind that a data worker met is raised again by torch.
         if not is_ours and not type(error).__module__.startswith("common."):

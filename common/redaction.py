@@ -15,7 +15,8 @@ PATTERNS = {
     # the forms of the hub's, GitHub's, OpenAI's and Amazon's
     r"\b(?:(?:hf|gh[pousr])_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[\w-]{20,}|AKIA[A-Z0-9]{16}\b)": HIDDEN,
     # ?token=..., --api_key ..., HF_TOKEN=...
-    r"(?i)((?:[?&]|--)[\w-]*(?:token|key|password|passwd|secret|credentials|signature)[= ])[^\s&'\"]+": rf"\1{HIDDEN}",
+    r"(?i)((?:[?&]|--)(?![\w-]*per_token)[\w-]*"
+    r"(?:token|key|password|passwd|secret|credentials|signature)[= ])[^\s&'\"]+": rf"\1{HIDDEN}",
     rf"\b([A-Z_]*(?:{'|'.join(NAMES)})=)[^\s'\"]+": rf"\1{HIDDEN}",
 }
 
@@ -28,7 +29,10 @@ def is_secret(name: str) -> bool:
 def redact(value: Any) -> Any:
     """The same text, list or dict without secrets: known forms, and whatever the environment holds as one."""
     if isinstance(value, dict):
-        return {name: HIDDEN if item and is_secret(str(name)) else redact(item) for name, item in value.items()}
+        return {
+            name: HIDDEN if item and not isinstance(item, int | float) and is_secret(str(name)) else redact(item)
+            for name, item in value.items()  # a number is no secret: experts_per_token
+        }
     if isinstance(value, list | tuple):
         return [redact(item) for item in value]
     if not isinstance(value, str):
