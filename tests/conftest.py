@@ -4,6 +4,7 @@ import ast
 import atexit
 import functools
 import json
+import math
 import os
 import re
 import select
@@ -125,6 +126,12 @@ def assert_refused(result, *patterns, lines=1):
 
 def read_metrics(output_dir):
     return [json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def relative_difference(gradients, reference):
+    """Norm of the difference of two lists of tensors, as a share of the reference's."""
+    difference = sum((a - b).square().sum() for a, b in zip(gradients, reference, strict=True))
+    return math.sqrt(difference / sum(b.square().sum() for b in reference))
 
 
 def stdlib_functions(limit):

@@ -17,6 +17,7 @@ from conftest import (
     launch_command,
     make_model_dir,
     read_metrics,
+    relative_difference,
     run,
     run_recipe_alone,
     stdlib_functions,
@@ -148,11 +149,6 @@ def float64_runs(files, encoder, tmp_path_factory):
         launch(out / "spec.json", config=config, script="tests/run_recipe.py", TQDM_DISABLE=1)
     paths = {name: out / "-".join(map(str, name)) for name in names}
     return {name: (torch.load(f"{path}.pt"), read_metrics(path), path) for name, path in paths.items()}
-
-
-def relative_difference(gradients, reference):
-    difference = sum((a - b).square().sum() for a, b in zip(gradients, reference, strict=True))
-    return math.sqrt(difference / sum(b.square().sum() for b in reference))
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -1,13 +1,12 @@
 """The language-model recipe, run as a user runs it: `accelerate launch` with the shipped configs."""
 
 import json
-import math
 import shutil
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, launch, launch_command, make_model_dir, read_metrics, run
+from conftest import ROOT, launch, launch_command, make_model_dir, read_metrics, relative_difference, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SMALL = ["--sequence_length", 64, "--num_updates", 4, "--global_batch_size", 8, "--micro_batch_tokens", 128]
@@ -55,11 +54,6 @@ def float64_spec(out, name, functions_file, model_dir, cut, **changes):
     arguments += ["--warmup_updates", 0, "--output_dir", out / name, *cut]
     changes |= {"float64": 1, "save_gradients": str(out / f"{name}.pt")}
     return {"name": name, "flags": [str(part) for part in arguments], "changes": changes}
-
-
-def relative_difference(gradients, reference):
-    difference = sum((a - b).square().sum() for a, b in zip(gradients, reference, strict=True))
-    return math.sqrt(difference / sum(b.square().sum() for b in reference))
 
 
 def test_the_update_is_the_same_however_the_window_is_cut(float64_runs):

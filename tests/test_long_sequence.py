@@ -2,12 +2,23 @@
 
 import json
 import math
+import re
 import shutil
 import sys
 
 import pytest
 import torch
-from conftest import ROOT, assert_refused, launch, launch_command, read_metrics, run
+from conftest import (
+    ROOT,
+    assert_mistake,
+    assert_refused,
+    launch,
+    launch_command,
+    read_metrics,
+    relative_difference,
+    run,
+    run_recipe_alone,
+)
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -23,11 +34,6 @@ def flags(functions_file, output_dir, *more):
     base = ["--train_file", functions_file, "--sequence_length", 300, "--global_batch_size", 4, "--num_updates", 4]
     base += ["--hidden_size", 16, "--learning_rate", 1e-2, "--save_every", 0, "--output_dir", output_dir]
     return [str(part) for part in [*base, *more]]
-
-
-def relative_difference(gradients, reference):
-    difference = sum((a - b).square().sum() for a, b in zip(gradients, reference, strict=True))
-    return math.sqrt(difference / sum(b.square().sum() for b in reference))
 
 
 def gradients(model, batch):
@@ -240,30 +246,11 @@ MISTAKES = {
 }
 
 
-@pytest.fixture(scope="module")
-def refusals(functions_file, tmp_path_factory):
-    """Each mistake through the recipe's own main, in one process; what it says."""
-    out = tmp_path_factory.mktemp("mistakes")
-    code = "import json, runpy, sys\nfor flags in json.load(open(sys.argv[1])):\n    sys.argv[1:] = flags\n    try:\n"
-    code += f"        runpy.run_path('{RECIPE}', run_name='__main__')\n    except SystemExit as end:\n"
-    code += "        print('status', end.code, file=sys.stderr)\n"
-    (out / "refuse.py").write_text(code)
-    (out / "flags.json").write_text(
-        json.dumps([flags(functions_file, out / "run", *mistake.split()) for mistake in MISTAKES])
-    )
-    result = run([*launch_command("cpu"), out / "refuse.py", out / "flags.json"])
-    assert result.returncode == 0, result.stderr
-    assert not (out / "run").exists()
-    return result.stderr.split("status ")
-
-
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_of_its_own_are_refused(mistake, refusals):
-    place = list(MISTAKES).index(mistake)
-    said = refusals[place] if place == 0 else refusals[place].partition("\n")[2]
-    errors = [line for line in said.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and MISTAKES[mistake] in errors[0], said
-    assert refusals[place + 1].startswith("2\n")
+def test_mistakes_of_its_own_are_refused(mistake, functions_file, tmp_path):
+    result = run_recipe_alone("long_sequence.py", *flags(functions_file, tmp_path / "run", *mistake.split()))
+    assert_mistake(result, re.escape(MISTAKES[mistake]))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_mistake_ends_a_launch(functions_file, tmp_path):

@@ -8,9 +8,17 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, launch, launch_command, read_metrics, run
+from conftest import (
+    ROOT,
+    assert_mistake,
+    launch,
+    launch_command,
+    read_metrics,
+    relative_difference,
+    run,
+    run_recipe_alone,
+)
 from safetensors.torch import load_file
-from test_lm import relative_difference
 from transformers import AutoModelForCausalLM, AutoTokenizer, OlmoeConfig
 
 from common import data, routing
@@ -235,8 +243,8 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line(mistake, functions_file, moe_dir, model_dir, tmp_path, capsys, monkeypatch):
-    """In this process; status 2, and nothing is written."""
+def test_a_mistake_is_one_line(mistake, functions_file, moe_dir, model_dir, tmp_path):
+    """Status 2, and nothing is written."""
     more, pattern = MISTAKES[mistake]
     if "OLMOE" in more:
         olmoe = OlmoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2)
@@ -244,12 +252,7 @@ def test_a_mistake_is_one_line(mistake, functions_file, moe_dir, model_dir, tmp_
     models = {"OLMOE": tmp_path / "olmoe", "MOE": moe_dir, "DENSE": model_dir}
     parts = [["--model_name_or_path", models[part]] if part in models else [part] for part in more]
     base = ["--train_file", functions_file, "--output_dir", tmp_path / "run"]
-    monkeypatch.setattr(sys, "argv", [RECIPE, *(str(part) for part in base + sum(parts, []))])
-    monkeypatch.setattr("common.liveness.leave", lambda *_: None)
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / RECIPE), run_name="__main__")
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert ended.value.code == 2 and len(errors) == 1 and re.search(pattern, errors[0]), errors
+    assert_mistake(run_recipe_alone("moe.py", *base, *sum(parts, [])), pattern)
     assert not (tmp_path / "run").exists()
 
 

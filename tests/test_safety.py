@@ -17,7 +17,7 @@ from conftest import BIN, ROOT, launch_command, run
 
 from common import checkpoint, corpus, data, models
 from common.checkpoint import _damage, _hash_of, list_checkpoints
-from common.redaction import redact
+from common.redaction import HIDDEN, redact
 
 
 class Payload:
@@ -467,3 +467,11 @@ def test_only_secrets_are_taken_out():
         redact("https://me:p@ss/word@host/path and ghp_" + "a" * 36) == "https://(not shown)@host/path and (not shown)"
     )
     assert redact("--api_key abc, HF_TOKEN=abc, x?access_token=abc&y=1").count("abc") == 0
+
+
+def test_a_number_and_a_sentence_about_a_flag_are_no_secrets():
+    """`--experts_per_token` ends as the name of a secret does."""
+    flags = {"experts_per_token": 2, "hf_token": "short", "api_key": ["a", "b"]}
+    assert redact(flags) == {"experts_per_token": 2, "hf_token": HIDDEN, "api_key": HIDDEN}
+    assert redact("--experts_per_token cannot change") == "--experts_per_token cannot change"
+    assert redact("--hf_token abc") == f"--hf_token {HIDDEN}"

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import math
 import shutil
 import sys
 import textwrap
@@ -16,6 +15,7 @@ from conftest import (
     launch,
     launch_command,
     read_metrics,
+    relative_difference,
     run,
     run_recipe_alone,
     stdlib_functions,
@@ -241,11 +241,6 @@ def float64_runs(files, model_dirs, tmp_path_factory):
 
 def results(out):
     return json.loads((out / "run.json").read_text())["results"]
-
-
-def relative_difference(gradients, reference):
-    difference = sum((a - b).square().sum() for a, b in zip(gradients, reference, strict=True))
-    return math.sqrt(difference / sum(b.square().sum() for b in reference))
 
 
 def test_the_update_is_the_same_however_the_window_is_cut(float64_runs):
