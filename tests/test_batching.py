@@ -13,6 +13,7 @@ from common.batching import (
     WindowDataset,
     collate_tokens,
     cut_window,
+    padded_length,
     permute,
     updates_per_epoch,
     window_sample_ids,
@@ -121,6 +122,8 @@ def test_a_budget_holds_for_samples_of_two_sequences(world_size):
         return [len(batch) * lengths[batch].max(0).sum() for steps in dealt for batch in steps if len(batch)]
 
     assert max(sizes(lengths)) <= 900 < max(sizes(lengths.sum(1)))
+    batch = np.array([[7, 2], [3, 5]])  # a row has room for 7 of the source and 5 of the target
+    assert padded_length(batch) == 12 and padded_length(batch[:, 0]) == 7
 
 
 @functools.cache
