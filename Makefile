@@ -14,6 +14,7 @@ train: $(VENV)/installed
 	$(BIN)/accelerate launch --config_file accelerate_configs/$(CONFIG).yaml recipes/$(RECIPE).py $(ARGS)
 
 test: $(VENV)/installed
+	$(BIN)/python -m common.extensions
 	$(BIN)/python -m pytest -q -n 3 --dist loadfile --durations 25 $(TESTS)
 
 bench: $(VENV)/installed-bench

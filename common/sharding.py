@@ -1,23 +1,21 @@
-"""FSDP2 and DeepSpeed: what they can take, how they run without a GPU, and the extensions that DeepSpeed compiles."""
+"""FSDP2 and DeepSpeed: what they can take, and how they run without a GPU."""
 
 import difflib
 import json
 import os
 import shutil
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
-from filelock import FileLock
 from pydantic import ValidationError
 from torch.distributed.fsdp import CPUOffloadPolicy
+
+from common.extensions import build_extensions
 
 # Keys that follow from the recipe's own flags: a DeepSpeed file says "auto", or nothing.
 FOLLOWING_KEYS = {
@@ -276,7 +274,7 @@ def prepare_rehearsal(mode: str) -> None:
     # has no GPU, unless told.
     os.environ["ACCELERATE_USE_CPU"] = "false"
     if mode == "DeepSpeed":
-        build_extensions({})  # DeepSpeed's collectives want theirs when the processes connect
+        build_extensions([])  # DeepSpeed's collectives want theirs when the processes connect
 
 
 def connect_rehearsal(mode: str) -> None:
@@ -295,67 +293,8 @@ def adapt(accelerator: Accelerator, max_grad_norm: float) -> None:
         # DeepSpeed calls collectives under names that torch 2.13 deprecates: a warning for each call.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         config = accelerator.deepspeed_plugin.deepspeed_config
-        build_extensions(config.get("zero_optimization", {}))
+        build_extensions(offload_devices(config.get("zero_optimization", {})).values())
         config["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed wants a number; nothing is divided by it
         if config.get("gradient_clipping", "auto") == "auto":
             # Never 0: DeepSpeed would compute no norm then, and so would not see that a gradient is not finite.
             config["gradient_clipping"] = max_grad_norm or 1e30
-
-
-def _build_extension(builder_name: str, package: str) -> None:
-    """Loads one of DeepSpeed's C++ extensions; built first, which takes minutes, by one process while others wait.
-
-    `package` is Debian's name for what the build needs. Raises ValueError, one line, where it cannot be built.
-    """
-    from deepspeed.accelerator import get_accelerator
-    from torch.utils.cpp_extension import _get_build_directory
-
-    builder = get_accelerator().create_op_builder(builder_name)
-    directory = Path(_get_build_directory(builder.name, verbose=False))
-    library, torch_lock = directory / f"{builder.name}.so", directory / "lock"
-    # Ours is released when its process ends, however it ends. Torch's own lock is a file that a killed build leaves,
-    # and everybody then waits for it for ever. All of a run's processes take it inside of ours, so one that nobody
-    # has open is such a left one.
-    with FileLock(directory.parent / f"{builder.name}.building"):
-        is_left = torch_lock.exists() and not _is_open(torch_lock)
-        if is_left:
-            print(f"{torch_lock} was left by a build that was killed; removing it", flush=True)
-            torch_lock.unlink(missing_ok=True)
-        must_build = is_left or not library.exists()
-        if must_build:
-            if shutil.which(os.environ.get("CXX", "c++")) is None:
-                raise ValueError("DeepSpeed compiles an extension here and finds no C++ compiler; apt install g++")
-            if not builder.is_compatible(verbose=False):
-                raise ValueError(
-                    f"DeepSpeed's extension {builder.name} cannot be built on this machine; apt install {package}"
-                )
-            print(f"building DeepSpeed's extension {builder.name}: some minutes, only once ...", flush=True)
-        started = time.perf_counter()
-        with open(os.devnull, "w") as null, redirect_stdout(null):
-            try:
-                builder.load(verbose=False)  # DeepSpeed keeps it, and takes no lock for it again
-            except RuntimeError as error:
-                reason = str(error).strip().splitlines()[-1]
-                raise ValueError(f"DeepSpeed's extension {builder.name} does not compile ({reason})") from error
-        if must_build:
-            print(f"built in {time.perf_counter() - started:.0f} s", flush=True)
-
-
-def _is_open(path: Path) -> bool:
-    """Whether a process that this user may look into has the file open."""
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if any(Path(file.path) == path for file in process.open_files()):
-                return True
-    return False
-
-
-def build_extensions(zero_optimization: dict[str, Any]) -> None:
-    """The extensions that the offload of a DeepSpeed configuration needs; on a CPU, also the one of its collectives."""
-    devices = set(offload_devices(zero_optimization).values())
-    if os.environ.get("DS_ACCELERATOR") == "cpu":
-        _build_extension("ShareMemCommBuilder", "g++")
-    if devices - {"none"}:
-        _build_extension("CPUAdamBuilder", "g++")
-    if "nvme" in devices:
-        _build_extension("AsyncIOBuilder", "libaio-dev")

@@ -27,11 +27,7 @@ def dropout_model(functions_file, tmp_path_factory):
     return make_model_dir(tmp_path_factory.mktemp("model"), functions_file, attention_dropout=0.1)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def extensions():
-    """DeepSpeed's extensions are the user's, built once; the other caches are the tests' own."""
-    home = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions")
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(home)
+pytestmark = pytest.mark.usefixtures("extensions")
 
 
 def flags(functions_file, model_dir, output_dir, *more):

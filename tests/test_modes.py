@@ -251,8 +251,8 @@ def test_an_nvme_path_that_is_full_is_refused(functions_file, tmp_path):
 
 def build(tmp_path, builder="ShareMemCommBuilder", package="g++", **env):
     """What a process does before it shards, in a place where nothing has been built."""
-    code = "from common import launch, sharding\nwith launch.user_mistakes_end_here(): "
-    (tmp_path / "build.py").write_text(code + f"sharding._build_extension({builder!r}, {package!r})")
+    code = "from common import extensions, launch\nwith launch.user_mistakes_end_here(): "
+    (tmp_path / "build.py").write_text(code + f"extensions._build_extension({builder!r}, {package!r})")
     env = {"TORCH_EXTENSIONS_DIR": tmp_path, "DS_ACCELERATOR": "cpu", "PYTHONPATH": ROOT} | env
     return run([BIN / "python", tmp_path / "build.py"], **env)
 

@@ -1,0 +1,90 @@
+"""The C++ extensions that DeepSpeed compiles at first use: built once, by one process, before the others need them.
+
+`python -m common.extensions` builds all that this machine can: before the tests, or for the nodes of a shared home.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Iterable
+from contextlib import redirect_stdout, suppress
+from pathlib import Path
+
+import psutil
+from filelock import FileLock
+
+
+def _build_extension(builder_name: str, package: str) -> None:
+    """Loads one of DeepSpeed's C++ extensions; built first, which takes minutes, by one process while others wait.
+
+    `package` is Debian's name for what the build needs. Raises ValueError, one line, where it cannot be built.
+    """
+    import deepspeed  # here because it takes seconds
+    from deepspeed.accelerator import get_accelerator
+    from torch.utils.cpp_extension import _get_build_directory
+
+    builder = get_accelerator().create_op_builder(builder_name)
+    flags = [flag for flag in builder.cxx_args() if flag != "-g"]  # debugging symbols are a third of the time
+    builder.cxx_args = lambda: flags
+    directory = Path(_get_build_directory(builder.name, verbose=False))
+    library, torch_lock = directory / f"{builder.name}.so", directory / "lock"
+    # Ours is released when its process ends, however it ends. Torch's own lock is a file that a killed build leaves,
+    # and everybody then waits for it for ever. All of a run's processes take it inside of ours, so one that nobody
+    # has open is such a left one.
+    with FileLock(directory.parent / f"{builder.name}.building"):
+        is_left = torch_lock.exists() and not _is_open(torch_lock)
+        if is_left:
+            print(f"{torch_lock} was left by a build that was killed; removing it", flush=True)
+            torch_lock.unlink(missing_ok=True)
+        # Ninja builds again what another environment's DeepSpeed or torch had built here.
+        recipe = directory / "build.ninja"
+        is_ours = recipe.exists() and str(Path(deepspeed.__file__).parent) in recipe.read_text()
+        must_build = is_left or not library.exists() or not is_ours
+        if must_build:
+            if shutil.which(os.environ.get("CXX", "c++")) is None:
+                raise ValueError("DeepSpeed compiles an extension here and finds no C++ compiler; apt install g++")
+            if not builder.is_compatible(verbose=False):
+                raise ValueError(
+                    f"DeepSpeed's extension {builder.name} cannot be built on this machine; apt install {package}"
+                )
+            print(f"building DeepSpeed's extension {builder.name}: some minutes, only once ...", flush=True)
+        started = time.perf_counter()
+        with open(os.devnull, "w") as null, redirect_stdout(null):
+            try:
+                builder.load(verbose=False)  # DeepSpeed keeps it, and takes no lock for it again
+            except RuntimeError as error:
+                reason = str(error).strip().splitlines()[-1]
+                raise ValueError(f"DeepSpeed's extension {builder.name} does not compile ({reason})") from error
+        if must_build:
+            print(f"built in {time.perf_counter() - started:.0f} s", flush=True)
+
+
+def _is_open(path: Path) -> bool:
+    """Whether a process that this user may look into has the file open."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if any(Path(file.path) == path for file in process.open_files()):
+                return True
+    return False
+
+
+def build_extensions(offload_devices: Iterable[str]) -> None:
+    """The extensions for offload to these devices (none, cpu, nvme); on a CPU, also the one of DeepSpeed's collectives.
+
+    Raises:
+        ValueError: one line, where one cannot be built.
+    """
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        _build_extension("ShareMemCommBuilder", "g++")
+    if set(offload_devices) - {"none"}:
+        _build_extension("CPUAdamBuilder", "g++")
+    if "nvme" in offload_devices:
+        _build_extension("AsyncIOBuilder", "libaio-dev")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        build_extensions(["nvme"])
+    except ValueError as error:
+        print(f"{error}; what needs it is refused")
