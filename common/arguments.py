@@ -15,9 +15,10 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from common.activation_checkpointing import ACTIVATION_CHECKPOINTING
-from common.checkpoint import CHANGEABLE, LOCK, lock_output_dir, remove
+from common.checkpoint import CHANGEABLE
 from common.corpus import Source, check_sources, has_split
 from common.data import Samples
+from common.files import LOCK, lock_output_dir, remove
 from common.launch import exit_with_mistakes, started_world_size
 from common.optimizers import OPTIMIZERS, SCHEDULES, optimizers_help
 

@@ -3,62 +3,57 @@
     python -m common.checkpoint list OUTPUT_DIR
     python -m common.checkpoint export OUTPUT_DIR/checkpoints/update-000100 DIR
 
-A checkpoint is a directory of safetensors and JSON. Nothing in it is ever executed, whoever wrote it: what is read is
-checked for its form too, files that the manifest does not name are not looked at, and links are not followed.
-
-    manifest.json           format, update, settings, fingerprints, versions, and size and SHA-256 of every other file
-    rank-00000.safetensors  the ranges of weights and optimizer state that rank 0 writes, flattened (see common.shards)
-    rank-00000.json         where in which tensor these ranges lie; counts of the optimizer; the rank's random states
-    model/                  configuration and tokenizer, for the export
-
+A checkpoint is a directory of safetensors and JSON; common/checkpoint_format.py says what is in it, and reads it.
 It is written under another name (`.partial`), flushed, and renamed when its manifest is on the disk: a killed save
 leaves nothing that could be taken for a checkpoint. The loop waits only for a copy in memory; a thread writes it.
 """
 
 import argparse
-import base64
 import errno
 import hashlib
 import json
-import math
 import os
-import random
 import shutil
-import stat
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 from accelerate import Accelerator
-from filelock import FileLock, Timeout
-from safetensors import safe_open
-from safetensors.torch import _TYPES as DTYPES  # the format's names of types
-from safetensors.torch import save_file
 
 from common import shards
-from common.corpus import one_line
+from common.checkpoint_format import (
+    DTYPE_NAMES,
+    FORMAT,
+    MANIFEST,
+    Position,
+    Reader,
+    find_damage,
+    hash_of,
+    list_checkpoints,
+    newer_line,
+    safetensors_parts,
+)
+from common.export import export
+from common.files import (
+    PARTIAL,
+    disk_line,
+    fsync,
+    lock_output_dir,
+    remove,
+    replace_directory,
+    write_file,
+)
 from common.launch import running_mode, seed_everything
+from common.random_states import random_states, restore_random_states
 from common.sharding import offload_devices
 from common.stopping import StopRequests
-
-FORMAT = 1
-MANIFEST, PARTIAL = "manifest.json", ".partial"
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-LOCK = ".lock"
-# Seconds to wait for it: data workers of a killed run hold it for some, ranks that lost their launcher for an update.
-LOCK_TIMEOUT = 60
-CHUNK = 16 << 20  # bytes written and hashed at a time
-# Files of model/ that an export takes: settings, and the tokenizer's own formats, but never code or pickles.
-EXPORTED = (".json", ".jinja", ".txt", ".model", ".spm", ".bpe", ".codes", ".tiktoken")
 
 # What an update depends on besides samples and weights; another value than the checkpoint's is refused. False: also
 # with --allow_changed, since the saved state would not fit.
@@ -76,18 +71,6 @@ SETTINGS = {
     "mixed_precision": True,
 }
 CHANGEABLE = ("dataset", *(name for name, can_change in SETTINGS.items() if can_change))
-
-
-@dataclass
-class Position:
-    """Where a run stands, and what it counts; the same on all ranks."""
-
-    update: int = 0  # updates done: the number of the next one
-    skipped_updates: int = 0
-    skipped_in_a_row: int = 0
-    best_validation_loss: float | None = None
-    validation_loss: float | None = None  # where the last update ended with an evaluation
-    tracker_runs: dict[str, str] = field(default_factory=dict)  # by which a tracker continues its own run
 
 
 # --- what a run is ---------------------------------------------------------------------------------------------------
@@ -147,349 +130,7 @@ def _differences(saved: dict, now: dict, allowed: Iterable[str]) -> Iterator[str
             yield f"{flag} is {is_now}, the checkpoint's is {was}; give {was}{how}"
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _write(path: Path, parts: Iterable[Any]) -> dict[str, Any]:
-    """Writes and flushes a file; its size and SHA-256, computed on the way: reading it again would take as long."""
-    digest, size = hashlib.sha256(), 0
-    with open(path, "wb") as file:
-        for part in parts:
-            file.write(part)
-            digest.update(part)
-            size += len(part)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"bytes": size, "sha256": digest.hexdigest()}
-
-
-def _safetensors(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Any]:
-    """The bytes of a safetensors file, in chunks.
-
-    Not `safetensors.torch.save_file`: it keeps Python's lock while it writes, so that training would wait for the
-    thread that writes, and the hash would need a second pass. The library reads what this writes.
-    """
-    header, offset = {}, 0
-    for name, tensor in tensors:
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": [tensor.numel()],
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for _, tensor in tensors:
-        content = memoryview(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
-        for start in range(0, len(content), CHUNK):
-            yield content[start : start + CHUNK]
-
-
-def _disk_line(error: OSError, directory: Path, needed: int) -> str:
-    existing = next(path for path in [directory, *directory.absolute().parents] if path.is_dir())
-    where = error.filename or directory
-    return (
-        f"disk: no checkpoint could be written: {error.strerror} ({where}); {needed:,} bytes needed, "
-        f"{shutil.disk_usage(existing).free:,} free; make room or mend it, then start again with --resume: the last "
-        "complete checkpoint is untouched"
-    )
-
-
-@contextmanager
-def complete_or_absent(directory: Path) -> Iterator[Path]:
-    """A directory to write into, which takes its name, and the place of what had it, when all in it is on the disk."""
-    partial = directory.with_name(directory.name + PARTIAL)
-    remove(partial)
-    partial.mkdir(parents=True)
-    yield partial
-    for path in [*partial.rglob("*"), partial]:
-        _fsync(path)
-    _replace(partial, directory)
-
-
-_locks: dict[Path, FileLock] = {}  # held until this process ends
-
-
-def lock_output_dir(directory: Path) -> None:
-    """Takes an output directory for this process, until it ends; harmless twice.
-
-    Raises:
-        ValueError: another process writes there.
-    """
-    lock = _locks.setdefault(directory.absolute(), FileLock(directory / LOCK))
-    if lock.is_locked:
-        return
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        print("waiting for another process that writes to this output directory ...", flush=True)
-        try:
-            lock.acquire(timeout=LOCK_TIMEOUT)
-        except Timeout:
-            raise ValueError(
-                f"--output_dir {directory}: another run writes there; end it, or name another directory"
-            ) from None
-
-
-def remove(path: Path) -> None:
-    """A directory with all in it, or a file that stands in its place."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _replace(partial: Path, directory: Path) -> None:
-    """Renames a directory that is complete; what has the name already goes away."""
-    if directory.exists():
-        old = directory.with_name(directory.name + ".old" + PARTIAL)
-        remove(old)
-        directory.rename(old)
-        partial.rename(directory)
-        remove(old)
-    else:
-        partial.rename(directory)
-    _fsync(directory.parent)
-
-
-def _hash_of(manifest: dict[str, Any]) -> str:
-    rest = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def _own_file(directory: Path, name: str) -> Path:
-    """A file of the checkpoint by its name in the manifest; an error of one line for a link, a pipe, another place."""
-    root = os.path.realpath(directory)
-    path = os.path.join(root, name)
-    if os.path.realpath(path) != path or not path.startswith(root + os.sep):
-        raise ValueError(f"{name} lies outside, or is a link")
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise ValueError(f"{name} is no file")
-    return directory / name
-
-
-def _read_manifest(directory: Path) -> dict[str, Any]:
-    """Raises ValueError, one line without the directory's name, where it is not there, not whole or malformed."""
-    try:
-        manifest = json.loads(_own_file(directory, MANIFEST).read_text())
-    except OSError as error:
-        raise ValueError(f"{MANIFEST}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{MANIFEST} is damaged: {error}") from error
-    if not isinstance(manifest, dict) or manifest.get("sha256") != _hash_of(manifest):
-        raise ValueError(f"{MANIFEST} is damaged: its own SHA-256 differs")
-    try:
-        _check_manifest(manifest)
-    except (KeyError, TypeError, AttributeError, AssertionError) as error:
-        raise ValueError(f"{MANIFEST} is malformed: {one_line(error)}") from error
-    return manifest
-
-
-def _require(condition: bool, what: str) -> None:
-    if not condition:
-        raise ValueError(what)
-
-
-def _is_number(value: Any, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _check_manifest(manifest: dict[str, Any]) -> None:
-    """Its hash shows that it is whole, not who wrote it: raises an error where a part is not of the form expected."""
-    for name, least in {"format": 1, "update": 0, "world_size": 1}.items():
-        _require(_is_number(manifest[name], least=least), f"{MANIFEST} is malformed: its {name} is {manifest[name]!r}")
-    if manifest["format"] > FORMAT:
-        return  # of which we cannot judge
-    texts = (manifest["mode"], manifest["architecture"], *manifest["files"])
-    _require(all(text.isprintable() for text in texts), f"{MANIFEST} is malformed: a name is not printable")
-    for facts in manifest["files"].values():
-        _require(_is_number(facts["bytes"]) and isinstance(facts["sha256"], str), f"{MANIFEST} is malformed: its files")
-    position, identity = Position(**manifest["position"]), manifest["identity"]
-    is_sound = position.update == manifest["update"]
-    is_sound &= _is_number(position.skipped_updates) and _is_number(position.skipped_in_a_row)
-    for loss in (position.best_validation_loss, position.validation_loss):
-        is_sound &= loss is None or isinstance(loss, float)
-    is_sound &= all(isinstance(run, str) for run in position.tracker_runs.values())
-    is_sound &= all(isinstance(value, bool | int | float) for value in manifest["scaler"].values())
-    is_sound &= all(isinstance(identity[name], dict) for name in ("model", "settings"))
-    is_sound &= all(isinstance(identity[name], str) for name in ("tokenizer", "dataset"))
-    _require(is_sound, f"{MANIFEST} is malformed: its position, scaler or identity")
-
-
-def _newer(manifest: dict[str, Any]) -> str:
-    return f"its format is {manifest['format']}, newer than this code's {FORMAT}; take the code that wrote it, or newer"
-
-
-def _damage(directory: Path, manifest: dict[str, Any], rank: int = 0, world: int = 1) -> str | None:
-    """What is wrong with this rank's share of the files, or None."""
-    name = MANIFEST
-    try:
-        for name, facts in list(manifest["files"].items())[rank::world]:
-            path = _own_file(directory, name)
-            if path.stat().st_size != facts["bytes"]:
-                return f"{name} has {path.stat().st_size} bytes in the place of {facts['bytes']}"
-            with open(path, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != facts["sha256"]:
-                    return f"{name} is damaged: its SHA-256 differs"
-        if manifest["format"] <= FORMAT:
-            Reader(directory, manifest).check(rank, world)
-    except OSError as error:
-        return f"{name}: {error.strerror}"
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def list_checkpoints(output_dir: Path) -> tuple[list[tuple[Path, dict[str, Any]]], list[str]]:
-    """The checkpoints whose manifest is whole, the newest first; and a line for each directory without one."""
-    found, problems = [], []
-    directory = output_dir / "checkpoints"
-    for path in sorted(directory.iterdir(), reverse=True) if directory.is_dir() else []:
-        if path.name.endswith(PARTIAL) or not path.is_dir():
-            continue
-        try:
-            found.append((path, _read_manifest(path)))
-        except ValueError as error:
-            problems.append(f"{path}: {error}")
-    return sorted(found, key=lambda one: one[1].get("update", -1), reverse=True), problems
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
-class Reader:
-    """The tensors of a checkpoint, whole or in part, however they were cut when they were saved.
-
-    Raises ValueError, one line, where the files of the ranks do not make whole tensors.
-    """
-
-    def __init__(self, directory: Path, manifest: dict[str, Any]):
-        self.directory, self.manifest = directory, manifest
-        self.ranks: list[dict[str, Any]] = []
-        self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        self.numbers: dict[str, Any] = {}
-        self._where: dict[str, list[tuple[int, int, str]]] = {}
-        self._open: dict[str, Any] = {}
-        for number in range(manifest["world_size"]):
-            name = f"rank-{number:05}"
-            try:
-                self._add_rank(name)
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise ValueError(f"{name}.json is malformed: {one_line(error)}") from error
-        for name, (_, shape) in self.tensors.items():
-            filled = 0
-            for first, last, _ in sorted(one for one in self._where[name] if one[0] < one[1]):
-                _require(first == filled, f"{name} has a gap or an overlap at its element {min(first, filled)}")
-                filled = last
-            _require(filled == math.prod(shape), f"{name} has {filled} of {math.prod(shape)} elements")
-
-    def _add_rank(self, name: str) -> None:
-        listed = self.manifest["files"]
-        _require({f"{name}.json", f"{name}.safetensors"} <= listed.keys(), "the manifest does not name its files")
-        rank = json.loads(_own_file(self.directory, f"{name}.json").read_text())
-        for number, value in rank["numbers"].items():
-            _require(isinstance(value, int | float), f"{number} is no number")
-            is_step = number.startswith("optimizer.step/")
-            _require(not is_step or 0 <= value <= self.manifest["update"] + 1, f"{number} is {value}")
-        self.ranks.append(rank)
-        self.numbers |= rank["numbers"]
-        for tensor, one in rank["tensors"].items():
-            facts = (DTYPES[one["dtype"]], tuple(one["shape"]))
-            sizes = (*facts[1], one["start"], one["elements"])
-            _require(all(_is_number(size) for size in sizes), f"{tensor}: its sizes")
-            _require(self.tensors.setdefault(tensor, facts) == facts, f"{tensor} is another one than in other ranks")
-            where = (one["start"], one["start"] + one["elements"], f"{name}.safetensors")
-            self._where.setdefault(tensor, []).append(where)
-
-    def check(self, rank: int = 0, world: int = 1) -> None:
-        """Raises ValueError where a file of this rank's share holds something else than its JSON says."""
-        for number in range(rank, len(self.ranks), world):
-            name, facts = f"rank-{number:05}", self.ranks[number]
-            try:
-                file = self._file(f"{name}.safetensors")
-                slices = {tensor: file.get_slice(tensor) for tensor in file.keys()}
-                found = {tensor: (one.get_dtype(), one.get_shape()) for tensor, one in slices.items()}
-                told = {tensor: (one["dtype"], [one["elements"]]) for tensor, one in facts["tensors"].items()}
-                _require(found == told, f"its tensors are not those of {name}.json")
-            except Exception as error:  # SafetensorError, by what the header says
-                raise ValueError(f"{name}.safetensors is malformed: {one_line(error)}") from error
-            try:
-                _check_random_states(facts["random"])
-            except Exception as error:  # KeyError, TypeError, RuntimeError, ...
-                raise ValueError(f"{name}.json is malformed: its random states ({one_line(error)})") from error
-
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            self._open[name] = safe_open(_own_file(self.directory, name), "pt")
-        return self._open[name]
-
-    def read(self, name: str, start: int = 0, elements: int | None = None) -> torch.Tensor:
-        """A range of a tensor's flattened elements, on the CPU; without a range, the tensor in its shape."""
-        dtype, shape = self.tensors[name]
-        stop = start + (math.prod(shape) if elements is None else elements)
-        result, filled = torch.empty(stop - start, dtype=dtype), 0
-        for first, last, file in self._where[name]:
-            low, high = max(first, start), min(last, stop)
-            if low < high:
-                result[low - start : high - start] = self._file(file).get_slice(name)[low - first : high - first]
-                filled += high - low
-        assert filled == stop - start, f"{self.directory}: {name} has {filled} of the elements {start} to {stop}"
-        return result.view(shape) if elements is None else result
-
-
-# --- random states and scalers ---------------------------------------------------------------------------------------
-
-
-def _encode(state: torch.Tensor) -> str:
-    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
-
-
-def _decode(text: str) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(base64.b64decode(text), np.uint8).copy())
-
-
-def random_states(device: torch.device) -> dict[str, Any]:
-    """This rank's generators: Python's, numpy's, torch's on the CPU and on the device; as JSON."""
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    states = {
-        "python": random.getstate(),
-        "numpy": [kind, keys.tolist(), position, has_gauss, cached],
-        "torch": _encode(torch.get_rng_state()),
-    }
-    if device.type != "cpu":
-        states[device.type] = _encode(torch.get_device_module(device).get_rng_state())
-    return states
-
-
-def _check_random_states(states: dict[str, Any]) -> None:
-    """Raises an error where `restore_random_states` would: here on generators that nobody uses."""
-    version, internal, gauss = states["python"]
-    random.Random().setstate((version, tuple(internal), gauss))
-    kind, keys, position, has_gauss, cached = states["numpy"]
-    _require(0 <= position <= len(keys), "numpy's position")  # numpy itself would read beyond its keys
-    np.random.RandomState(0).set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))
-    torch.Generator().set_state(_decode(states["torch"]))
-
-
-def restore_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Sets the generators to what `random_states` gave."""
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(_decode(states["torch"]))
-    if device.type in states and device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(_decode(states[device.type]))
+# --- the scaler of fp16 -----------------------------------------------------------------------------------------------
 
 
 def scaler_state(accelerator: Accelerator, optimizer: Any) -> dict[str, Any]:
@@ -556,7 +197,7 @@ class Checkpoints:
             if self.rank == 0 or not only_main:
                 action()
         except OSError as error:
-            problem = _disk_line(error, self.directory, self.needed)
+            problem = disk_line(error, self.directory, self.needed)
         except ValueError as error:
             problem = str(error)
         self._raise_first(problem)
@@ -584,8 +225,8 @@ class Checkpoints:
         found, problems = list_checkpoints(self.output_dir)
         for path, manifest in found:
             if manifest["format"] > FORMAT:
-                raise ValueError(f"--resume {path}: {_newer(manifest)}")
-            problem = _damage(path, manifest, self.rank, self.world)
+                raise ValueError(f"--resume {path}: {newer_line(manifest)}")
+            problem = find_damage(path, manifest, self.rank, self.world)
             damaged = self._sum(problem is not None)[0] > 0
             if damaged:
                 if problem:
@@ -731,13 +372,13 @@ class Checkpoints:
 
     def _write_rank(self, partial: Path, tensors: list[tuple[str, torch.Tensor]], facts: dict[str, Any]) -> None:
         name = f"rank-{self.rank:05}"
-        files = {f"{name}.safetensors": _write(partial / f"{name}.safetensors", _safetensors(tensors))}
+        files = {f"{name}.safetensors": write_file(partial / f"{name}.safetensors", safetensors_parts(tensors))}
         if self.rank == 0:
             (partial / "model").mkdir()
             for file, content in self.model_files.items():
-                files[f"model/{file}"] = _write(partial / "model" / file, [content])
-            _fsync(partial / "model")
-        _write(partial / f"{name}.json", [json.dumps(facts | {"files": files}).encode()])
+                files[f"model/{file}"] = write_file(partial / "model" / file, [content])
+            fsync(partial / "model")
+        write_file(partial / f"{name}.json", [json.dumps(facts | {"files": files}).encode()])
 
     def _is_written(self) -> bool:
         return self.is_saving and self.writing is not None and self.writing.done()
@@ -748,7 +389,7 @@ class Checkpoints:
             if future is not None and future.done() and (error := future.exception()) is not None:
                 if not isinstance(error, OSError):
                     raise error
-                return _disk_line(error, self.directory, self.needed)
+                return disk_line(error, self.directory, self.needed)
         return None
 
     def _commit_soon(self) -> None:
@@ -768,12 +409,12 @@ class Checkpoints:
             files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         manifest = manifest | {"files": files}
         manifest = json.loads(json.dumps(manifest))  # as it will be read: tuples are lists, keys are text
-        manifest["sha256"] = _hash_of(manifest)
-        _write(partial / MANIFEST, [json.dumps(manifest, indent=1).encode()])
-        _fsync(partial)
+        manifest["sha256"] = hash_of(manifest)
+        write_file(partial / MANIFEST, [json.dumps(manifest, indent=1).encode()])
+        fsync(partial)
         if (metrics := self.output_dir / "metrics.jsonl").is_file():
-            _fsync(metrics)  # the lines up to this update are there after a power cut too
-        _replace(partial, final)
+            fsync(metrics)  # the lines up to this update are there after a power cut too
+        replace_directory(partial, final)
         self._remove_older()
 
     def _remove_older(self) -> None:
@@ -833,76 +474,6 @@ def _pretrained_files(*pretrained: Any) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir()) if path.is_file()}
 
 
-# --- export ----------------------------------------------------------------------------------------------------------
-
-
-def export(directory: Path, target: Path) -> None:
-    """Writes the weights of a checkpoint as a model that `from_pretrained` loads, with its tokenizer; or nothing.
-
-    Raises:
-        ValueError: no sound checkpoint there, or something else where the model should go; one line.
-    """
-    import transformers
-
-    try:
-        manifest = _read_manifest(directory)
-    except ValueError as error:
-        raise ValueError(f"{directory} is no checkpoint: {error}; name one of OUTPUT_DIR/checkpoints") from error
-    if manifest["format"] > FORMAT:
-        raise ValueError(f"{directory}: {_newer(manifest)}")
-    if damage := _damage(directory, manifest):
-        raise ValueError(f"{directory}: {damage}; export another checkpoint")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} is there already; name another directory")
-    reader = Reader(directory, manifest)
-    model_class = getattr(transformers, manifest["architecture"], None)
-    weights = {
-        name.partition("/")[2]: reader.read(name) for name in reader.tensors if name.startswith(("weight/", "buffer/"))
-    }
-    # Not what merely lies there: only what the manifest names, and of that no code.
-    files = [name.removeprefix("model/") for name in manifest["files"] if name.startswith("model/")]
-    files = [name for name in files if "/" not in name and name.endswith(EXPORTED) and ".index." not in name]
-    if model_class is None:  # a recipe's own class: its configuration, and the weights under its own names
-
-        def write(partial: Path) -> None:
-            shutil.copyfile(_own_file(directory, "model/config.json"), partial / "config.json")
-            save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
-
-    else:
-        try:
-            write = _whole_model(directory, weights, model_class).save_pretrained
-        except Exception as error:  # of transformers and torch, by what does not fit
-            raise ValueError(
-                f"{directory}: its weights and model/config.json do not make a {manifest['architecture']} "
-                f"({one_line(error)}); export another checkpoint"
-            ) from error
-    try:
-        with complete_or_absent(target) as partial:
-            write(partial)
-            for name in files:
-                if name != "config.json":
-                    shutil.copyfile(_own_file(directory, f"model/{name}"), partial / name)
-    except OSError as error:
-        raise ValueError(_disk_line(error, target.parent, sum(w.nbytes for w in weights.values()))) from error
-
-
-def _whole_model(directory: Path, weights: dict[str, torch.Tensor], model_class: Any) -> Any:
-    """A checkpoint's weights in the model of transformers that they belong to; no code that the checkpoint brings."""
-    import transformers
-
-    is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
-    _require(is_model, "that is no model of transformers")
-    dtype = next(value.dtype for value in weights.values() if value.is_floating_point())
-    config = model_class.config_class.from_pretrained(directory / "model", local_files_only=True)
-    with torch.device("meta"):  # no memory, and no time, for weights that are replaced
-        model = model_class._from_config(config, dtype=dtype)
-    _, unexpected = model.load_state_dict(weights, strict=False, assign=True)
-    model.tie_weights()
-    missing = sorted(name for name, p in model.named_parameters(remove_duplicate=False) if p.is_meta)
-    _require(not unexpected and not missing, f"unexpected: {unexpected[:3]}, missing: {missing[:3]}")
-    return model
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m common.checkpoint", description="Looks at and exports checkpoints."
@@ -922,7 +493,7 @@ def main() -> None:
         found, problems = list_checkpoints(args.output_dir)
         for path, manifest in found:
             size = sum(facts["bytes"] for facts in manifest["files"].values())
-            state = _damage(path, manifest) or "sound"
+            state = find_damage(path, manifest) or "sound"
             print(f"{path}: {manifest['mode']}, {manifest['world_size']} processes, {size:,} bytes, {state}")
         for line in problems or ([] if found else [f"{args.output_dir}: no checkpoint"]):
             print(line)

@@ -29,6 +29,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from common.corpus import Corpus, Row, Source, check_sources, locate_pretrained, missing_column, one_line, open_source
+from common.files import PARTIAL, complete_or_absent
 
 __all__ = [
     "Samples",
@@ -401,24 +402,16 @@ def _only_one(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _complete_or_absent(directory: Path) -> Iterator[Path]:
-    """A directory to write into that takes its final name only when everything in it is on the disk."""
-    partial = directory.with_name(directory.name + ".partial")
-    for leftover in (partial, directory):  # of a process that died; damaged
-        shutil.rmtree(leftover, ignore_errors=True)
-    partial.mkdir()
+    """`complete_or_absent` with the sizes of the files, and nothing left behind where it fails."""
     try:
-        yield partial
-        sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
-        (partial / MANIFEST).write_text(json.dumps(sizes))
-        for path in [*partial.iterdir(), partial]:
-            handle = os.open(path, os.O_RDONLY)
-            os.fsync(handle)
-            os.close(handle)
-        partial.rename(directory)
+        with complete_or_absent(directory) as partial:
+            yield partial
+            sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
+            (partial / MANIFEST).write_text(json.dumps(sizes))
     except OSError as error:
         raise ValueError(f"cache {directory.parent}: cannot be written ({one_line(error)}); make room there") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(directory.with_name(directory.name + PARTIAL), ignore_errors=True)
 
 
 def _is_complete(directory: Path) -> bool:

@@ -33,6 +33,7 @@ from common import arguments, checkpoint, classification, data, launch, models, 
 from common.accumulation import reduce_window, skip_step, sum_over_ranks, synchronize_gradients, window_scale
 from common.activation_checkpointing import apply_activation_checkpointing
 from common.batching import make_loader
+from common.files import complete_or_absent
 from common.optimizers import learning_rate, make_optimizer, set_learning_rate
 from common.plots import save_confusion_matrix
 from common.settings import print_settings
@@ -291,7 +292,7 @@ def main():
     weights = accelerator.get_state_dict(model)  # gathered on the main process, where they are sharded
     if accelerator.is_main_process:
         trained = accelerator.unwrap_model(model)
-        with checkpoint.complete_or_absent(output_dir / "model") as model_dir:
+        with complete_or_absent(output_dir / "model") as model_dir:
             trained.save_pretrained(model_dir, state_dict=weights)
             tokenizer.save_pretrained(model_dir)
         if validation_loader and names:

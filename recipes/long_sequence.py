@@ -31,6 +31,7 @@ from common import arguments, checkpoint, data, launch, models, tracking
 from common.accumulation import reduce_window, skip_step, sum_over_ranks, synchronize_gradients, window_scale
 from common.activation_checkpointing import apply_activation_checkpointing
 from common.batching import collate_tokens, make_loader
+from common.files import complete_or_absent
 from common.long_sequences import RecurrentConfig, RecurrentLM, pieces_of, tile_mlps
 from common.losses import sum_token_losses
 from common.optimizers import learning_rate, make_optimizer, set_learning_rate
@@ -328,7 +329,7 @@ def main():
         results |= tracking.held_out_results(results["validation_loss"], validation_samples)
     weights = accelerator.get_state_dict(model)  # gathered on the main process, where they are sharded
     if accelerator.is_main_process:
-        with checkpoint.complete_or_absent(output_dir / "model") as model_dir:
+        with complete_or_absent(output_dir / "model") as model_dir:
             accelerator.unwrap_model(model).save_pretrained(model_dir, state_dict=weights)
             tokenizer.save_pretrained(model_dir)
         line = f"memory grew by {results['memory_growth_bytes'] / 2**20:,.0f} MiB while training; {how}"

@@ -35,6 +35,7 @@ from common import arguments, checkpoint, data, launch, models, tracking
 from common.accumulation import reduce_window, skip_step, sum_over_ranks, synchronize_gradients, window_scale
 from common.activation_checkpointing import apply_activation_checkpointing
 from common.batching import cut_window, make_loader
+from common.files import complete_or_absent
 from common.optimizers import learning_rate, make_optimizer, set_learning_rate
 from common.pairs import collate_pairs, prepare_encoder_decoder, score_targets, tokenize_pairs
 from common.settings import print_settings
@@ -286,7 +287,7 @@ def main():
     weights = accelerator.get_state_dict(model)  # gathered on the main process, where they are sharded
     if accelerator.is_main_process:
         trained = accelerator.unwrap_model(model)
-        with checkpoint.complete_or_absent(output_dir / "model") as model_dir:
+        with complete_or_absent(output_dir / "model") as model_dir:
             trained.save_pretrained(model_dir, state_dict=weights)
             tokenizer.save_pretrained(model_dir)
         tracking.print_results(results, output_dir, "AutoModelForSeq2SeqLM", *lines)

@@ -29,14 +29,14 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common.checkpoint import _damage, list_checkpoints  # noqa: E402
+from common.checkpoint_format import find_damage, list_checkpoints  # noqa: E402
 from common.tracking import versions  # noqa: E402
 
 
 def sound_updates(out):
     """Updates of the checkpoints that are complete on the disk."""
     found, _ = list_checkpoints(out)
-    return [manifest["update"] for path, manifest in found if _damage(path, manifest) is None]
+    return [manifest["update"] for path, manifest in found if find_damage(path, manifest) is None]
 
 
 def num_lines(out):

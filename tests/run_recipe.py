@@ -35,6 +35,7 @@ sys.path.insert(0, str(ROOT))
 import common.accumulation  # noqa: E402
 import common.batching  # noqa: E402
 import common.checkpoint  # noqa: E402
+import common.files  # noqa: E402
 import common.launch  # noqa: E402
 import common.liveness  # noqa: E402
 import common.losses  # noqa: E402
@@ -45,7 +46,7 @@ import common.shards  # noqa: E402
 import common.tracking  # noqa: E402
 
 CHANGED = (common.accumulation, common.batching, common.checkpoint, common.launch, common.losses, common.optimizers)
-ORIGINALS = [(module, dict(vars(module))) for module in (*CHANGED, common.shards)]
+ORIGINALS = [(module, dict(vars(module))) for module in (*CHANGED, common.files, common.shards)]
 
 
 def is_main():
@@ -374,7 +375,7 @@ def fill_disk(room):
     """[update, directory, bytes]: something else fills the disk while that update's checkpoint is written."""
     update, directory, left = room
     checkpoint = common.checkpoint
-    write = checkpoint._write
+    write = checkpoint.write_file
 
     def on_a_full_disk(path, parts):
         ballast = Path(directory, "ballast")
@@ -382,7 +383,7 @@ def fill_disk(room):
             ballast.write_bytes(bytes(max(0, shutil.disk_usage(directory).free - left)))
         return write(path, parts)
 
-    checkpoint._write = on_a_full_disk
+    checkpoint.write_file = on_a_full_disk
 
 
 def slow_updates(seconds):
@@ -437,7 +438,7 @@ def kill_in_save(when):
     def renaming(path, target):
         return is_of_a_save(path) and f"renaming {path.name} to {target.name}"
 
-    write, rmtree = checkpoint._write, shutil.rmtree
+    write, rmtree = checkpoint.write_file, shutil.rmtree
 
     def write_halting(path, parts):
         def halting():
@@ -466,14 +467,14 @@ def kill_in_save(when):
 
     save = around(checkpoint.Checkpoints.save, lambda *_: "the copy")
     checkpoint.Checkpoints.save = lambda *args: saves.append(1) or save(*args)
-    checkpoint._write, shutil.rmtree = write_halting, remove
+    checkpoint.write_file, shutil.rmtree = write_halting, remove
     os.fsync, Path.rename = around(os.fsync, flushing), around(Path.rename, renaming)
     os.unlink, os.rmdir = in_removal(os.unlink), in_removal(os.rmdir)
 
 
 def lock_timeout(seconds):
     """How long a run waits for another one in its output directory."""
-    common.checkpoint.LOCK_TIMEOUT = seconds
+    common.files.LOCK_TIMEOUT = seconds
 
 
 def no_redaction(_):

@@ -15,7 +15,7 @@ from conftest import BIN, ROOT, assert_refused, launch_command, make_model_dir, 
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.checkpoint import _damage, _hash_of, list_checkpoints
+from common.checkpoint_format import find_damage, hash_of, list_checkpoints
 
 # What of a line of metrics.jsonl does not depend on the clock.
 EXACT = ("update", "loss", "grad_norm", "learning_rate", "target_tokens", "skipped_updates", "sample_digest")
@@ -213,7 +213,7 @@ def test_every_damage_is_found(kind, finished, tmp_path):
     DAMAGE[kind](tmp_path / "checkpoints/update-000020")
     found, problems = list_checkpoints(tmp_path)
     assert len(found) + len(problems) == 1
-    assert bool(problems or _damage(*found[0])) == (kind != "none")
+    assert bool(problems or find_damage(*found[0])) == (kind != "none")
 
 
 def test_the_newest_sound_checkpoint_is_taken(finished, functions_file, model_dir, tmp_path):
@@ -237,7 +237,7 @@ def test_the_newest_sound_checkpoint_is_taken(finished, functions_file, model_di
 def change_manifest(checkpoint, change):
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     change(manifest)
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"sha256": _hash_of(manifest)}))
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"sha256": hash_of(manifest)}))
 
 
 def test_what_is_not_the_runs_own_is_refused(finished, functions_file, model_dir, tmp_path):
@@ -454,7 +454,7 @@ def test_a_disk_that_fills_up_within_a_save(left, functions_file, model_dir, sma
     (line,) = disk_errors(result)
     assert line.startswith("error: disk: ") and re.search(r"[\d,]+ bytes free|[\d,]+ free", line), line
     found, problems = list_checkpoints(disk / "run")
-    assert [manifest["update"] for path, manifest in found if not _damage(path, manifest)] == [5] and not problems
+    assert [manifest["update"] for path, manifest in found if not find_damage(path, manifest)] == [5] and not problems
     (disk / "ballast").unlink()
     run_recipe([*arguments, "--resume"])
     assert len(read_metrics(disk / "run")) == 12

@@ -16,7 +16,7 @@ import torch
 from conftest import BIN, ROOT, launch_command, run
 
 from common import checkpoint, corpus, data, models
-from common.checkpoint import _damage, _hash_of, list_checkpoints
+from common.checkpoint_format import find_damage, hash_of, list_checkpoints
 from common.redaction import HIDDEN, redact
 
 
@@ -153,9 +153,11 @@ def sign(directory, update=None):
             manifest["update"] = manifest["position"]["update"] = update
         if isinstance(manifest["files"], dict):
             for name in [name for name in manifest["files"] if (directory / name).is_file() and ".." not in name]:
-                manifest["files"] |= {name: checkpoint._write(directory / "copy", [(directory / name).read_bytes()])}
+                manifest["files"] |= {
+                    name: checkpoint.write_file(directory / "copy", [(directory / name).read_bytes()])
+                }
             (directory / "copy").unlink()
-        path.write_text(json.dumps(manifest | {"sha256": _hash_of(manifest)}))
+        path.write_text(json.dumps(manifest | {"sha256": hash_of(manifest)}))
 
 
 def attacked(finished, output_dir, canary, name, update=9):
@@ -184,7 +186,7 @@ def one_line_refusal(*command):
 def test_an_attacked_checkpoint_is_refused_in_one_line(name, finished, tmp_path, capsys):
     directory = attacked(finished, tmp_path, tmp_path / "canary", name)
     found, problems = list_checkpoints(tmp_path)
-    lines = problems + [line for path, manifest in found if (line := _damage(path, manifest))]
+    lines = problems + [line for path, manifest in found if (line := find_damage(path, manifest))]
     assert len(lines) == (name is not None) and not any("\n" in line for line in lines), lines
     if name is None:  # the control: the same copy without an attack
         checkpoint.export(directory, tmp_path / "exported")

@@ -1,0 +1,104 @@
+"""Files and directories that are complete or are not there, and whose they are."""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+PARTIAL = ".partial"
+LOCK = ".lock"
+# Seconds to wait for it: data workers of a killed run hold it for some, ranks that lost their launcher for an update.
+LOCK_TIMEOUT = 60
+
+
+def fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_file(path: Path, parts: Iterable[Any]) -> dict[str, Any]:
+    """Writes and flushes a file; its size and SHA-256, computed on the way: reading it again would take as long."""
+    digest, size = hashlib.sha256(), 0
+    with open(path, "wb") as file:
+        for part in parts:
+            file.write(part)
+            digest.update(part)
+            size += len(part)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def disk_line(error: OSError, directory: Path, needed: int) -> str:
+    existing = next(path for path in [directory, *directory.absolute().parents] if path.is_dir())
+    where = error.filename or directory
+    return (
+        f"disk: no checkpoint could be written: {error.strerror} ({where}); {needed:,} bytes needed, "
+        f"{shutil.disk_usage(existing).free:,} free; make room or mend it, then start again with --resume: the last "
+        "complete checkpoint is untouched"
+    )
+
+
+@contextmanager
+def complete_or_absent(directory: Path) -> Iterator[Path]:
+    """A directory to write into, which takes its name, and the place of what had it, when all in it is on the disk."""
+    partial = directory.with_name(directory.name + PARTIAL)
+    remove(partial)
+    partial.mkdir(parents=True)
+    yield partial
+    for path in [*partial.rglob("*"), partial]:
+        fsync(path)
+    replace_directory(partial, directory)
+
+
+_locks: dict[Path, FileLock] = {}  # held until this process ends
+
+
+def lock_output_dir(directory: Path) -> None:
+    """Takes an output directory for this process, until it ends; harmless twice.
+
+    Raises:
+        ValueError: another process writes there.
+    """
+    lock = _locks.setdefault(directory.absolute(), FileLock(directory / LOCK))
+    if lock.is_locked:
+        return
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        print("waiting for another process that writes to this output directory ...", flush=True)
+        try:
+            lock.acquire(timeout=LOCK_TIMEOUT)
+        except Timeout:
+            raise ValueError(
+                f"--output_dir {directory}: another run writes there; end it, or name another directory"
+            ) from None
+
+
+def remove(path: Path) -> None:
+    """A directory with all in it, or a file that stands in its place."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def replace_directory(partial: Path, directory: Path) -> None:
+    """Renames a directory that is complete; what has the name already goes away."""
+    if directory.exists():
+        old = directory.with_name(directory.name + ".old" + PARTIAL)
+        remove(old)
+        directory.rename(old)
+        partial.rename(directory)
+        remove(old)
+    else:
+        partial.rename(directory)
+    fsync(directory.parent)

@@ -1,0 +1,51 @@
+"""The generators of random numbers that an update may draw from, as JSON."""
+
+import base64
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(base64.b64decode(text), np.uint8).copy())
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """This rank's generators: Python's, numpy's, torch's on the CPU and on the device; as JSON."""
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    states = {
+        "python": random.getstate(),
+        "numpy": [kind, keys.tolist(), position, has_gauss, cached],
+        "torch": _encode(torch.get_rng_state()),
+    }
+    if device.type != "cpu":
+        states[device.type] = _encode(torch.get_device_module(device).get_rng_state())
+    return states
+
+
+def check_random_states(states: dict[str, Any]) -> None:
+    """Raises an error where `restore_random_states` would: here on generators that nobody uses."""
+    version, internal, gauss = states["python"]
+    random.Random().setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = states["numpy"]
+    if not 0 <= position <= len(keys):
+        raise ValueError("numpy's position")  # numpy itself would read beyond its keys
+    np.random.RandomState(0).set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))
+    torch.Generator().set_state(_decode(states["torch"]))
+
+
+def restore_random_states(states: dict[str, Any], device: torch.device) -> None:
+    """Sets the generators to what `random_states` gave."""
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(_decode(states["torch"]))
+    if device.type in states and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(_decode(states[device.type]))
