@@ -8,6 +8,7 @@ import argparse
 import difflib
 import re
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -195,6 +196,24 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--model_name_or_path", help="a pretrained model: a local directory or a hub name")
     group.add_argument("--trust_remote_code", action="store_true", help="run code that the model or data set brings")
+
+
+def choose_model(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, model_configs: dict, fine_tuning_rate: float
+) -> None:
+    """Fills in --model_config, --learning_rate and --output_dir, where they were not given.
+
+    Args:
+        model_configs: models to train from scratch, the default first; a row ends with AdamW's learning rate.
+        fine_tuning_rate: of a pretrained model.
+    """
+    if args.model_config and args.model_name_or_path:
+        parser.error("--model_config and --model_name_or_path are two answers to one question; give one")
+    if not args.model_name_or_path:
+        args.model_config = args.model_config or next(iter(model_configs))
+    row = model_configs[args.model_config] if args.model_config else (fine_tuning_rate,)
+    args.learning_rate = args.learning_rate or row[-1]
+    args.output_dir = args.output_dir or time.strftime(f"runs/{Path(parser.prog).stem}-%Y%m%d-%H%M%S")
 
 
 def check_arguments(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool = True) -> list[str]:

@@ -8,7 +8,6 @@ import argparse
 import math
 
 from torch import nn
-from transformers import ResNetConfig, ResNetForImageClassification
 
 NORMS = {
     "group": "statistics of each image: the update is the same however it is cut; from scratch only, the default there",
@@ -59,33 +58,3 @@ def describe_norm(args: argparse.Namespace, world_size: int) -> dict[str, str]:
         shares = args.global_batch_size // at_once
         text += f"\n{'':>10}  WARNING: it sees a window in {shares} parts; cut otherwise, the update is another one"
     return {"norm": text}
-
-
-class NormResNetConfig(ResNetConfig):
-    """norm: group or batch. small_images: the first convolution makes them no smaller."""
-
-    model_type = "norm_resnet"
-    norm: str = "group"
-    small_images: bool = False
-
-
-class NormResNet(ResNetForImageClassification):
-    """transformers' ResNet with the norm by choice, and an entrance for images of less than 64 pixels.
-
-    It has a name of its own because ResNetForImageClassification would load its weights without a word, as batch norm.
-    """
-
-    config_class = NormResNetConfig
-
-    def __init__(self, config: NormResNetConfig):
-        super().__init__(config)
-        if config.small_images:
-            stem = self.resnet.embedder
-            stem.embedder.convolution = nn.Conv2d(config.num_channels, config.embedding_size, 3, padding=1, bias=False)
-            stem.pooler = nn.Identity()
-        if config.norm == "group":
-            use_group_norm(self)
-        self.post_init()
-
-    def get_input_embeddings(self) -> None:
-        return None

@@ -15,7 +15,6 @@ that transformers has a class for. Without data: which package of the standard l
 
 import math
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -61,18 +60,11 @@ def parse_arguments():
     group.add_argument("--task", choices=("classification", "regression"), help="(default: by the labels)")
     group.add_argument("--new_head", action="store_true", help="in the place of the model's own, for other labels")
     args = parser.parse_args()
-    if args.model_config and args.model_name_or_path:
-        parser.error("--model_config and --model_name_or_path are two answers to one question; give one")
+    arguments.choose_model(parser, args, MODEL_CONFIGS, FINE_TUNING_LEARNING_RATE)
     if args.new_head and not args.model_name_or_path:
         parser.error("--new_head has no effect without --model_name_or_path; take it out, or name the model")
     if not (args.train_file or args.dataset_name) and (args.validation_file or args.pair_column):
         parser.error("--validation_file and --pair_column need --train_file or --dataset_name; name the training data")
-    if not args.model_name_or_path:
-        args.model_config = args.model_config or "tiny"
-    args.output_dir = args.output_dir or time.strftime("runs/classify-%Y%m%d-%H%M%S")
-    if args.learning_rate is None:
-        scratch = args.model_config and MODEL_CONFIGS[args.model_config][-1]
-        args.learning_rate = scratch or FINE_TUNING_LEARNING_RATE
     return args
 
 

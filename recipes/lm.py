@@ -14,7 +14,6 @@ each is an example of its own length, of which the completion, or the assistant'
 
 import math
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -54,14 +53,7 @@ def parse_arguments():
     group.add_argument("--model_config", help="size, from scratch (default: tiny)", **arguments.one_of(MODEL_CONFIGS))
     group.add_argument("--shape", choices=("blocks", "examples"), help="of a sample (default: by the data's columns)")
     args = parser.parse_args()
-    if args.model_config and args.model_name_or_path:
-        parser.error("--model_config and --model_name_or_path are two answers to one question; give one")
-    if not args.model_name_or_path:
-        args.model_config = args.model_config or "tiny"
-    args.output_dir = args.output_dir or time.strftime("runs/lm-%Y%m%d-%H%M%S")
-    if args.learning_rate is None:
-        scratch = args.model_config and MODEL_CONFIGS[args.model_config][-1]
-        args.learning_rate = scratch or FINE_TUNING_LEARNING_RATE
+    arguments.choose_model(parser, args, MODEL_CONFIGS, FINE_TUNING_LEARNING_RATE)
     return args
 
 

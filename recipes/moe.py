@@ -15,7 +15,6 @@ computed in one batched product (transformers' grouped_mm).
 
 import math
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -69,15 +68,12 @@ def parse_arguments():
         help="step of the bias, or factor of the loss (default: 0.01; the bias of a pretrained mixture: 0.001)",
     )
     args = parser.parse_args()
-    if args.model_config and args.model_name_or_path:
-        parser.error("--model_config and --model_name_or_path are two answers to one question; give one")
+    arguments.choose_model(parser, args, MODEL_CONFIGS, FINE_TUNING_LEARNING_RATE)
     if args.upcycle and not args.model_name_or_path:
         parser.error("--upcycle has no effect without --model_name_or_path; name a dense model")
     if args.dense and args.model_name_or_path:
         parser.error("--dense is for models from scratch; train a pretrained dense model with recipes/lm.py")
-    if not args.model_name_or_path:
-        args.model_config = args.model_config or "tiny"
-    elif not args.upcycle and (args.num_experts or args.experts_per_token):
+    if args.model_name_or_path and not args.upcycle and (args.num_experts or args.experts_per_token):
         parser.error("--num_experts and --experts_per_token cannot change a pretrained model; take them out")
     size = MODEL_CONFIGS[args.model_config] if args.model_config else (0, 0, 0, 0, 8, 2)
     if args.model_config or args.upcycle:
@@ -92,10 +88,6 @@ def parse_arguments():
     if args.balance_strength is None:
         is_trained = args.model_name_or_path and not args.upcycle  # its routers need small steps
         args.balance_strength = 1e-3 if is_trained and args.balance == "bias" else 1e-2
-    args.output_dir = args.output_dir or time.strftime("runs/moe-%Y%m%d-%H%M%S")
-    if args.learning_rate is None:
-        scratch = args.model_config and MODEL_CONFIGS[args.model_config][-1]
-        args.learning_rate = scratch or FINE_TUNING_LEARNING_RATE
     return args
 
 

@@ -16,7 +16,6 @@ The model is of T5's shape from scratch, or any that transformers has for sequen
 
 import math
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -66,16 +65,9 @@ def parse_arguments():
         "--generate", type=arguments.not_negative, default=200, metavar="N", help="held-out targets written at the end"
     )
     args = parser.parse_args()
-    if args.model_config and args.model_name_or_path:
-        parser.error("--model_config and --model_name_or_path are two answers to one question; give one")
+    arguments.choose_model(parser, args, MODEL_CONFIGS, FINE_TUNING_LEARNING_RATE)
     if args.validation_file and not (args.train_file or args.dataset_name):
         parser.error("--validation_file needs --train_file or --dataset_name; name the training data")
-    if not args.model_name_or_path:
-        args.model_config = args.model_config or "tiny"
-    args.output_dir = args.output_dir or time.strftime("runs/seq2seq-%Y%m%d-%H%M%S")
-    if args.learning_rate is None:
-        scratch = args.model_config and MODEL_CONFIGS[args.model_config][-1]
-        args.learning_rate = scratch or FINE_TUNING_LEARNING_RATE
     return args
 
 

@@ -13,7 +13,6 @@ A directory has one subfolder a class. Without data of yours, scikit-learn's dig
 
 import math
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -23,13 +22,9 @@ from accelerate.utils import broadcast, send_to_device
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
-    AutoConfig,
     AutoModelForImageClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
     ViTConfig,
 )
-from transformers.modeling_outputs import ImageClassifierOutput
 
 # The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
@@ -39,7 +34,7 @@ from common.accumulation import reduce_window, skip_step, sum_over_ranks, synchr
 from common.activation_checkpointing import apply_activation_checkpointing
 from common.batching import make_loader
 from common.files import complete_or_absent
-from common.norms import NormResNet, NormResNetConfig
+from common.image_models import ConvNet, ConvNetConfig, NormResNet, NormResNetConfig
 from common.optimizers import learning_rate, make_optimizer, set_learning_rate
 from common.plots import save_confusion_matrix
 from common.settings import print_settings
@@ -47,63 +42,14 @@ from common.stopping import STOPPED, StopRequests
 
 # Models to train from scratch, with AdamW's learning rate at its peak.
 MODEL_CONFIGS = {
-    "convnet": 4e-3,  # two convolutions, the ConvNet of the MNIST guides: 1.2 M parameters for 28 x 28 pixels
-    "resnet": 2e-3,  # 6 residual blocks, 32 to 128 channels: 0.7 M
-    "vit": 1e-3,  # 6 layers of width 128: 1.2 M
+    "convnet": (4e-3,),  # two convolutions, the ConvNet of the MNIST guides: 1.2 M parameters for 28 x 28 pixels
+    "resnet": (2e-3,),  # 6 residual blocks, 32 to 128 channels: 0.7 M
+    "vit": (1e-3,),  # 6 layers of width 128: 1.2 M
 }
 FINE_TUNING_LEARNING_RATE = 5e-5
 MOST_CLASSES_DRAWN = 100
 
 
-class ConvNetConfig(PreTrainedConfig):
-    model_type = "mnist_convnet"
-
-    def __init__(self, num_channels=1, image_size=(28, 28), hidden_size=128, dropout=0.25, **kwargs):
-        self.num_channels, self.image_size, self.hidden_size = num_channels, list(image_size), hidden_size
-        self.dropout = dropout
-        super().__init__(**kwargs)
-
-
-class ConvNet(PreTrainedModel):
-    """The ConvNet of the MNIST guides: two convolutions of 3 x 3, max pooling, a hidden layer. It has no norm layer."""
-
-    config_class, main_input_name, base_model_prefix = ConvNetConfig, "pixel_values", "features"
-    _no_split_modules = []  # FSDP2 shards it as one layer
-
-    def __init__(self, config):
-        super().__init__(config)
-        height, width = ((side - 4) // 2 for side in config.image_size)
-        self.features = nn.Sequential(
-            nn.Conv2d(config.num_channels, 32, 3),
-            nn.ReLU(),
-            nn.Conv2d(32, 64, 3),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Dropout(config.dropout),
-            nn.Flatten(),
-            nn.Linear(64 * height * width, config.hidden_size),
-            nn.ReLU(),
-            nn.Dropout(2 * config.dropout),
-        )
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
-        self.post_init()
-
-    def _init_weights(self, module):
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()  # as torch does; transformers' own are those of language models
-
-    def get_input_embeddings(self):
-        return None
-
-    def forward(self, pixel_values):
-        return ImageClassifierOutput(logits=self.classifier(self.features(pixel_values)))
-
-
-# So that --model_name_or_path takes what this recipe wrote. (Registered again where the file is run several times.)
-AutoConfig.register("mnist_convnet", ConvNetConfig, exist_ok=True)
-AutoConfig.register("norm_resnet", NormResNetConfig, exist_ok=True)
-AutoModelForImageClassification.register(ConvNetConfig, ConvNet, exist_ok=True)
-AutoModelForImageClassification.register(NormResNetConfig, NormResNet, exist_ok=True)
 build_model = partial(models.build_model, model_class=AutoModelForImageClassification)
 
 
@@ -127,13 +73,7 @@ def parse_arguments():
     help_of_norms = "\n".join(f"{name}: {text}" for name, text in norms.NORMS.items())
     group.add_argument("--norm", help=help_of_norms, **arguments.one_of(norms.NORMS))
     args = parser.parse_args()
-    if args.model_config and args.model_name_or_path:
-        parser.error("--model_config and --model_name_or_path are two answers to one question; give one")
-    if not args.model_name_or_path:
-        args.model_config = args.model_config or "convnet"
-    args.output_dir = args.output_dir or time.strftime("runs/vision-%Y%m%d-%H%M%S")
-    if args.learning_rate is None:
-        args.learning_rate = MODEL_CONFIGS[args.model_config] if args.model_config else FINE_TUNING_LEARNING_RATE
+    arguments.choose_model(parser, args, MODEL_CONFIGS, FINE_TUNING_LEARNING_RATE)
     return args
 
 
@@ -372,7 +312,7 @@ def main():
             save_confusion_matrix(np.array(matrix), train_samples.images.classes, path)
             lines.append(f"confusion  {path}")
         own = isinstance(trained, ConvNet | NormResNet)
-        name = f"recipes.vision.{type(trained).__name__}" if own else "AutoModelForImageClassification"
+        name = f"common.image_models.{type(trained).__name__}" if own else "AutoModelForImageClassification"
         tracking.print_results(results, output_dir, name, *lines)
     launch.end_run(accelerator)
 
