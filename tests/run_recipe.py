@@ -18,6 +18,7 @@ import shutil
 import signal
 import sys
 import textwrap
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -386,6 +387,27 @@ def fill_disk(room):
     checkpoint.write_file = on_a_full_disk
 
 
+def slow_copy(settings):
+    """[seconds, wait]: a save's copy beside the next update takes so long; whether the optimizer waits for it."""
+    seconds, wait = settings
+    checkpoints = common.checkpoint.Checkpoints
+    copy, wait_for_copy = checkpoints._copy, checkpoints._wait_for_copy
+
+    def slow(self, pieces):
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(seconds)
+        return copy(self, pieces)
+
+    checkpoints._copy = slow
+    if not wait:
+        checkpoints._wait_for_copy = lambda self: None
+
+    def undo():
+        checkpoints._copy, checkpoints._wait_for_copy = copy, wait_for_copy
+
+    return undo
+
+
 def slow_updates(seconds):
     """Updates that last long enough to be met by a kill."""
     original = common.accumulation.reduce_window
@@ -465,8 +487,10 @@ def kill_in_save(when):
 
         return wrapped
 
-    save = around(checkpoint.Checkpoints.save, lambda *_: "the copy")
-    checkpoint.Checkpoints.save = lambda *args: saves.append(1) or save(*args)
+    checkpoints = checkpoint.Checkpoints
+    save = around(checkpoints.save, lambda *_: "the start of a save")
+    checkpoints.save = lambda *args: saves.append(1) or save(*args)
+    checkpoints._copy = around(checkpoints._copy, lambda _, pieces: pieces and f"the copy of {pieces[0].name}")
     checkpoint.write_file, shutil.rmtree = write_halting, remove
     os.fsync, Path.rename = around(os.fsync, flushing), around(Path.rename, renaming)
     os.unlink, os.rmdir = in_removal(os.unlink), in_removal(os.rmdir)

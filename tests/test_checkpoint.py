@@ -82,11 +82,16 @@ STOPS = [(5, 0, "SIGTERM", 1), (8, -1, "SIGUSR1", 2), (9, 0, "SIGINT", 1)]
 
 @pytest.mark.parametrize("config", CUTS)
 def test_a_stopped_run_goes_on_bit_for_bit(config, functions_file, dropout_model, tmp_path):
-    """Stopped and resumed three times: losses, weights, optimizer and random states of the run that never stopped."""
+    """Stopped and resumed three times: losses, weights, optimizer and random states of the run that never stopped.
+
+    So is what goes on from a checkpoint whose state was still being copied when the next update was ready.
+    """
     processes, kinds = CUTS[config]
     specs = []
     for kind, more in kinds.items():
-        specs.append((flags(functions_file, dropout_model, tmp_path / kind, *more), {}))
+        specs.append((flags(functions_file, dropout_model, tmp_path / kind, *more), {"slow_copy": [0.5, True]}))
+        again = flags(functions_file, dropout_model, tmp_path / f"{kind}-again", *more, "--resume")
+        specs.append((again, {"copy_run": [str(tmp_path / kind), str(tmp_path / f"{kind}-again"), 10]}))
         stopped = flags(functions_file, dropout_model, tmp_path / f"{kind}-stopped", *more)
         for number, (done, rank, name, times) in enumerate(STOPS):
             change = {"signal_at": [done - 1, rank % processes, name, times]}
@@ -95,6 +100,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(config, functions_file, dropout_model
     result = run_specs(specs, tmp_path, config, processes)
     for kind in kinds:
         assert outcome(tmp_path / f"{kind}-stopped") == outcome(tmp_path / kind), kind
+        assert outcome(tmp_path / f"{kind}-again") == outcome(tmp_path / kind), kind
     for done, *_ in STOPS:
         assert result.stdout.count(f"stopped after update {done}, checkpoint written") == len(kinds)
 
@@ -122,12 +128,14 @@ FORGOTTEN = {"random": {}, "optimizer": {}, "learning_rate": {}, "samples": {}, 
 def test_what_a_resume_forgets_is_noticed(functions_file, dropout_model, tmp_path):
     """The controls of the test above: each part of the state, left out, changes the outcome."""
     specs = []
-    for name, changes in {"plain": {}, "scaled": {"loss_scaler": 3}}.items():
+    sources = {"plain": {}, "scaled": {"loss_scaler": 3}, "copied late": {"slow_copy": [0.5, False]}}
+    for name, changes in sources.items():
         specs.append((flags(functions_file, dropout_model, tmp_path / name, "--micro_batch_size", 2), changes))
     resumed = {
         name: ("scaled" if changes else "plain", changes | {"forget": name}) for name, changes in FORGOTTEN.items()
     }
     resumed |= {"nothing": ("plain", {}), "nothing scaled": ("scaled", {"loss_scaler": 3})}
+    resumed["to wait for the copy"] = ("copied late", {})
     for name, (source, changes) in resumed.items():
         changes = {"copy_run": [str(tmp_path / source), str(tmp_path / name), 10]} | changes
         more = ["--micro_batch_size", 2, "--resume"]
