@@ -61,7 +61,7 @@ def parse_arguments():
         "--dense", action="store_true", help="from scratch: the dense model of as many active parameters"
     )
     balance = "\n".join(f"{name}: {text}" for name, text in routing.BALANCE.items())
-    group.add_argument("--balance", default="bias", help=balance + "\n", **arguments.one_of(routing.BALANCE))
+    group.add_argument("--balance", help=f"(default: bias)\n{balance}", **arguments.one_of(routing.BALANCE))
     group.add_argument(
         "--balance_strength",
         type=arguments.positive_float,
@@ -73,6 +73,9 @@ def parse_arguments():
         parser.error("--upcycle has no effect without --model_name_or_path; name a dense model")
     if args.dense and args.model_name_or_path:
         parser.error("--dense is for models from scratch; train a pretrained dense model with recipes/lm.py")
+    if args.dense and (args.balance or args.balance_strength or args.num_experts):
+        parser.error("--dense has no experts to balance or to count; take --balance and --num_experts out")
+    args.balance = args.balance or "bias"
     if args.model_name_or_path and not args.upcycle and (args.num_experts or args.experts_per_token):
         parser.error("--num_experts and --experts_per_token cannot change a pretrained model; take them out")
     size = MODEL_CONFIGS[args.model_config] if args.model_config else (0, 0, 0, 0, 8, 2)

@@ -1,6 +1,6 @@
 """Kills runs of the recipe with SIGKILL, continues each with --resume, and compares the end with a run left alone.
 
-    python tests/kill_runs.py --kills 120 --config multi_cpu --processes 2
+    python tests/kill_runs.py --kills 200 --config multi_cpu --processes 2
 
 Half of the kills come at a random moment, to one rank, the whole group or the launcher; the others within a save, at
 each of its steps in a random order (before, in the middle of and after every write, flush, rename and removal). Counts

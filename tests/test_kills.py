@@ -5,8 +5,8 @@ import json
 import pytest
 from conftest import BIN, run
 
-# The long form: python tests/kill_runs.py --kills 120 --config multi_cpu --processes 2
-CAMPAIGNS = {"cpu": (1, 5), "multi_cpu": (2, 3)}
+# The long form: python tests/kill_runs.py --kills 200 --config multi_cpu --processes 2
+CAMPAIGNS = {"cpu": (1, 12), "multi_cpu": (2, 8)}
 
 
 @pytest.mark.parametrize("config", CAMPAIGNS)

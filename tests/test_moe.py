@@ -231,6 +231,7 @@ def test_an_upcycled_model_computes_what_the_dense_one_does(model_dir):
 
 
 MISTAKES = {
+    "dense and balanced": (["--dense", "--balance", "exact"], "--dense has no experts to balance"),
     "one expert": (["--num_experts", 1], "num_experts 1 is a dense model"),
     "more for a token than there are": (["--num_experts", 4, "--experts_per_token", 5], "is more than --num_experts 4"),
     "a router without a bias": (["OLMOE"], "OlmoeTopKRouter has no bias.* exact, usual or none"),
