@@ -12,6 +12,7 @@ import argparse
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -58,7 +59,7 @@ from common.stopping import StopRequests
 # What an update depends on besides samples and weights; another value than the checkpoint's is refused. False: also
 # with --allow_changed, since the saved state would not fit.
 SETTINGS = {
-    "global_batch_size": True,
+    "global_batch_size": False,  # by which an update's samples are found
     "num_updates": True,
     "seed": True,
     "drop_last_window": True,
@@ -107,14 +108,18 @@ def identify(
 
 def _differences(saved: dict, now: dict, allowed: Iterable[str]) -> Iterator[str]:
     """One line for each thing that is not what the checkpoint was made with."""
-    for key in sorted(saved["model"].keys() | now["model"].keys()):
-        was, is_now = saved["model"].get(key), now["model"].get(key)
-        if was != is_now:
-            yield f"another model: its {key} is {is_now}, the checkpoint's is {was}; give the run's own model"
+    keys = sorted(saved["model"].keys() | now["model"].keys(), key=lambda key: (key != "model_type", key))
+    pairs = {key: (now["model"].get(key), saved["model"].get(key)) for key in keys}
+    if different := [
+        f"its {key} is {is_now}, the checkpoint's is {was}" for key, (is_now, was) in pairs.items() if is_now != was
+    ]:
+        more = f"; {len(different) - 3} more differ" if len(different) > 3 else ""
+        yield f"another model: {'; '.join(different[:3])}{more}; give the run's own model"
     if saved["tokenizer"] != now["tokenizer"]:
         yield (
             f"another tokenizer: its fingerprint is {now['tokenizer']}, the checkpoint's is {saved['tokenizer']}; give "
-            "the tokenizer that the run began with"
+            "the run's own; one that was trained on the text needs the same text (on another text, train what "
+            "`python -m common.checkpoint export` makes, with --model_name_or_path)"
         )
     elif saved["dataset"] != now["dataset"] and "dataset" not in allowed:
         yield (
@@ -127,7 +132,9 @@ def _differences(saved: dict, now: dict, allowed: Iterable[str]) -> Iterator[str
         if was != is_now and name not in allowed:
             how = f", or --allow_changed {name}" if can_change else ""
             flag = "--mixed_precision of the launch" if name == "mixed_precision" else f"--{name}"
-            yield f"{flag} is {is_now}, the checkpoint's is {was}; give {was}{how}"
+            is_now, was = (" ".join(map(str, value)) if isinstance(value, list) else value for value in (is_now, was))
+            advice = "take it out" if was is None else f"give {was}"
+            yield f"{flag} is {is_now}, the checkpoint's is {was}; {advice}{how}"
 
 
 # --- the scaler of fp16 -----------------------------------------------------------------------------------------------
@@ -179,6 +186,8 @@ class Checkpoints:
         self.stall_seconds: list[float] = []
         self.copies: dict[str, torch.Tensor] = {}
         self.watched: torch.optim.Optimizer | None = None
+        self.num_updates = args.num_updates
+        self.damaged: set[Path] = set()  # found so on the way to the one that is continued
         self.cannot = _cannot_save(accelerator)
         if self.cannot and (self.wants_resume or 0 < self.save_every <= args.num_updates):
             raise ValueError(self.cannot)
@@ -199,7 +208,7 @@ class Checkpoints:
             if self.rank == 0 or not only_main:
                 action()
         except OSError as error:
-            problem = disk_line(error, self.directory, self.needed)
+            problem = self._disk_line(error)
         except ValueError as error:
             problem = str(error)
         self._raise_first(problem)
@@ -212,6 +221,11 @@ class Checkpoints:
             problems = [None] * self.world
             torch.distributed.all_gather_object(problems, problem, group=self.group)
         raise ValueError(next(one for one in problems if one is not None))
+
+    def _disk_line(self, error: OSError) -> str:
+        has_any = any(not path.name.endswith(PARTIAL) for path in self.directory.glob("update-*"))
+        advice = "start again with --resume: the last complete checkpoint is untouched" if has_any else "start again"
+        return disk_line(error, "no checkpoint could be written", self.directory, self.needed, advice)
 
     # --- resuming
 
@@ -231,6 +245,7 @@ class Checkpoints:
             problem = find_damage(path, manifest, self.rank, self.world)
             damaged = self._sum(problem is not None)[0] > 0
             if damaged:
+                self.damaged.add(path)
                 if problem:
                     print(f"{path}: {problem}", file=sys.stderr, flush=True)
                 continue
@@ -239,6 +254,11 @@ class Checkpoints:
                     print(line, file=sys.stderr, flush=True)
             if differences := list(_differences(manifest["identity"], identity, self.allow_changed)):
                 raise ValueError("\n".join(f"--resume {path}: {line}" for line in differences))
+            if manifest["update"] > self.num_updates:
+                raise ValueError(
+                    f"--resume {path}: it has made {manifest['update']} updates already, more than --num_updates "
+                    f"{self.num_updates}; give more, or export it as a model"
+                )
             self.accelerator.print(f"resuming from {path}, after update {manifest['update']}", flush=True)
             return Reader(path, manifest)
         reason = f"none of its {len(found) + len(problems)} is sound" if found or problems else "there is none"
@@ -304,8 +324,10 @@ class Checkpoints:
             self.finish()
         return bool(asked)
 
-    def save(self, position: Position, model: torch.nn.Module, optimizer: Any) -> None:
+    def save(self, position: Position, model: torch.nn.Module, optimizer: Any, in_place: bool = False) -> None:
         """Copies the state, and starts to write it; call it between two updates only.
+
+        in_place: without the copy and its memory; the call waits until it is written.
 
         Raises:
             ValueError: the disk has no room for it, or refused the one before.
@@ -345,7 +367,7 @@ class Checkpoints:
         self.manifest = {
             "format": FORMAT,
             "update": position.update,
-            "samples": position.update * self.identity["settings"]["global_batch_size"],
+            "samples": position.samples,
             "position": asdict(position),
             "mode": running_mode(self.accelerator),
             "world_size": self.world,
@@ -355,7 +377,7 @@ class Checkpoints:
         }
         # The copy needs as much memory on the host as the state of all ranks of this machine.
         local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        has_memory = bool(self.copies) or psutil.virtual_memory().available > 1.25 * size * local
+        has_memory = not in_place and (bool(self.copies) or psutil.virtual_memory().available > 1.25 * size * local)
         if has_memory:
             # Until the optimizer's step only buffers change: on a CPU the rest is copied beside forward and backward.
             # (On a GPU a copy would stand in line with what it computes.)
@@ -410,7 +432,7 @@ class Checkpoints:
             if future is not None and future.done() and (error := future.exception()) is not None:
                 if not isinstance(error, OSError):
                     raise error
-                return disk_line(error, self.directory, self.needed)
+                return self._disk_line(error)
         return None
 
     def _commit_soon(self) -> None:
@@ -436,14 +458,18 @@ class Checkpoints:
         if (metrics := self.output_dir / "metrics.jsonl").is_file():
             fsync(metrics)  # the lines up to this update are there after a power cut too
         replace_directory(partial, final)
+        self.damaged.discard(final)
         self._remove_older()
 
     def _remove_older(self) -> None:
+        """Keeps the newest ones and the best. What was found damaged does not count, and goes; other names stay."""
         found, _ = list_checkpoints(self.output_dir)
-        kept = {path for path, _ in found[: self.keep_last]}
+        found = [(path, manifest) for path, manifest in found if path.name == f"update-{manifest['update']:06}"]
+        sound = [(path, manifest) for path, manifest in found if path not in self.damaged]
+        kept = {path for path, _ in sound[: self.keep_last]}
         if self.keep_best:
-            losses = {path: manifest["position"]["validation_loss"] for path, manifest in found}
-            measured = [path for path, loss in losses.items() if loss is not None]
+            losses = {path: manifest["position"]["validation_loss"] for path, manifest in sound}
+            measured = [path for path, loss in losses.items() if loss is not None and math.isfinite(loss)]
             kept |= {min(measured, key=lambda path: losses[path])} if measured else set()
         for path, _ in found:
             if path not in kept:
@@ -451,6 +477,12 @@ class Checkpoints:
                 remove(going)
                 path.rename(going)  # half removed, it must not look like a damaged checkpoint
                 remove(going)
+
+    def training_done(self, position: Position, model: torch.nn.Module, optimizer: Any) -> None:
+        """After the last update: a checkpoint of the end, for a run that dies before its model is written."""
+        if self.save_every and not self.cannot:
+            self.save(position, model, optimizer, in_place=True)
+        self.finish()
 
     def finish(self) -> None:
         """Waits until the save that was started is a checkpoint, on all ranks."""
@@ -500,7 +532,7 @@ def main() -> None:
         prog="python -m common.checkpoint", description="Looks at and exports checkpoints."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("list", help="the checkpoints of a run, and whether they are sound")
+    one = commands.add_parser("list", help="the checkpoints of a run, and whether they are sound: else status 1")
     one.add_argument("output_dir", type=Path)
     one = commands.add_parser("export", help="one checkpoint as a model that from_pretrained loads")
     one.add_argument("checkpoint", type=Path)
@@ -512,12 +544,18 @@ def main() -> None:
             print(f"{args.target} (from_pretrained loads it)")
             return
         found, problems = list_checkpoints(args.output_dir)
+        losses = {path: manifest["position"]["validation_loss"] for path, manifest in found}
+        measured = [path for path, loss in losses.items() if loss is not None and math.isfinite(loss)]
+        best = min(measured, key=lambda path: losses[path]) if measured else None
+        damages = {path: find_damage(path, manifest) for path, manifest in found}
         for path, manifest in found:
             size = sum(facts["bytes"] for facts in manifest["files"].values())
-            state = find_damage(path, manifest) or "sound"
-            print(f"{path}: {manifest['mode']}, {manifest['world_size']} processes, {size:,} bytes, {state}")
+            loss = f", validation loss {losses[path]:.4f}" if losses[path] is not None else ""
+            state = f"{damages[path] or 'sound'}{', the best' if path == best else ''}"
+            print(f"{path}: {manifest['mode']}, {manifest['world_size']} processes, {size:,} bytes{loss}, {state}")
         for line in problems or ([] if found else [f"{args.output_dir}: no checkpoint"]):
             print(line)
+        sys.exit(1 if problems or not found or any(damages.values()) else 0)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -38,11 +38,18 @@ class Position:
     """Where a run stands, and what it counts; the same on all ranks."""
 
     update: int = 0  # updates done: the number of the next one
+    samples: int = 0  # that these updates consumed
     skipped_updates: int = 0
     skipped_in_a_row: int = 0
     best_validation_loss: float | None = None
     validation_loss: float | None = None  # where the last update ended with an evaluation
     tracker_runs: dict[str, str] = field(default_factory=dict)  # by which a tracker continues its own run
+
+    def measured(self, validation_loss: float) -> None:
+        """The last update ended with an evaluation. A loss that is not finite is never the best one."""
+        self.validation_loss, best = validation_loss, self.best_validation_loss
+        if math.isfinite(validation_loss) and (best is None or validation_loss < best):
+            self.best_validation_loss = validation_loss
 
 
 def safetensors_parts(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Any]:
@@ -122,7 +129,7 @@ def _check_manifest(manifest: dict[str, Any]) -> None:
     for facts in manifest["files"].values():
         require(is_number(facts["bytes"]) and isinstance(facts["sha256"], str), f"{MANIFEST} is malformed: its files")
     position, identity = Position(**manifest["position"]), manifest["identity"]
-    is_sound = position.update == manifest["update"]
+    is_sound = position.update == manifest["update"] and is_number(position.samples)
     is_sound &= is_number(position.skipped_updates) and is_number(position.skipped_in_a_row)
     for loss in (position.best_validation_loss, position.validation_loss):
         is_sound &= loss is None or isinstance(loss, float)

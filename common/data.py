@@ -13,7 +13,6 @@ import json
 import lzma
 import os
 import re
-import shutil
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +28,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from common.corpus import Corpus, Row, Source, check_sources, locate_pretrained, missing_column, one_line, open_source
-from common.files import PARTIAL, complete_or_absent
+from common.files import complete_or_absent
 
 __all__ = [
     "Samples",
@@ -42,7 +41,7 @@ __all__ = [
     "train_tokenizer",
 ]
 
-FORMAT = 1  # in every fingerprint: raise it when the files' meaning changes
+FORMAT = 2  # in every fingerprint: raise it when the files' meaning changes
 END_OF_TEXT = "<|endoftext|>"
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")  # by which a chat template marks what the assistant says
 MANIFEST = "sizes.json"  # the size of every file beside it
@@ -403,15 +402,14 @@ def _only_one(directory: Path) -> Iterator[None]:
 @contextmanager
 def _complete_or_absent(directory: Path) -> Iterator[Path]:
     """`complete_or_absent` with the sizes of the files, and nothing left behind where it fails."""
-    try:
-        with complete_or_absent(directory) as partial:
+    with complete_or_absent(directory) as partial:
+        try:
             yield partial
             sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
             (partial / MANIFEST).write_text(json.dumps(sizes))
-    except OSError as error:
-        raise ValueError(f"cache {directory.parent}: cannot be written ({one_line(error)}); make room there") from error
-    finally:
-        shutil.rmtree(directory.with_name(directory.name + PARTIAL), ignore_errors=True)
+        except OSError as error:
+            line = f"cache {directory.parent}: cannot be written ({one_line(error)}); make room there"
+            raise ValueError(line) from error
 
 
 def _is_complete(directory: Path) -> bool:
@@ -479,7 +477,17 @@ def _write_samples(
         "max_length": counts["max_length"],
     }
     meta |= {f"{name}_bytes": size for name, size in compression.finish().items()}
+    meta["content"] = hash_files(directory)
     (directory / "meta.json").write_text(json.dumps(meta, indent=1))
+
+
+def hash_files(directory: Path) -> str:
+    """Of the contents of its files, in the order of their names."""
+    digest = hashlib.blake2b(digest_size=10)
+    for path in sorted(directory.iterdir()):
+        with open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def with_progress(rows: Iterator[Row], name: str) -> Iterator[Row]:
@@ -625,8 +633,8 @@ class Samples:
 
     @property
     def fingerprint(self) -> str:
-        """Equal where every sample is equal: of source, tokenizer, columns, shape and sequence length."""
-        return f"{self.directory.name.removeprefix('samples-')}-{self.sequence_length}"
+        """Equal where every sample is equal, wherever the text lies."""
+        return f"{self.meta['content']}-{self.sequence_length}"
 
     def describe(self) -> str:
         """One line for people."""

@@ -1,5 +1,6 @@
 """A checkpoint, of any mode, as a model that `from_pretrained` loads."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from safetensors.torch import save_file
 
 from common.checkpoint_format import FORMAT, Reader, find_damage, newer_line, own_file, read_manifest, require
 from common.corpus import one_line
-from common.files import complete_or_absent, disk_line
+from common.files import PARTIAL, complete_or_absent
 
 # Files of model/ that an export takes: settings, and the tokenizer's own formats, but never code or pickles.
 EXPORTED = (".json", ".jinja", ".txt", ".model", ".spm", ".bpe", ".codes", ".tiktoken")
@@ -31,8 +32,13 @@ def export(directory: Path, target: Path) -> None:
         raise ValueError(f"{directory}: {newer_line(manifest)}")
     if damage := find_damage(directory, manifest):
         raise ValueError(f"{directory}: {damage}; export another checkpoint")
+    target = Path(os.path.abspath(target))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} is there already; name another directory")
+    if target.is_mount():
+        raise ValueError(f"{target} is a disk's own directory; name one below it")
+    if (partial := target.with_name(target.name + PARTIAL)).exists():
+        raise ValueError(f"{partial} is there already, of a killed export perhaps; remove it, or name another")
     reader = Reader(directory, manifest)
     model_class = getattr(transformers, manifest["architecture"], None)
     weights = {
@@ -55,14 +61,11 @@ def export(directory: Path, target: Path) -> None:
                 f"{directory}: its weights and model/config.json do not make a {manifest['architecture']} "
                 f"({one_line(error)}); export another checkpoint"
             ) from error
-    try:
-        with complete_or_absent(target) as partial:
-            write(partial)
-            for name in files:
-                if name != "config.json":
-                    shutil.copyfile(own_file(directory, f"model/{name}"), partial / name)
-    except OSError as error:
-        raise ValueError(disk_line(error, target.parent, sum(w.nbytes for w in weights.values()))) from error
+    with complete_or_absent(target, "export again") as partial:
+        write(partial)
+        for name in files:
+            if name != "config.json":
+                shutil.copyfile(own_file(directory, f"model/{name}"), partial / name)
 
 
 def _whole_model(directory: Path, weights: dict[str, torch.Tensor], model_class: Any) -> Any:

@@ -1,7 +1,9 @@
 """Files and directories that are complete or are not there, and whose they are."""
 
+import errno
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -37,26 +39,53 @@ def write_file(path: Path, parts: Iterable[Any]) -> dict[str, Any]:
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def disk_line(error: OSError, directory: Path, needed: int) -> str:
+# What a full, read-only, forbidden or broken disk answers, and what stands in a file's place.
+DISK_ERRORS = {
+    getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EROFS", "EIO", "EFBIG", "EACCES", "EISDIR", "EBUSY")
+}
+
+
+def disk_line(error: Exception, what: str, directory: Path, needed: int, advice: str) -> str:
+    """One line for an error of the disk that `disk_error_number` knows, or any OSError."""
     existing = next(path for path in [directory, *directory.absolute().parents] if path.is_dir())
-    where = error.filename or directory
-    return (
-        f"disk: no checkpoint could be written: {error.strerror} ({where}); {needed:,} bytes needed, "
-        f"{shutil.disk_usage(existing).free:,} free; make room or mend it, then start again with --resume: the last "
-        "complete checkpoint is untouched"
-    )
+    number, where = disk_error_number(error), getattr(error, "filename", None) or directory
+    reason = os.strerror(number) if number else getattr(error, "strerror", None) or error
+    size = f"{needed:,} bytes needed, " if needed else ""
+    free = shutil.disk_usage(existing).free
+    return f"disk: {what}: {reason} ({where}); {size}{free:,} free; make room or mend it, then {advice}"
+
+
+def disk_error_number(error: BaseException) -> int | None:
+    """The number of an error of the disk, also where safetensors tells it in words; None for all else."""
+    number = getattr(error, "errno", None)
+    if number is None and type(error).__name__ == "SafetensorError":
+        told = re.search(r"os error (\d+)", str(error))
+        number = int(told[1]) if told else errno.ENOSPC if "No space left" in str(error) else None
+    return number if number in DISK_ERRORS else None
 
 
 @contextmanager
-def complete_or_absent(directory: Path) -> Iterator[Path]:
-    """A directory to write into, which takes its name, and the place of what had it, when all in it is on the disk."""
+def complete_or_absent(
+    directory: Path, advice: str = "start again; a run goes on from its last checkpoint with --resume"
+) -> Iterator[Path]:
+    """A directory to write into, which takes its name, and the place of what had it, when all in it is on the disk.
+
+    Raises:
+        ValueError: one line, for an error of the disk; nothing is left then.
+    """
     partial = directory.with_name(directory.name + PARTIAL)
-    remove(partial)
-    partial.mkdir(parents=True)
-    yield partial
-    for path in [*partial.rglob("*"), partial]:
-        fsync(path)
-    replace_directory(partial, directory)
+    try:
+        remove(partial)
+        partial.mkdir(parents=True)
+        yield partial
+        for path in [*partial.rglob("*"), partial]:
+            fsync(path)
+        replace_directory(partial, directory)
+    except Exception as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if not isinstance(error, OSError) and disk_error_number(error) is None:
+            raise
+        raise ValueError(disk_line(error, f"{directory} could not be written", directory.parent, 0, advice)) from error
 
 
 _locks: dict[Path, FileLock] = {}  # held until this process ends

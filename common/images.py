@@ -135,8 +135,8 @@ def folder(directory: str) -> Images:
     if problems:
         raise ValueError("\n".join(problems))
     stats = [(path.relative_to(root).as_posix(), path.stat()) for path in paths]
-    # Size and time, not the contents: hashing a large data set takes longer than many a run.
-    fingerprint = _hash([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
+    # The size, not the contents: hashing a large data set takes longer than many a run. A copy has the same.
+    fingerprint = _hash([[name, stat.st_size] for name, stat in stats])
     names = [str(path) for path in paths]
     return Images(
         directory, fingerprint, tuple(classes), np.array(labels, np.int64), names.__getitem__, names.__getitem__

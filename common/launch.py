@@ -26,7 +26,9 @@ from accelerate.utils import DistributedType, set_seed
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from common import liveness, sharding
+from common.files import disk_error_number, disk_line
 from common.redaction import print_exception, redact
+from common.stopping import keep_requests
 
 
 @dataclass
@@ -424,6 +426,7 @@ def user_mistakes_end_here() -> Iterator[None]:
     A mistake is a ValueError raised by our own code; one from inside a library keeps its traceback, as all errors do.
     """
     sys.excepthook = print_exception
+    keep_requests()
     try:
         yield
     except ValueError as error:
@@ -439,6 +442,10 @@ def user_mistakes_end_here() -> Iterator[None]:
             raise
         exit_with_mistakes(str(error).splitlines())
     except BaseException as error:
+        if disk_error_number(error) is not None:
+            where = Path(getattr(error, "filename", None) or ".")
+            advice = "start again; a run goes on from its last checkpoint with --resume"
+            exit_with_mistakes([disk_line(error, "a file could not be read or written", where, 0, advice)])
         is_end = isinstance(error, SystemExit) and not error.code
         liveness.leave(None if is_end else redact(f"{type(error).__name__}: {error}"))
         raise

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common import data
 from common.corpus import Corpus, Row, Source, missing_column, open_source
 
-FORMAT = 1  # in every fingerprint: raise it when the files' meaning changes
+FORMAT = 2  # in every fingerprint: raise it when the files' meaning changes
 
 
 def tokenize_pairs(
@@ -151,7 +151,13 @@ def _write_pairs(
                 counts["max_length"] = max(counts["max_length"], len(pair[0]) + len(pair[1]))
     if not counts["pairs"]:
         raise ValueError(f"{corpus.name}: no pair of {' and '.join(columns)} in it; give other data")
-    meta = {"name": corpus.name, "columns": columns, "lengths": lengths, **counts}
+    meta = {
+        "name": corpus.name,
+        "columns": columns,
+        "lengths": lengths,
+        "content": data.hash_files(directory),
+        **counts,
+    }
     (directory / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
@@ -211,8 +217,8 @@ class Pairs:
 
     @property
     def fingerprint(self) -> str:
-        """Equal where every pair is equal: of source, columns, tokenizer and most lengths."""
-        return self.directory.name.removeprefix("pairs-")
+        """Equal where every pair is equal, wherever the text lies."""
+        return self.meta["content"]
 
     def describe(self) -> str:
         """One line for people."""

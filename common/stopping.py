@@ -14,6 +14,21 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 STOPPED = 75
 
 
+_early: list[int] = []  # SIGUSR1 that came before the loop
+
+
+def _note_early(number: int, _: FrameType | None) -> None:
+    _early.append(number)
+
+
+def keep_requests() -> None:
+    """From the start of a recipe on, SIGUSR1 waits for the loop; after the loop it does nothing: the end is near.
+
+    Only this one, which is never meant to end a process at once: SIGTERM and SIGINT do, outside the loop.
+    """
+    signal.signal(signal.SIGUSR1, _note_early)
+
+
 class StopRequests:
     """A `with` block in which the signals only set `asked`. The third one of a kind acts as it would outside.
 
@@ -25,6 +40,7 @@ class StopRequests:
         self.counts: dict[int, int] = {}
         self.before: dict[int, Any] = {}
         self.launcher: int | None = None
+        self.keeps = signal.getsignal(signal.SIGUSR1) == _note_early
 
     def __enter__(self) -> "StopRequests":
         parent = psutil.Process().parent()
@@ -35,6 +51,10 @@ class StopRequests:
             pass
         for number in SIGNALS:
             self.before[number] = signal.signal(number, self._note)
+            if self.before[number] == _note_early:
+                self.before[number] = signal.SIG_DFL
+                self.counts |= {number: 1} if _early else {}
+                _early.clear()
         self.blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return self
 
@@ -42,6 +62,8 @@ class StopRequests:
         signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
         for number, handler in self.before.items():
             signal.signal(number, handler)
+        if self.keeps:
+            keep_requests()
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.counts[number] = self.counts.get(number, 0) + 1

@@ -9,6 +9,7 @@ import resource
 import shutil
 import sys
 import time
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -116,15 +117,20 @@ def cut_metrics(path: Path, num_updates: int) -> None:
     """Leaves the lines of the first `num_updates` updates: those after the checkpoint are made once more."""
     if path.exists() and not path.is_file():
         raise ValueError(f"disk: {path} is no file; move it away, then start again with --resume")
-    kept = []
-    for line in path.read_text().splitlines(keepends=True) if path.is_file() else []:
-        if not line.endswith("\n") or json.loads(line)["update"] != len(kept) or len(kept) == num_updates:
-            break  # a torn line, after a power cut, is an end too
-        kept.append(line)
-    if len(kept) < num_updates:
-        print(f"{path} has no line of update {len(kept)}: the lines up to update {num_updates} are lost", flush=True)
+    kept: dict[int, str] = {}
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    for line in text.splitlines(keepends=True):
+        try:
+            update = json.loads(line)["update"]
+        except (ValueError, TypeError, KeyError):  # torn or damaged, after a power cut
+            continue
+        if line.endswith("\n") and update in range(num_updates):
+            kept.setdefault(update, line)
+    if lost := [update for update in range(num_updates) if update not in kept]:
+        lines = f"line of update {lost[0]}" + (f" and {len(lost) - 1} more" if len(lost) > 1 else "")
+        print(f"{path}: the {lines} before update {num_updates} are lost or damaged", flush=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text("".join(kept))
+    partial.write_text("".join(kept[update] for update in sorted(kept)))
     os.replace(partial, path)
 
 
@@ -292,7 +298,8 @@ class Progress:
         liveness.in_loop = False
         self.bar.close()
         if self.file:
-            self.file.close()
+            with suppress(OSError):  # of a full disk, which the last line has met already
+                self.file.close()
 
 
 def held_out_results(loss: float, samples: Any) -> dict[str, float | None]:

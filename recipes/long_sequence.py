@@ -256,11 +256,11 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
             position.skipped_in_a_row = 0 if finite else position.skipped_in_a_row + 1
             position.skipped_updates += not finite
             position.update, position.validation_loss = window.update + 1, None
+            position.samples += window.num_samples
             record = {"update": window.update, "loss": loss, "grad_norm": grad_norm, "learning_rate": rate}
             if validation_loader and args.eval_every and position.update % args.eval_every == 0:
                 record |= evaluate(model, validation_loader, accelerator)
-                position.validation_loss = record["validation_loss"]
-                position.best_validation_loss = min(position.validation_loss, position.best_validation_loss or math.inf)
+                position.measured(record["validation_loss"])
             progress.update(window, **record)
             if position.skipped_in_a_row == args.max_skipped_updates:
                 raise RuntimeError(
@@ -269,7 +269,7 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
                 )
             if checkpoints.update_done(position, model, optimizer, stop):
                 return progress, True
-        checkpoints.finish()
+        checkpoints.training_done(position, model, optimizer)
     return progress, False
 
 

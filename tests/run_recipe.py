@@ -489,7 +489,7 @@ def kill_in_save(when):
 
     checkpoints = checkpoint.Checkpoints
     save = around(checkpoints.save, lambda *_: "the start of a save")
-    checkpoints.save = lambda *args: saves.append(1) or save(*args)
+    checkpoints.save = lambda *args, **options: saves.append(1) or save(*args, **options)
     checkpoints._copy = around(checkpoints._copy, lambda _, pieces: pieces and f"the copy of {pieces[0].name}")
     checkpoint.write_file, shutil.rmtree = write_halting, remove
     os.fsync, Path.rename = around(os.fsync, flushing), around(Path.rename, renaming)

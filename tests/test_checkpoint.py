@@ -1,6 +1,7 @@
 """Stop and resume: bit for bit in one layout, on other layouts, through damage and mistakes; and the export."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ from conftest import BIN, ROOT, assert_refused, launch_command, make_model_dir, 
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.checkpoint_format import find_damage, hash_of, list_checkpoints
+from common.checkpoint_format import Position, find_damage, hash_of, list_checkpoints
 
 # What of a line of metrics.jsonl does not depend on the clock.
 EXACT = ("update", "loss", "grad_norm", "learning_rate", "target_tokens", "skipped_updates", "sample_digest")
@@ -254,7 +255,7 @@ def test_what_is_not_the_runs_own_is_refused(finished, functions_file, model_dir
     changed = ["--global_batch_size", 4, "--learning_rate", 2e-3, "--num_updates", 22, "--sequence_length", 48]
     changed = flags(functions_file, model_dir, finished, "--resume", *changed)
     result = run_recipe(changed, check=False)
-    patterns = ["--global_batch_size is 4, the checkpoint's is 8; give 8, or --allow_changed global_batch_size"]
+    patterns = ["--global_batch_size is 4, the checkpoint's is 8; give 8\n"]
     patterns += ["--learning_rate is 0.002, the checkpoint's is 0.001", "--num_updates is 22, the checkpoint's is 20"]
     assert_refused(result, *patterns, "other training data: their fingerprint is", lines=4)
     assert sorted((path, path.stat().st_mtime_ns) for path in finished.rglob("*")) == before
@@ -277,8 +278,56 @@ def test_what_is_not_the_runs_own_is_refused(finished, functions_file, model_dir
 
     shutil.rmtree(newest)
     changed[changed.index(str(finished))] = str(other)
-    run_recipe([*changed, "--allow_changed", "global_batch_size", "learning_rate", "num_updates", "dataset"])
+    changed[changed.index("--global_batch_size", changed.index("--resume")) + 1] = "8"
+    run_recipe([*changed, "--allow_changed", "learning_rate", "num_updates", "dataset"])
     assert len(read_metrics(other)) == 22
+    fewer = flags(
+        functions_file, model_dir, finished, "--num_updates", 15, "--resume", "--allow_changed", "num_updates"
+    )
+    assert_refused(run_recipe(fewer, check=False), "has made 20 updates already, more than --num_updates 15")
+
+
+def test_the_text_elsewhere_and_a_damaged_line_of_metrics_do_no_harm(finished, functions_file, model_dir, tmp_path):
+    out, text = tmp_path / "run", tmp_path / "copied.jsonl"
+    shutil.copytree(finished, out)
+    shutil.rmtree(out / "checkpoints/update-000020")
+    text.write_bytes(functions_file.read_bytes())  # a path and a time of its own
+    lines = (out / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (out / "metrics.jsonl").write_bytes(b"".join([*lines[:3], b"\0\xff\n", *lines[4:]]))
+    result = run_recipe(flags(text, model_dir, out, "--resume"))
+    assert "the line of update 3 before update 15 are lost or damaged" in result.stdout
+    expected = exact_metrics(finished)
+    assert exact_metrics(out) == expected[:3] + expected[4:]
+
+
+def test_what_is_saved_after_damage_is_kept(finished, functions_file, model_dir, tmp_path):
+    """Checkpoints that were found damaged, of higher numbers, do not take the places of the new ones."""
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    (out / "checkpoints/update-000010").rename(out / "checkpoints/my-own")  # a copy under another name stays
+    shutil.copytree(out / "checkpoints/my-own", out / "checkpoints/update-000010")
+    for update in (15, 20):
+        flip_bit(out / f"checkpoints/update-{update:06}/rank-00000.safetensors")
+    more = flags(functions_file, model_dir, out, "--resume", "--save_every", 2)
+    run_specs([(more, {"signal_at": [13, 0, "SIGTERM", 1]})], tmp_path)
+    assert {path.name for path in (out / "checkpoints").iterdir()} == {"update-000012", "update-000014", "my-own"}
+
+
+def test_a_loss_that_is_not_finite_is_never_the_best(finished, functions_file, model_dir, tmp_path):
+    out, losses = tmp_path / "run", {10: 3.0, 15: math.nan, 20: math.nan}
+    shutil.copytree(finished, out)
+    for update, loss in losses.items():
+        path = out / f"checkpoints/update-{update:06}"
+        change_manifest(path, lambda manifest, loss=loss: manifest["position"].update(validation_loss=loss))
+    more = ["--num_updates", 30, "--save_every", 5, "--keep_best", "--resume", "--allow_changed", "num_updates"]
+    more += ["--eval_every", 5, "--validation_file", functions_file]
+    run_recipe(flags(functions_file, model_dir, out, *more))
+    kept = {path.name for path in (out / "checkpoints").iterdir()}
+    assert kept == {"update-000010", "update-000025", "update-000030"}
+    position = Position()
+    for loss in (math.nan, 0.0, 1.0, math.inf):
+        position.measured(loss)
+    assert position.best_validation_loss == 0.0
 
 
 def test_nothing_to_resume_is_refused(functions_file, model_dir, tmp_path):
@@ -337,8 +386,21 @@ def test_an_export_of_a_damaged_checkpoint_writes_nothing(finished, tmp_path):
         result = export(tmp_path / "damaged", tmp_path / target)
         assert result.returncode == 2 and result.stderr.startswith("error: ") and pattern in result.stderr
     assert not (tmp_path / "exported").exists()
-    result = export(finished / "checkpoints/update-000020", tmp_path / "damaged")
-    assert result.returncode == 2 and "is there already" in result.stderr
+    (tmp_path / "mine.partial").mkdir()
+    for target in (tmp_path / "damaged", ".", tmp_path / "mine"):
+        result = export(finished / "checkpoints/update-000020", target)
+        assert result.returncode == 2 and "is there already" in result.stderr
+    assert (tmp_path / "mine.partial").is_dir()
+
+
+def test_list_says_what_is_sound(finished, tmp_path):
+    for damaged in (False, True):
+        shutil.copytree(finished / "checkpoints", tmp_path / "checkpoints", dirs_exist_ok=True)
+        if damaged:
+            flip_bit(tmp_path / "checkpoints/update-000015/rank-00000.safetensors")
+        result = run([BIN / "python", "-m", "common.checkpoint", "list", tmp_path])
+        assert result.returncode == (1 if damaged else 0), result.stderr
+        assert [line.endswith("sound") for line in result.stdout.splitlines()] == [True, not damaged, True]
 
 
 # --- asked to stop
@@ -388,6 +450,21 @@ def test_a_signal_ends_the_update_and_leaves_a_checkpoint(case, functions_file, 
     assert json.loads((out / "run.json").read_text())["status"] == f"stopped after update {done}"
     assert manifest_of(out, done)["update"] == done
     assert not list((out / "checkpoints").glob("*.partial")) and not (out / "model").exists()
+
+
+def test_a_sigusr1_at_the_start_waits_for_the_first_update(functions_file, model_dir, tmp_path):
+    """As soon as the recipe runs: else it would end the process, with nothing saved."""
+    process = start(flags(functions_file, model_dir, tmp_path / "run"))
+    is_caught = False
+    while not is_caught:
+        assert process.poll() is None, process.stderr.read()
+        for rank in recipes_of(process)[0]:
+            caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{rank.pid}/status").read_text())
+            is_caught = bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+    rank.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=120)
+    assert json.loads((tmp_path / "run/run.json").read_text())["status"] == "stopped after update 1"
+    assert manifest_of(tmp_path / "run", 1)["samples"] == 8
 
 
 def test_without_a_launcher_the_status_is_75(functions_file, model_dir, tmp_path):
@@ -479,6 +556,15 @@ def test_a_save_that_cannot_fit_is_refused_before_it_starts(functions_file, mode
     assert needed > free > 0
     assert [manifest["update"] for _, manifest in list_checkpoints(disk / "run")[0]] == [5]
     assert not list((disk / "run/checkpoints").glob("*.partial"))
+
+
+def test_a_disk_without_room_for_the_model_is_one_line(functions_file, model_dir, small_disk, tmp_path):
+    disk = small_disk(tmp_path / "disk", "100K")
+    result = run_recipe(flags(functions_file, model_dir, disk / "run", "--save_every", 0), check=False)
+    (line,) = disk_errors(result)
+    assert re.search(r"disk: .*run/model could not be written: No space left on device", line), line
+    assert len(read_metrics(disk / "run")) == NUM_UPDATES
+    assert not list((disk / "run").glob("model*"))
 
 
 def test_a_disk_that_became_read_only(finished, functions_file, model_dir, small_disk, tmp_path):
