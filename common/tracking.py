@@ -205,6 +205,7 @@ class Progress:
         self.memory_at_start = memory_in_use_bytes(accelerator.device)
         self.waited = 0.0
         self.started = self.last = time.perf_counter()
+        self.ended: float | None = None
         self.num_tokens = self.num_processed = 0
         self.unit = "tokens"
         self.rank_work: Any = 0
@@ -218,6 +219,7 @@ class Progress:
             window = next(iterator, None)
             self.waited += time.perf_counter() - before
             if window is None:
+                self.ended = time.perf_counter()  # what comes now, a checkpoint, is no training
                 return
             liveness.update = window.update
             yield window
@@ -277,10 +279,11 @@ class Progress:
 
     def results(self) -> dict[str, Any]:
         """What the training took, for the summary."""
+        seconds = (self.ended or time.perf_counter()) - self.started
         return {
-            "training_seconds": time.perf_counter() - self.started,
+            "training_seconds": seconds,
             "unit": self.unit,
-            "tokens_per_second": self.num_tokens / (time.perf_counter() - self.started),
+            "tokens_per_second": self.num_tokens / seconds,
             "padding_share": self.padding_share,
             "work_difference": self.work_difference,
             "waiting_for_data": self.waiting_share,
