@@ -219,7 +219,7 @@ def test_a_resume_with_other_tensors_ends_in_one_line(finished, functions_file, 
     def renamed(names):
         return {name.replace("layers.0", "layers.7"): one for name, one in names.items()}
 
-    directory = attacked(finished, tmp_path / "run", None, None)
+    directory = attacked(finished, tmp_path / "run", None, None, update=3)
     edit_json(directory / "rank-00000.json", lambda rank: rank.update(tensors=renamed(rank["tensors"])))
     set_header(directory / "rank-00000.safetensors", lambda header: json.dumps(renamed(header)).encode())
     sign(directory)
