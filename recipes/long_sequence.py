@@ -116,6 +116,10 @@ def choose_defaults(args, architecture):
     if architecture == "transformer":
         why = "is for a recurrent network; a transformer takes --activation_checkpointing and --mlp_rows"
         problems += [f"{flag} {value} {why}" for flag, value in recurrent.items() if value]
+        if not args.model_name_or_path and args.hidden_size % 2:
+            size = args.hidden_size
+            near = f"{size - 1} or {size + 1}" if size > 1 else "2"
+            problems.append(f"--hidden_size {size}: a transformer from scratch needs an even one; use {near}")
         args.mlp_rows = 1024 if args.mlp_rows is None else args.mlp_rows
     else:
         useless = {"--mlp_rows": args.mlp_rows is not None, "--compile": args.compile}
@@ -177,9 +181,12 @@ def make_config(args, tokenizer):
     sizes = {"vocab_size": BYTES, "hidden_size": args.hidden_size, "num_hidden_layers": args.num_layers}
     if args.architecture != "transformer":
         return RecurrentConfig(cell=args.architecture or "lstm", **sizes)
+    # Heads of 64 or little more: as many as divide the width into even parts, since positions turn pairs of values.
+    most = max(1, args.hidden_size // 64)
+    num_heads = max(number for number in range(1, most + 1) if args.hidden_size % (2 * number) == 0)
     return LlamaConfig(
         **sizes,
-        num_attention_heads=max(1, args.hidden_size // 64),
+        num_attention_heads=num_heads,
         intermediate_size=4 * args.hidden_size,
         max_position_embeddings=args.sequence_length,
         tie_word_embeddings=True,
