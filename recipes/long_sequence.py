@@ -336,11 +336,13 @@ def main():
         results |= tracking.held_out_results(results["validation_loss"], validation_samples)
     weights = accelerator.get_state_dict(model)  # gathered on the main process, where they are sharded
     if accelerator.is_main_process:
+        trained = accelerator.unwrap_model(model)
         with complete_or_absent(output_dir / "model") as model_dir:
-            accelerator.unwrap_model(model).save_pretrained(model_dir, state_dict=weights)
+            trained.save_pretrained(model_dir, state_dict=weights)
             tokenizer.save_pretrained(model_dir)
+        name = "common.long_sequences.RecurrentLM" if isinstance(trained, RecurrentLM) else "AutoModelForCausalLM"
         line = f"memory grew by {results['memory_growth_bytes'] / 2**20:,.0f} MiB while training; {how}"
-        tracking.print_results(results, output_dir, "AutoModelForCausalLM", line)
+        tracking.print_results(results, output_dir, name, line)
     launch.end_run(accelerator)
 
 

@@ -174,6 +174,7 @@ def test_a_run_ends_with_figures_that_are_right(one_process, functions_file, tmp
     """The printed lines; the loss against one of the exported model's own logits; the checkpoint's export."""
     out, result = one_process
     assert "17 segments, computed again in backward; the gradient of the whole sequence" in result.stdout
+    assert "(common.long_sequences.RecurrentLM.from_pretrained loads it)" in result.stdout
     model, text = AutoModelForCausalLM.from_pretrained(out / "model"), "def f(x):\n    return x\n" * 30
     (tmp_path / "held_out.txt").write_text(text)
     more = ["--model_name_or_path", out / "model", "--validation_file", tmp_path / "held_out.txt"]
