@@ -126,32 +126,30 @@ def choose_defaults(args, architecture):
         useless[f"--activation_checkpointing {args.activation_checkpointing}"] = args.activation_checkpointing != "none"
         why = "is for a transformer; a recurrent network takes --segments and --levels"
         problems += [f"{flag} {why}" for flag, given in useless.items() if given]
-        problems += check_segments(args)
+        problems += check_segments(args, args.sequence_length, f"--sequence_length {args.sequence_length}")
     if problems:
         raise ValueError("\n".join(problems))
 
 
-def check_segments(args):
-    """Fills in --segments and --levels; a line for each way in which they contradict something."""
+def check_segments(args, length, what):
+    """Fills in --segments and --levels; a line for each way in which they contradict something, such as the length."""
     if args.truncate:
         problems = [
             f"--{name} has no effect with --truncate; give one" for name in ("segments", "levels") if vars(args)[name]
         ]
-        if args.truncate >= args.sequence_length:
-            problems.append(
-                f"--truncate {args.truncate} cuts nothing of --sequence_length {args.sequence_length}; lower it"
-            )
+        if args.truncate >= length:
+            problems.append(f"--truncate {args.truncate} cuts nothing of {what}; lower it")
         return problems
     args.segments = args.segments or "sqrt"
     if args.segments == "none":
         return ["--levels has no effect without --segments; take it out"] if args.levels else []
     args.levels = args.levels or 1
     most = 1 if args.segments == "sqrt" else args.segments**args.levels
-    if most <= args.sequence_length:
+    if most <= length:
         return []
     return [
-        f"--segments {args.segments} --levels {args.levels} make {most:,} segments, more than the "
-        f"{args.sequence_length:,} bytes of --sequence_length; use fewer"
+        f"--segments {args.segments} --levels {args.levels} make {most:,} segments, more than there are steps in "
+        f"{what}; use fewer"
     ]
 
 
@@ -173,6 +171,10 @@ def load_data(args):
         validation_source, tokenizer, args.sequence_length, "blocks", measure_compression=True
     )
     arguments.check_samples(args, train, validation)
+    if isinstance(config, RecurrentConfig):
+        what = f"the longest sample, of {train.max_length:,} tokens"
+        if problems := check_segments(args, train.max_length, what):
+            raise ValueError("\n".join(problems))
     return tokenizer, config, train, validation
 
 
@@ -196,8 +198,11 @@ def make_config(args, tokenizer):
     )
 
 
-def adapt(model, args):
-    """Makes `model(...)` the sum of the losses of a micro-batch's targets, in pieces; and a line that says which."""
+def adapt(model, args, length):
+    """Makes `model(...)` the sum of the losses of a micro-batch's targets, in pieces; and a line that says which.
+
+    `length` is that of the longest sample.
+    """
     if not isinstance(model, RecurrentLM):
         tiles = f"; {tile_mlps(model, args.mlp_rows)} MLPs, {args.mlp_rows} rows at once" if args.mlp_rows else ""
         return sum_token_losses(model) + tiles
@@ -207,7 +212,7 @@ def adapt(model, args):
     if args.segments == "none":
         return "every step kept for backward; the gradient of the whole sequence"
     model.segments, model.levels = args.segments, args.levels
-    count = pieces_of(args.sequence_length, args.segments, args.levels)
+    count = pieces_of(length, args.segments, args.levels)
     cut = " x ".join([f"{count:,}"] * args.levels)
     return f"{cut} segments, computed again in backward; the gradient of the whole sequence"
 
@@ -298,7 +303,8 @@ def main():
 
     launch.seed_everything(args.seed)  # the same weights on all ranks
     model = models.build_model(config, args.model_name_or_path, args.trust_remote_code)
-    how = adapt(model, args)  # from here on, model(...) is the sum of the losses of a micro-batch's targets
+    # From here on, model(...) is the sum of the losses of a micro-batch's targets.
+    how = adapt(model, args, train_samples.max_length)
     apply_activation_checkpointing(model, args.activation_checkpointing, accelerator.device)
     if args.compile:
         model.base_model.compile(dynamic=True)

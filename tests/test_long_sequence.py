@@ -234,7 +234,7 @@ def test_a_resumed_run_is_the_same_in_every_bit(one_process, functions_file, tmp
 
 
 MISTAKES = {
-    "--segments 20 --levels 2": "make 400 segments, more than the 300 bytes of --sequence_length",
+    "--segments 20 --levels 2": "make 400 segments, more than there are steps in --sequence_length 300",
     "--segments 4 --truncate 8": "--segments has no effect with --truncate",
     "--levels 2 --segments none": "--levels has no effect without --segments",
     "--truncate 300": "--truncate 300 cuts nothing of --sequence_length 300",
@@ -256,6 +256,17 @@ def test_a_transformer_of_any_even_width_has_heads(hidden_size, num_heads):
     config = make_config(args, types.SimpleNamespace(bos_token_id=1, eos_token_id=2, pad_token_id=2))
     assert config.num_attention_heads == num_heads
     AutoModelForCausalLM.from_config(config)(torch.zeros(1, 8, dtype=torch.long))
+
+
+def test_segments_are_those_of_the_longest_sample(tmp_path):
+    """Not of --sequence_length, where the data are shorter."""
+    (tmp_path / "short.txt").write_text("abc")
+    given = flags(tmp_path / "short.txt", tmp_path / "run", "--global_batch_size", 1, "--dry_run")
+    result = run_recipe_alone("long_sequence.py", *given)
+    assert result.returncode == 0 and "2 segments, computed" in result.stdout, result.stderr
+    result = run_recipe_alone("long_sequence.py", *given, "--segments", 5)
+    assert_mistake(result, "5 segments, more than there are steps in the longest sample, of 4 tokens")
+    assert_mistake(run_recipe_alone("long_sequence.py", *given, "--truncate", 4), "cuts nothing of the longest sample")
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
