@@ -46,6 +46,7 @@ ARCHITECTURES = {
     "gru": (131072, 128, 1, 4e-2),
     "transformer": (8192, 128, 4, 3e-3),
 }
+MLP_ROWS = 1024
 FINE_TUNING_SHARE = 0.1  # of that learning rate, for a pretrained model
 
 
@@ -86,7 +87,8 @@ def parse_arguments():
         "--mlp_rows",
         type=arguments.not_negative,
         metavar="R",
-        help="transformer: positions that an MLP sees at once (default: 1024; 0: all)",
+        help=f"transformer: positions that an MLP sees at once (default: {MLP_ROWS}, where the model's MLPs are found; "
+        "0: all)",
     )
     parser.set_defaults(sequence_length=None, num_updates=30, global_batch_size=1, micro_batch_size=1)
     args = parser.parse_args()
@@ -120,7 +122,6 @@ def choose_defaults(args, architecture):
             size = args.hidden_size
             near = f"{size - 1} or {size + 1}" if size > 1 else "2"
             problems.append(f"--hidden_size {size}: a transformer from scratch needs an even one; use {near}")
-        args.mlp_rows = 1024 if args.mlp_rows is None else args.mlp_rows
     else:
         useless = {"--mlp_rows": args.mlp_rows is not None, "--compile": args.compile}
         useless[f"--activation_checkpointing {args.activation_checkpointing}"] = args.activation_checkpointing != "none"
@@ -204,8 +205,14 @@ def adapt(model, args, length):
     `length` is that of the longest sample.
     """
     if not isinstance(model, RecurrentLM):
-        tiles = f"; {tile_mlps(model, args.mlp_rows)} MLPs, {args.mlp_rows} rows at once" if args.mlp_rows else ""
-        return sum_token_losses(model) + tiles
+        rows = MLP_ROWS if args.mlp_rows is None else args.mlp_rows
+        how, num_tiled = sum_token_losses(model), tile_mlps(model, rows) if rows else 0
+        if num_tiled:
+            return f"{how}; {num_tiled} MLPs, {rows} rows at once"
+        if args.mlp_rows:
+            name = type(model).__name__
+            raise ValueError(f"--mlp_rows {rows}: {name} has no layers with an mlp; take --mlp_rows out")
+        return f"{how}; MLPs in one piece"
     model.truncate = args.truncate
     if args.truncate:
         return f"gradient TRUNCATED after {args.truncate:,} bytes: NOT the gradient of the whole sequence"

@@ -109,19 +109,31 @@ def test_segments_keep_less():
     assert kept[1600, 1] < 2.1 * kept[400, 1] and kept[1600, 1] < kept[1600, 0] / 100  # with its root
 
 
-def test_tiled_mlps_give_the_same_gradient():
-    config = AutoConfig.for_model("llama", vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+def test_tiled_mlps_give_the_same_gradient(kind):
+    config = AutoConfig.for_model(kind, vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
     config.num_attention_heads = config.num_key_value_heads = 2
+    config._experts_implementation = "eager"  # grouped_mm takes no float64
     model, batch = AutoModelForCausalLM.from_config(config, dtype=torch.float64), batch_of(100, 180)
     sum_token_losses(model)
     _, expected = gradients(model, batch)
     seen = []
-    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *call: seen.append(call[2].shape[1]))
+    first = next(model.model.layers[0].mlp.children())
+    first.register_forward_hook(lambda *call: seen.append(call[1][0].numel() // (2 * 32)))  # rows of both sequences
     assert tile_mlps(model, 30) == 2
     _, found = gradients(model, batch)
     assert relative_difference(found, expected) < 1e-12 and max(seen) == 30
-    with pytest.raises(ValueError, match="--mlp_rows 8: RecurrentLM has no layers with an mlp"):
-        tile_mlps(RecurrentLM(RecurrentConfig(hidden_size=8)), 8)
+
+
+def test_a_model_whose_mlps_are_not_found_goes_on_without_tiles():
+    """Refused only where tiles were asked for."""
+    adapt = runpy.run_path(str(ROOT / RECIPE), run_name="recipe")["adapt"]
+    config = AutoConfig.for_model("gpt2", vocab_size=257, n_embd=32, n_layer=1, n_head=2, n_positions=16)
+    for rows in (None, 0):
+        model = AutoModelForCausalLM.from_config(config)
+        assert "MLPs in one piece" in adapt(model, types.SimpleNamespace(mlp_rows=rows), 16)
+    with pytest.raises(ValueError, match="--mlp_rows 8: GPT2LMHeadModel has no layers with an mlp; take"):
+        adapt(AutoModelForCausalLM.from_config(config), types.SimpleNamespace(mlp_rows=8), 16)
 
 
 CUTS = {
