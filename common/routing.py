@@ -29,6 +29,7 @@ BALANCE = {
 }
 UPCYCLED = ("llama", "mistral")  # what can be up-cycled
 BIAS_NAME = "e_score_correction_bias"  # in every model of transformers that has one
+CHOICE_NAMES = ("top_k_index", "router_indices")  # what a layer's experts are called with; the second is GPT-OSS'
 
 
 @dataclass
@@ -38,6 +39,7 @@ class Layer:
     block: nn.Module
     router: nn.Module
     experts: nn.Module
+    choice: str  # the argument of `experts` that says which of them a token goes to: int64 (tokens, top_k)
     bias_holder: nn.Module | None  # where BIAS_NAME lies
     num_experts: int
     top_k: int
@@ -50,20 +52,32 @@ class Layer:
 def find_layers(model: PreTrainedModel) -> list[Layer]:
     """The sparse layers of a model of transformers, in order; none in a dense one.
 
-    Known by their experts, which lie in one tensor and are called with `top_k_index`. ValueError: another kind.
+    Known by their experts, which are one module and are called with the choice. ValueError: another kind.
     """
     recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
     config, layers = model.config.get_text_config(), []
     for block in model.modules() if recorded else ():
-        experts = next((m for m in block.children() if "top_k_index" in inspect.signature(m.forward).parameters), None)
+        experts = next((child for child in block.children() if _choice(child)), None)
+        if experts is None:
+            continue
         router = next((m for m in block.modules() if isinstance(m, recorded.target_class)), None)
-        if experts is None or router is None:
+        if router is None:
             continue
         holder = next((m for m in block.modules() if hasattr(m, BIAS_NAME)), None)
-        layers.append(Layer(block, router, experts, holder, experts.num_experts, config.num_experts_per_tok))
+        sizes = (experts.num_experts, config.num_experts_per_tok)
+        layers.append(Layer(block, router, experts, _choice(experts), holder, *sizes))
     if recorded and not layers:
-        raise ValueError(f"{type(model).__name__} does not keep its experts in one tensor; take another model")
+        raise ValueError(
+            f"{type(model).__name__}: its experts are not one module that is called with the choice of each token, so "
+            "nothing can be counted or balanced; take another mixture, such as a Mixtral, or recipes/lm.py"
+        )
     return layers
+
+
+def _choice(module: nn.Module) -> str | None:
+    """The name of the argument that says which experts are chosen, or None: these are no experts."""
+    accepted = inspect.signature(module.forward).parameters
+    return next((name for name in CHOICE_NAMES if name in accepted), None)
 
 
 def count_active(layers: list[Layer], total: int) -> int:
@@ -85,7 +99,7 @@ def check_routers(model: PreTrainedModel, balance: str) -> None:
     without = next((layer for layer in layers if layer.bias_holder is None), None)
     if balance == "bias" and without is not None:
         raise ValueError(
-            f"--balance bias: {type(without.router).__name__} has no bias that its model could keep; use --balance "
+            f"--balance bias: {type(without.router).__name__} has no {BIAS_NAME} for its model to keep; use --balance "
             "exact, usual or none"
         )
 
@@ -134,9 +148,7 @@ class Routing:
 
         def take_chosen(_, args, kwargs):
             if self.listening:
-                self.chosen[index] = kwargs.get(
-                    "top_k_index", dict(zip(parameters, args, strict=False)).get("top_k_index")
-                )
+                self.chosen[index] = (dict(zip(parameters, args, strict=False)) | kwargs)[layer.choice]
 
         layer.router.register_forward_hook(take_logits)
         layer.experts.register_forward_pre_hook(take_chosen, with_kwargs=True)

@@ -19,7 +19,7 @@ from conftest import (
     run_recipe_alone,
 )
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, OlmoeConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, JetMoeConfig, OlmoeConfig
 
 from common import data, routing
 from common.losses import sum_token_losses
@@ -234,7 +234,8 @@ MISTAKES = {
     "dense and balanced": (["--dense", "--balance", "exact"], "--dense has no experts to balance"),
     "one expert": (["--num_experts", 1], "num_experts 1 is a dense model"),
     "more for a token than there are": (["--num_experts", 4, "--experts_per_token", 5], "is more than --num_experts 4"),
-    "a router without a bias": (["OLMOE"], "OlmoeTopKRouter has no bias.* exact, usual or none"),
+    "a router without a bias": (["OLMOE"], "OlmoeTopKRouter has no e_score_correction_bias.* exact, usual or none"),
+    "another kind of mixture": (["JETMOE"], "JetMoeForCausalLM: its experts are not one module that is called with"),
     "up-cycling nothing": (["--upcycle"], "--upcycle has no effect without --model_name_or_path"),
     "up-cycling a mixture": (["MOE", "--upcycle"], "a mixture of experts already; take --upcycle out"),
     "a dense model": (["DENSE"], "is a dense model, without experts: give it some with --upcycle"),
@@ -250,20 +251,32 @@ def test_a_mistake_is_one_line(mistake, functions_file, moe_dir, model_dir, tmp_
     if "OLMOE" in more:
         olmoe = OlmoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2)
         save_model(tmp_path / "olmoe", olmoe, model_dir)
-    models = {"OLMOE": tmp_path / "olmoe", "MOE": moe_dir, "DENSE": model_dir}
+    if "JETMOE" in more:
+        JetMoeConfig(vocab_size=384, num_hidden_layers=1).save_pretrained(tmp_path / "jetmoe")
+        AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp_path / "jetmoe")
+    names = {"OLMOE": "olmoe", "JETMOE": "jetmoe"}
+    models = {name: tmp_path / path for name, path in names.items()} | {"MOE": moe_dir, "DENSE": model_dir}
     parts = [["--model_name_or_path", models[part]] if part in models else [part] for part in more]
     base = ["--train_file", functions_file, "--output_dir", tmp_path / "run"]
     assert_mistake(run_recipe_alone("moe.py", *base, *sum(parts, [])), pattern)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_pretrained_mixture_without_a_bias(functions_file, model_dir, tmp_path):
-    """OLMoE with the exact loss. Activations that are computed again are not counted again."""
-    olmoe = save_model(tmp_path / "olmoe", OlmoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2), model_dir)
+@pytest.mark.parametrize(
+    "config",
+    [
+        OlmoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2),
+        GptOssConfig(**SHAPE, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_a_pretrained_mixture_without_a_bias(config, functions_file, model_dir, tmp_path):
+    """The exact loss. Activations that are computed again are not counted again."""
+    path = save_model(tmp_path / "model", config, model_dir)
     specs = []
     for mode in ("none", "full"):
         more = ["--balance", "exact", "--num_updates", 2, "--activation_checkpointing", mode]
-        specs.append((flags(functions_file, olmoe, tmp_path / mode, *more), {}))
+        specs.append((flags(functions_file, path, tmp_path / mode, *more), {}))
     result = run_specs(specs, tmp_path)
     lines, expected = read_metrics(tmp_path / "full"), read_metrics(tmp_path / "none")
     assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], rel=1e-6)
