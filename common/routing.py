@@ -1,9 +1,12 @@
 """The routers of a mixture of experts: which expert gets which token, and ways to balance them that keep law 1.
 
-The usual balancing loss is E x sum over the experts of (share of the tokens) x (mean probability): a product of two
-means. Taken per micro-batch it is no sum over tokens, so the update would depend on how its window is cut. Here the
-counts are those of the whole window on all ranks, and a token counts where its next token is a target: padding and
+The usual balancing loss of a layer is E x sum over the experts of (share of the tokens) x (mean probability): a product
+of two means. Taken per micro-batch it is no sum over tokens, so the update would depend on how its window is cut. Here
+the counts are those of the whole window on all ranks, and a token counts where its next token is a target: padding and
 fillers are none.
+
+`exact` is the mean of the layers' losses. transformers takes both means over all layers before the product, so that one
+layer's excess can hide in another's lack: `exact` is not its loss over the whole window.
 """
 
 import inspect
@@ -23,8 +26,10 @@ from common.batching import Window
 BALANCE = {
     "bias": "no loss: a bias on each expert's score, for the choice only, moves once an update, up where the expert "
     "had less than its share of the whole window, down where more (arXiv:2408.15664)",
-    "exact": "the loss of the whole window, on all ranks (arXiv:2501.11873): a first forward without gradients counts",
-    "usual": "transformers' loss of each micro-batch: approximate, the update depends on how its window is cut",
+    "exact": "the loss of the whole window, on all ranks, of each layer (arXiv:2501.11873): a first forward without "
+    "gradients counts; the probabilities are the softmax of the logits, for a sigmoid router too",
+    "usual": "transformers' loss of each micro-batch, all layers pooled: approximate, the update depends on how its "
+    "window is cut",
     "none": "the routers are left alone",
 }
 UPCYCLED = ("llama", "mistral")  # what can be up-cycled
