@@ -209,6 +209,23 @@ def test_the_reported_figures_are_those_of_the_saved_model(functions_file, moe_d
     assert f"gets {results['busiest_expert']:.2f} times its equal share of the held-out tokens" in result.stdout
 
 
+def test_the_exact_loss_is_the_mean_of_the_layers_losses(moe_dir):
+    """E x sum over the experts of share x mean probability, of each layer. Control: transformers pools the layers."""
+    model = AutoModelForCausalLM.from_pretrained(moe_dir, dtype=torch.float32)
+    ids = torch.randint(0, 384, (2, 40), generator=torch.Generator().manual_seed(0))
+    logits = model(ids, output_router_logits=True).router_logits
+    means = [layer.softmax(-1).mean(0) for layer in logits]
+    shares = [torch.bincount(layer.topk(2).indices.flatten(), minlength=8) / (2 * ids.numel()) for layer in logits]
+    expected = sum(8 * (share * mean).sum().item() / 2 for share, mean in zip(shares, means, strict=True))
+    sum_token_losses(model)
+    router = routing.Routing(model, "exact", 1.0)
+    router.logits, router.shares = list(logits), torch.stack(shares)
+    rows = torch.arange(ids.numel())
+    assert router._loss_sum(rows).item() / len(rows) == pytest.approx(expected, rel=1e-5)
+    router.balance = "usual"
+    assert router._loss_sum(rows).item() / len(rows) != pytest.approx(expected, rel=1e-4)
+
+
 def test_what_a_token_meets(model_dir, moe_dir):
     """Active parameters: all, less the experts that a token does not meet."""
     model = AutoModelForCausalLM.from_pretrained(moe_dir)
