@@ -17,7 +17,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from common.activation_checkpointing import ACTIVATION_CHECKPOINTING
 from common.checkpoint import CHANGEABLE
-from common.corpus import Source, check_sources, has_split
+from common.corpus import Source, check_sources, held_out_split
 from common.data import Samples
 from common.files import LOCK, lock_output_dir, remove
 from common.launch import exit_with_mistakes, started_world_size
@@ -180,7 +180,7 @@ def add_language_arguments(parser: argparse.ArgumentParser, one_text: bool = Tru
     formats = ".txt .jsonl .parquet .csv, also compressed; several, or a glob"
     group.add_argument("--train_file", nargs="+", default=[], metavar="FILE", help=formats)
     group.add_argument("--validation_file", nargs="+", default=[], metavar="FILE", help="held-out text, likewise")
-    group.add_argument("--dataset_name", help="of the hub, or a local directory; its validation split is held out")
+    group.add_argument("--dataset_name", help="of the hub, or a local directory; validation, else test, is held out")
     group.add_argument("--dataset_config", help="the data set's configuration, where it has several")
     if one_text:
         group.add_argument("--text_column", default="text", help="of a row, where it has no prompt or messages")
@@ -319,9 +319,8 @@ def text_sources(args: argparse.Namespace) -> tuple[Source, Source | None]:
         if args.train_file:
             raise ValueError("--train_file and --dataset_name are two answers to one question; give one")
         train = Source(dataset_name=args.dataset_name, dataset_config=args.dataset_config, text_column=text_column)
-        held_out = replace(train, split="validation")
-        if validation is None and has_split(held_out):
-            validation = held_out
+        if validation is None and (split := held_out_split(args.dataset_name, args.dataset_config)):
+            validation = replace(train, split=split)
     elif args.train_file:
         train = Source(files=tuple(args.train_file), text_column=text_column)
     else:

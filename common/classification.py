@@ -178,9 +178,10 @@ class LabelledTexts:
         self.name, self.targets, self.sequence_length = name, targets, sequence_length
         ids, types, lengths, self.num_truncated = [], [], [0], 0
         for start in range(0, len(examples), TOKENISED_AT_ONCE):
-            columns = zip(*(example.texts for example in examples[start : start + TOKENISED_AT_ONCE]), strict=True)
+            texts = zip(*(example.texts for example in examples[start : start + TOKENISED_AT_ONCE]), strict=True)
+            columns = list(map(list, texts))
             encoded = tokenizer(
-                *map(list, columns),
+                *columns,
                 truncation=True,
                 max_length=sequence_length,
                 return_token_type_ids=True,
@@ -191,7 +192,11 @@ class LabelledTexts:
                 ids.append(np.array(text_ids or [tokenizer.pad_token_id], np.int32))
                 types.append(np.array(text_types or [0], np.int8))
                 lengths.append(len(ids[-1]))
-            self.num_truncated += sum(bool(text.overflowing) for text in encoded.encodings or ())
+            if encoded.encodings is None:  # a tokenizer in Python (ByT5) does not tell what it has cut
+                whole = tokenizer(*columns, return_attention_mask=False, verbose=False)["input_ids"]
+                self.num_truncated += sum(len(text) > sequence_length for text in whole)
+            else:
+                self.num_truncated += sum(bool(text.overflowing) for text in encoded.encodings)
         self._ids, self._types = np.concatenate(ids), np.concatenate(types)
         self._offsets = np.cumsum(lengths)
         # Without this each DataLoader worker that is forked after the tokenizer used its threads would print a warning.
@@ -343,7 +348,10 @@ def _leave_embedding_out(model: PreTrainedModel) -> None:
 
     Accelerate 1.15 shards the embedding by itself, after these, and fails where it has been sharded already.
     """
-    embedding = model.get_input_embeddings()
+    try:
+        embedding = model.get_input_embeddings()
+    except NotImplementedError:  # CANINE has several
+        return
     kinds = {type(module).__name__ for module in model.modules() if embedding not in module.modules()}
     model._no_split_modules = kinds & set(model._no_split_modules or ())
 

@@ -424,6 +424,14 @@ def has_split(source: Source) -> bool:
         return False
 
 
+def held_out_split(name: str, config: str | None) -> str | None:
+    """The split of a data set to measure on: its validation split, else test, else none."""
+    for split in ("validation", "test"):
+        if has_split(Source(dataset_name=name, dataset_config=config, split=split)):
+            return split
+    return None
+
+
 def load_from_hub(source: Source) -> Any:
     """Downloaded once and memory-mapped by `datasets`, so that a second run needs no network."""
     from datasets import load_dataset

@@ -27,7 +27,7 @@ from PIL import Image, ImageOps
 from transformers import PreTrainedConfig
 from transformers.image_processing_base import ImageProcessingMixin
 
-from common.corpus import Source, has_split, load_from_hub, locate_pretrained, one_line
+from common.corpus import Source, held_out_split, load_from_hub, locate_pretrained, one_line
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 NUM_LOOKED_AT = 1000  # images that are decoded before the run: for size, channels, mean, and to find broken ones
@@ -191,14 +191,6 @@ def hub(name: str, config: str | None, split: str, label_column: str | None = No
     return Images(
         where, _hash([data._fingerprint, column]), classes, numbers, read, lambda index: f"{where}, row {index}"
     )
-
-
-def held_out_split(name: str, config: str | None) -> str | None:
-    """The split of a data set to measure on: its validation split, else test, else none."""
-    for split in ("validation", "test"):
-        if has_split(Source(dataset_name=name, dataset_config=config, split=split)):
-            return split
-    return None
 
 
 def digits(part: str) -> Images:

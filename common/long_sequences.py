@@ -203,18 +203,17 @@ def tile_mlps(model: PreTrainedModel, rows: int) -> int:
     """Make each layer's MLP see `rows` positions at once, and compute them again in backward; returns how many MLPs.
 
     An MLP looks at one position at a time, so its tiles give the same gradient, and its wide intermediate tensors are
-    as long as a tile (the idea of Arctic Long Sequence Training, arXiv:2506.13996). Call it on the bare model.
-
-    Raises:
-        ValueError: the model's layers have no `mlp`.
+    as long as a tile (the idea of Arctic Long Sequence Training, arXiv:2506.13996). Call it on the bare model. Without
+    `layers` that have an `mlp` each (GPT-2) it does nothing.
     """
     mlps = [layer.mlp for layer in getattr(model.base_model, "layers", []) if hasattr(layer, "mlp")]
-    if not mlps:
-        raise ValueError(f"--mlp_rows {rows}: {type(model).__name__} has no layers with an mlp; use --mlp_rows 0")
 
     def forward(self: nn.Module, hidden: Tensor, original: Callable[..., Tensor]) -> Tensor:
-        tiles = hidden.split(rows, dim=1)
-        return torch.cat([checkpoint(original, self, tile, use_reentrant=False) for tile in tiles], dim=1)
+        outputs = [checkpoint(original, self, tile, use_reentrant=False) for tile in hidden.split(rows, dim=1)]
+        if isinstance(outputs[0], tuple):  # of GPT-OSS, with its router's scores, which its layer leaves aside
+            outputs, *others = zip(*outputs, strict=True)
+            return torch.cat(outputs, dim=1), *map(torch.cat, others)
+        return torch.cat(outputs, dim=1)
 
     for mlp in mlps:
         mlp.forward = types.MethodType(partial(forward, original=mlp.forward.__func__), mlp)

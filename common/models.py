@@ -54,14 +54,16 @@ def check_model(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, se
     """One line for each way in which tokenizer and sequence length do not fit the model."""
     problems = []
     text = config.get_text_config()
-    if len(tokenizer) > text.vocab_size:
+    rows = getattr(text, "vocab_size", None)  # CANINE hashes characters: it has no vocabulary
+    if rows and len(tokenizer) > rows:
         problems.append(
-            f"the tokenizer has {len(tokenizer)} tokens, but the model's embedding has {text.vocab_size} rows: take "
+            f"the tokenizer has {len(tokenizer)} tokens, but the model's embedding has {rows} rows: take "
             "the model's own tokenizer, or resize the embedding (model.resize_token_embeddings) and save the model"
         )
-    # `max_position_embeddings` also names GPT-2's n_positions and the like; a model without positions has neither.
+    # `max_position_embeddings` also names GPT-2's n_positions and the like; a model without positions has neither, or
+    # says -1 (XLNet).
     positions = getattr(text, "max_position_embeddings", None)
-    if positions and sequence_length > positions:
+    if positions and 0 < positions < sequence_length:
         problems.append(
             f"--sequence_length {sequence_length} is beyond the model's {positions} positions; use at most {positions}"
         )

@@ -1,9 +1,12 @@
 """The routers of a mixture of experts: which expert gets which token, and ways to balance them that keep law 1.
 
-The usual balancing loss is E x sum over the experts of (share of the tokens) x (mean probability): a product of two
-means. Taken per micro-batch it is no sum over tokens, so the update would depend on how its window is cut. Here the
-counts are those of the whole window on all ranks, and a token counts where its next token is a target: padding and
+The usual balancing loss of a layer is E x sum over the experts of (share of the tokens) x (mean probability): a product
+of two means. Taken per micro-batch it is no sum over tokens, so the update would depend on how its window is cut. Here
+the counts are those of the whole window on all ranks, and a token counts where its next token is a target: padding and
 fillers are none.
+
+`exact` is the mean of the layers' losses. transformers takes both means over all layers before the product, so that one
+layer's excess can hide in another's lack: `exact` is not its loss over the whole window.
 """
 
 import inspect
@@ -23,12 +26,15 @@ from common.batching import Window
 BALANCE = {
     "bias": "no loss: a bias on each expert's score, for the choice only, moves once an update, up where the expert "
     "had less than its share of the whole window, down where more (arXiv:2408.15664)",
-    "exact": "the loss of the whole window, on all ranks (arXiv:2501.11873): a first forward without gradients counts",
-    "usual": "transformers' loss of each micro-batch: approximate, the update depends on how its window is cut",
+    "exact": "the loss of the whole window, on all ranks, of each layer (arXiv:2501.11873): a first forward without "
+    "gradients counts; the probabilities are the softmax of the logits, for a sigmoid router too",
+    "usual": "transformers' loss of each micro-batch, all layers pooled: approximate, the update depends on how its "
+    "window is cut",
     "none": "the routers are left alone",
 }
 UPCYCLED = ("llama", "mistral")  # what can be up-cycled
 BIAS_NAME = "e_score_correction_bias"  # in every model of transformers that has one
+CHOICE_NAMES = ("top_k_index", "router_indices")  # what a layer's experts are called with; the second is GPT-OSS'
 
 
 @dataclass
@@ -38,6 +44,7 @@ class Layer:
     block: nn.Module
     router: nn.Module
     experts: nn.Module
+    choice: str  # the argument of `experts` that says which of them a token goes to: int64 (tokens, top_k)
     bias_holder: nn.Module | None  # where BIAS_NAME lies
     num_experts: int
     top_k: int
@@ -50,20 +57,32 @@ class Layer:
 def find_layers(model: PreTrainedModel) -> list[Layer]:
     """The sparse layers of a model of transformers, in order; none in a dense one.
 
-    Known by their experts, which lie in one tensor and are called with `top_k_index`. ValueError: another kind.
+    Known by their experts, which are one module and are called with the choice. ValueError: another kind.
     """
     recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
     config, layers = model.config.get_text_config(), []
     for block in model.modules() if recorded else ():
-        experts = next((m for m in block.children() if "top_k_index" in inspect.signature(m.forward).parameters), None)
+        experts = next((child for child in block.children() if _choice(child)), None)
+        if experts is None:
+            continue
         router = next((m for m in block.modules() if isinstance(m, recorded.target_class)), None)
-        if experts is None or router is None:
+        if router is None:
             continue
         holder = next((m for m in block.modules() if hasattr(m, BIAS_NAME)), None)
-        layers.append(Layer(block, router, experts, holder, experts.num_experts, config.num_experts_per_tok))
+        sizes = (experts.num_experts, config.num_experts_per_tok)
+        layers.append(Layer(block, router, experts, _choice(experts), holder, *sizes))
     if recorded and not layers:
-        raise ValueError(f"{type(model).__name__} does not keep its experts in one tensor; take another model")
+        raise ValueError(
+            f"{type(model).__name__}: its experts are not one module that is called with the choice of each token, so "
+            "nothing can be counted or balanced; take another mixture, such as a Mixtral, or recipes/lm.py"
+        )
     return layers
+
+
+def _choice(module: nn.Module) -> str | None:
+    """The name of the argument that says which experts are chosen, or None: these are no experts."""
+    accepted = inspect.signature(module.forward).parameters
+    return next((name for name in CHOICE_NAMES if name in accepted), None)
 
 
 def count_active(layers: list[Layer], total: int) -> int:
@@ -85,7 +104,7 @@ def check_routers(model: PreTrainedModel, balance: str) -> None:
     without = next((layer for layer in layers if layer.bias_holder is None), None)
     if balance == "bias" and without is not None:
         raise ValueError(
-            f"--balance bias: {type(without.router).__name__} has no bias that its model could keep; use --balance "
+            f"--balance bias: {type(without.router).__name__} has no {BIAS_NAME} for its model to keep; use --balance "
             "exact, usual or none"
         )
 
@@ -134,9 +153,7 @@ class Routing:
 
         def take_chosen(_, args, kwargs):
             if self.listening:
-                self.chosen[index] = kwargs.get(
-                    "top_k_index", dict(zip(parameters, args, strict=False)).get("top_k_index")
-                )
+                self.chosen[index] = (dict(zip(parameters, args, strict=False)) | kwargs)[layer.choice]
 
         layer.router.register_forward_hook(take_logits)
         layer.experts.register_forward_pre_hook(take_chosen, with_kwargs=True)

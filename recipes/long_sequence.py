@@ -46,6 +46,7 @@ ARCHITECTURES = {
     "gru": (131072, 128, 1, 4e-2),
     "transformer": (8192, 128, 4, 3e-3),
 }
+MLP_ROWS = 1024
 FINE_TUNING_SHARE = 0.1  # of that learning rate, for a pretrained model
 
 
@@ -86,7 +87,8 @@ def parse_arguments():
         "--mlp_rows",
         type=arguments.not_negative,
         metavar="R",
-        help="transformer: positions that an MLP sees at once (default: 1024; 0: all)",
+        help=f"transformer: positions that an MLP sees at once (default: {MLP_ROWS}, where the model's MLPs are found; "
+        "0: all)",
     )
     parser.set_defaults(sequence_length=None, num_updates=30, global_batch_size=1, micro_batch_size=1)
     args = parser.parse_args()
@@ -116,38 +118,39 @@ def choose_defaults(args, architecture):
     if architecture == "transformer":
         why = "is for a recurrent network; a transformer takes --activation_checkpointing and --mlp_rows"
         problems += [f"{flag} {value} {why}" for flag, value in recurrent.items() if value]
-        args.mlp_rows = 1024 if args.mlp_rows is None else args.mlp_rows
+        if not args.model_name_or_path and args.hidden_size % 2:
+            size = args.hidden_size
+            near = f"{size - 1} or {size + 1}" if size > 1 else "2"
+            problems.append(f"--hidden_size {size}: a transformer from scratch needs an even one; use {near}")
     else:
         useless = {"--mlp_rows": args.mlp_rows is not None, "--compile": args.compile}
         useless[f"--activation_checkpointing {args.activation_checkpointing}"] = args.activation_checkpointing != "none"
         why = "is for a transformer; a recurrent network takes --segments and --levels"
         problems += [f"{flag} {why}" for flag, given in useless.items() if given]
-        problems += check_segments(args)
+        problems += check_segments(args, args.sequence_length, f"--sequence_length {args.sequence_length}")
     if problems:
         raise ValueError("\n".join(problems))
 
 
-def check_segments(args):
-    """Fills in --segments and --levels; a line for each way in which they contradict something."""
+def check_segments(args, length, what):
+    """Fills in --segments and --levels; a line for each way in which they contradict something, such as the length."""
     if args.truncate:
         problems = [
             f"--{name} has no effect with --truncate; give one" for name in ("segments", "levels") if vars(args)[name]
         ]
-        if args.truncate >= args.sequence_length:
-            problems.append(
-                f"--truncate {args.truncate} cuts nothing of --sequence_length {args.sequence_length}; lower it"
-            )
+        if args.truncate >= length:
+            problems.append(f"--truncate {args.truncate} cuts nothing of {what}; lower it")
         return problems
     args.segments = args.segments or "sqrt"
     if args.segments == "none":
         return ["--levels has no effect without --segments; take it out"] if args.levels else []
     args.levels = args.levels or 1
     most = 1 if args.segments == "sqrt" else args.segments**args.levels
-    if most <= args.sequence_length:
+    if most <= length:
         return []
     return [
-        f"--segments {args.segments} --levels {args.levels} make {most:,} segments, more than the "
-        f"{args.sequence_length:,} bytes of --sequence_length; use fewer"
+        f"--segments {args.segments} --levels {args.levels} make {most:,} segments, more than there are steps in "
+        f"{what}; use fewer"
     ]
 
 
@@ -169,6 +172,10 @@ def load_data(args):
         validation_source, tokenizer, args.sequence_length, "blocks", measure_compression=True
     )
     arguments.check_samples(args, train, validation)
+    if isinstance(config, RecurrentConfig):
+        what = f"the longest sample, of {train.max_length:,} tokens"
+        if problems := check_segments(args, train.max_length, what):
+            raise ValueError("\n".join(problems))
     return tokenizer, config, train, validation
 
 
@@ -177,9 +184,12 @@ def make_config(args, tokenizer):
     sizes = {"vocab_size": BYTES, "hidden_size": args.hidden_size, "num_hidden_layers": args.num_layers}
     if args.architecture != "transformer":
         return RecurrentConfig(cell=args.architecture or "lstm", **sizes)
+    # Heads of 64 or little more: as many as divide the width into even parts, since positions turn pairs of values.
+    most = max(1, args.hidden_size // 64)
+    num_heads = max(number for number in range(1, most + 1) if args.hidden_size % (2 * number) == 0)
     return LlamaConfig(
         **sizes,
-        num_attention_heads=max(1, args.hidden_size // 64),
+        num_attention_heads=num_heads,
         intermediate_size=4 * args.hidden_size,
         max_position_embeddings=args.sequence_length,
         tie_word_embeddings=True,
@@ -189,18 +199,27 @@ def make_config(args, tokenizer):
     )
 
 
-def adapt(model, args):
-    """Makes `model(...)` the sum of the losses of a micro-batch's targets, in pieces; and a line that says which."""
+def adapt(model, args, length):
+    """Makes `model(...)` the sum of the losses of a micro-batch's targets, in pieces; and a line that says which.
+
+    `length` is that of the longest sample.
+    """
     if not isinstance(model, RecurrentLM):
-        tiles = f"; {tile_mlps(model, args.mlp_rows)} MLPs, {args.mlp_rows} rows at once" if args.mlp_rows else ""
-        return sum_token_losses(model) + tiles
+        rows = MLP_ROWS if args.mlp_rows is None else args.mlp_rows
+        how, num_tiled = sum_token_losses(model), tile_mlps(model, rows) if rows else 0
+        if num_tiled:
+            return f"{how}; {num_tiled} MLPs, {rows} rows at once"
+        if args.mlp_rows:
+            name = type(model).__name__
+            raise ValueError(f"--mlp_rows {rows}: {name} has no layers with an mlp; take --mlp_rows out")
+        return f"{how}; MLPs in one piece"
     model.truncate = args.truncate
     if args.truncate:
         return f"gradient TRUNCATED after {args.truncate:,} bytes: NOT the gradient of the whole sequence"
     if args.segments == "none":
         return "every step kept for backward; the gradient of the whole sequence"
     model.segments, model.levels = args.segments, args.levels
-    count = pieces_of(args.sequence_length, args.segments, args.levels)
+    count = pieces_of(length, args.segments, args.levels)
     cut = " x ".join([f"{count:,}"] * args.levels)
     return f"{cut} segments, computed again in backward; the gradient of the whole sequence"
 
@@ -291,7 +310,8 @@ def main():
 
     launch.seed_everything(args.seed)  # the same weights on all ranks
     model = models.build_model(config, args.model_name_or_path, args.trust_remote_code)
-    how = adapt(model, args)  # from here on, model(...) is the sum of the losses of a micro-batch's targets
+    # From here on, model(...) is the sum of the losses of a micro-batch's targets.
+    how = adapt(model, args, train_samples.max_length)
     apply_activation_checkpointing(model, args.activation_checkpointing, accelerator.device)
     if args.compile:
         model.base_model.compile(dynamic=True)
@@ -329,11 +349,13 @@ def main():
         results |= tracking.held_out_results(results["validation_loss"], validation_samples)
     weights = accelerator.get_state_dict(model)  # gathered on the main process, where they are sharded
     if accelerator.is_main_process:
+        trained = accelerator.unwrap_model(model)
         with complete_or_absent(output_dir / "model") as model_dir:
-            accelerator.unwrap_model(model).save_pretrained(model_dir, state_dict=weights)
+            trained.save_pretrained(model_dir, state_dict=weights)
             tokenizer.save_pretrained(model_dir)
+        name = "common.long_sequences.RecurrentLM" if isinstance(trained, RecurrentLM) else "AutoModelForCausalLM"
         line = f"memory grew by {results['memory_growth_bytes'] / 2**20:,.0f} MiB while training; {how}"
-        tracking.print_results(results, output_dir, "AutoModelForCausalLM", line)
+        tracking.print_results(results, output_dir, name, line)
     launch.end_run(accelerator)
 
 

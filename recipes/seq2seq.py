@@ -97,8 +97,12 @@ def load_data(args):
         )
     problems = models.check_model(config, tokenizer, args.sequence_length)
     positions = getattr(config, "max_position_embeddings", None)
-    if positions and args.target_length > positions:
+    if positions and 0 < positions < args.target_length:
         problems.append(f"--target_length {args.target_length} is beyond the model's {positions} positions; lower it")
+    num_special = tokenizer.num_special_tokens_to_add()
+    for flag, least in (("sequence_length", num_special + 1), ("target_length", max(1, num_special) + 1)):
+        if vars(args)[flag] < least:  # nothing but, say, the end token
+            problems.append(f"--{flag} {vars(args)[flag]} holds no text beside special tokens; use at least {least}")
     if getattr(config, "decoder_start_token_id", None) is None:
         problems.append("the model's config.json has no decoder_start_token_id, with which targets begin; put it in")
     if problems:

@@ -30,6 +30,10 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertModel,
+    ByT5Tokenizer,
+    CanineConfig,
+    CanineModel,
+    CanineTokenizer,
     GPT2Config,
     LlamaConfig,
     RobertaConfig,
@@ -38,6 +42,7 @@ from transformers import (
 
 from common import classification
 from common.data import Source, train_tokenizer
+from common.models import check_model
 from common.plots import save_confusion_matrix
 
 SCRIPT = "recipes/classify.py"
@@ -337,6 +342,7 @@ def test_padding_does_not_change_an_answer(kind, files, encoder):
         classification.check_padding(model, collate, samples, accelerator)
 
     if kind is XLNetConfig:
+        assert not check_model(config, tokenizer, 512)  # its -1 positions are no limit
         with pytest.raises(ValueError, match="xlnet: padding on the right changes"):
             check(*inputs)
         return
@@ -356,6 +362,21 @@ def test_two_texts_are_told_apart(files, encoder):
     assert decoded[0].startswith("[CLS]") and examples[5].texts[0].startswith(decoded[0][5:-5])
     assert examples[5].texts[1].startswith(decoded[1][:-5])
     assert samples.max_length == 64 and "cut at 64" in samples.describe()
+
+
+def test_cut_texts_are_counted_with_a_tokenizer_in_python_too():
+    examples = [classification.Example("", (text,), "") for text in ("four", "seven77", "eight888", "n" * 30)]
+    samples = classification.LabelledTexts("", examples, np.zeros(4, np.int64), ByT5Tokenizer(), 8)  # 7 and the end
+    assert samples.max_length == 8 and samples.num_truncated == 2
+
+
+def test_a_model_without_a_vocabulary(files, tmp_path):
+    """CANINE hashes characters, and has several embeddings of them."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    CanineModel(CanineConfig(**sizes, num_hash_buckets=512)).save_pretrained(tmp_path / "canine")
+    CanineTokenizer().save_pretrained(tmp_path / "canine")
+    result = recipe(*flags(files, tmp_path / "canine", tmp_path / "run", "--dry_run"))
+    assert result.returncode == 0 and "CanineForSequenceClassification" in result.stdout, result.stderr
 
 
 # --- mistakes --------------------------------------------------------------------------------------------------------

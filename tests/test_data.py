@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import time
 import tracemalloc
+import types
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -24,6 +25,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from common import corpus, data
+from common.arguments import text_sources
 from common.corpus import Source, check_sources, embedded_files, open_source, python_functions
 from common.data import Samples, load_tokenizer, tokenize, train_tokenizer
 
@@ -343,6 +345,11 @@ def test_all_kinds_of_files_give_the_same_samples(tokenizer, tmp_path, cache):
         assert other.num_tokens < len(expected)  # the control: the other split is seen to be different
         with pytest.raises(ValueError, match="no split dev; there are: .*te"):
             open_source(Source(dataset_name=str(tmp_path / name), split="dev"))
+        args = types.SimpleNamespace(dataset_name=str(tmp_path / name), dataset_config=None, train_file=[])
+        args.text_column, args.validation_file = "text", []
+        assert text_sources(args)[1].split == "test"  # held out, as there is no validation split
+        args.validation_file = [str(halves[0])]
+        assert text_sources(args)[1].files == (str(halves[0]),)
 
 
 def test_text_that_looks_like_something_else_stays_text(tmp_path):

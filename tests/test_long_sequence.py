@@ -2,9 +2,10 @@
 
 import json
 import math
-import re
+import runpy
 import shutil
 import sys
+import types
 
 import pytest
 import torch
@@ -108,19 +109,31 @@ def test_segments_keep_less():
     assert kept[1600, 1] < 2.1 * kept[400, 1] and kept[1600, 1] < kept[1600, 0] / 100  # with its root
 
 
-def test_tiled_mlps_give_the_same_gradient():
-    config = AutoConfig.for_model("llama", vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+def test_tiled_mlps_give_the_same_gradient(kind):
+    config = AutoConfig.for_model(kind, vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
     config.num_attention_heads = config.num_key_value_heads = 2
+    config._experts_implementation = "eager"  # grouped_mm takes no float64
     model, batch = AutoModelForCausalLM.from_config(config, dtype=torch.float64), batch_of(100, 180)
     sum_token_losses(model)
     _, expected = gradients(model, batch)
     seen = []
-    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *call: seen.append(call[2].shape[1]))
+    first = next(model.model.layers[0].mlp.children())
+    first.register_forward_hook(lambda *call: seen.append(call[1][0].numel() // (2 * 32)))  # rows of both sequences
     assert tile_mlps(model, 30) == 2
     _, found = gradients(model, batch)
     assert relative_difference(found, expected) < 1e-12 and max(seen) == 30
-    with pytest.raises(ValueError, match="--mlp_rows 8: RecurrentLM has no layers with an mlp"):
-        tile_mlps(RecurrentLM(RecurrentConfig(hidden_size=8)), 8)
+
+
+def test_a_model_whose_mlps_are_not_found_goes_on_without_tiles():
+    """Refused only where tiles were asked for."""
+    adapt = runpy.run_path(str(ROOT / RECIPE), run_name="recipe")["adapt"]
+    config = AutoConfig.for_model("gpt2", vocab_size=257, n_embd=32, n_layer=1, n_head=2, n_positions=16)
+    for rows in (None, 0):
+        model = AutoModelForCausalLM.from_config(config)
+        assert "MLPs in one piece" in adapt(model, types.SimpleNamespace(mlp_rows=rows), 16)
+    with pytest.raises(ValueError, match="--mlp_rows 8: GPT2LMHeadModel has no layers with an mlp; take"):
+        adapt(AutoModelForCausalLM.from_config(config), types.SimpleNamespace(mlp_rows=8), 16)
 
 
 CUTS = {
@@ -173,6 +186,7 @@ def test_a_run_ends_with_figures_that_are_right(one_process, functions_file, tmp
     """The printed lines; the loss against one of the exported model's own logits; the checkpoint's export."""
     out, result = one_process
     assert "17 segments, computed again in backward; the gradient of the whole sequence" in result.stdout
+    assert "(common.long_sequences.RecurrentLM.from_pretrained loads it)" in result.stdout
     model, text = AutoModelForCausalLM.from_pretrained(out / "model"), "def f(x):\n    return x\n" * 30
     (tmp_path / "held_out.txt").write_text(text)
     more = ["--model_name_or_path", out / "model", "--validation_file", tmp_path / "held_out.txt"]
@@ -232,7 +246,7 @@ def test_a_resumed_run_is_the_same_in_every_bit(one_process, functions_file, tmp
 
 
 MISTAKES = {
-    "--segments 20 --levels 2": "make 400 segments, more than the 300 bytes of --sequence_length",
+    "--segments 20 --levels 2": "make 400 segments, more than there are steps in --sequence_length 300",
     "--segments 4 --truncate 8": "--segments has no effect with --truncate",
     "--levels 2 --segments none": "--levels has no effect without --segments",
     "--truncate 300": "--truncate 300 cuts nothing of --sequence_length 300",
@@ -241,15 +255,36 @@ MISTAKES = {
     "--compile": "--compile is for a transformer",
     "--mlp_rows 8": "--mlp_rows is for a transformer",
     "--architecture transformer --segments 4": "--segments 4 is for a recurrent network",
+    "--architecture transformer --hidden_size 33": "--hidden_size 33: .* needs an even one; use 32 or 34",
     "--segments many": "'many' is not",
     "--architecture gru --model_name_or_path m": "two answers to one question",
 }
 
 
+@pytest.mark.parametrize(("hidden_size", "num_heads"), [(16, 1), (128, 2), (200, 2), (254, 1), (1024, 16)])
+def test_a_transformer_of_any_even_width_has_heads(hidden_size, num_heads):
+    make_config = runpy.run_path(str(ROOT / RECIPE), run_name="recipe")["make_config"]
+    args = types.SimpleNamespace(architecture="transformer", hidden_size=hidden_size, num_layers=1, sequence_length=8)
+    config = make_config(args, types.SimpleNamespace(bos_token_id=1, eos_token_id=2, pad_token_id=2))
+    assert config.num_attention_heads == num_heads
+    AutoModelForCausalLM.from_config(config)(torch.zeros(1, 8, dtype=torch.long))
+
+
+def test_segments_are_those_of_the_longest_sample(tmp_path):
+    """Not of --sequence_length, where the data are shorter."""
+    (tmp_path / "short.txt").write_text("abc")
+    given = flags(tmp_path / "short.txt", tmp_path / "run", "--global_batch_size", 1, "--dry_run")
+    result = run_recipe_alone("long_sequence.py", *given)
+    assert result.returncode == 0 and "2 segments, computed" in result.stdout, result.stderr
+    result = run_recipe_alone("long_sequence.py", *given, "--segments", 5)
+    assert_mistake(result, "5 segments, more than there are steps in the longest sample, of 4 tokens")
+    assert_mistake(run_recipe_alone("long_sequence.py", *given, "--truncate", 4), "cuts nothing of the longest sample")
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_of_its_own_are_refused(mistake, functions_file, tmp_path):
     result = run_recipe_alone("long_sequence.py", *flags(functions_file, tmp_path / "run", *mistake.split()))
-    assert_mistake(result, re.escape(MISTAKES[mistake]))
+    assert_mistake(result, MISTAKES[mistake])
     assert not (tmp_path / "run").exists()
 
 

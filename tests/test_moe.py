@@ -19,7 +19,7 @@ from conftest import (
     run_recipe_alone,
 )
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, OlmoeConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, JetMoeConfig, OlmoeConfig
 
 from common import data, routing
 from common.losses import sum_token_losses
@@ -209,6 +209,23 @@ def test_the_reported_figures_are_those_of_the_saved_model(functions_file, moe_d
     assert f"gets {results['busiest_expert']:.2f} times its equal share of the held-out tokens" in result.stdout
 
 
+def test_the_exact_loss_is_the_mean_of_the_layers_losses(moe_dir):
+    """E x sum over the experts of share x mean probability, of each layer. Control: transformers pools the layers."""
+    model = AutoModelForCausalLM.from_pretrained(moe_dir, dtype=torch.float32)
+    ids = torch.randint(0, 384, (2, 40), generator=torch.Generator().manual_seed(0))
+    logits = model(ids, output_router_logits=True).router_logits
+    means = [layer.softmax(-1).mean(0) for layer in logits]
+    shares = [torch.bincount(layer.topk(2).indices.flatten(), minlength=8) / (2 * ids.numel()) for layer in logits]
+    expected = sum(8 * (share * mean).sum().item() / 2 for share, mean in zip(shares, means, strict=True))
+    sum_token_losses(model)
+    router = routing.Routing(model, "exact", 1.0)
+    router.logits, router.shares = list(logits), torch.stack(shares)
+    rows = torch.arange(ids.numel())
+    assert router._loss_sum(rows).item() / len(rows) == pytest.approx(expected, rel=1e-5)
+    router.balance = "usual"
+    assert router._loss_sum(rows).item() / len(rows) != pytest.approx(expected, rel=1e-4)
+
+
 def test_what_a_token_meets(model_dir, moe_dir):
     """Active parameters: all, less the experts that a token does not meet."""
     model = AutoModelForCausalLM.from_pretrained(moe_dir)
@@ -234,7 +251,8 @@ MISTAKES = {
     "dense and balanced": (["--dense", "--balance", "exact"], "--dense has no experts to balance"),
     "one expert": (["--num_experts", 1], "num_experts 1 is a dense model"),
     "more for a token than there are": (["--num_experts", 4, "--experts_per_token", 5], "is more than --num_experts 4"),
-    "a router without a bias": (["OLMOE"], "OlmoeTopKRouter has no bias.* exact, usual or none"),
+    "a router without a bias": (["OLMOE"], "OlmoeTopKRouter has no e_score_correction_bias.* exact, usual or none"),
+    "another kind of mixture": (["JETMOE"], "JetMoeForCausalLM: its experts are not one module that is called with"),
     "up-cycling nothing": (["--upcycle"], "--upcycle has no effect without --model_name_or_path"),
     "up-cycling a mixture": (["MOE", "--upcycle"], "a mixture of experts already; take --upcycle out"),
     "a dense model": (["DENSE"], "is a dense model, without experts: give it some with --upcycle"),
@@ -250,20 +268,32 @@ def test_a_mistake_is_one_line(mistake, functions_file, moe_dir, model_dir, tmp_
     if "OLMOE" in more:
         olmoe = OlmoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2)
         save_model(tmp_path / "olmoe", olmoe, model_dir)
-    models = {"OLMOE": tmp_path / "olmoe", "MOE": moe_dir, "DENSE": model_dir}
+    if "JETMOE" in more:
+        JetMoeConfig(vocab_size=384, num_hidden_layers=1).save_pretrained(tmp_path / "jetmoe")
+        AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp_path / "jetmoe")
+    names = {"OLMOE": "olmoe", "JETMOE": "jetmoe"}
+    models = {name: tmp_path / path for name, path in names.items()} | {"MOE": moe_dir, "DENSE": model_dir}
     parts = [["--model_name_or_path", models[part]] if part in models else [part] for part in more]
     base = ["--train_file", functions_file, "--output_dir", tmp_path / "run"]
     assert_mistake(run_recipe_alone("moe.py", *base, *sum(parts, [])), pattern)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_pretrained_mixture_without_a_bias(functions_file, model_dir, tmp_path):
-    """OLMoE with the exact loss. Activations that are computed again are not counted again."""
-    olmoe = save_model(tmp_path / "olmoe", OlmoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2), model_dir)
+@pytest.mark.parametrize(
+    "config",
+    [
+        OlmoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2),
+        GptOssConfig(**SHAPE, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_a_pretrained_mixture_without_a_bias(config, functions_file, model_dir, tmp_path):
+    """The exact loss. Activations that are computed again are not counted again."""
+    path = save_model(tmp_path / "model", config, model_dir)
     specs = []
     for mode in ("none", "full"):
         more = ["--balance", "exact", "--num_updates", 2, "--activation_checkpointing", mode]
-        specs.append((flags(functions_file, olmoe, tmp_path / mode, *more), {}))
+        specs.append((flags(functions_file, path, tmp_path / mode, *more), {}))
     result = run_specs(specs, tmp_path)
     lines, expected = read_metrics(tmp_path / "full"), read_metrics(tmp_path / "none")
     assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], rel=1e-6)

@@ -390,6 +390,8 @@ MODEL_MISTAKES = {
     ("no_start", ""): "no decoder_start_token_id",
     ("bart", "--sequence_length 97"): "--sequence_length 97 is beyond the model's 96 positions",
     ("bart", "--target_length 97"): "--target_length 97 is beyond the model's 96 positions",
+    ("bart", "--sequence_length 1"): "--sequence_length 1 holds no text beside special tokens; use at least 2",
+    ("bart", "--target_length 1"): "--target_length 1 holds no text beside special tokens; use at least 2",
     ("bart", "--micro_batch_tokens 50"): "--micro_batch_tokens 50 does not hold the longest sample",
     ("bart", "--global_batch_size 41"): "40 samples, fewer than --global_batch_size 41",
     ("bart", "--source_column text"): "no column text; there are: source, target",
