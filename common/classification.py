@@ -1,6 +1,6 @@
 """Labelled texts become samples, a pretrained model gets the data's labels, and predictions become figures.
 
-    name, examples = read_examples(Source(files=("reviews.csv",)), None, "label")
+    name, examples, _ = read_examples(Source(files=("reviews.csv",)), None, "label")
     names = label_names(examples)
     samples = LabelledTexts(name, examples, encode_labels(examples, names), tokenizer, sequence_length=256)
     ids, token_types, target = samples[0]
@@ -44,8 +44,13 @@ class Example(NamedTuple):
 # --- labels ----------------------------------------------------------------------------------------------------------
 
 
-def read_examples(source: Source, pair_column: str | None, label_column: str) -> tuple[str, list[Example]]:
-    """A source's name, and its rows. Raises ValueError with file and row for a missing column, text or label."""
+def read_examples(
+    source: Source, pair_column: str | None, label_column: str
+) -> tuple[str, list[Example], list[str] | None]:
+    """A source's name, its rows, and the classes in the order of their numbers, where the data have such numbers.
+
+    Raises ValueError with file and row for a missing column, text or label.
+    """
     corpus = open_source(source)
     text_columns = (source.text_column, pair_column) if pair_column else (source.text_column,)
     wanted = (*text_columns, label_column)
@@ -63,7 +68,7 @@ def read_examples(source: Source, pair_column: str | None, label_column: str) ->
                 f"{row.where}: column {label_column} is {found}, not a name or a number; mend or remove the row"
             )
         examples.append(Example(row.where, texts, label))
-    return corpus.name, examples
+    return corpus.name, examples, corpus.classes.get(label_column)
 
 
 def _number(label: Any) -> float | None:
@@ -280,8 +285,13 @@ def collate_texts(
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
-def choose_labels(config: PreTrainedConfig, names: list[str] | None, new_head: bool) -> list[str] | None:
+def choose_labels(
+    config: PreTrainedConfig, names: list[str] | None, new_head: bool, classes: list[str] | None = None
+) -> list[str] | None:
     """The labels that a pretrained model's head is to have: its own, if they hold the data's, else the data's.
+
+    Args:
+        classes: the data's in the order of their numbers, where they have such: those of a head without names.
 
     Raises:
         ValueError: the model has a head for other labels and is to keep it, or has none and is to replace it.
@@ -299,6 +309,8 @@ def choose_labels(config: PreTrainedConfig, names: list[str] | None, new_head: b
     unnamed = own == [f"LABEL_{number}" for number in range(len(own))] and len(own) > 1
     if names is not None and unnamed and set(names) <= {str(number) for number in range(len(own))}:
         return [str(number) for number in range(len(own))]
+    if names is not None and unnamed and classes and len(classes) == len(own):
+        return classes
     wanted = "a number is to be learned" if names is None else f"the data have {len(names)}: {shorten(names)}"
     raise ValueError(
         f"the model has a head for {len(own)} labels ({shorten(own)}), but {wanted}; give data with its labels, or "

@@ -7,6 +7,7 @@ import math
 import shutil
 import types
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -316,7 +317,7 @@ def test_whole_files_are_held_out():
 def test_padding_does_not_change_an_answer(kind, files, encoder):
     """Or the model is refused: XLNet reads its answer at the last position. Control: BERT without its mask."""
     tokenizer = AutoTokenizer.from_pretrained(encoder)
-    _, examples = classification.read_examples(Source(files=(str(files / "train.jsonl"),)), None, "label")
+    _, examples, _ = classification.read_examples(Source(files=(str(files / "train.jsonl"),)), None, "label")
     names = classification.label_names(examples)
     targets = classification.encode_labels(examples, names)
     samples = classification.LabelledTexts("", examples, targets, tokenizer, 64)
@@ -349,13 +350,41 @@ def test_padding_does_not_change_an_answer(kind, files, encoder):
 
 def test_two_texts_are_told_apart(files, encoder):
     tokenizer = AutoTokenizer.from_pretrained(encoder)
-    _, examples = classification.read_examples(Source(files=(str(files / "train.jsonl"),)), "second", "label")
+    _, examples, _ = classification.read_examples(Source(files=(str(files / "train.jsonl"),)), "second", "label")
     samples = classification.LabelledTexts("", examples, np.zeros(48, np.int64), tokenizer, 64)
     ids, types_, _ = samples[5]
     decoded = [tokenizer.decode(ids[types_ == number]) for number in (0, 1)]
     assert decoded[0].startswith("[CLS]") and examples[5].texts[0].startswith(decoded[0][5:-5])
     assert examples[5].texts[1].startswith(decoded[1][:-5])
     assert samples.max_length == 64 and "cut at 64" in samples.describe()
+
+
+# --- labels ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["saved", "parquet"])
+def test_class_names_of_a_data_set_are_the_labels(kind, tmp_path):
+    """In the order of a head that has no names; a label that is hidden (-1) is none."""
+    features = datasets.Features(text=datasets.Value("string"), label=datasets.ClassLabel(names=["pos", "neg"]))
+    for name, labels in {"good": [0, 1, 0], "hidden": [0, -1, 1]}.items():
+        rows = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "label": labels}, features=features)
+        if kind == "saved":
+            rows.save_to_disk(tmp_path / name)
+            source = Source(dataset_name=str(tmp_path / name))
+        else:
+            rows.to_parquet(tmp_path / f"{name}.parquet")
+            source = Source(files=(str(tmp_path / f"{name}.parquet"),))
+        if name == "good":
+            _, examples, classes = classification.read_examples(source, None, "label")
+        else:
+            with pytest.raises(ValueError, match=r"(row 2|\[1\]): column label is null"):
+                classification.read_examples(source, None, "label")
+    names = classification.label_names(examples)
+    assert [example.label for example in examples] == ["pos", "neg", "pos"] and names == ["neg", "pos"]
+    unnamed = BertConfig(num_labels=2, architectures=["BertForSequenceClassification"])
+    assert classification.choose_labels(unnamed, names, False, classes) == ["pos", "neg"]
+    with pytest.raises(ValueError, match="LABEL_0"):
+        classification.choose_labels(unnamed, names, False)
 
 
 # --- mistakes --------------------------------------------------------------------------------------------------------
