@@ -59,6 +59,9 @@ def read_examples(
     examples = []
     for row in corpus.rows(wanted, False):
         texts = tuple(data.checked_text(row, column) for column in text_columns)
+        for column, text in zip(text_columns, texts, strict=True):
+            if not text.strip():
+                raise ValueError(f"{row.where}: column {column} is an empty text; mend or remove the row")
         if label_column not in row.values:
             raise ValueError(missing_column(row.where, [label_column], tuple(row.values)))
         label = row.values[label_column]
@@ -81,9 +84,13 @@ def _number(label: Any) -> float | None:
 
 
 def is_regression(examples: list[Example]) -> bool:
-    """Whether every label is a number and one is not whole: 3.8, but not 0 and 1."""
+    """Whether the labels are numbers and one is not whole: 3.8, but not 0 and 1.
+
+    Where one in twenty at most is none ("n/a", "3,8"), the others are numbers still: `encode_labels` names it.
+    """
     numbers = [_number(example.label) for example in examples]
-    return None not in numbers and any(number != int(number) for number in numbers)
+    few_others = numbers.count(None) <= len(numbers) / 20
+    return few_others and any(number is not None and number % 1 for number in numbers)
 
 
 def _name(label: Any) -> str:
@@ -192,7 +199,7 @@ class LabelledTexts:
                 return_attention_mask=False,
             )
             for text_ids, text_types in zip(encoded["input_ids"], encoded["token_type_ids"], strict=True):
-                # Of an empty text a decoder's tokenizer makes nothing at all.
+                # Of a text without a character that it knows a decoder's tokenizer makes nothing at all.
                 ids.append(np.array(text_ids or [tokenizer.pad_token_id], np.int32))
                 types.append(np.array(text_types or [0], np.int8))
                 lengths.append(len(ids[-1]))

@@ -404,6 +404,11 @@ MISTAKES = {
         '{"text": "a", "label": 0.5}\n{"text": "b", "label": "n/a"}\n',
         ["line 2: the label 'n/a' is not a fin"],
     ),
+    "one_other": (
+        '{"text": "a", "label": 0.5}\n{"text": "b", "label": 2}\n' * 10 + '{"text": "c", "label": "0,5"}\n',
+        ["line 21: the label '0,5' is not a finite number; .* --task classification"],
+    ),
+    "blank": ('{"text": "a", "label": "x"}\n{"text": "  ", "label": "y"}\n', ["line 2: column text is an empty text"]),
 }
 
 
