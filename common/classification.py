@@ -342,19 +342,13 @@ def build_classifier(
     """The model, and the names of those weights that its checkpoint does not have and that start at random."""
     if name_or_path is None:
         model = models.build_model(config, None, trust_remote_code, AutoModelForSequenceClassification)
-        new_weights = set()
+        new_weights = []
     else:
-        model, loaded = models.build_model(
-            config,
-            name_or_path,
-            trust_remote_code,
-            AutoModelForSequenceClassification,
-            output_loading_info=True,
-            ignore_mismatched_sizes=new_head,
+        model, new_weights = models.build_labeller(
+            config, name_or_path, trust_remote_code, AutoModelForSequenceClassification, new_head
         )
-        new_weights = {*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])}
     _leave_embedding_out(model)
-    return model, sorted(new_weights)
+    return model, new_weights
 
 
 def _leave_embedding_out(model: PreTrainedModel) -> None:

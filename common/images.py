@@ -233,15 +233,24 @@ def check_classes(train: Images, validation: Images | None) -> Images | None:
             f"{validation.name}: class {', '.join(unknown)} is not in {train.name}, which has "
             f"{', '.join(train.classes[:20])}; rename or remove it"
         )
-    numbers = np.array([train.classes.index(name) if name in used else -1 for name in validation.classes], np.int64)
-    return Images(
-        validation.name,
-        validation.fingerprint,
-        train.classes,
-        numbers[validation.labels],
-        validation.read,
-        validation.where,
-    )
+    return with_classes(validation, train.classes)
+
+
+def with_classes(images: Images, classes: tuple[str, ...]) -> Images:
+    """The images with other classes' numbers; each class that an image has is one of them."""
+    numbers = np.array([classes.index(name) if name in classes else -1 for name in images.classes], np.int64)
+    return replace(images, classes=classes, labels=numbers[images.labels])
+
+
+def choose_classes(config: PreTrainedConfig, classes: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
+    """The data's classes in the order of a pretrained model's head, and whether it needs a new head for them.
+
+    It keeps its own where that is for the same names. LABEL_0, LABEL_1, ... are no names: they stand for numbers.
+    """
+    own = tuple(config.id2label[number] for number in range(config.num_labels))
+    if own == tuple(f"LABEL_{number}" for number in range(len(own))):
+        own = tuple(str(number) for number in range(len(own)))
+    return (own, False) if sorted(own) == sorted(classes) else (classes, True)
 
 
 def _hash(facts: Any) -> str:

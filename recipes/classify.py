@@ -237,7 +237,7 @@ def main():
         config, args.model_name_or_path, args.trust_remote_code, args.new_head
     )
     if new_weights:
-        accelerator.print(f"a new head: {classification.shorten(new_weights)} start at random")
+        accelerator.print(models.describe_new_weights(new_weights))
     apply_activation_checkpointing(model, args.activation_checkpointing, accelerator.device)
     if args.compile:
         model.base_model.compile(dynamic=True)

@@ -430,9 +430,17 @@ def test_a_head_for_other_labels(one_process, files, tmp_path):
     assert_mistake(recipe(*arguments), r"3 labels \(does, raises, returns\), but a number", "--new_head")
     result = recipe(*arguments, "--new_head", "--dry_run")
     assert result.returncode == 0 and "a new head: classifier.bias, classifier.weight start at random" in result.stdout
+    other = (files / "train.jsonl").read_text().replace('"label": "does"', '"label": "acts"')
+    (tmp_path / "other.jsonl").write_text(other)
+    own = ["--train_file", tmp_path / "other.jsonl", "--validation_file", tmp_path / "other.jsonl", "--new_head"]
+    own += ["--num_updates", 1, "--learning_rate", 1e-30]
+    result = recipe(*flags(files, model, tmp_path / "run", *own))
+    assert "a new head: classifier.bias, classifier.weight start at random" in result.stdout
+    weights = [load_file(path / "model/model.safetensors") for path in (one_process[0], tmp_path / "run")]
+    assert not torch.equal(*(one["classifier.weight"] for one in weights))
     rows = [line for line in (files / "train.jsonl").read_text().splitlines() if '"label": "does"' not in line]
     (tmp_path / "two.jsonl").write_text("\n".join(rows))
-    result = recipe(*flags(files, model, tmp_path / "run", "--train_file", tmp_path / "two.jsonl", "--dry_run"))
+    result = recipe(*flags(files, model, tmp_path / "two", "--train_file", tmp_path / "two.jsonl", "--dry_run"))
     assert result.returncode == 0 and "3: does, raises, returns" in result.stdout and "new head" not in result.stdout
 
 

@@ -244,6 +244,38 @@ def test_sharded_processes_evaluate_with_the_statistics_that_are_saved(data, tmp
     assert abs(figures("own")[0] / figures("own")[1] - 1) > 1e-3
 
 
+@pytest.mark.parametrize("names, is_new", [(CLASSES, False), (CLASSES[::-1], False), (("a", "b", "c"), True)])
+def test_a_head_for_other_classes_is_replaced(names, is_new, data, convnet_dir, tmp_path):
+    """One for the same names is kept, in whichever order it has them: the weights and each label's number."""
+    shutil.copytree(convnet_dir, tmp_path / "model")
+    settings = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps(settings | {"id2label": dict(enumerate(names))}))
+    more = ["--model_name_or_path", tmp_path / "model", "--num_updates", 1, "--learning_rate", 1e-30]
+    result = run_recipe_alone("vision.py", *flags(data, tmp_path / "run", *more), CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 0, result.stderr
+    assert ("a new head: classifier.bias, classifier.weight start at random" in result.stdout) == is_new
+    before, after = (load_file(path / "model/model.safetensors") for path in (tmp_path, tmp_path / "run"))
+    assert torch.equal(before["features.0.weight"], after["features.0.weight"])
+    assert torch.equal(before["classifier.weight"], after["classifier.weight"]) != is_new
+    results = json.loads((tmp_path / "run/run.json").read_text())["results"]
+    if not is_new:
+        assert results["validation_loss"] == pytest.approx(
+            loss_by_name(tmp_path / "run", data / "validation"), rel=1e-5
+        )
+
+
+def loss_by_name(output_dir, directory):
+    """Of a saved model, whose classes may be in any order."""
+    model = AutoModelForImageClassification.from_pretrained(output_dir / "model").eval()
+    processor, losses = AutoImageProcessor.from_pretrained(output_dir / "model"), []
+    for path in sorted(directory.glob("*/*")):
+        with torch.no_grad():
+            logits = model(**processor(Image.open(path), return_tensors="pt")).logits[0]
+        label = model.config.label2id[path.parent.name]
+        losses.append(-torch.log_softmax(logits, 0)[label].item())
+    return np.mean(losses)
+
+
 def test_augmentation_depends_on_seed_epoch_and_image_only(data):
     """Not on what was drawn before, in which order, or in which process; and it draws nothing from dropout's stream."""
     found = images.folder(data / "train")
