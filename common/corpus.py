@@ -402,20 +402,13 @@ def missing_column(where: str, missing: list[str], columns: list[str] | tuple[st
 
 
 def _open_dataset(source: Source) -> Corpus:
-    from datasets import ClassLabel, Dataset, load_from_disk
+    from datasets import ClassLabel
 
     name, path = source.dataset_name or "", Path(source.dataset_name or "").expanduser()
     if not path.is_dir():
         dataset = load_from_hub(source)
-    elif (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-        try:
-            dataset = load_from_disk(str(path))
-        except Exception as error:
-            raise ValueError(f"{name}: what save_to_disk wrote cannot be read ({one_line(error)})") from error
-        if not isinstance(dataset, Dataset):
-            if source.split not in dataset:
-                raise ValueError(f"{name}: no split {source.split}; there are: {', '.join(dataset)}; name one of them")
-            dataset = dataset[source.split]
+    elif is_saved(path):
+        dataset = load_saved(source)
     else:
         return _open_files(_folder_files(path, source), source)
     if not len(dataset):
@@ -432,6 +425,27 @@ def _open_dataset(source: Source) -> Corpus:
                 yield Row(f"{where}[{start + offset}]", _with_class_names(row, classes))
 
     return Corpus(where, [where, dataset._fingerprint, len(dataset)], tuple(dataset.column_names), rows, classes)
+
+
+def is_saved(path: Path) -> bool:
+    """Whether `save_to_disk` of `datasets` wrote the directory: several splits, or one data set."""
+    return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
+
+
+def load_saved(source: Source) -> Any:
+    """The source's split of what `save_to_disk` wrote; one data set that was saved by itself is any split."""
+    from datasets import Dataset, load_from_disk
+
+    name = source.dataset_name or ""
+    try:
+        dataset = load_from_disk(str(Path(name).expanduser()))
+    except Exception as error:
+        raise ValueError(f"{name}: what save_to_disk wrote cannot be read ({one_line(error)})") from error
+    if isinstance(dataset, Dataset):
+        return dataset
+    if source.split not in dataset:
+        raise ValueError(f"{name}: no split {source.split}; there are: {', '.join(dataset)}; name one of them")
+    return dataset[source.split]
 
 
 def has_split(source: Source) -> bool:

@@ -7,6 +7,7 @@ import math
 import shutil
 from functools import partial
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -333,7 +334,6 @@ def test_images_of_every_mode_are_read(tmp_path):
 
 def test_a_saved_data_set_is_read(data, tmp_path):
     """What `save_to_disk` of `datasets` wrote: images and classes by their columns' kinds, test is held out."""
-    datasets = pytest.importorskip("datasets")
     parts = {}
     for split in ("train", "test"):
         found = images.folder(data / ("train" if split == "train" else "validation"))
@@ -342,13 +342,47 @@ def test_a_saved_data_set_is_read(data, tmp_path):
         parts[split] = datasets.Dataset.from_dict(rows, features=features)
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
     name = str(tmp_path / "saved")
-    assert images.held_out_split(name, None) == "test"
+    assert images.held_out(name, None).name.endswith("[test]")
+    parts["train"].save_to_disk(tmp_path / "one")
+    assert images.held_out(str(tmp_path / "one"), None) is None
+    assert (images.hub(str(tmp_path / "one"), None, "train").labels == parts["train"]["kind"]).all()
     train, expected = images.hub(name, None, "train"), images.folder(data / "train")
     assert train.classes == CLASSES and (train.labels == expected.labels).all()
     for i in (0, 41):
         assert images.open_image(train, i).tobytes() == images.open_image(expected, i).tobytes()
     with pytest.raises(ValueError, match="no column nothing; there are: img, kind"):
         images.hub(name, None, "train", "nothing")
+
+
+@pytest.mark.parametrize(
+    "labels, kind, pattern",
+    [
+        ([0, None, 1], "class", "row 1: column label is null"),
+        (["a", None, "b"], "string", "row 1: column label is null"),
+        (
+            [0.5, 1.5, 2.5],
+            "float32",
+            "column label holds no classes.* name another --label_column; there are: image, la",
+        ),
+        ([0, 1, -1], "class", r"row 2: its label is hidden \(-1\)"),
+    ],
+)
+def test_a_data_set_without_good_labels(labels, kind, pattern, tmp_path):
+    """Of `test`, where all of them are hidden, nothing is held out."""
+    feature = datasets.ClassLabel(names=["a", "b"]) if kind == "class" else datasets.Value(kind)
+    features = datasets.Features(image=datasets.Image(), label=feature)
+    rows = {"image": [Image.new("L", (8, 8))] * 3, "label": labels}
+    parts = {"train": datasets.Dataset.from_dict(rows, features=features)}
+    if -1 in labels:
+        parts["test"] = parts["train"].select([2])
+    name = str(tmp_path / "saved")
+    datasets.DatasetDict(parts).save_to_disk(name)
+    with pytest.raises(ValueError, match=pattern):
+        images.check_labels(images.hub(name, None, "train", "label"))
+    with pytest.raises(ValueError, match="column image holds no classes"):
+        images.hub(name, None, "train", "image")
+    if -1 in labels:
+        assert images.held_out(name, None) is None
 
 
 def test_bad_data_is_named(data, tmp_path):
