@@ -326,7 +326,8 @@ def preprocess(images: Images, size: tuple[int, int] | None = None, channels: in
         channels: 1 or 3; None: 1 where all of them are gray.
 
     Raises:
-        ValueError: they have different sizes, and none was given; or one cannot be decoded.
+        ValueError: they have different sizes, and none was given; or they have colours, and the model has one channel;
+            or one cannot be decoded.
     """
     looked_at = look_at(images)
     first_number, first = looked_at[0]
@@ -334,6 +335,11 @@ def preprocess(images: Images, size: tuple[int, int] | None = None, channels: in
     for number, image in looked_at:
         if size is None and image.size != first.size:
             raise ValueError(_sizes_differ(images, number, image, (width, height), images.where(first_number)))
+        if channels == 1 and image.mode != "L":  # AutoImageProcessor would not make it gray
+            raise ValueError(
+                f"{images.where(number)}: has colours, but the model takes gray images; save them gray, or take a "
+                "model of 3 channels"
+            )
     channels = channels or (1 if all(image.mode == "L" for _, image in looked_at) else 3)
     totals = np.zeros((2, channels))
     for _, image in looked_at:

@@ -48,6 +48,7 @@ MODEL_CONFIGS = {
 }
 FINE_TUNING_LEARNING_RATE = 5e-5
 MOST_CLASSES_DRAWN = 100
+LARGEST_CONVNET = 50e6  # parameters; nearly all are in its hidden layer, which sees every pixel
 
 
 build_model = partial(models.build_model, model_class=AutoModelForImageClassification)
@@ -128,7 +129,14 @@ def make_config(args, preprocessing):
     if min(height, width) < 6:
         raise ValueError(f"images of {width} x {height} pixels are too small for a model; give --image_size 8, or more")
     if args.model_config == "convnet":
-        return ConvNetConfig(image_size=(height, width), **facts)
+        config = ConvNetConfig(image_size=(height, width), **facts)
+        num_parameters = models.count_parameters(config, model_class=AutoModelForImageClassification)
+        if num_parameters > LARGEST_CONVNET:
+            raise ValueError(
+                f"--model_config convnet: images of {width} x {height} make {num_parameters / 1e6:.0f} M parameters; "
+                "use --model_config resnet, or a smaller --image_size"
+            )
+        return config
     if args.model_config == "resnet":
         shape = {"embedding_size": 32, "hidden_sizes": [32, 64, 128], "depths": [2, 2, 2], "layer_type": "basic"}
         small, args.norm = min(height, width) < 64, args.norm or "group"

@@ -448,6 +448,17 @@ def test_flags_that_do_not_fit_are_refused_together(data, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_model_that_does_not_fit_the_images(data, convnet_dir, tmp_path):
+    """A ConvNet for images that make it huge, and one channel for colours."""
+    result = run_recipe_alone("vision.py", *flags(data, tmp_path / "run", "--image_size", 512), CUDA_VISIBLE_DEVICES="")
+    assert_mistake(result, "images of 512 x 512 make 529 M parameters; use --model_config resnet")
+    shutil.copytree(data / "train", tmp_path / "train")
+    Image.new("RGB", (8, 8)).save(tmp_path / "train/one/000.png")
+    more = ["--train_dir", tmp_path / "train", "--model_name_or_path", convnet_dir]
+    result = run_recipe_alone("vision.py", *flags(data, tmp_path / "run", *more), CUDA_VISIBLE_DEVICES="")
+    assert_mistake(result, "one/000.png: has colours, but the model takes gray images")
+
+
 def test_a_copied_recipe_runs_on_the_digits(tmp_path):
     """`cp -r recipes/vision.py common elsewhere/`, without data of one's own; nothing is written."""
     shutil.copy(ROOT / "recipes/vision.py", tmp_path)
