@@ -292,6 +292,12 @@ def test_the_confusion_matrix_has_a_row_for_each_true_label(monkeypatch, tmp_pat
     assert (tmp_path / "confusion.png").stat().st_size > 1000
 
 
+def test_labels_that_no_font_has_are_one_line(tmp_path, recwarn, caplog):
+    save_confusion_matrix(np.eye(2, dtype=int), ["\u6b63\u9762", "\u8ca0"], tmp_path / "confusion.png")
+    assert not [one for one in recwarn if "Glyph" in str(one.message)] and len(caplog.messages) < 2
+    assert (tmp_path / "confusion.png").stat().st_size > 1000
+
+
 def test_a_copied_recipe_runs_from_another_directory_on_the_standard_library(tmp_path):
     """`cp -r recipes/classify.py common elsewhere/`, and no flags of its own: a dozen packages to tell apart."""
     shutil.copy(ROOT / SCRIPT, tmp_path)

@@ -457,6 +457,8 @@ def test_a_model_that_does_not_fit_the_images(data, convnet_dir, tmp_path):
     more = ["--train_dir", tmp_path / "train", "--model_name_or_path", convnet_dir]
     result = run_recipe_alone("vision.py", *flags(data, tmp_path / "run", *more), CUDA_VISIBLE_DEVICES="")
     assert_mistake(result, "one/000.png: has colours, but the model takes gray images")
+    result = run_recipe_alone("vision.py", *flags(data, tmp_path / "run", "--global_batch_size", 64))
+    assert_mistake(result, "fewer than --global_batch_size 64; lower it, or give more data")
 
 
 def test_a_copied_recipe_runs_on_the_digits(tmp_path):
