@@ -86,10 +86,10 @@ def _number(label: Any) -> float | None:
 def is_regression(examples: list[Example]) -> bool:
     """Whether the labels are numbers and one is not whole: 3.8, but not 0 and 1.
 
-    Where one in twenty at most is none ("n/a", "3,8"), the others are numbers still: `encode_labels` names it.
+    Where one in ten at most is none ("n/a", "3,8"), the others are numbers still: `encode_labels` names it.
     """
     numbers = [_number(example.label) for example in examples]
-    few_others = numbers.count(None) <= len(numbers) / 20
+    few_others = numbers.count(None) <= len(numbers) / 10
     return few_others and any(number is not None and number % 1 for number in numbers)
 
 
