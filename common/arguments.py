@@ -338,9 +338,10 @@ def check_samples(args: argparse.Namespace, train: Samples, validation: Samples 
     """
     problems = []
     if len(train) < args.global_batch_size:
+        remedy = "lower it, or --sequence_length," if hasattr(args, "sequence_length") else "lower it,"
         problems.append(
             f"the training data make {len(train)} samples, fewer than --global_batch_size {args.global_batch_size}; "
-            "lower it, or --sequence_length, or give more data"
+            f"{remedy} or give more data"
         )
     longest = max(train.max_length, validation.max_length if validation else 0)
     if args.micro_batch_tokens and args.micro_batch_tokens < longest:

@@ -1,6 +1,6 @@
 """Labelled texts become samples, a pretrained model gets the data's labels, and predictions become figures.
 
-    name, examples = read_examples(Source(files=("reviews.csv",)), None, "label")
+    name, examples, _ = read_examples(Source(files=("reviews.csv",)), None, "label")
     names = label_names(examples)
     samples = LabelledTexts(name, examples, encode_labels(examples, names), tokenizer, sequence_length=256)
     ids, token_types, target = samples[0]
@@ -44,8 +44,13 @@ class Example(NamedTuple):
 # --- labels ----------------------------------------------------------------------------------------------------------
 
 
-def read_examples(source: Source, pair_column: str | None, label_column: str) -> tuple[str, list[Example]]:
-    """A source's name, and its rows. Raises ValueError with file and row for a missing column, text or label."""
+def read_examples(
+    source: Source, pair_column: str | None, label_column: str
+) -> tuple[str, list[Example], list[str] | None]:
+    """A source's name, its rows, and the classes in the order of their numbers, where the data have such numbers.
+
+    Raises ValueError with file and row for a missing column, text or label.
+    """
     corpus = open_source(source)
     text_columns = (source.text_column, pair_column) if pair_column else (source.text_column,)
     wanted = (*text_columns, label_column)
@@ -54,6 +59,9 @@ def read_examples(source: Source, pair_column: str | None, label_column: str) ->
     examples = []
     for row in corpus.rows(wanted, False):
         texts = tuple(data.checked_text(row, column) for column in text_columns)
+        for column, text in zip(text_columns, texts, strict=True):
+            if not text.strip():
+                raise ValueError(f"{row.where}: column {column} is an empty text; mend or remove the row")
         if label_column not in row.values:
             raise ValueError(missing_column(row.where, [label_column], tuple(row.values)))
         label = row.values[label_column]
@@ -63,7 +71,7 @@ def read_examples(source: Source, pair_column: str | None, label_column: str) ->
                 f"{row.where}: column {label_column} is {found}, not a name or a number; mend or remove the row"
             )
         examples.append(Example(row.where, texts, label))
-    return corpus.name, examples
+    return corpus.name, examples, corpus.classes.get(label_column)
 
 
 def _number(label: Any) -> float | None:
@@ -76,9 +84,13 @@ def _number(label: Any) -> float | None:
 
 
 def is_regression(examples: list[Example]) -> bool:
-    """Whether every label is a number and one is not whole: 3.8, but not 0 and 1."""
+    """Whether the labels are numbers and one is not whole: 3.8, but not 0 and 1.
+
+    Where one in ten at most is none ("n/a", "3,8"), the others are numbers still: `encode_labels` names it.
+    """
     numbers = [_number(example.label) for example in examples]
-    return None not in numbers and any(number != int(number) for number in numbers)
+    few_others = numbers.count(None) <= len(numbers) / 10
+    return few_others and any(number is not None and number % 1 for number in numbers)
 
 
 def _name(label: Any) -> str:
@@ -188,7 +200,7 @@ class LabelledTexts:
                 return_attention_mask=False,
             )
             for text_ids, text_types in zip(encoded["input_ids"], encoded["token_type_ids"], strict=True):
-                # Of an empty text a decoder's tokenizer makes nothing at all.
+                # Of a text without a character that it knows a decoder's tokenizer makes nothing at all.
                 ids.append(np.array(text_ids or [tokenizer.pad_token_id], np.int32))
                 types.append(np.array(text_types or [0], np.int8))
                 lengths.append(len(ids[-1]))
@@ -285,8 +297,13 @@ def collate_texts(
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
-def choose_labels(config: PreTrainedConfig, names: list[str] | None, new_head: bool) -> list[str] | None:
+def choose_labels(
+    config: PreTrainedConfig, names: list[str] | None, new_head: bool, classes: list[str] | None = None
+) -> list[str] | None:
     """The labels that a pretrained model's head is to have: its own, if they hold the data's, else the data's.
+
+    Args:
+        classes: the data's in the order of their numbers, where they have such: those of a head without names.
 
     Raises:
         ValueError: the model has a head for other labels and is to keep it, or has none and is to replace it.
@@ -304,6 +321,8 @@ def choose_labels(config: PreTrainedConfig, names: list[str] | None, new_head: b
     unnamed = own == [f"LABEL_{number}" for number in range(len(own))] and len(own) > 1
     if names is not None and unnamed and set(names) <= {str(number) for number in range(len(own))}:
         return [str(number) for number in range(len(own))]
+    if names is not None and unnamed and classes and len(classes) == len(own):
+        return classes
     wanted = "a number is to be learned" if names is None else f"the data have {len(names)}: {shorten(names)}"
     raise ValueError(
         f"the model has a head for {len(own)} labels ({shorten(own)}), but {wanted}; give data with its labels, or "
@@ -328,19 +347,13 @@ def build_classifier(
     """The model, and the names of those weights that its checkpoint does not have and that start at random."""
     if name_or_path is None:
         model = models.build_model(config, None, trust_remote_code, AutoModelForSequenceClassification)
-        new_weights = set()
+        new_weights = []
     else:
-        model, loaded = models.build_model(
-            config,
-            name_or_path,
-            trust_remote_code,
-            AutoModelForSequenceClassification,
-            output_loading_info=True,
-            ignore_mismatched_sizes=new_head,
+        model, new_weights = models.build_labeller(
+            config, name_or_path, trust_remote_code, AutoModelForSequenceClassification, new_head
         )
-        new_weights = {*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])}
     _leave_embedding_out(model)
-    return model, sorted(new_weights)
+    return model, new_weights
 
 
 def _leave_embedding_out(model: PreTrainedModel) -> None:

@@ -23,7 +23,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -78,6 +78,10 @@ class Row(NamedTuple):
 class Corpus:
     """A source that was found: its name for messages, what identifies its contents, its columns, and its rows.
 
+    classes: by the column that `datasets` calls a ClassLabel, its names in their order. A row holds the name in the
+    place of the number, and None in the place of -1, a label that is hidden.
+
+
     rows(wanted, whole_files) yields Rows; a wanted column that a row does not hold is for the caller to report.
     whole_files: a .txt file is one document and so is a file of the embedded corpus; otherwise each line that is not
     blank, or each function, is a row.
@@ -87,6 +91,7 @@ class Corpus:
     identity: list[Any]
     columns: tuple[str, ...]
     rows: Callable[[tuple[str, ...], bool], Iterator[Row]]
+    classes: dict[str, list[str]] = field(default_factory=dict)
 
 
 def check_sources(*sources: Source | None) -> None:
@@ -210,7 +215,8 @@ def _open_files(paths: list[str], source: Source) -> Corpus:
         for path in paths:
             yield from _read_file(path, source.text_column, wanted, whole_files)
 
-    return Corpus(name, identity, columns, rows)
+    classes = _parquet_classes(pyarrow.parquet.read_schema(paths[0])) if _file_type(paths[0])[0] == ".parquet" else {}
+    return Corpus(name, identity, columns, rows, classes)
 
 
 def _read_file(path: str, text_column: str, wanted: tuple[str, ...] | None, whole_files: bool) -> Iterator[Row]:
@@ -356,14 +362,33 @@ def _read_parquet(path: str, wanted: tuple[str, ...] | None) -> Iterator[Row]:
             names = file.schema_arrow.names
             if missing := [name for name in wanted or () if name not in names]:
                 raise ValueError(missing_column(path, missing, names))
+            classes = _parquet_classes(file.schema_arrow)
             for batch in file.iter_batches(batch_size=64, columns=list(wanted or names)):
                 for values in batch.to_pylist():
                     number += 1
-                    yield Row(f"{path}, row {number}", values)
+                    yield Row(f"{path}, row {number}", _with_class_names(values, classes))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}, after row {number}: text that is not UTF-8 ({error.reason}); mend it") from error
     except pyarrow.ArrowException as error:
         raise ValueError(f"{path}: cannot be read as Parquet ({one_line(error)}); check the file") from error
+
+
+def _parquet_classes(schema: pyarrow.Schema) -> dict[str, list[str]]:
+    """Names of each ClassLabel, from what `datasets` writes beside a Parquet file's schema."""
+    facts = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    features = (facts.get("info") or {}).get("features") or {}
+    return {
+        column: feature["names"]
+        for column, feature in features.items()
+        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
+    }
+
+
+def _with_class_names(values: dict[str, Any], classes: dict[str, list[str]]) -> dict[str, Any]:
+    named = {column: values[column] for column in classes.keys() & values.keys()}
+    return values | {
+        column: None if number is None or number < 0 else classes[column][number] for column, number in named.items()
+    }
 
 
 def missing_column(where: str, missing: list[str], columns: list[str] | tuple[str, ...]) -> str:
@@ -377,34 +402,50 @@ def missing_column(where: str, missing: list[str], columns: list[str] | tuple[st
 
 
 def _open_dataset(source: Source) -> Corpus:
-    from datasets import Dataset, load_from_disk
+    from datasets import ClassLabel
 
     name, path = source.dataset_name or "", Path(source.dataset_name or "").expanduser()
     if not path.is_dir():
         dataset = load_from_hub(source)
-    elif (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-        try:
-            dataset = load_from_disk(str(path))
-        except Exception as error:
-            raise ValueError(f"{name}: what save_to_disk wrote cannot be read ({one_line(error)})") from error
-        if not isinstance(dataset, Dataset):
-            if source.split not in dataset:
-                raise ValueError(f"{name}: no split {source.split}; there are: {', '.join(dataset)}; name one of them")
-            dataset = dataset[source.split]
+    elif is_saved(path):
+        dataset = load_saved(source)
     else:
         return _open_files(_folder_files(path, source), source)
     if not len(dataset):
         raise ValueError(f"{name}[{source.split}]: the dataset holds no row; choose another split")
     where = f"{name}[{source.split}]"
+    classes = {column: kind.names for column, kind in dataset.features.items() if isinstance(kind, ClassLabel)}
 
     def rows(wanted: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
         columns = dataset.select_columns(list(wanted))  # leave images and the like on the disk
         for start in range(0, len(columns), 64):
             batch = columns[start : start + 64]
             for offset, values in enumerate(zip(*batch.values(), strict=True)):
-                yield Row(f"{where}[{start + offset}]", dict(zip(batch, values, strict=True)))
+                row = dict(zip(batch, values, strict=True))
+                yield Row(f"{where}[{start + offset}]", _with_class_names(row, classes))
 
-    return Corpus(where, [where, dataset._fingerprint, len(dataset)], tuple(dataset.column_names), rows)
+    return Corpus(where, [where, dataset._fingerprint, len(dataset)], tuple(dataset.column_names), rows, classes)
+
+
+def is_saved(path: Path) -> bool:
+    """Whether `save_to_disk` of `datasets` wrote the directory: several splits, or one data set."""
+    return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
+
+
+def load_saved(source: Source) -> Any:
+    """The source's split of what `save_to_disk` wrote; one data set that was saved by itself is any split."""
+    from datasets import Dataset, load_from_disk
+
+    name = source.dataset_name or ""
+    try:
+        dataset = load_from_disk(str(Path(name).expanduser()))
+    except Exception as error:
+        raise ValueError(f"{name}: what save_to_disk wrote cannot be read ({one_line(error)})") from error
+    if isinstance(dataset, Dataset):
+        return dataset
+    if source.split not in dataset:
+        raise ValueError(f"{name}: no split {source.split}; there are: {', '.join(dataset)}; name one of them")
+    return dataset[source.split]
 
 
 def has_split(source: Source) -> bool:

@@ -27,7 +27,7 @@ from PIL import Image, ImageOps
 from transformers import PreTrainedConfig
 from transformers.image_processing_base import ImageProcessingMixin
 
-from common.corpus import Source, held_out_split, load_from_hub, locate_pretrained, one_line
+from common.corpus import Source, has_split, is_saved, load_from_hub, load_saved, locate_pretrained, one_line
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 NUM_LOOKED_AT = 1000  # images that are decoded before the run: for size, channels, mean, and to find broken ones
@@ -106,8 +106,8 @@ def find(args: argparse.Namespace) -> tuple[Images, Images | None]:
         train = folder(args.train_dir)
     else:
         train = hub(args.dataset_name, args.dataset_config, "train", args.label_column)
-        split = None if validation else held_out_split(args.dataset_name, args.dataset_config)
-        validation = hub(args.dataset_name, args.dataset_config, split, args.label_column) if split else validation
+        check_labels(train)
+        validation = validation or held_out(args.dataset_name, args.dataset_config, args.label_column)
     return train, check_classes(train, validation)
 
 
@@ -146,7 +146,8 @@ def folder(directory: str) -> Images:
 def hub(name: str, config: str | None, split: str, label_column: str | None = None) -> Images:
     """A split of a data set of the hub, or of a directory that `save_to_disk` of `datasets` wrote.
 
-    The images are in its first column of that kind; the classes in `label_column`, or the first ClassLabel.
+    The images are in its first column of that kind; the classes in `label_column`, or the first ClassLabel. Labels that
+    are hidden stay -1.
 
     Raises:
         ValueError: it is not there, or has no such columns; one line.
@@ -154,14 +155,10 @@ def hub(name: str, config: str | None, split: str, label_column: str | None = No
     import datasets
 
     source = Source(dataset_name=name, dataset_config=config, split=split)
-    path, where = Path(name).expanduser(), f"{name}[{split}]"
-    if (path / "dataset_dict.json").exists():
-        found = datasets.load_from_disk(str(path))
-        if split not in found:
-            raise ValueError(f"{name}: no split {split}; there are: {', '.join(found)}; name one of them")
-        data = found[split]
-    else:
-        data = load_from_hub(source)
+    where = f"{name}[{split}]"
+    data = load_saved(source) if is_saved(Path(name).expanduser()) else load_from_hub(source)
+    if not len(data):
+        raise ValueError(f"{where}: the data set holds no row; take another one")
     features = data.features
     images = [column for column, feature in features.items() if isinstance(feature, datasets.Image)]
     labels = [column for column, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
@@ -174,11 +171,17 @@ def hub(name: str, config: str | None, split: str, label_column: str | None = No
     column = label_column or labels[0]
     if column not in features:
         raise ValueError(f"{where}: no column {column}; there are: {', '.join(features)}; name one of them")
-    values = data[column]
+    kind = features[column]
+    if not getattr(kind, "dtype", "").startswith(("string", "large_string", "int", "uint", "bool")):
+        raise ValueError(
+            f"{where}: column {column} holds no classes (names or whole numbers); name another --label_column; "
+            f"there are: {', '.join(features)}"
+        )
+    values = list(data[column])
+    if None in values:
+        raise ValueError(f"{where}, row {values.index(None)}: column {column} is null; mend or remove the row")
     if column in labels:
-        classes, numbers = tuple(features[column].names), np.array(values, np.int64)
-        if (numbers < 0).any():
-            raise ValueError(f"{where}: its labels are hidden (-1); name another split or data set")
+        classes, numbers = tuple(kind.names), np.array(values, np.int64)
     else:
         classes = tuple(sorted({str(value) for value in values}))
         numbers = np.array([classes.index(str(value)) for value in values], np.int64)
@@ -191,6 +194,24 @@ def hub(name: str, config: str | None, split: str, label_column: str | None = No
     return Images(
         where, _hash([data._fingerprint, column]), classes, numbers, read, lambda index: f"{where}, row {index}"
     )
+
+
+def held_out(name: str, config: str | None, label_column: str | None = None) -> Images | None:
+    """The split of a data set to measure on: its validation split, else test, else none; not one of hidden labels."""
+    for split in ("validation", "test"):
+        if has_split(Source(dataset_name=name, dataset_config=config, split=split)):
+            images = hub(name, config, split, label_column)
+            if (images.labels >= 0).any():
+                check_labels(images)
+                return images
+    return None
+
+
+def check_labels(images: Images) -> None:
+    """Raises ValueError, one line, where a label is hidden."""
+    if (images.labels < 0).any():
+        first = int((images.labels < 0).argmax())
+        raise ValueError(f"{images.where(first)}: its label is hidden (-1); remove such rows, or name another data set")
 
 
 def digits(part: str) -> Images:
@@ -225,15 +246,24 @@ def check_classes(train: Images, validation: Images | None) -> Images | None:
             f"{validation.name}: class {', '.join(unknown)} is not in {train.name}, which has "
             f"{', '.join(train.classes[:20])}; rename or remove it"
         )
-    numbers = np.array([train.classes.index(name) if name in used else -1 for name in validation.classes], np.int64)
-    return Images(
-        validation.name,
-        validation.fingerprint,
-        train.classes,
-        numbers[validation.labels],
-        validation.read,
-        validation.where,
-    )
+    return with_classes(validation, train.classes)
+
+
+def with_classes(images: Images, classes: tuple[str, ...]) -> Images:
+    """The images with other classes' numbers; each class that an image has is one of them."""
+    numbers = np.array([classes.index(name) if name in classes else -1 for name in images.classes], np.int64)
+    return replace(images, classes=classes, labels=numbers[images.labels])
+
+
+def choose_classes(config: PreTrainedConfig, classes: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
+    """The data's classes in the order of a pretrained model's head, and whether it needs a new head for them.
+
+    It keeps its own where that is for the same names. LABEL_0, LABEL_1, ... are no names: they stand for numbers.
+    """
+    own = tuple(config.id2label[number] for number in range(config.num_labels))
+    if own == tuple(f"LABEL_{number}" for number in range(len(own))):
+        own = tuple(str(number) for number in range(len(own)))
+    return (own, False) if sorted(own) == sorted(classes) else (classes, True)
 
 
 def _hash(facts: Any) -> str:
@@ -296,7 +326,8 @@ def preprocess(images: Images, size: tuple[int, int] | None = None, channels: in
         channels: 1 or 3; None: 1 where all of them are gray.
 
     Raises:
-        ValueError: they have different sizes, and none was given; or one cannot be decoded.
+        ValueError: they have different sizes, and none was given; or they have colours, and the model has one channel;
+            or one cannot be decoded.
     """
     looked_at = look_at(images)
     first_number, first = looked_at[0]
@@ -304,6 +335,11 @@ def preprocess(images: Images, size: tuple[int, int] | None = None, channels: in
     for number, image in looked_at:
         if size is None and image.size != first.size:
             raise ValueError(_sizes_differ(images, number, image, (width, height), images.where(first_number)))
+        if channels == 1 and image.mode != "L":  # AutoImageProcessor would not make it gray
+            raise ValueError(
+                f"{images.where(number)}: has colours, but the model takes gray images; save them gray, or take a "
+                "model of 3 channels"
+            )
     channels = channels or (1 if all(image.mode == "L" for _, image in looked_at) else 3)
     totals = np.zeros((2, channels))
     for _, image in looked_at:

@@ -1,7 +1,8 @@
 """Loads a model, pretrained or from scratch, and checks that it fits its tokenizer and the data."""
 
+import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -132,3 +133,61 @@ def build_model(
             f"--model_name_or_path {name_or_path}: its weights cannot be loaded ({one_line(error)}); save the model "
             "again, or download it again"
         ) from error
+
+
+def build_labeller(
+    config: PreTrainedConfig, name_or_path: str, trust_remote_code: bool, model_class: Any, new_head: bool
+) -> tuple[PreTrainedModel, list[str]]:
+    """A pretrained model with a head for `config`'s labels, and the names of the weights that start at random.
+
+    Args:
+        new_head: the checkpoint's head is of other labels, as many or not; else it is kept, if there is one.
+    """
+    model, loaded = build_model(
+        config,
+        name_or_path,
+        trust_remote_code,
+        model_class,
+        output_loading_info=True,
+        ignore_mismatched_sizes=new_head,
+    )
+    new_weights = {*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])}
+    if new_head:  # one for as many labels fits, and was loaded
+        kept = set(_head_parameters(config, trust_remote_code, model_class)) - new_weights
+        _draw_again(model, kept)
+        new_weights |= kept
+    return model, sorted(new_weights)
+
+
+def _head_parameters(config: PreTrainedConfig, trust_remote_code: bool, model_class: Any) -> list[str]:
+    """The parameters whose shape follows from the number of labels."""
+    larger, shapes = copy.deepcopy(config), []
+    larger.num_labels = config.num_labels + 1
+    for one in (config, larger):
+        with torch.device("meta"):
+            model = build_model(one, trust_remote_code=trust_remote_code, model_class=model_class)
+        shapes.append({name: parameter.shape for name, parameter in model.named_parameters()})
+    return [name for name, shape in shapes[0].items() if shape != shapes[1][name]]
+
+
+@torch.no_grad()
+def _draw_again(model: PreTrainedModel, names: set[str]) -> None:
+    """Random weights, as of a new model, in the layers that these parameters belong to."""
+    for layer in sorted({name.rpartition(".")[0] for name in names}):
+        module = model.get_submodule(layer)
+        parameters = list(module.parameters(recurse=False))
+        for one in (module, *parameters):
+            one._is_hf_initialized = False  # else transformers takes them for loaded
+        whole = nullcontext()
+        if any(hasattr(one, "ds_id") for one in parameters):  # cut by ZeRO-3 while the model was loaded
+            import deepspeed
+
+            whole = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
+        with whole:
+            model._init_weights(module)
+
+
+def describe_new_weights(names: list[str], most: int = 12) -> str:
+    """One line for people."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"a new head: {', '.join(names[:most])}{more} start at random"

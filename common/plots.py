@@ -1,9 +1,13 @@
 """Plots of results, as PNG files."""
 
+import logging
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+
+logger = logging.getLogger(__name__)
 
 
 def save_confusion_matrix(matrix: np.ndarray, labels: Sequence[str], path: Path) -> None:
@@ -28,4 +32,11 @@ def save_confusion_matrix(matrix: np.ndarray, labels: Sequence[str], path: Path)
             if count:
                 colour = "white" if count > matrix[row].sum() / 2 else "black"
                 axes.text(column, row, str(count), ha="center", va="center", color=colour, fontsize=8)
-    figure.savefig(path, dpi=120)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Glyph .* missing")  # else several lines for each such character
+        try:
+            figure.savefig(path, dpi=120)
+        except UserWarning:
+            warnings.filterwarnings("ignore", "Glyph .* missing")
+            figure.savefig(path, dpi=120)
+            logger.warning("%s: boxes stand for characters of the labels that matplotlib's font does not have", path)

@@ -72,20 +72,21 @@ def load_data(args):
     """Tokenizer, the model's configuration, training samples, held-out samples or None, and the labels or None."""
     train_source, validation_source = arguments.text_sources(args)
     if train_source.embedded:
-        train_name, validation_name = "functions of the standard library", "functions of other files"
+        classes, train_name, validation_name = None, "functions of the standard library", "functions of other files"
         train, validation = classification.read_packages()
     else:
         columns = (args.pair_column, args.label_column)
-        train_name, train = classification.read_examples(train_source, *columns)
+        train_name, train, classes = classification.read_examples(train_source, *columns)
         validation_name, validation = None, None
         if validation_source:
-            validation_name, validation = classification.read_examples(validation_source, *columns)
-    task = args.task or ("regression" if classification.is_regression(train) else "classification")
+            validation_name, validation, _ = classification.read_examples(validation_source, *columns)
+    is_regression = not classes and classification.is_regression(train)
+    task = args.task or ("regression" if is_regression else "classification")
     names = classification.label_names(train) if task == "classification" else None
     if args.model_name_or_path:
         config = models.load_config(args.model_name_or_path, args.trust_remote_code, AutoModelForSequenceClassification)
         tokenizer = data.load_tokenizer(args.model_name_or_path, args.trust_remote_code, needs_end_of_text=False)
-        names = classification.choose_labels(config, names, args.new_head)
+        names = classification.choose_labels(config, names, args.new_head, classes)
     else:
         layers, width, heads, mlp_width, vocabulary, _ = MODEL_CONFIGS[args.model_config]
         tokenizer = data.train_tokenizer(train_source, vocabulary)
@@ -236,7 +237,7 @@ def main():
         config, args.model_name_or_path, args.trust_remote_code, args.new_head
     )
     if new_weights:
-        accelerator.print(f"a new head: {classification.shorten(new_weights)} start at random")
+        accelerator.print(models.describe_new_weights(new_weights))
     apply_activation_checkpointing(model, args.activation_checkpointing, accelerator.device)
     if args.compile:
         model.base_model.compile(dynamic=True)

@@ -48,6 +48,7 @@ MODEL_CONFIGS = {
 }
 FINE_TUNING_LEARNING_RATE = 5e-5
 MOST_CLASSES_DRAWN = 100
+LARGEST_CONVNET = 50e6  # parameters; nearly all are in its hidden layer, which sees every pixel
 
 
 build_model = partial(models.build_model, model_class=AutoModelForImageClassification)
@@ -99,33 +100,43 @@ def check_own_arguments(args, on_cpu):
 
 
 def load_data(args):
-    """Preprocessing, the model's configuration, training samples, and held-out samples or None."""
+    """Preprocessing, the model's configuration, training samples, held-out samples or None, and if the head is new."""
     train, validation = images.find(args)
-    labels = {"id2label": dict(enumerate(train.classes)), "label2id": {c: i for i, c in enumerate(train.classes)}}
-    size = (args.image_size, args.image_size) if args.image_size else None
+    size, new_head = (args.image_size, args.image_size) if args.image_size else None, False
     if args.model_name_or_path:
         auto = AutoModelForImageClassification
-        config = models.load_config(args.model_name_or_path, args.trust_remote_code, auto, **labels)
+        config = models.load_config(args.model_name_or_path, args.trust_remote_code, auto)
+        classes, new_head = images.choose_classes(config, train.classes)
+        train, validation = (one and images.with_classes(one, classes) for one in (train, validation))
         preprocessing = images.preprocess_for(args.model_name_or_path, config, train, size)
     else:
         preprocessing = images.preprocess(train, size)
-        config = make_config(args, preprocessing, labels)
+        config = make_config(args, preprocessing)
+    config.id2label = dict(enumerate(train.classes))
+    config.label2id = {name: number for number, name in config.id2label.items()}
     with torch.device("meta"):
         norms.settle_norm(args, build_model(config, trust_remote_code=args.trust_remote_code))
     train_samples = images.ImageSamples(train, preprocessing, args.augment, args.seed)
     validation_samples = validation and images.ImageSamples(validation, preprocessing)
     arguments.check_samples(args, train_samples, validation_samples)
-    return preprocessing, config, train_samples, validation_samples
+    return preprocessing, config, train_samples, validation_samples, new_head
 
 
-def make_config(args, preprocessing, labels):
+def make_config(args, preprocessing):
     """Of a model from scratch, for images of the given size."""
     height, width = preprocessing.height, preprocessing.width
-    facts = {"num_channels": len(preprocessing.mean), **labels}
+    facts = {"num_channels": len(preprocessing.mean)}
     if min(height, width) < 6:
         raise ValueError(f"images of {width} x {height} pixels are too small for a model; give --image_size 8, or more")
     if args.model_config == "convnet":
-        return ConvNetConfig(image_size=(height, width), **facts)
+        config = ConvNetConfig(image_size=(height, width), **facts)
+        num_parameters = models.count_parameters(config, model_class=AutoModelForImageClassification)
+        if num_parameters > LARGEST_CONVNET:
+            raise ValueError(
+                f"--model_config convnet: images of {width} x {height} make {num_parameters / 1e6:.0f} M parameters; "
+                "use --model_config resnet, or a smaller --image_size"
+            )
+        return config
     if args.model_config == "resnet":
         shape = {"embedding_size": 32, "hidden_sizes": [32, 64, 128], "depths": [2, 2, 2], "layer_type": "basic"}
         small, args.norm = min(height, width) < 64, args.norm or "group"
@@ -248,7 +259,7 @@ def main():
         asked, args.max_grad_norm, args.connect_timeout, log_with=args.report_to or None, project_dir=args.output_dir
     )
     checkpoints = checkpoint.Checkpoints(args, accelerator)
-    preprocessing, config, train_samples, validation_samples = load_data(args)
+    preprocessing, config, train_samples, validation_samples, new_head = load_data(args)
     launch.check_space(
         asked, lambda: models.count_parameters(config, args.trust_remote_code, AutoModelForImageClassification)
     )
@@ -256,9 +267,15 @@ def main():
     resumed = checkpoints.find(identity)  # the newest sound checkpoint, with --resume
 
     launch.seed_everything(args.seed)  # the same weights on all ranks
-    # A pretrained head of another number of classes is replaced.
-    options = {"ignore_mismatched_sizes": True} if args.model_name_or_path else {}
-    model = build_model(config, args.model_name_or_path, args.trust_remote_code, **options)
+    if args.model_name_or_path:
+        auto = AutoModelForImageClassification
+        model, new_weights = models.build_labeller(
+            config, args.model_name_or_path, args.trust_remote_code, auto, new_head
+        )
+        if new_weights:
+            accelerator.print(models.describe_new_weights(new_weights))
+    else:
+        model = build_model(config, trust_remote_code=args.trust_remote_code)
     if args.norm == "sync_batch":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     apply_activation_checkpointing(model, args.activation_checkpointing, accelerator.device)

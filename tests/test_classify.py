@@ -7,6 +7,7 @@ import math
 import shutil
 import types
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -296,6 +297,12 @@ def test_the_confusion_matrix_has_a_row_for_each_true_label(monkeypatch, tmp_pat
     assert (tmp_path / "confusion.png").stat().st_size > 1000
 
 
+def test_labels_that_no_font_has_are_one_line(tmp_path, recwarn, caplog):
+    save_confusion_matrix(np.eye(2, dtype=int), ["\u6b63\u9762", "\u8ca0"], tmp_path / "confusion.png")
+    assert not [one for one in recwarn if "Glyph" in str(one.message)] and len(caplog.messages) < 2
+    assert (tmp_path / "confusion.png").stat().st_size > 1000
+
+
 def test_a_copied_recipe_runs_from_another_directory_on_the_standard_library(tmp_path):
     """`cp -r recipes/classify.py common elsewhere/`, and no flags of its own: a dozen packages to tell apart."""
     shutil.copy(ROOT / SCRIPT, tmp_path)
@@ -321,7 +328,7 @@ def test_whole_files_are_held_out():
 def test_padding_does_not_change_an_answer(kind, files, encoder):
     """Or the model is refused: XLNet reads its answer at the last position. Control: BERT without its mask."""
     tokenizer = AutoTokenizer.from_pretrained(encoder)
-    _, examples = classification.read_examples(Source(files=(str(files / "train.jsonl"),)), None, "label")
+    _, examples, _ = classification.read_examples(Source(files=(str(files / "train.jsonl"),)), None, "label")
     names = classification.label_names(examples)
     targets = classification.encode_labels(examples, names)
     samples = classification.LabelledTexts("", examples, targets, tokenizer, 64)
@@ -355,7 +362,7 @@ def test_padding_does_not_change_an_answer(kind, files, encoder):
 
 def test_two_texts_are_told_apart(files, encoder):
     tokenizer = AutoTokenizer.from_pretrained(encoder)
-    _, examples = classification.read_examples(Source(files=(str(files / "train.jsonl"),)), "second", "label")
+    _, examples, _ = classification.read_examples(Source(files=(str(files / "train.jsonl"),)), "second", "label")
     samples = classification.LabelledTexts("", examples, np.zeros(48, np.int64), tokenizer, 64)
     ids, types_, _ = samples[5]
     decoded = [tokenizer.decode(ids[types_ == number]) for number in (0, 1)]
@@ -379,6 +386,34 @@ def test_a_model_without_a_vocabulary(files, tmp_path):
     assert result.returncode == 0 and "CanineForSequenceClassification" in result.stdout, result.stderr
 
 
+# --- labels ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["saved", "parquet"])
+def test_class_names_of_a_data_set_are_the_labels(kind, tmp_path):
+    """In the order of a head that has no names; a label that is hidden (-1) is none."""
+    features = datasets.Features(text=datasets.Value("string"), label=datasets.ClassLabel(names=["pos", "neg"]))
+    for name, labels in {"good": [0, 1, 0], "hidden": [0, -1, 1]}.items():
+        rows = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "label": labels}, features=features)
+        if kind == "saved":
+            rows.save_to_disk(tmp_path / name)
+            source = Source(dataset_name=str(tmp_path / name))
+        else:
+            rows.to_parquet(tmp_path / f"{name}.parquet")
+            source = Source(files=(str(tmp_path / f"{name}.parquet"),))
+        if name == "good":
+            _, examples, classes = classification.read_examples(source, None, "label")
+        else:
+            with pytest.raises(ValueError, match=r"(row 2|\[1\]): column label is null"):
+                classification.read_examples(source, None, "label")
+    names = classification.label_names(examples)
+    assert [example.label for example in examples] == ["pos", "neg", "pos"] and names == ["neg", "pos"]
+    unnamed = BertConfig(num_labels=2, architectures=["BertForSequenceClassification"])
+    assert classification.choose_labels(unnamed, names, False, classes) == ["pos", "neg"]
+    with pytest.raises(ValueError, match="LABEL_0"):
+        classification.choose_labels(unnamed, names, False)
+
+
 # --- mistakes --------------------------------------------------------------------------------------------------------
 
 MISTAKES = {
@@ -396,6 +431,11 @@ MISTAKES = {
         '{"text": "a", "label": 0.5}\n{"text": "b", "label": "n/a"}\n',
         ["line 2: the label 'n/a' is not a fin"],
     ),
+    "one_other": (
+        '{"text": "a", "label": 0.5}\n{"text": "b", "label": 2}\n' * 10 + '{"text": "c", "label": "0,5"}\n',
+        ["line 21: the label '0,5' is not a finite number; .* --task classification"],
+    ),
+    "blank": ('{"text": "a", "label": "x"}\n{"text": "  ", "label": "y"}\n', ["line 2: column text is an empty text"]),
 }
 
 
@@ -417,9 +457,17 @@ def test_a_head_for_other_labels(one_process, files, tmp_path):
     assert_mistake(recipe(*arguments), r"3 labels \(does, raises, returns\), but a number", "--new_head")
     result = recipe(*arguments, "--new_head", "--dry_run")
     assert result.returncode == 0 and "a new head: classifier.bias, classifier.weight start at random" in result.stdout
+    other = (files / "train.jsonl").read_text().replace('"label": "does"', '"label": "acts"')
+    (tmp_path / "other.jsonl").write_text(other)
+    own = ["--train_file", tmp_path / "other.jsonl", "--validation_file", tmp_path / "other.jsonl", "--new_head"]
+    own += ["--num_updates", 1, "--learning_rate", 1e-30]
+    result = recipe(*flags(files, model, tmp_path / "run", *own))
+    assert "a new head: classifier.bias, classifier.weight start at random" in result.stdout
+    weights = [load_file(path / "model/model.safetensors") for path in (one_process[0], tmp_path / "run")]
+    assert not torch.equal(*(one["classifier.weight"] for one in weights))
     rows = [line for line in (files / "train.jsonl").read_text().splitlines() if '"label": "does"' not in line]
     (tmp_path / "two.jsonl").write_text("\n".join(rows))
-    result = recipe(*flags(files, model, tmp_path / "run", "--train_file", tmp_path / "two.jsonl", "--dry_run"))
+    result = recipe(*flags(files, model, tmp_path / "two", "--train_file", tmp_path / "two.jsonl", "--dry_run"))
     assert result.returncode == 0 and "3: does, raises, returns" in result.stdout and "new head" not in result.stdout
 
 

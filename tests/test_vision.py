@@ -7,6 +7,7 @@ import math
 import shutil
 from functools import partial
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -244,6 +245,38 @@ def test_sharded_processes_evaluate_with_the_statistics_that_are_saved(data, tmp
     assert abs(figures("own")[0] / figures("own")[1] - 1) > 1e-3
 
 
+@pytest.mark.parametrize("names, is_new", [(CLASSES, False), (CLASSES[::-1], False), (("a", "b", "c"), True)])
+def test_a_head_for_other_classes_is_replaced(names, is_new, data, convnet_dir, tmp_path):
+    """One for the same names is kept, in whichever order it has them: the weights and each label's number."""
+    shutil.copytree(convnet_dir, tmp_path / "model")
+    settings = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps(settings | {"id2label": dict(enumerate(names))}))
+    more = ["--model_name_or_path", tmp_path / "model", "--num_updates", 1, "--learning_rate", 1e-30]
+    result = run_recipe_alone("vision.py", *flags(data, tmp_path / "run", *more), CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 0, result.stderr
+    assert ("a new head: classifier.bias, classifier.weight start at random" in result.stdout) == is_new
+    before, after = (load_file(path / "model/model.safetensors") for path in (tmp_path, tmp_path / "run"))
+    assert torch.equal(before["features.0.weight"], after["features.0.weight"])
+    assert torch.equal(before["classifier.weight"], after["classifier.weight"]) != is_new
+    results = json.loads((tmp_path / "run/run.json").read_text())["results"]
+    if not is_new:
+        assert results["validation_loss"] == pytest.approx(
+            loss_by_name(tmp_path / "run", data / "validation"), rel=1e-5
+        )
+
+
+def loss_by_name(output_dir, directory):
+    """Of a saved model, whose classes may be in any order."""
+    model = AutoModelForImageClassification.from_pretrained(output_dir / "model").eval()
+    processor, losses = AutoImageProcessor.from_pretrained(output_dir / "model"), []
+    for path in sorted(directory.glob("*/*")):
+        with torch.no_grad():
+            logits = model(**processor(Image.open(path), return_tensors="pt")).logits[0]
+        label = model.config.label2id[path.parent.name]
+        losses.append(-torch.log_softmax(logits, 0)[label].item())
+    return np.mean(losses)
+
+
 def test_augmentation_depends_on_seed_epoch_and_image_only(data):
     """Not on what was drawn before, in which order, or in which process; and it draws nothing from dropout's stream."""
     found = images.folder(data / "train")
@@ -301,7 +334,6 @@ def test_images_of_every_mode_are_read(tmp_path):
 
 def test_a_saved_data_set_is_read(data, tmp_path):
     """What `save_to_disk` of `datasets` wrote: images and classes by their columns' kinds, test is held out."""
-    datasets = pytest.importorskip("datasets")
     parts = {}
     for split in ("train", "test"):
         found = images.folder(data / ("train" if split == "train" else "validation"))
@@ -310,13 +342,47 @@ def test_a_saved_data_set_is_read(data, tmp_path):
         parts[split] = datasets.Dataset.from_dict(rows, features=features)
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
     name = str(tmp_path / "saved")
-    assert images.held_out_split(name, None) == "test"
+    assert images.held_out(name, None).name.endswith("[test]")
+    parts["train"].save_to_disk(tmp_path / "one")
+    assert images.held_out(str(tmp_path / "one"), None) is None
+    assert (images.hub(str(tmp_path / "one"), None, "train").labels == parts["train"]["kind"]).all()
     train, expected = images.hub(name, None, "train"), images.folder(data / "train")
     assert train.classes == CLASSES and (train.labels == expected.labels).all()
     for i in (0, 41):
         assert images.open_image(train, i).tobytes() == images.open_image(expected, i).tobytes()
     with pytest.raises(ValueError, match="no column nothing; there are: img, kind"):
         images.hub(name, None, "train", "nothing")
+
+
+@pytest.mark.parametrize(
+    "labels, kind, pattern",
+    [
+        ([0, None, 1], "class", "row 1: column label is null"),
+        (["a", None, "b"], "string", "row 1: column label is null"),
+        (
+            [0.5, 1.5, 2.5],
+            "float32",
+            "column label holds no classes.* name another --label_column; there are: image, la",
+        ),
+        ([0, 1, -1], "class", r"row 2: its label is hidden \(-1\)"),
+    ],
+)
+def test_a_data_set_without_good_labels(labels, kind, pattern, tmp_path):
+    """Of `test`, where all of them are hidden, nothing is held out."""
+    feature = datasets.ClassLabel(names=["a", "b"]) if kind == "class" else datasets.Value(kind)
+    features = datasets.Features(image=datasets.Image(), label=feature)
+    rows = {"image": [Image.new("L", (8, 8))] * 3, "label": labels}
+    parts = {"train": datasets.Dataset.from_dict(rows, features=features)}
+    if -1 in labels:
+        parts["test"] = parts["train"].select([2])
+    name = str(tmp_path / "saved")
+    datasets.DatasetDict(parts).save_to_disk(name)
+    with pytest.raises(ValueError, match=pattern):
+        images.check_labels(images.hub(name, None, "train", "label"))
+    with pytest.raises(ValueError, match="column image holds no classes"):
+        images.hub(name, None, "train", "image")
+    if -1 in labels:
+        assert images.held_out(name, None) is None
 
 
 def test_bad_data_is_named(data, tmp_path):
@@ -380,6 +446,19 @@ def test_flags_that_do_not_fit_are_refused_together(data, tmp_path):
     )
     assert_mistake(result, "--micro_batch_size 1: batch norm needs several images")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_does_not_fit_the_images(data, convnet_dir, tmp_path):
+    """A ConvNet for images that make it huge, and one channel for colours."""
+    result = run_recipe_alone("vision.py", *flags(data, tmp_path / "run", "--image_size", 512), CUDA_VISIBLE_DEVICES="")
+    assert_mistake(result, "images of 512 x 512 make 529 M parameters; use --model_config resnet")
+    shutil.copytree(data / "train", tmp_path / "train")
+    Image.new("RGB", (8, 8)).save(tmp_path / "train/one/000.png")
+    more = ["--train_dir", tmp_path / "train", "--model_name_or_path", convnet_dir]
+    result = run_recipe_alone("vision.py", *flags(data, tmp_path / "run", *more), CUDA_VISIBLE_DEVICES="")
+    assert_mistake(result, "one/000.png: has colours, but the model takes gray images")
+    result = run_recipe_alone("vision.py", *flags(data, tmp_path / "run", "--global_batch_size", 64))
+    assert_mistake(result, "fewer than --global_batch_size 64; lower it, or give more data")
 
 
 def test_a_copied_recipe_runs_on_the_digits(tmp_path):
