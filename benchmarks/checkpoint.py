@@ -9,7 +9,8 @@ are in the page cache when it returns, so it is measured with a sync too. Both d
 
 `waiting`: the loop waits for the thread, so that the time with and without the hash is the thread's own.
 The loop that goes on shares the processors with the thread that writes: `while writing` is how much longer an update
-took meanwhile, times the number of those updates, and counts as stall too in `stall in all`.
+took meanwhile, times the number of those updates, and counts as stall too in `stall in all`; so does the wait of the
+next step for the copy of what it changes.
 """
 
 import argparse
