@@ -590,7 +590,8 @@ def slow_recipe(directory):
     text = (ROOT / "recipes/lm.py").read_text()
     assert line in text
     slow = f"{line}            time.sleep(float(Path({str(seconds)!r}).read_text()))\n"
-    (directory / "recipes/lm.py").write_text(text.replace(line, slow))
+    text = text.replace("import sys\n", "import sys\nimport time\n", 1).replace(line, slow)
+    (directory / "recipes/lm.py").write_text(text)
     return directory / "recipes/lm.py", seconds
 
 
@@ -630,7 +631,7 @@ def test_a_job_goes_on_after_its_time_limit_and_a_preemption(
     status = json.loads((out / "run.json").read_text())["status"]
     assert status.startswith("stopped after update"), (tmp_path / "log").read_text()
     done = int(status.split()[-1])
-    change(job, TimeLimit=10, StartTime="now")  # SLURM itself waits for two minutes
+    change(job, TimeLimit=30, StartTime="now")  # SLURM itself waits for two minutes
     wait_for_updates(out, done + 1)
     seconds.write_text("20")  # longer than SLURM waits for it to end (KillWait)
     wait_for_updates(out, done + 2)
