@@ -94,6 +94,50 @@ def test_sharded_modes_on_one_gpu(config, precision, tolerance, float32_losses, 
     assert losses == pytest.approx(float32_losses, rel=tolerance)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_run_goes_on_from_a_checkpoint(precision, functions_file, model_dir, tmp_path):
+    """With fp16's loss scale. A GPU adds in any order, so the losses after it are near, and not equal in each bit."""
+    spec = [{"flags": flags(functions_file, model_dir, tmp_path / "run", "--save_every", 5)}]
+    spec.append({"flags": flags(functions_file, model_dir, tmp_path / "again", "--save_every", 5, "--resume")})
+    spec[1]["changes"] = {"copy_run": [str(tmp_path / "run"), str(tmp_path / "again"), 5]}
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    command = launch_command("single_gpu", "--mixed_precision", precision)
+    result = run([*command, "tests/run_recipe.py", tmp_path / "spec.json"])
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines, expected = (read_metrics(tmp_path / name) for name in ("again", "run"))
+    assert [line["skipped_updates"] for line in lines] == [line["skipped_updates"] for line in expected]
+    scales = [
+        json.loads((tmp_path / f"{name}/checkpoints/update-000010/manifest.json").read_text())["scaler"]
+        for name in ("again", "run")
+    ]
+    assert scales[0] == scales[1] and bool(scales[0]) == (precision == "fp16")
+    for line, other in zip(lines, expected, strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-3)
+
+
+OTHERS = {
+    "classify": [],
+    "vision": ["--model_config", "resnet"],
+    "seq2seq": ["--generate", 4],
+    "long_sequence": ["--sequence_length", 4096],
+    "moe": [],
+}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("recipe", OTHERS)
+def test_every_recipe_trains_on_a_gpu(recipe, precision, tmp_path):
+    """On its own data: what it loses is near what it loses in float32 on the CPU."""
+    losses = {}
+    for config, asked in (("cpu", "no"), ("single_gpu", precision)):
+        more = ["--num_updates", 5, "--warmup_updates", 3, "--output_dir", tmp_path / config, *OTHERS[recipe]]
+        command = launch_command(config, "--mixed_precision", asked)
+        result = run([*command, f"recipes/{recipe}.py", *more], timeout=600)
+        assert result.returncode == 0, result.stdout + result.stderr
+        losses[config] = read_metrics(tmp_path / config)[0]["loss"]  # before the first update, so in each precision
+    assert losses["single_gpu"] == pytest.approx(losses["cpu"], rel=0.02)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_make_the_losses_of_one(functions_file, model_dir, tmp_path):
     one, _ = train(tmp_path / "one", functions_file, model_dir, NVIDIA_TF32_OVERRIDE=0)
