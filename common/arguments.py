@@ -17,7 +17,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from common.activation_checkpointing import ACTIVATION_CHECKPOINTING
 from common.checkpoint import CHANGEABLE
-from common.corpus import Source, check_sources, held_out_split
+from common.corpus import Source, check_sources, held_out_splits
 from common.data import Samples
 from common.files import LOCK, lock_output_dir, remove
 from common.launch import exit_with_mistakes, started_world_size
@@ -319,7 +319,7 @@ def text_sources(args: argparse.Namespace) -> tuple[Source, Source | None]:
         if args.train_file:
             raise ValueError("--train_file and --dataset_name are two answers to one question; give one")
         train = Source(dataset_name=args.dataset_name, dataset_config=args.dataset_config, text_column=text_column)
-        if validation is None and (split := held_out_split(args.dataset_name, args.dataset_config)):
+        if validation is None and (split := next(held_out_splits(args.dataset_name, args.dataset_config), None)):
             validation = replace(train, split=split)
     elif args.train_file:
         train = Source(files=tuple(args.train_file), text_column=text_column)

@@ -468,9 +468,7 @@ class Checkpoints:
         sound = [(path, manifest) for path, manifest in found if path not in self.damaged]
         kept = {path for path, _ in sound[: self.keep_last]}
         if self.keep_best:
-            losses = {path: manifest["position"]["validation_loss"] for path, manifest in sound}
-            measured = [path for path, loss in losses.items() if loss is not None and math.isfinite(loss)]
-            kept |= {min(measured, key=lambda path: losses[path])} if measured else set()
+            kept.add(_best(sound))
         for path, _ in found:
             if path not in kept:
                 going = path.with_name(path.name + ".old" + PARTIAL)
@@ -505,6 +503,13 @@ def load_state(reader: Reader, accelerator: Accelerator, model: torch.nn.Module,
         values = reader.read(piece.name, piece.start, piece.tensor.numel())
         piece.tensor.copy_(values.view(piece.tensor.shape))
     shards.refresh(optimizer)
+
+
+def _best(found: list[tuple[Path, dict[str, Any]]]) -> Path | None:
+    """The checkpoint of the lowest validation loss, or None where none was measured; a NaN is no measure."""
+    losses = {path: manifest["position"]["validation_loss"] for path, manifest in found}
+    measured = [path for path, loss in losses.items() if loss is not None and math.isfinite(loss)]
+    return min(measured, key=losses.__getitem__, default=None)
 
 
 def _cannot_save(accelerator: Accelerator) -> str | None:
@@ -544,13 +549,11 @@ def main() -> None:
             print(f"{args.target} (from_pretrained loads it)")
             return
         found, problems = list_checkpoints(args.output_dir)
-        losses = {path: manifest["position"]["validation_loss"] for path, manifest in found}
-        measured = [path for path, loss in losses.items() if loss is not None and math.isfinite(loss)]
-        best = min(measured, key=lambda path: losses[path]) if measured else None
-        damages = {path: find_damage(path, manifest) for path, manifest in found}
+        best, damages = _best(found), {path: find_damage(path, manifest) for path, manifest in found}
         for path, manifest in found:
             size = sum(facts["bytes"] for facts in manifest["files"].values())
-            loss = f", validation loss {losses[path]:.4f}" if losses[path] is not None else ""
+            measured = manifest["position"]["validation_loss"]
+            loss = f", validation loss {measured:.4f}" if measured is not None else ""
             state = f"{damages[path] or 'sound'}{', the best' if path == best else ''}"
             print(f"{path}: {manifest['mode']}, {manifest['world_size']} processes, {size:,} bytes{loss}, {state}")
         for line in problems or ([] if found else [f"{args.output_dir}: no checkpoint"]):

@@ -25,7 +25,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig, P
 
 from common import data, models
 from common.batching import Collate
-from common.corpus import Source, missing_column, open_source
+from common.corpus import Source, missing_column, open_source, shorten
 
 HEAD = "ForSequenceClassification"  # how transformers' classes end that have a head for labels
 NUM_PACKAGES = 12  # of the standard library: those with the most functions
@@ -136,11 +136,6 @@ def encode_labels(examples: list[Example], names: list[str] | None) -> np.ndarra
                 "remove the row, or add such rows to the training data"
             )
     return np.array([index[_name(example.label)] for example in examples], np.int64)
-
-
-def shorten(names: list[str], most: int = 12) -> str:
-    """The first names of a list, for people."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def read_packages() -> tuple[list[Example], list[Example]]:

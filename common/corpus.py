@@ -391,6 +391,11 @@ def _with_class_names(values: dict[str, Any], classes: dict[str, list[str]]) -> 
     }
 
 
+def shorten(names: list[str], most: int = 12) -> str:
+    """The first names of a list, for people."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def missing_column(where: str, missing: list[str], columns: list[str] | tuple[str, ...]) -> str:
     """The message for columns that are not there."""
     return (
@@ -465,12 +470,11 @@ def has_split(source: Source) -> bool:
         return False
 
 
-def held_out_split(name: str, config: str | None) -> str | None:
-    """The split of a data set to measure on: its validation split, else test, else none."""
+def held_out_splits(name: str, config: str | None) -> Iterator[str]:
+    """The splits of a data set to measure on, the better one first: validation, then test, where they are there."""
     for split in ("validation", "test"):
         if has_split(Source(dataset_name=name, dataset_config=config, split=split)):
-            return split
-    return None
+            yield split
 
 
 def load_from_hub(source: Source) -> Any:

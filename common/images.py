@@ -27,7 +27,7 @@ from PIL import Image, ImageOps
 from transformers import PreTrainedConfig
 from transformers.image_processing_base import ImageProcessingMixin
 
-from common.corpus import Source, has_split, is_saved, load_from_hub, load_saved, locate_pretrained, one_line
+from common.corpus import Source, held_out_splits, is_saved, load_from_hub, load_saved, locate_pretrained, one_line
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 NUM_LOOKED_AT = 1000  # images that are decoded before the run: for size, channels, mean, and to find broken ones
@@ -198,12 +198,11 @@ def hub(name: str, config: str | None, split: str, label_column: str | None = No
 
 def held_out(name: str, config: str | None, label_column: str | None = None) -> Images | None:
     """The split of a data set to measure on: its validation split, else test, else none; not one of hidden labels."""
-    for split in ("validation", "test"):
-        if has_split(Source(dataset_name=name, dataset_config=config, split=split)):
-            images = hub(name, config, split, label_column)
-            if (images.labels >= 0).any():
-                check_labels(images)
-                return images
+    for split in held_out_splits(name, config):
+        images = hub(name, config, split, label_column)
+        if (images.labels >= 0).any():
+            check_labels(images)
+            return images
     return None
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.state import AcceleratorState, is_initialized
 from transformers import (
@@ -17,7 +18,7 @@ from transformers import (
 )
 from transformers.integrations import unset_hf_deepspeed_config
 
-from common.corpus import locate_pretrained, one_line
+from common.corpus import locate_pretrained, one_line, shorten
 
 
 def load_config(
@@ -187,7 +188,23 @@ def _draw_again(model: PreTrainedModel, names: set[str]) -> None:
             model._init_weights(module)
 
 
-def describe_new_weights(names: list[str], most: int = 12) -> str:
+def describe_new_weights(names: list[str]) -> str:
     """One line for people."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"a new head: {', '.join(names[:most])}{more} start at random"
+    return f"a new head: {shorten(names)} start at random"
+
+
+@torch.no_grad()
+def write_sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: np.ndarray) -> str:
+    """Text that the model writes after the tokens of `prompt`, int64 (length,); in one process, which has it whole."""
+    input_ids = torch.from_numpy(prompt).unsqueeze(0).to(model.device)
+    model.eval()
+    written = model.generate(
+        input_ids,
+        max_new_tokens=100,
+        do_sample=True,
+        temperature=0.8,
+        top_p=0.95,
+        attention_mask=torch.ones_like(input_ids),
+        remove_invalid_values=True,  # of weights that have become NaN
+    )
+    return tokenizer.decode(written[0], skip_special_tokens=True)

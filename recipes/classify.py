@@ -32,6 +32,7 @@ from common import arguments, checkpoint, classification, data, launch, models, 
 from common.accumulation import reduce_window, skip_step, sum_over_ranks, synchronize_gradients, window_scale
 from common.activation_checkpointing import apply_activation_checkpointing
 from common.batching import make_loader
+from common.corpus import shorten
 from common.files import complete_or_absent
 from common.optimizers import learning_rate, make_optimizer, set_learning_rate
 from common.plots import save_confusion_matrix
@@ -253,7 +254,7 @@ def main():
     validation_loader = validation_samples and make_loader(args, validation_samples, accelerator, collate)
     held_out = validation_loader and validation_loader.dataset
     rehearsal = launch.is_rehearsal(asked)
-    lines = {"loss": "cross-entropy", "labels": f"{len(names)}: {classification.shorten(names)}"} if names else {}
+    lines = {"loss": "cross-entropy", "labels": f"{len(names)}: {shorten(names)}"} if names else {}
     lines = lines or {"loss": "squared error", "labels": "numbers"}
     tracking.print_run(args, accelerator, model, loader.dataset, held_out, rehearsal, **lines)
     model, optimizer = accelerator.prepare(model, optimizer)

@@ -157,23 +157,6 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
     return progress, False
 
 
-@torch.no_grad()
-def write_sample(model, tokenizer, samples, accelerator):
-    """Text that the trained model writes after the first tokens of a sample; the main process's model only."""
-    prompt = torch.from_numpy(samples[0][0][:16]).unsqueeze(0).to(accelerator.device)
-    model.eval()
-    written = model.generate(
-        prompt,
-        max_new_tokens=100,
-        do_sample=True,
-        temperature=0.8,
-        top_p=0.95,
-        attention_mask=torch.ones_like(prompt),
-        remove_invalid_values=True,
-    )
-    return tokenizer.decode(written[0], skip_special_tokens=True)
-
-
 def main():
     args = parse_arguments()
     asked = launch.find_launch()
@@ -235,7 +218,8 @@ def main():
             trained.save_pretrained(model_dir, state_dict=weights)
             tokenizer.save_pretrained(model_dir)
         if not launch.is_sharded(accelerator):
-            results["sample"] = write_sample(trained, tokenizer, validation_samples or train_samples, accelerator)
+            prompt = (validation_samples or train_samples)[0][0][:16]
+            results["sample"] = models.write_sample(trained, tokenizer, prompt)
             lines = [f"\nthe model writes:\n{results['sample']}\n"]
         tracking.print_results(results, output_dir, "AutoModelForCausalLM", *lines)
     launch.end_run(accelerator)
