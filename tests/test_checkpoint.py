@@ -16,6 +16,7 @@ from conftest import BIN, ROOT, assert_refused, launch_command, make_model_dir, 
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from common.checkpoint import _best
 from common.checkpoint_format import Position, find_damage, hash_of, list_checkpoints
 
 # What of a line of metrics.jsonl does not depend on the clock.
@@ -324,6 +325,8 @@ def test_a_loss_that_is_not_finite_is_never_the_best(finished, functions_file, m
     run_recipe(flags(functions_file, model_dir, out, *more))
     kept = {path.name for path in (out / "checkpoints").iterdir()}
     assert kept == {"update-000010", "update-000025", "update-000030"}
+    found = [(Path(name), {"position": {"validation_loss": loss}}) for name, loss in (("b", math.nan), ("a", 3.0))]
+    assert _best(found) == Path("a") and _best(found[:1]) is None
     position = Position()
     for loss in (math.nan, 0.0, 1.0, math.inf):
         position.measured(loss)
@@ -461,6 +464,7 @@ def test_a_sigusr1_at_the_start_waits_for_the_first_update(functions_file, model
         for rank in recipes_of(process)[0]:
             caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{rank.pid}/status").read_text())
             is_caught = bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+    assert not (tmp_path / "run").exists()  # long before the loop, which catches it in any case
     rank.send_signal(signal.SIGUSR1)
     process.communicate(timeout=120)
     assert json.loads((tmp_path / "run/run.json").read_text())["status"] == "stopped after update 1"
