@@ -2,7 +2,7 @@
 
     accelerate launch --config_file accelerate_configs/cpu.yaml benchmarks/checkpoint.py
 
-A Llama of 14 M parameters (the recipe's `small`) with the state of AdamW, 166 MB in all. A round is one save of each
+A Llama of 14 M parameters (the recipe's `small`) with the state of AdamW, 165 MB in all. A round is one save of each
 kind, in turn, every second round backwards; before each, the disk is synced. The stall is the time until the loop could
 go on; `until complete` is until the checkpoint has its final name and is flushed. save_state flushes nothing: its files
 are in the page cache when it returns, so it is measured with a sync too. Both directories lie on the same disk.

@@ -1,6 +1,6 @@
 """What one process holds in each mode: bytes of weights and of optimizer state, measured.
 
-    .venv/bin/python benchmarks/sharding.py                 # on a CPU: two processes a mode, float32
+    .venv/bin/python benchmarks/sharding.py                 # one process a GPU, or two on a CPU; float32
     .venv/bin/python benchmarks/sharding.py --model_config medium --num_processes 8
 
 Each config runs the language-model recipe for two updates from the same weights, through `accelerate launch`. Counted
@@ -70,7 +70,7 @@ def page(results):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_config", default="small")
-    parser.add_argument("--num_processes", type=int, default=2)
+    parser.add_argument("--num_processes", type=int, default=torch.cuda.device_count() or 2)
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as work:

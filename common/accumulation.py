@@ -5,6 +5,7 @@ on every rank. The count is known before the first backward, because a window's 
 """
 
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -40,32 +41,60 @@ def window_scale(accelerator: Accelerator, num_targets: int) -> float:
     return accelerator.num_processes / num_targets
 
 
-def sum_over_ranks(accelerator: Accelerator, *scalars: torch.Tensor) -> list[float]:
-    """Each scalar summed over the ranks, in float64 where the device has it. The host waits for the device here."""
-    sums = torch.stack(scalars)
-    return accelerator.reduce(sums if sums.device.type == "mps" else sums.double(), reduction="sum").tolist()
+def _widest(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def sum_over_ranks(accelerator: Accelerator, *figures: torch.Tensor | float) -> list[Any]:
+    """Each figure summed over the ranks, in float64 where the device has it, by one collective.
+
+    A scalar comes back as a float, another tensor as one of its shape on the host. Only the first must be a tensor on
+    the device: what the host knows goes there as a kernel's argument, since a copy would wait for the device. The host
+    waits for it once, at the end.
+    """
+    device = figures[0].device
+    options = {"dtype": _widest(device), "device": device}
+    parts = [
+        figure.detach().to(**options)
+        if torch.is_tensor(figure) and figure.device == device
+        # What the host knows, a norm of gradients that are offloaded too.
+        else torch.full((), float(figure), **options)
+        for figure in figures
+    ]
+    sums = accelerator.reduce(torch.cat([part.flatten() for part in parts]), reduction="sum").cpu()
+    sums = [one.view(part.shape) for one, part in zip(sums.split([p.numel() for p in parts]), parts, strict=True)]
+    return [one if one.ndim else one.item() for one in sums]
 
 
 def reduce_window(
-    accelerator: Accelerator, loss_sums: list[torch.Tensor], grad_norm: torch.Tensor | float, window: Window
-) -> tuple[float, float]:
-    """The window's loss (mean over its targets on all ranks) and the norm of its gradient, equal on all ranks.
+    accelerator: Accelerator,
+    loss_sums: list[torch.Tensor],
+    grad_norm: torch.Tensor | float,
+    window: Window,
+    news: dict[str, torch.Tensor | float],
+) -> tuple[float, float, dict[str, Any]]:
+    """The window's loss (mean over its targets on all ranks), the norm of its gradient, and the news of all ranks.
+
+    All that the ranks must agree on travels in this one collective, an update's only one besides its mode's own (a
+    save, an evaluation and `--balance exact` have theirs), and its only wait for the device. Each figure is an element
+    of its own: a loss that is not finite spoils no other.
 
     Args:
         loss_sums: this rank's sums of token losses, one scalar a micro-batch.
         grad_norm: scalar, norm of the reduced gradient before clipping, equal on all ranks.
         window: what was computed; AssertionError if the ranks saw another number of targets than it was divided by.
+        news: of this rank, the same names and shapes on all. They come back summed, as `sum_over_ranks` says.
     """
-    loss_sum = torch.stack(loss_sums)
-    loss_sum = loss_sum.to(torch.float32 if loss_sum.device.type == "mps" else torch.float64).sum()
-    num_targets = loss_sum.new_tensor(sum(len(micro_batch["targets"]) for micro_batch in window.micro_batches))
-    # The norm is summed too, to fetch all figures in one transfer: the only wait for the device in an update.
-    if isinstance(grad_norm, DTensor):  # FSDP2
+    loss_sum = torch.stack(loss_sums).sum(dtype=_widest(loss_sums[0].device))
+    num_targets = sum(len(micro_batch["targets"]) for micro_batch in window.micro_batches)
+    if isinstance(grad_norm, DTensor):  # FSDP2; the clip has summed it over the shards
         grad_norm = grad_norm.full_tensor()
-    norm = torch.as_tensor(grad_norm).to(loss_sum) / accelerator.num_processes
-    total_loss, total_targets, norm = sum_over_ranks(accelerator, loss_sum, num_targets, norm)
+    total_loss, total_targets, norm_sum, *sums = sum_over_ranks(
+        accelerator, loss_sum, num_targets, grad_norm, *news.values()
+    )
     assert total_targets == window.num_targets, f"divided by {window.num_targets}, but ranks saw {total_targets:.0f}"
-    return total_loss / window.num_targets, norm
+    news = dict(zip(news, sums, strict=True))
+    return total_loss / window.num_targets, norm_sum / accelerator.num_processes, news
 
 
 def skip_step(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:

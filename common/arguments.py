@@ -11,17 +11,43 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from common.activation_checkpointing import ACTIVATION_CHECKPOINTING
+from common.batching import Samples
 from common.checkpoint import CHANGEABLE
-from common.corpus import Source, check_sources, held_out_splits
-from common.data import Samples
+from common.errors import UserError
 from common.files import LOCK, lock_output_dir, remove
+from common.hub import held_out_splits
 from common.launch import exit_with_mistakes, started_world_size
 from common.optimizers import OPTIMIZERS, SCHEDULES, optimizers_help
+
+if TYPE_CHECKING:
+    from common.corpus import Source
+
+
+# What flags that other training scripts have are called here.
+ELSEWHERE = {
+    "num_train_epochs": "--num_updates (an epoch has as many as there are samples / --global_batch_size)",
+    "max_steps": "--num_updates",
+    "max_train_steps": "--num_updates",
+    "per_device_train_batch_size": "--micro_batch_size, beside --global_batch_size",
+    "gradient_accumulation_steps": "--global_batch_size / (--micro_batch_size x processes)",
+    "lr": "--learning_rate",
+    "lr_scheduler_type": "--lr_schedule",
+    "warmup_steps": "--warmup_updates",
+    "bf16": "--mixed_precision bf16 of accelerate launch",
+    "fp16": "--mixed_precision fp16 of accelerate launch",
+    "eval_steps": "--eval_every",
+    "save_steps": "--save_every",
+    "save_total_limit": "--keep_last",
+    "resume_from_checkpoint": "--resume, with the run's --output_dir",
+    "gradient_checkpointing": "--activation_checkpointing full",
+    "max_length": "--sequence_length",
+}
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -32,10 +58,12 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:
         if match := re.match(r"unrecognized arguments: (.*)", message):
-            flags = [option for action in self._actions for option in action.option_strings]
-            for word in match[1].split():
-                if nearest := difflib.get_close_matches(word.split("=")[0], flags, n=1):
-                    message += f"; did you mean {nearest[0]}?"
+            flags = {option.lstrip("-"): option for action in self._actions for option in action.option_strings}
+            for word in [word.split("=")[0].lstrip("-") for word in match[1].split() if word.startswith("--")]:
+                if word in ELSEWHERE:
+                    message += f"; --{word} is {ELSEWHERE[word]} here"
+                elif nearest := difflib.get_close_matches(word, flags, n=1, cutoff=0.75):
+                    message += f"; did you mean {flags[nearest[0]]}?"
         exit_with_mistakes([f"{message} (--help lists the flags)"])
 
 
@@ -109,7 +137,9 @@ def add_shared_arguments(parser: argparse.ArgumentParser, lengths_vary: bool = T
     group.add_argument("--overwrite", action="store_true", help="delete the run that --output_dir holds")
     group.add_argument("--dry_run", action="store_true", help="all up to the first update, checked; writes no run")
     group.add_argument("--seed", type=seed, default=0, help="of weights, order of samples and dropout")
-    group.add_argument("--eval_every", type=not_negative, default=0, metavar="N", help="updates; 0: only at the end")
+    group.add_argument(
+        "--eval_every", type=not_negative, default=0, metavar="N", help="updates, and after the last one; 0: only then"
+    )
     group.add_argument(
         "--connect_timeout",
         type=positive_float,
@@ -125,6 +155,9 @@ def add_shared_arguments(parser: argparse.ArgumentParser, lengths_vary: bool = T
     group.add_argument("--save_every", type=not_negative, default=500, metavar="N", help="updates; 0: only on a stop")
     group.add_argument("--keep_last", type=positive, default=2, metavar="K", help="newest checkpoints kept, at least 2")
     group.add_argument("--keep_best", action="store_true", help="and the one of the lowest validation loss")
+    group.add_argument(
+        "--load_best_at_end", action="store_true", help="with --keep_best: model/ is that one, not the last"
+    )
     group.add_argument(
         "--resume", action="store_true", help="continue from the newest sound checkpoint in --output_dir"
     )
@@ -158,7 +191,9 @@ def add_shared_arguments(parser: argparse.ArgumentParser, lengths_vary: bool = T
     group.add_argument("--optimizer", default="adamw", help=optimizers_help(), **one_of(OPTIMIZERS))
     group.add_argument("--learning_rate", type=positive_float, help="at its peak (default: the model's)")
     group.add_argument("--weight_decay", type=not_negative_float, default=0.1, help="of matrices and embeddings")
-    group.add_argument("--warmup_updates", type=not_negative, help="(default: a twentieth of --num_updates)")
+    group.add_argument(
+        "--warmup_updates", type=not_negative, help="(default: a twentieth of --num_updates as the run began)"
+    )
     schedules = "\n".join(f"{name}: {text}" for name, text in SCHEDULES.items())
     group.add_argument("--lr_schedule", default="cosine", help=schedules + "\n", **one_of(SCHEDULES))
     group.add_argument("--max_grad_norm", type=not_negative_float, default=1.0, help="0: no clipping")
@@ -174,8 +209,12 @@ def add_shared_arguments(parser: argparse.ArgumentParser, lengths_vary: bool = T
     group.add_argument("--compile", action="store_true", help="torch.compile the model: slow first updates, then fast")
 
 
-def add_language_arguments(parser: argparse.ArgumentParser, one_text: bool = True) -> None:
-    """The flags of the recipes that read text; `one_text`: a row has one, in `--text_column`."""
+def add_language_arguments(parser: argparse.ArgumentParser, one_text: bool = True, examples: bool = False) -> None:
+    """The flags of the recipes that read text.
+
+    Args:
+        one_text: a row has one, in `--text_column`. examples: or a prompt and a completion.
+    """
     group = parser.add_argument_group("data (default: the source code of Python's standard library)")
     formats = ".txt .jsonl .parquet .csv, also compressed; several, or a glob"
     group.add_argument("--train_file", nargs="+", default=[], metavar="FILE", help=formats)
@@ -186,6 +225,11 @@ def add_language_arguments(parser: argparse.ArgumentParser, one_text: bool = Tru
         group.add_argument("--text_column", default="text", help="of a row, where it has no prompt or messages")
     else:
         parser.set_defaults(text_column="text")
+    if examples:
+        group.add_argument("--prompt_column", help="of a row: what is given (default: prompt)")
+        group.add_argument("--completion_column", help="of a row: what is learned (default: completion)")
+    else:
+        parser.set_defaults(prompt_column=None, completion_column=None)
     group.add_argument("--sequence_length", type=positive, default=256, help="most tokens of a sample")
 
     add_model_arguments(parser)
@@ -242,10 +286,15 @@ def check_arguments(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool =
     if args.num_workers is None:
         args.num_workers = 0 if on_cpu else 2
     if args.warmup_updates is None:
-        args.warmup_updates = args.num_updates // 20
+        if not args.resume:  # which takes it from the checkpoint
+            args.warmup_updates = args.num_updates // 20
     elif args.warmup_updates >= args.num_updates:
         problems.append(
             f"--warmup_updates {args.warmup_updates} leaves nothing of --num_updates {args.num_updates}; lower it"
+        )
+    if not on_cpu and args.compile and args.activation_checkpointing == "offload":  # on a CPU it is `full`
+        problems.append(
+            "--compile has no effect on layers whose inputs --activation_checkpointing offload moves; take one out"
         )
     if getattr(args, "dataset_config", None) and not args.dataset_name:
         problems.append("--dataset_config has no effect without --dataset_name; take it out, or name the data set")
@@ -258,12 +307,21 @@ def check_arguments(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool =
             f"--keep_best compares evaluated checkpoints: --save_every {args.save_every} must be a multiple of "
             f"--eval_every {args.eval_every}, and neither 0"
         )
+    if pair := [f"--{name}" for name in ("prompt_column", "completion_column") if getattr(args, name, None)]:
+        if not (args.train_file or args.dataset_name):
+            problems.append(f"{pair[0]} has no effect without --train_file or --dataset_name; name the data")
+        if args.text_column != "text" or getattr(args, "shape", None) == "blocks":
+            other = "--shape blocks" if args.text_column == "text" else f"--text_column {args.text_column}"
+            problems.append(f"{pair[0]} and {other} are two answers to what a sample is; give one")
+    if args.load_best_at_end and not args.keep_best:
+        problems.append("--load_best_at_end needs --keep_best, which keeps that checkpoint; give both")
     if args.allow_changed and not args.resume:
         problems.append("--allow_changed has no effect without --resume; take it out")
     if args.resume and args.overwrite:
         problems.append("--resume continues the run that --overwrite deletes; give one")
     elif args.resume:
-        if not (Path(args.output_dir) / "checkpoints").is_dir():
+        # A run that has not ended may yet write its first one: `Checkpoints.find` waits for it.
+        if not any((Path(args.output_dir) / name).exists() for name in ("checkpoints", LOCK)):
             problems.append(
                 f"--resume: {args.output_dir} has no checkpoints; name the --output_dir of the run to continue, "
                 "or start anew without --resume"
@@ -307,22 +365,25 @@ def _check_output_dir(path: Path, overwrite: bool) -> list[str]:
     return []
 
 
-def text_sources(args: argparse.Namespace) -> tuple[Source, Source | None]:
+def text_sources(args: argparse.Namespace) -> "tuple[Source, Source | None]":
     """Where training and held-out text come from, as the language flags say; without any, the embedded corpus.
 
     Raises:
-        ValueError: a line for each file that is not there or cannot be read, or two answers to where the text is.
+        UserError: a line for each file that is not there or cannot be read, or two answers to where the text is.
     """
-    text_column = args.text_column
-    validation = Source(files=tuple(args.validation_file), text_column=text_column) if args.validation_file else None
+    from common.corpus import Source, check_sources  # here because recipes without text do not need it
+
+    names = ("text_column", "prompt_column", "completion_column")
+    columns = {name: getattr(args, name) for name in names}
+    validation = Source(files=tuple(args.validation_file), **columns) if args.validation_file else None
     if args.dataset_name:
         if args.train_file:
-            raise ValueError("--train_file and --dataset_name are two answers to one question; give one")
-        train = Source(dataset_name=args.dataset_name, dataset_config=args.dataset_config, text_column=text_column)
+            raise UserError("--train_file and --dataset_name are two answers to one question; give one")
+        train = Source(dataset_name=args.dataset_name, dataset_config=args.dataset_config, **columns)
         if validation is None and (split := next(held_out_splits(args.dataset_name, args.dataset_config), None)):
             validation = replace(train, split=split)
     elif args.train_file:
-        train = Source(files=tuple(args.train_file), text_column=text_column)
+        train = Source(files=tuple(args.train_file), **columns)
     else:
         train = Source(embedded="train")
         validation = validation or Source(embedded="validation")
@@ -334,9 +395,11 @@ def check_samples(args: argparse.Namespace, train: Samples, validation: Samples 
     """Whether the data make a window, and whether every sample fits a micro-batch.
 
     Raises:
-        ValueError: a line for each way in which they do not.
+        UserError: a line for each way in which they do not.
     """
     problems = []
+    if args.keep_best and validation is None:
+        problems.append("--keep_best has nothing to measure: there are no held-out data; name some, or take it out")
     if len(train) < args.global_batch_size:
         remedy = "lower it, or --sequence_length," if hasattr(args, "sequence_length") else "lower it,"
         problems.append(
@@ -350,14 +413,14 @@ def check_samples(args: argparse.Namespace, train: Samples, validation: Samples 
             f"use at least {longest}, or a lower --sequence_length"
         )
     if problems:
-        raise ValueError("\n".join(problems))
+        raise UserError("\n".join(problems))
 
 
 def make_output_dir(args: argparse.Namespace, accelerator: Accelerator) -> Path:
     """Creates the output directory and takes it for this run, emptied if `--overwrite`; call it after all checks.
 
     Raises:
-        ValueError: it cannot be created, or another run writes there, of which nothing is deleted.
+        UserError: it cannot be created, or another run writes there, of which nothing is deleted.
     """
     path = Path(args.output_dir)
     if not accelerator.is_main_process:
@@ -371,5 +434,5 @@ def make_output_dir(args: argparse.Namespace, accelerator: Accelerator) -> Path:
                 if one.name != LOCK:
                     remove(one)
     except OSError as error:
-        raise ValueError(f"--output_dir {path} cannot be written ({error.strerror}); name another directory") from error
+        raise UserError(f"--output_dir {path} cannot be written ({error.strerror}); name another directory") from error
     return path

@@ -15,16 +15,17 @@ import json
 import math
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from accelerate import Accelerator
 
@@ -37,10 +38,12 @@ from common.checkpoint_format import (
     Reader,
     find_damage,
     hash_of,
+    is_number,
     list_checkpoints,
     newer_line,
     safetensors_parts,
 )
+from common.errors import UserError
 from common.export import export
 from common.files import (
     PARTIAL,
@@ -51,7 +54,9 @@ from common.files import (
     replace_directory,
     write_file,
 )
+from common.host_memory import available_memory, pinned_bytes
 from common.launch import running_mode, seed_everything
+from common.liveness import wait_for_all
 from common.random_states import random_states, restore_random_states
 from common.sharding import offload_devices
 from common.stopping import StopRequests
@@ -71,6 +76,7 @@ SETTINGS = {
     "max_grad_norm": True,
     "mixed_precision": True,
 }
+SHARED_TIMEOUT = 10  # seconds in which a new file must be seen on all hosts: network file systems keep old listings
 CHANGEABLE = ("dataset", *(name for name, can_change in SETTINGS.items() if can_change))
 
 
@@ -163,19 +169,20 @@ def restore_scaler(state: dict[str, Any], accelerator: Accelerator, optimizer: A
 class Checkpoints:
     """Saves and resumes the run of one output directory; every method is called by all ranks together.
 
-    Errors of the disk are a ValueError of one line, on all ranks.
+    Errors of the disk are a UserError of one line, on all ranks.
     """
 
     def __init__(self, args: argparse.Namespace, accelerator: Accelerator):
-        self.accelerator, self.output_dir = accelerator, Path(args.output_dir)
+        self.args, self.accelerator, self.output_dir = args, accelerator, Path(args.output_dir)
         self.directory = self.output_dir / "checkpoints"
         self.save_every, self.keep_last, self.keep_best = args.save_every, args.keep_last, args.keep_best
+        self.load_best = args.load_best_at_end
         self.wants_resume, self.allow_changed = args.resume, args.allow_changed
         self.seed = args.seed
         self.rank, self.world = accelerator.process_index, accelerator.num_processes
         self.group = None  # the ranks agree over the network between the hosts: the GPU is never waited for
-        if self.world > 1 and torch.distributed.get_backend() != "gloo":
-            self.group = torch.distributed.new_group(backend="gloo")
+        if self.world > 1:  # with time for what one of them does alone: to remove an old run, to write a large part
+            self.group = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=1))
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.copying: Future | None = None  # of what the next step changes
         self.writing: Future | None = None  # this rank's files
@@ -190,7 +197,9 @@ class Checkpoints:
         self.damaged: set[Path] = set()  # found so on the way to the one that is continued
         self.cannot = _cannot_save(accelerator)
         if self.cannot and (self.wants_resume or 0 < self.save_every <= args.num_updates):
-            raise ValueError(self.cannot)
+            raise UserError(self.cannot)
+        if self.world > 1:
+            self._share_output_dir()
 
     # The ranks agree on each outcome, so that none goes on alone where another failed.
 
@@ -202,14 +211,14 @@ class Checkpoints:
         return sums.tolist()
 
     def _together(self, action: Callable[[], Any], only_main: bool = False) -> None:
-        """Runs it on all ranks, or on the main one; raises ValueError on all if it failed on any."""
+        """Runs it on all ranks, or on the main one; raises UserError on all if it failed on any."""
         problem = None
         try:
             if self.rank == 0 or not only_main:
                 action()
         except OSError as error:
             problem = self._disk_line(error)
-        except ValueError as error:
+        except UserError as error:
             problem = str(error)
         self._raise_first(problem)
 
@@ -220,28 +229,71 @@ class Checkpoints:
         if self.world > 1:
             problems = [None] * self.world
             torch.distributed.all_gather_object(problems, problem, group=self.group)
-        raise ValueError(next(one for one in problems if one is not None))
+        raise UserError(next(one for one in problems if one is not None))
 
     def _disk_line(self, error: OSError) -> str:
         has_any = any(not path.name.endswith(PARTIAL) for path in self.directory.glob("update-*"))
         advice = "start again with --resume: the last complete checkpoint is untouched" if has_any else "start again"
         return disk_line(error, "no checkpoint could be written", self.directory, self.needed, advice)
 
+    def _share_output_dir(self) -> None:
+        """All ranks take rank 0's (the default's name has the time in it), and each host sees what is written there.
+
+        Raises:
+            UserError: the hosts do not share it.
+        """
+        token, told = None, [None]
+
+        def write() -> None:
+            nonlocal token
+            path = self.output_dir.absolute()
+            above = next(number for number, place in enumerate([path, *path.parents]) if place.is_dir())
+            told[0] = (str(self.output_dir), above, None, socket.gethostname())
+            if not self.args.dry_run and int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) < self.world:
+                # In what is there already: a mistake that is found later must not leave a directory.
+                token = tempfile.NamedTemporaryFile(dir=[path, *path.parents][above], prefix=".shared-")
+                told[0] = (str(self.output_dir), above, Path(token.name).name, socket.gethostname())
+
+        self._together(write, only_main=True)
+        torch.distributed.broadcast_object_list(told, src=0, group=self.group)
+        self.args.output_dir, above, name, host = told[0]
+        self.output_dir = Path(self.args.output_dir)
+        self.directory = self.output_dir / "checkpoints"
+        if name is None:
+            return
+        path = self.output_dir.absolute()
+        deadline = time.monotonic() + SHARED_TIMEOUT
+        while not (seen := ([path, *path.parents][above] / name).exists()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        line = (
+            f"--output_dir {self.output_dir}: what rank 0 on host {host} writes there is not seen on host "
+            f"{socket.gethostname()}; name a directory that all hosts share, by its whole path"
+        )
+        self._raise_first(None if seen else line)
+        if token is not None:
+            token.close()
+
     # --- resuming
 
     def find(self, identity: dict[str, Any]) -> Reader | None:
         """The newest checkpoint that its manifest confirms; None without --resume. A damaged one is told and passed.
 
+        It takes the output directory first: a run that was asked to stop may still be writing its last checkpoint.
+
         Raises:
-            ValueError: nothing to resume, or a line for each thing that is not what the run began with.
+            UserError: another process writes there, nothing to resume, or a line for each thing that is not what the
+                run began with.
         """
+        wait_for_all()  # one may have tokenised for hours what others had in their caches
         self.identity = identity
         if not self.wants_resume:
             return None
+        if not self.args.dry_run:
+            self._together(lambda: lock_output_dir(self.output_dir), only_main=True)
         found, problems = list_checkpoints(self.output_dir)
         for path, manifest in found:
             if manifest["format"] > FORMAT:
-                raise ValueError(f"--resume {path}: {newer_line(manifest)}")
+                raise UserError(f"--resume {path}: {newer_line(manifest)}")
             problem = find_damage(path, manifest, self.rank, self.world)
             damaged = self._sum(problem is not None)[0] > 0
             if damaged:
@@ -252,17 +304,25 @@ class Checkpoints:
             if self.rank == 0:
                 for line in problems:
                     print(line, file=sys.stderr, flush=True)
+            if self.args.warmup_updates is None:  # what the run began with, however long it is now
+                began_with = manifest["identity"]["settings"].get("warmup_updates")
+                began_with = began_with if is_number(began_with) else self.num_updates // 20
+                self.args.warmup_updates = min(began_with, self.num_updates - 1)
+                identity["settings"]["warmup_updates"] = began_with
+                if 2 * began_with > self.num_updates:
+                    text = f"--num_updates {self.num_updates} is half warm-up: the run began with {began_with} updates"
+                    self.accelerator.print(f"{text} of it; --warmup_updates with --allow_changed changes that")
             if differences := list(_differences(manifest["identity"], identity, self.allow_changed)):
-                raise ValueError("\n".join(f"--resume {path}: {line}" for line in differences))
+                raise UserError("\n".join(f"--resume {path}: {line}" for line in differences))
             if manifest["update"] > self.num_updates:
-                raise ValueError(
+                raise UserError(
                     f"--resume {path}: it has made {manifest['update']} updates already, more than --num_updates "
                     f"{self.num_updates}; give more, or export it as a model"
                 )
             self.accelerator.print(f"resuming from {path}, after update {manifest['update']}", flush=True)
             return Reader(path, manifest)
         reason = f"none of its {len(found) + len(problems)} is sound" if found or problems else "there is none"
-        raise ValueError(
+        raise UserError(
             f"--resume: {self.directory} has no complete checkpoint ({reason}); name the --output_dir of the run, or "
             "start anew without --resume"
         )
@@ -294,7 +354,7 @@ class Checkpoints:
             facts: go into every manifest.
 
         Raises:
-            ValueError: another process writes there.
+            UserError: another process writes there.
         """
         self.facts = facts | {"architecture": type(self.accelerator.unwrap_model(model)).__name__}
         generation = getattr(self.accelerator.unwrap_model(model), "generation_config", None)
@@ -308,21 +368,30 @@ class Checkpoints:
 
         self._together(take, only_main=True)
 
-    def update_done(
-        self, position: Position, model: torch.nn.Module, optimizer: Any, stop: StopRequests | None = None
-    ) -> bool:
-        """Ends an update: a checkpoint where one is due. True if any rank was asked to stop; it is complete then."""
-        problem = self._failure()
-        asked, failed, written = self._sum(bool(stop and stop.asked), problem is not None, self._is_written())
-        if failed:
-            self._raise_first(problem)
-        if self.is_saving and written == self.world:
+    def news(self, stop: StopRequests) -> dict[str, float]:
+        """What the other ranks do not know: whether this one was asked to stop, or its save has failed or is written.
+
+        It travels with the loss of an update (`common.accumulation.reduce_window`), whose sums `update_done` takes. A
+        request or an end of a write that comes later in the update counts in the next one.
+        """
+        written = self._is_written()  # before `failed`: a write that ends now must not count as one that went well
+        return {"asked": stop.asked, "failed": self._failure() is not None, "written": written}
+
+    def update_done(self, position: Position, model: torch.nn.Module, optimizer: Any, news: dict[str, float]) -> bool:
+        """Ends an update: a checkpoint where one is due. True if any rank was asked to stop; it is complete then.
+
+        Args:
+            news: `news` summed over the ranks, so that all of them do the same.
+        """
+        if news["failed"]:
+            self._raise_first(self._failure())
+        if self.is_saving and news["written"] == self.world:
             self._commit_soon()
-        if asked or (self.save_every and position.update % self.save_every == 0):
+        if news["asked"] or (self.save_every and position.update % self.save_every == 0):
             self.save(position, model, optimizer)
-        if asked:
+        if news["asked"]:
             self.finish()
-        return bool(asked)
+        return news["asked"] > 0
 
     def save(self, position: Position, model: torch.nn.Module, optimizer: Any, in_place: bool = False) -> None:
         """Copies the state, and starts to write it; call it between two updates only.
@@ -330,17 +399,23 @@ class Checkpoints:
         in_place: without the copy and its memory; the call waits until it is written.
 
         Raises:
-            ValueError: the disk has no room for it, or refused the one before.
+            UserError: the disk has no room for it, or refused the one before.
         """
         if position.update == self.last_saved:
             return
         if self.cannot:
-            raise ValueError(self.cannot)
+            raise UserError(self.cannot)
         started = time.perf_counter()
         self.finish()  # one at a time
         owned = [piece for piece in shards.pieces(self.accelerator, model, optimizer) if piece.is_owner]
         size = shards.num_bytes(owned)
-        (self.needed,) = (int(total) for total in self._sum(size + 65536 * (1 + len(self.model_files))))
+        # The copy takes as much of the host's memory as the state of all ranks of this machine. All make one, or none.
+        blocks = [piece.tensor.numel() * piece.tensor.element_size() for piece in owned]
+        copied = pinned_bytes(blocks) if self.accelerator.device.type == "cuda" else size
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        lacks_memory = in_place or not (self.copies or available_memory() > 1.25 * copied * local)
+        needed, num_lacking = self._sum(size + 65536 * (1 + len(self.model_files)), lacks_memory)
+        self.needed, has_memory = int(needed), num_lacking == 0
         partial = self.directory / f"update-{position.update:06}{PARTIAL}"
 
         def make_room() -> None:
@@ -372,12 +447,10 @@ class Checkpoints:
             "mode": running_mode(self.accelerator),
             "world_size": self.world,
             "scaler": scaler_state(self.accelerator, optimizer),
+            "untrained": shards.untrained(self.accelerator, model, optimizer),
             "identity": self.identity,
             **self.facts,
         }
-        # The copy needs as much memory on the host as the state of all ranks of this machine.
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        has_memory = not in_place and (bool(self.copies) or psutil.virtual_memory().available > 1.25 * size * local)
         if has_memory:
             # Until the optimizer's step only buffers change: on a CPU the rest is copied beside forward and backward.
             # (On a GPU a copy would stand in line with what it computes.)
@@ -482,6 +555,30 @@ class Checkpoints:
             self.save(position, model, optimizer, in_place=True)
         self.finish()
 
+    def best_at_end(self, model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+        """With --keep_best, the best checkpoint as the run's results name it; call it after `training_done`.
+
+        With --load_best_at_end the model has its weights from here on: they are measured and written in the place of
+        the last ones.
+        """
+        if not self.keep_best:
+            return {}
+        found, _ = list_checkpoints(self.output_dir)
+        while (path := _best(found)) is not None and self.load_best:  # to name it, nobody need read all of it
+            manifest = dict(found)[path]
+            problem = find_damage(path, manifest, self.rank, self.world)
+            if self._sum(problem is not None)[0] == 0:
+                load_state(Reader(path, manifest), self.accelerator, model, optimizer)
+                break
+            if problem:
+                print(f"{path}: {problem}", file=sys.stderr, flush=True)
+            found = [one for one in found if one[0] != path]
+        if path is None:
+            return {"best": None}
+        position = dict(found)[path]["position"]
+        is_model = self.load_best or position["update"] == self.last_saved
+        return {"best": {"checkpoint": str(path), "loss": position["validation_loss"], "is_model": is_model}}
+
     def finish(self) -> None:
         """Waits until the save that was started is a checkpoint, on all ranks."""
         if self.is_saving:
@@ -499,9 +596,10 @@ def load_state(reader: Reader, accelerator: Accelerator, model: torch.nn.Module,
     for piece in shards.pieces(accelerator, model, optimizer):
         if piece.name not in reader.tensors or reader.tensors[piece.name][1] != tuple(piece.shape):
             saved = reader.tensors.get(piece.name, (None, "not there"))[1]
-            raise ValueError(f"--resume {reader.directory}: {piece.name} is {tuple(piece.shape)}, and {saved} in it")
+            raise UserError(f"--resume {reader.directory}: {piece.name} is {tuple(piece.shape)}, and {saved} in it")
         values = reader.read(piece.name, piece.start, piece.tensor.numel())
         piece.tensor.copy_(values.view(piece.tensor.shape))
+    wait_for_all()  # one may read slowly
     shards.refresh(optimizer)
 
 
@@ -549,7 +647,8 @@ def main() -> None:
             print(f"{args.target} (from_pretrained loads it)")
             return
         found, problems = list_checkpoints(args.output_dir)
-        best, damages = _best(found), {path: find_damage(path, manifest) for path, manifest in found}
+        damages = {path: find_damage(path, manifest) for path, manifest in found}
+        best = _best([(path, manifest) for path, manifest in found if not damages[path]])
         for path, manifest in found:
             size = sum(facts["bytes"] for facts in manifest["files"].values())
             measured = manifest["position"]["validation_loss"]
@@ -559,7 +658,7 @@ def main() -> None:
         for line in problems or ([] if found else [f"{args.output_dir}: no checkpoint"]):
             print(line)
         sys.exit(1 if problems or not found or any(damages.values()) else 0)
-    except ValueError as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 

@@ -23,13 +23,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import _TYPES as DTYPES  # the format's names of types
 
-from common.corpus import one_line
+from common.errors import UserError, one_line
 from common.files import PARTIAL
 from common.random_states import check_random_states
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MASTER_DTYPES = (torch.float32, torch.float64)  # of what is trained, whatever computes
 CHUNK = 16 << 20  # bytes written and hashed at a time
 
 
@@ -86,32 +87,32 @@ def own_file(directory: Path, name: str) -> Path:
     root = os.path.realpath(directory)
     path = os.path.join(root, name)
     if os.path.realpath(path) != path or not path.startswith(root + os.sep):
-        raise ValueError(f"{name} lies outside, or is a link")
+        raise UserError(f"{name} lies outside, or is a link")
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise ValueError(f"{name} is no file")
+        raise UserError(f"{name} is no file")
     return directory / name
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Raises ValueError, one line without the directory's name, where it is not there, not whole or malformed."""
+    """Raises UserError, one line without the directory's name, where it is not there, not whole or malformed."""
     try:
         manifest = json.loads(own_file(directory, MANIFEST).read_text())
     except OSError as error:
-        raise ValueError(f"{MANIFEST}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{MANIFEST} is damaged: {error}") from error
+        raise UserError(f"{MANIFEST}: {error.strerror}") from error
+    except (UserError, ValueError, RecursionError) as error:
+        raise UserError(f"{MANIFEST} is damaged: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("sha256") != hash_of(manifest):
-        raise ValueError(f"{MANIFEST} is damaged: its own SHA-256 differs")
+        raise UserError(f"{MANIFEST} is damaged: its own SHA-256 differs")
     try:
         _check_manifest(manifest)
     except (KeyError, TypeError, AttributeError, AssertionError) as error:
-        raise ValueError(f"{MANIFEST} is malformed: {one_line(error)}") from error
+        raise UserError(f"{MANIFEST} is malformed: {one_line(error)}") from error
     return manifest
 
 
 def require(condition: bool, what: str) -> None:
     if not condition:
-        raise ValueError(what)
+        raise UserError(what)
 
 
 def is_number(value: Any, least: int = 0) -> bool:
@@ -135,6 +136,7 @@ def _check_manifest(manifest: dict[str, Any]) -> None:
         is_sound &= loss is None or isinstance(loss, float)
     is_sound &= all(isinstance(run, str) for run in position.tracker_runs.values())
     is_sound &= all(isinstance(value, bool | int | float) for value in manifest["scaler"].values())
+    is_sound &= all(isinstance(name, str) for name in manifest.get("untrained", []))
     is_sound &= all(isinstance(identity[name], dict) for name in ("model", "settings"))
     is_sound &= all(isinstance(identity[name], str) for name in ("tokenizer", "dataset"))
     require(is_sound, f"{MANIFEST} is malformed: its position, scaler or identity")
@@ -159,7 +161,7 @@ def find_damage(directory: Path, manifest: dict[str, Any], rank: int = 0, world:
             Reader(directory, manifest).check(rank, world)
     except OSError as error:
         return f"{name}: {error.strerror}"
-    except ValueError as error:
+    except UserError as error:
         return str(error)
     return None
 
@@ -173,7 +175,7 @@ def list_checkpoints(output_dir: Path) -> tuple[list[tuple[Path, dict[str, Any]]
             continue
         try:
             found.append((path, read_manifest(path)))
-        except ValueError as error:
+        except UserError as error:
             problems.append(f"{path}: {error}")
     return sorted(found, key=lambda one: one[1].get("update", -1), reverse=True), problems
 
@@ -181,7 +183,7 @@ def list_checkpoints(output_dir: Path) -> tuple[list[tuple[Path, dict[str, Any]]
 class Reader:
     """The tensors of a checkpoint, whole or in part, however they were cut when they were saved.
 
-    Raises ValueError, one line, where the files of the ranks do not make whole tensors.
+    Raises UserError, one line, where the files of the ranks do not make whole tensors.
     """
 
     def __init__(self, directory: Path, manifest: dict[str, Any]):
@@ -195,14 +197,35 @@ class Reader:
             name = f"rank-{number:05}"
             try:
                 self._add_rank(name)
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise ValueError(f"{name}.json is malformed: {one_line(error)}") from error
+            except (UserError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise UserError(f"{name}.json is malformed: {one_line(error)}") from error
         for name, (_, shape) in self.tensors.items():
             filled = 0
             for first, last, _ in sorted(one for one in self._where[name] if one[0] < one[1]):
                 require(first == filled, f"{name} has a gap or an overlap at its element {min(first, filled)}")
                 filled = last
             require(filled == math.prod(shape), f"{name} has {filled} of {math.prod(shape)} elements")
+        self._require_training_state()
+
+    def _require_training_state(self) -> None:
+        """Every weight that is trained has its master's precision, and the state that the optimizer keeps for it."""
+        kept: dict[str, set[str]] = {}
+        for name in (*self.tensors, *self.numbers):
+            kind, _, weight = name.partition("/")
+            if kind.startswith("optimizer."):
+                kept.setdefault(weight, set()).add(kind)
+        trained = {name.removeprefix("weight/") for name in self.tensors if name.startswith("weight/")}
+        if "untrained" in self.manifest:
+            trained -= set(self.manifest["untrained"])
+        elif self.manifest["mode"] != "FSDP":  # as written before this was: only there a state could be missing
+            trained &= kept.keys()
+        every = set().union(*kept.values())
+        is_uniform = self.manifest["identity"]["settings"].get("optimizer") in ("adamw", "sgd")
+        for name in sorted(trained):
+            dtype = self.tensors[f"weight/{name}"][0]
+            require(dtype in MASTER_DTYPES, f"weight/{name} is {DTYPE_NAMES[dtype]}, where what is trained is F32")
+            missing = sorted(every - kept.get(name, set())) if is_uniform or name not in kept else []
+            require(not missing, f"weight/{name} is there without its {', '.join(missing)}")
 
     def _add_rank(self, name: str) -> None:
         listed = self.manifest["files"]
@@ -223,7 +246,7 @@ class Reader:
             self._where.setdefault(tensor, []).append(where)
 
     def check(self, rank: int = 0, world: int = 1) -> None:
-        """Raises ValueError where a file of this rank's share holds something else than its JSON says."""
+        """Raises UserError where a file of this rank's share holds something else than its JSON says."""
         for number in range(rank, len(self.ranks), world):
             name, facts = f"rank-{number:05}", self.ranks[number]
             try:
@@ -233,11 +256,11 @@ class Reader:
                 told = {tensor: (one["dtype"], [one["elements"]]) for tensor, one in facts["tensors"].items()}
                 require(found == told, f"its tensors are not those of {name}.json")
             except Exception as error:  # SafetensorError, by what the header says
-                raise ValueError(f"{name}.safetensors is malformed: {one_line(error)}") from error
+                raise UserError(f"{name}.safetensors is malformed: {one_line(error)}") from error
             try:
                 check_random_states(facts["random"])
             except Exception as error:  # KeyError, TypeError, RuntimeError, ...
-                raise ValueError(f"{name}.json is malformed: its random states ({one_line(error)})") from error
+                raise UserError(f"{name}.json is malformed: its random states ({one_line(error)})") from error
 
     def _file(self, name: str) -> Any:
         if name not in self._open:

@@ -25,7 +25,8 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig, P
 
 from common import data, models
 from common.batching import Collate
-from common.corpus import Source, missing_column, open_source, shorten
+from common.corpus import Source, missing_column, open_source
+from common.errors import UserError, shorten
 
 HEAD = "ForSequenceClassification"  # how transformers' classes end that have a head for labels
 NUM_PACKAGES = 12  # of the standard library: those with the most functions
@@ -49,25 +50,25 @@ def read_examples(
 ) -> tuple[str, list[Example], list[str] | None]:
     """A source's name, its rows, and the classes in the order of their numbers, where the data have such numbers.
 
-    Raises ValueError with file and row for a missing column, text or label.
+    Raises UserError with file and row for a missing column, text or label.
     """
     corpus = open_source(source)
     text_columns = (source.text_column, pair_column) if pair_column else (source.text_column,)
     wanted = (*text_columns, label_column)
     if missing := [column for column in wanted if column not in corpus.columns]:
-        raise ValueError(missing_column(corpus.name, missing, corpus.columns))
+        raise UserError(missing_column(corpus.name, missing, corpus.columns))
     examples = []
     for row in corpus.rows(wanted, False):
         texts = tuple(data.checked_text(row, column) for column in text_columns)
         for column, text in zip(text_columns, texts, strict=True):
             if not text.strip():
-                raise ValueError(f"{row.where}: column {column} is an empty text; mend or remove the row")
+                raise UserError(f"{row.where}: column {column} is an empty text; mend or remove the row")
         if label_column not in row.values:
-            raise ValueError(missing_column(row.where, [label_column], tuple(row.values)))
+            raise UserError(missing_column(row.where, [label_column], tuple(row.values)))
         label = row.values[label_column]
         if not isinstance(label, str | int | float) or label == "":
             found = "null" if label in (None, "") else f"of type {type(label).__name__}"
-            raise ValueError(
+            raise UserError(
                 f"{row.where}: column {label_column} is {found}, not a name or a number; mend or remove the row"
             )
         examples.append(Example(row.where, texts, label))
@@ -99,15 +100,15 @@ def _name(label: Any) -> str:
 
 
 def label_names(examples: list[Example]) -> list[str]:
-    """The labels, whole numbers by size and before all others. Raises ValueError unless there are at least two."""
+    """The labels, whole numbers by size and before all others. Raises UserError unless there are at least two."""
     names = {_name(example.label) for example in examples}
     if len(names) == 1:
-        raise ValueError(
+        raise UserError(
             f"all {len(examples)} rows have the label {names.pop()!r}; a classifier needs two or more: name another "
             "--label_column, or give all the data"
         )
     if len(names) == len(examples) > 2:
-        raise ValueError(
+        raise UserError(
             f"each of the {len(examples)} rows has a label of its own, such as {examples[0].label!r}; name another "
             "--label_column, or give --task regression"
         )
@@ -117,13 +118,13 @@ def label_names(examples: list[Example]) -> list[str]:
 def encode_labels(examples: list[Example], names: list[str] | None) -> np.ndarray:
     """Targets, (N,): int64 indices into `names`, or without names float32 numbers.
 
-    Raises ValueError with file and row for a label that is none of them, or no number.
+    Raises UserError with file and row for a label that is none of them, or no number.
     """
     if names is None:
         numbers = [_number(example.label) for example in examples]
         if None in numbers:
             example = examples[numbers.index(None)]
-            raise ValueError(
+            raise UserError(
                 f"{example.where}: the label {example.label!r} is not a finite number; mend the row, or give "
                 "--task classification"
             )
@@ -131,7 +132,7 @@ def encode_labels(examples: list[Example], names: list[str] | None) -> np.ndarra
     index = {name: number for number, name in enumerate(names)}
     for example in examples:
         if _name(example.label) not in index:
-            raise ValueError(
+            raise UserError(
                 f"{example.where}: the label {example.label!r} is none that is learned ({shorten(names)}); mend or "
                 "remove the row, or add such rows to the training data"
             )
@@ -253,17 +254,27 @@ class LabelledTexts:
         return line + (f"; {self.num_truncated:,} cut at {self.sequence_length}" if self.num_truncated else "")
 
 
-def check_length(tokenizer: PreTrainedTokenizerBase, sequence_length: int, is_pair: bool) -> list[str]:
+def check_length(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, sequence_length: int, is_pair: bool
+) -> list[str]:
     """One line if the tokenizer cannot cut texts to this length, or says that the model takes no such length."""
     num_special = tokenizer.num_special_tokens_to_add(pair=is_pair)
     if sequence_length <= num_special:
         return [f"--sequence_length {sequence_length} holds no text beside {num_special} special tokens; raise it"]
-    if sequence_length > tokenizer.model_max_length:  # of RoBERTa two less than its positions
-        longest = tokenizer.model_max_length
+    longest = tokenizer.model_max_length
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    # Of RoBERTa two less than its positions. Far less is where a classifier was trained to cut, which may be raised.
+    if positions - 8 <= longest < min(sequence_length, positions):
         return [
             f"--sequence_length {sequence_length} is beyond the {longest} tokens of the tokenizer; use at most that"
         ]
     return []
+
+
+def describe_use(tokenizer: PreTrainedTokenizerBase, sequence_length: int, inputs: tuple[str, ...]) -> None:
+    """Makes the tokenizer, as it is saved, give a pipeline what `LabelledTexts` and `collate_texts` gave the model."""
+    tokenizer.model_max_length = sequence_length
+    tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = ["input_ids", *inputs]
 
 
 def collate_texts(
@@ -271,8 +282,9 @@ def collate_texts(
 ) -> dict[str, torch.Tensor]:
     """Pads texts on the right into one micro-batch.
 
-    `input_ids` (B, L), and of `attention_mask` and `token_type_ids` those that are in `inputs`; `targets` (N,), int64
-    for labels and float32 for numbers; `target_rows` (N,), the texts that they belong to: all but a filler.
+    `input_ids` (B, L), and of `attention_mask` and `token_type_ids` those that are in `inputs`, the first only where
+    there is padding; `targets` (N,), int64 for labels and float32 for numbers; `target_rows` (N,), the texts that they
+    belong to: all but a filler.
     """
     length = max(len(ids) for ids, _, _ in samples)
     input_ids = np.full((len(samples), length), pad_token_id, np.int64)
@@ -281,9 +293,11 @@ def collate_texts(
         input_ids[row, : len(ids)] = ids
         token_type_ids[row, : len(ids)] = types
         attention_mask[row, : len(ids)] = 1
-    arrays = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
+    arrays = {"input_ids": input_ids, "token_type_ids": token_type_ids}
+    if not attention_mask.all():
+        arrays["attention_mask"] = attention_mask
     rows = [row for row, (_, _, target) in enumerate(samples) if target is not None]
-    return {name: torch.from_numpy(arrays[name]) for name in ("input_ids", *inputs)} | {
+    return {name: torch.from_numpy(arrays[name]) for name in ("input_ids", *inputs) if name in arrays} | {
         "targets": torch.tensor([samples[row][2] for row in rows], dtype=target_dtype),
         "target_rows": torch.tensor(rows, dtype=torch.int64),
     }
@@ -301,11 +315,11 @@ def choose_labels(
         classes: the data's in the order of their numbers, where they have such: those of a head without names.
 
     Raises:
-        ValueError: the model has a head for other labels and is to keep it, or has none and is to replace it.
+        UserError: the model has a head for other labels and is to keep it, or has none and is to replace it.
     """
     has_head = any(name.endswith(HEAD) for name in config.architectures or ())
     if new_head and not has_head:
-        raise ValueError("--new_head has no effect on a model that has no head for labels; take it out")
+        raise UserError("--new_head has no effect on a model that has no head for labels; take it out")
     if new_head or not has_head:
         return names
     own = [config.id2label[number] for number in range(config.num_labels)]
@@ -319,7 +333,7 @@ def choose_labels(
     if names is not None and unnamed and classes and len(classes) == len(own):
         return classes
     wanted = "a number is to be learned" if names is None else f"the data have {len(names)}: {shorten(names)}"
-    raise ValueError(
+    raise UserError(
         f"the model has a head for {len(own)} labels ({shorten(own)}), but {wanted}; give data with its labels, or "
         "--new_head to replace the head"
     )
@@ -347,21 +361,7 @@ def build_classifier(
         model, new_weights = models.build_labeller(
             config, name_or_path, trust_remote_code, AutoModelForSequenceClassification, new_head
         )
-    _leave_embedding_out(model)
     return model, new_weights
-
-
-def _leave_embedding_out(model: PreTrainedModel) -> None:
-    """Takes what contains the input embedding (BertEmbeddings) from the modules that FSDP2 is to shard as a whole.
-
-    Accelerate 1.15 shards the embedding by itself, after these, and fails where it has been sharded already.
-    """
-    try:
-        embedding = model.get_input_embeddings()
-    except NotImplementedError:  # CANINE has several
-        return
-    kinds = {type(module).__name__ for module in model.modules() if embedding not in module.modules()}
-    model._no_split_modules = kinds & set(model._no_split_modules or ())
 
 
 def find_inputs(model: PreTrainedModel) -> tuple[str, ...]:
@@ -378,7 +378,7 @@ def check_padding(model: torch.nn.Module, collate: Collate, samples: LabelledTex
     """Whether the shortest text has the same logits by itself and padded; call it on all ranks, after `prepare`.
 
     Raises:
-        ValueError: it has not, as with a model that reads its answer at the last token, padding or not. An update
+        UserError: it has not, as with a model that reads its answer at the last token, padding or not. An update
             would then depend on how its window is cut.
     """
     lengths = samples.lengths(np.arange(len(samples)))
@@ -394,7 +394,7 @@ def check_padding(model: torch.nn.Module, collate: Collate, samples: LabelledTex
     alone, padded = logits
     allowed = 1e-3 if accelerator.mixed_precision == "no" else 0.1
     if (alone - padded).abs().max() > allowed * alone.abs().max() + 1e-6:
-        raise ValueError(
+        raise UserError(
             f"{accelerator.unwrap_model(model).config.model_type}: padding on the right changes this model's answer; "
             "take another one"
         )

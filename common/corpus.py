@@ -24,13 +24,16 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import pyarrow
 import pyarrow.parquet
 from fsspec.compression import available_compressions, compr
+
+from common.errors import UserError, one_line
+from common.hub import is_saved, load_from_hub, load_saved
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +59,7 @@ class Source:
         or a folder of files. `split` is the split of any of these.
     embedded: "train" or "validation": the source files of the running Python's standard library.
     text_column: the column that holds the text (.txt files and the embedded corpus have only this one).
+    prompt_column, completion_column: of rows that have these two in its place, where they are not called so.
     """
 
     files: tuple[str, ...] = ()
@@ -64,6 +68,8 @@ class Source:
     split: str = "train"
     embedded: str | None = None
     text_column: str = "text"
+    prompt_column: str | None = None
+    completion_column: str | None = None
 
 
 class Row(NamedTuple):
@@ -95,61 +101,20 @@ class Corpus:
 
 
 def check_sources(*sources: Source | None) -> None:
-    """Raise one ValueError, one line a problem, with every problem of all sources that shows without reading a file."""
+    """Raise one UserError, one line a problem, with every problem of all sources that shows without reading a file."""
     problems = [problem for source in sources if source is not None for problem in _problems(source)]
     if problems:
-        raise ValueError("\n".join(problems))
+        raise UserError("\n".join(problems))
 
 
 def open_source(source: Source) -> Corpus:
-    """Find the source and look at its first row. Raises ValueError for whatever does not let it be read."""
+    """Find the source and look at its first row. Raises UserError for whatever does not let it be read."""
     check_sources(source)
     if source.embedded:
         return _open_embedded(source)
     if source.files:
         return _open_files([path for pattern in source.files for path in _expand(pattern)], source)
     return _open_dataset(source)
-
-
-def one_line(error: BaseException) -> str:
-    """The error's message on one line, cut where a library's message turns into a page."""
-    return textwrap.shorten(" ".join(str(error).split()) or type(error).__name__, 300, placeholder=" ...")
-
-
-@cache
-def hub_problem(name: str, repo_type: str) -> str | None:
-    """Why `name` cannot be fetched from the hub now, or None. repo_type: "model" or "dataset".
-
-    One request with a time limit, once in a process. The libraries' own loaders try again for 20 to 50 s before they
-    say that there is no network. If the hub does not answer, this process goes offline: the loaders then look into
-    their caches, at once.
-    """
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-
-    try:
-        HfApi().repo_info(name, repo_type=repo_type, timeout=10)
-    except HFValidationError:
-        return "it is neither a directory here nor a valid name of the hub; correct the path"
-    except RepositoryNotFoundError:
-        return "it is neither a directory here nor known to the hub (if it is private or gated, log in: hf auth login)"
-    except Exception as error:  # whatever the HTTP library calls it: there is no answer
-        constants.HF_HUB_OFFLINE = True
-        return f"no such directory here, and the hub does not answer ({one_line(error)}); give a local directory"
-    return None
-
-
-def locate_pretrained(name_or_path: str) -> tuple[dict[str, Any], str | None]:
-    """The first arguments of a transformers `from_pretrained`, and why the hub cannot help, or None.
-
-    A local directory, with ~ for the user's, or a hub name: of which the cache may have it although the hub does not
-    answer.
-    """
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
-        return {"pretrained_model_name_or_path": str(path)}, None
-    problem = hub_problem(name_or_path, "model")
-    return {"pretrained_model_name_or_path": name_or_path, "local_files_only": problem is not None}, problem
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -220,7 +185,7 @@ def _open_files(paths: list[str], source: Source) -> Corpus:
 
 
 def _read_file(path: str, text_column: str, wanted: tuple[str, ...] | None, whole_files: bool) -> Iterator[Row]:
-    """The rows of one file; wanted = None means all columns. Raises ValueError, also where the file holds no row."""
+    """The rows of one file; wanted = None means all columns. Raises UserError, also where the file holds no row."""
     extension, _ = _file_type(path)
     if extension == ".txt":
         reader = _read_pieces(path, text_column) if whole_files else _read_lines(path, text_column)
@@ -235,9 +200,9 @@ def _read_file(path: str, text_column: str, wanted: tuple[str, ...] | None, whol
         for row in reader:
             yield row
     except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-        raise ValueError(f"{path}: cannot be read or unpacked ({one_line(error)}); replace it") from error
+        raise UserError(f"{path}: cannot be read or unpacked ({one_line(error)}); replace it") from error
     if row is None:
-        raise ValueError(f"{path}: the file holds no row; leave it out or fill it")
+        raise UserError(f"{path}: the file holds no row; leave it out or fill it")
 
 
 @contextmanager
@@ -246,9 +211,9 @@ def _open(path: str) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _not_utf8(path: str, offset: int, error: UnicodeDecodeError) -> ValueError:
+def _not_utf8(path: str, offset: int, error: UnicodeDecodeError) -> UserError:
     byte = f"0x{error.object[error.start]:02x}, {error.reason}"
-    return ValueError(f"{path}: not UTF-8 at byte offset {offset} ({byte}); save the file as UTF-8")
+    return UserError(f"{path}: not UTF-8 at byte offset {offset} ({byte}); save the file as UTF-8")
 
 
 def _decoded(path: str, size: int) -> Iterator[str]:
@@ -313,7 +278,7 @@ def _read_json(path: str) -> Iterator[Row]:
         try:
             values = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where}: malformed JSON ({one_line(error)}); each line is one object") from error
+            raise UserError(f"{where}: malformed JSON ({one_line(error)}); each line is one object") from error
         yield Row(where, _object(values, where))
 
 
@@ -323,11 +288,11 @@ def _read_json_array(path: str) -> Iterator[Row]:
         parts.append(part)
         size += len(part)
         if size > MAX_JSON_ARRAY_BYTES:
-            raise ValueError(f"{path}: an array over {MAX_JSON_ARRAY_BYTES >> 20} MiB; write it as JSON Lines (.jsonl)")
+            raise UserError(f"{path}: an array over {MAX_JSON_ARRAY_BYTES >> 20} MiB; write it as JSON Lines (.jsonl)")
     try:
         items = json.loads("".join(parts))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: malformed JSON ({one_line(error)}); correct it or write JSON Lines") from error
+        raise UserError(f"{path}: malformed JSON ({one_line(error)}); correct it or write JSON Lines") from error
     for number, values in enumerate(items, 1):
         where = f"{path}, item {number}"
         yield Row(where, _object(values, where))
@@ -335,7 +300,7 @@ def _read_json_array(path: str) -> Iterator[Row]:
 
 def _object(values: Any, where: str) -> dict[str, Any]:
     if not isinstance(values, dict):
-        raise ValueError(f'{where}: is a {type(values).__name__}, not an object; write {{"column": value, ...}}')
+        raise UserError(f'{where}: is a {type(values).__name__}, not an object; write {{"column": value, ...}}')
     return values
 
 
@@ -347,11 +312,11 @@ def _read_csv(path: str) -> Iterator[Row]:
             where = f"{path}, line {reader.line_num}"
             if None in values or None in values.values():
                 fields = len(reader.fieldnames or ())
-                raise ValueError(f"{where}: the row has not {fields} fields as the header has; check commas and quotes")
+                raise UserError(f"{where}: the row has not {fields} fields as the header has; check commas and quotes")
             yield Row(where, values)
     except csv.Error as error:
         where = f"{path}, in the row after line {reader.line_num}"
-        raise ValueError(f"{where}: malformed CSV ({error}); check the quotes") from error
+        raise UserError(f"{where}: malformed CSV ({error}); check the quotes") from error
 
 
 def _read_parquet(path: str, wanted: tuple[str, ...] | None) -> Iterator[Row]:
@@ -361,16 +326,16 @@ def _read_parquet(path: str, wanted: tuple[str, ...] | None) -> Iterator[Row]:
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
             names = file.schema_arrow.names
             if missing := [name for name in wanted or () if name not in names]:
-                raise ValueError(missing_column(path, missing, names))
+                raise UserError(missing_column(path, missing, names))
             classes = _parquet_classes(file.schema_arrow)
             for batch in file.iter_batches(batch_size=64, columns=list(wanted or names)):
                 for values in batch.to_pylist():
                     number += 1
                     yield Row(f"{path}, row {number}", _with_class_names(values, classes))
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}, after row {number}: text that is not UTF-8 ({error.reason}); mend it") from error
+        raise UserError(f"{path}, after row {number}: text that is not UTF-8 ({error.reason}); mend it") from error
     except pyarrow.ArrowException as error:
-        raise ValueError(f"{path}: cannot be read as Parquet ({one_line(error)}); check the file") from error
+        raise UserError(f"{path}: cannot be read as Parquet ({one_line(error)}); check the file") from error
 
 
 def _parquet_classes(schema: pyarrow.Schema) -> dict[str, list[str]]:
@@ -391,11 +356,6 @@ def _with_class_names(values: dict[str, Any], classes: dict[str, list[str]]) -> 
     }
 
 
-def shorten(names: list[str], most: int = 12) -> str:
-    """The first names of a list, for people."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
 def missing_column(where: str, missing: list[str], columns: list[str] | tuple[str, ...]) -> str:
     """The message for columns that are not there."""
     return (
@@ -411,13 +371,13 @@ def _open_dataset(source: Source) -> Corpus:
 
     name, path = source.dataset_name or "", Path(source.dataset_name or "").expanduser()
     if not path.is_dir():
-        dataset = load_from_hub(source)
+        dataset = load_from_hub(name, source.dataset_config, source.split)
     elif is_saved(path):
-        dataset = load_saved(source)
+        dataset = load_saved(name, source.split)
     else:
         return _open_files(_folder_files(path, source), source)
     if not len(dataset):
-        raise ValueError(f"{name}[{source.split}]: the dataset holds no row; choose another split")
+        raise UserError(f"{name}[{source.split}]: the dataset holds no row; choose another split")
     where = f"{name}[{source.split}]"
     classes = {column: kind.names for column, kind in dataset.features.items() if isinstance(kind, ClassLabel)}
 
@@ -432,62 +392,6 @@ def _open_dataset(source: Source) -> Corpus:
     return Corpus(where, [where, dataset._fingerprint, len(dataset)], tuple(dataset.column_names), rows, classes)
 
 
-def is_saved(path: Path) -> bool:
-    """Whether `save_to_disk` of `datasets` wrote the directory: several splits, or one data set."""
-    return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
-
-
-def load_saved(source: Source) -> Any:
-    """The source's split of what `save_to_disk` wrote; one data set that was saved by itself is any split."""
-    from datasets import Dataset, load_from_disk
-
-    name = source.dataset_name or ""
-    try:
-        dataset = load_from_disk(str(Path(name).expanduser()))
-    except Exception as error:
-        raise ValueError(f"{name}: what save_to_disk wrote cannot be read ({one_line(error)})") from error
-    if isinstance(dataset, Dataset):
-        return dataset
-    if source.split not in dataset:
-        raise ValueError(f"{name}: no split {source.split}; there are: {', '.join(dataset)}; name one of them")
-    return dataset[source.split]
-
-
-def has_split(source: Source) -> bool:
-    """Whether a dataset has the split that the source names; False also where the dataset cannot be found at all."""
-    from datasets import get_dataset_split_names, load_from_disk
-
-    path = Path(source.dataset_name or "").expanduser()
-    if (path / "state.json").exists():  # one split, saved by itself
-        return False
-    if (path / "dataset_dict.json").exists():
-        return source.split in load_from_disk(str(path))
-    if not path.is_dir() and hub_problem(source.dataset_name or "", "dataset"):
-        return False  # opening the source says why
-    try:
-        return source.split in get_dataset_split_names(source.dataset_name, source.dataset_config)
-    except Exception:  # a dozen types; opening the source says what is wrong
-        return False
-
-
-def held_out_splits(name: str, config: str | None) -> Iterator[str]:
-    """The splits of a data set to measure on, the better one first: validation, then test, where they are there."""
-    for split in ("validation", "test"):
-        if has_split(Source(dataset_name=name, dataset_config=config, split=split)):
-            yield split
-
-
-def load_from_hub(source: Source) -> Any:
-    """Downloaded once and memory-mapped by `datasets`, so that a second run needs no network."""
-    from datasets import load_dataset
-
-    problem = hub_problem(source.dataset_name or "", "dataset")
-    try:
-        return load_dataset(source.dataset_name, source.dataset_config, split=source.split)
-    except Exception as error:
-        raise ValueError(f"dataset {source.dataset_name}: {problem or one_line(error)}") from error
-
-
 def _folder_files(path: Path, source: Source) -> list[str]:
     """The files of a split, found by `datasets` (names such as train.jsonl, data/test-*.parquet, a README's list)."""
     from datasets import load_dataset_builder
@@ -495,9 +399,9 @@ def _folder_files(path: Path, source: Source) -> list[str]:
     try:
         files = load_dataset_builder(str(path), source.dataset_config).config.data_files or {}
     except Exception as error:
-        raise ValueError(f"{path}: no data files found in this directory ({one_line(error)})") from error
+        raise UserError(f"{path}: no data files found in this directory ({one_line(error)})") from error
     if source.split not in files:
-        raise ValueError(f"{path}: no split {source.split}; there are: {', '.join(map(str, files))}; name one of them")
+        raise UserError(f"{path}: no split {source.split}; there are: {', '.join(map(str, files))}; name one of them")
     used = {Path(name).resolve() for names in files.values() for name in names}
     unused = [p for p in sorted(path.rglob("*")) if _file_type(str(p))[0] in FILE_TYPES and p.resolve() not in used]
     if unused:  # datasets takes the commonest type of a folder and says nothing about the others
@@ -512,7 +416,7 @@ def _folder_files(path: Path, source: Source) -> list[str]:
 def _open_embedded(source: Source) -> Corpus:
     files = embedded_files(source.embedded or "")
     if not files:
-        raise ValueError("this Python has no source files of its standard library; give --train_file instead")
+        raise UserError("this Python has no source files of its standard library; give --train_file instead")
     digest = hashlib.blake2b(digest_size=16)
     for name, path in files:
         digest.update(name.encode() + b"\0" + path.read_bytes())

@@ -9,6 +9,7 @@ all) is stored as its bitwise complement ~token, which is negative: one file say
 """
 
 import hashlib
+import itertools
 import json
 import lzma
 import os
@@ -22,13 +23,15 @@ from typing import Any
 
 import numpy as np
 from filelock import FileLock
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from common.corpus import Corpus, Row, Source, check_sources, locate_pretrained, missing_column, one_line, open_source
+from common.corpus import Corpus, Row, Source, check_sources, missing_column, open_source
+from common.errors import UserError, one_line
 from common.files import complete_or_absent
+from common.hub import locate_pretrained
 
 __all__ = [
     "Samples",
@@ -41,11 +44,17 @@ __all__ = [
     "train_tokenizer",
 ]
 
-FORMAT = 2  # in every fingerprint: raise it when the files' meaning changes
+FORMAT = 3  # in every fingerprint: raise it when the files' meaning changes
 END_OF_TEXT = "<|endoftext|>"
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")  # by which a chat template marks what the assistant says
 MANIFEST = "sizes.json"  # the size of every file beside it
 SHAPES = ("blocks", "examples")
+PAIR = ("prompt", "completion")
+# What other data sets call these two.
+PAIRS_ELSEWHERE = (
+    ("prompt", "instruction", "question", "query", "problem", "input", "user", "source"),
+    ("completion", "output", "response", "answer", "solution", "chosen", "assistant", "target"),
+)
 BATCH_CHARACTERS = 1 << 20  # text handed to the tokenizer at once: it needs some 100 bytes a token for the time being
 TOKENIZER_BYTES = 200_000_000  # a tokenizer is trained on at most this much text
 COMPRESSED_BYTES = 64 << 20  # xz takes a minute for this; more held-out text than that is not compressed
@@ -66,16 +75,16 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a local directory or of the hub, with a pad token (the end-of-text token if it has none).
 
-    Raises ValueError, one line, where it is not found, cannot be loaded, or has no end-of-text token. An encoder's
+    Raises UserError, one line, where it is not found, cannot be loaded, or has no end-of-text token. An encoder's
     needs none (`needs_end_of_text`) if it has a pad token.
     """
     where, problem = locate_pretrained(name_or_path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=trust_remote_code)
     except Exception as error:  # a dozen types, by what is missing
-        raise ValueError(f"tokenizer {name_or_path}: {problem or one_line(error)}") from error
+        raise UserError(f"tokenizer {name_or_path}: {problem or one_line(error)}") from error
     if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):  # the library makes an empty one of no files
-        raise ValueError(f"tokenizer {name_or_path}: its files are missing; save it there (tokenizer.save_pretrained)")
+        raise UserError(f"tokenizer {name_or_path}: its files are missing; save it there (tokenizer.save_pretrained)")
     if needs_end_of_text or tokenizer.pad_token_id is None:
         _check_end_of_text(tokenizer)
     if tokenizer.pad_token_id is None:
@@ -90,16 +99,18 @@ def train_tokenizer(
 
     columns: that hold the text; without them, those of which `tokenize` makes samples.
 
-    The same text gives the same tokenizer, whatever the number of threads. <|endoftext|> is bos, eos and pad. Kept in
-    the cache. Raises ValueError for a vocabulary that cannot hold the 256 bytes, and for what is wrong with the source.
+    The same text gives the same tokenizer, whatever the number of threads. <|endoftext|> is bos, eos and pad, and the
+    tokenizer puts it before every text, as it stands between the documents of a block. Kept in the cache.
+
+    Raises UserError for a vocabulary that cannot hold the 256 bytes, and for what is wrong with the source.
     """
     if vocab_size < 257:
-        raise ValueError(f"a vocabulary of {vocab_size} does not hold 256 bytes and {END_OF_TEXT}; use at least 257")
+        raise UserError(f"a vocabulary of {vocab_size} does not hold 256 bytes and {END_OF_TEXT}; use at least 257")
     corpus = open_source(source)
     if columns is None:
-        _, columns = _choose_columns(corpus, source.text_column, None)
+        _, columns = _choose_columns(corpus, source, None)
     elif missing := [column for column in columns if column not in corpus.columns]:
-        raise ValueError(missing_column(corpus.name, missing, corpus.columns))
+        raise UserError(missing_column(corpus.name, missing, corpus.columns))
     directory = cached(
         "tokenizer",
         ["tokenizer", FORMAT, corpus.identity, columns, vocab_size],
@@ -131,6 +142,9 @@ def _train_bpe(corpus: Corpus, columns: tuple[str, ...], vocab_size: int) -> Pre
                 return
 
     bpe.train_from_iterator(texts(), trainer)
+    bpe.post_processor = processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, bpe.token_to_id(END_OF_TEXT))]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
     )
@@ -138,7 +152,7 @@ def _train_bpe(corpus: Corpus, columns: tuple[str, ...], vocab_size: int) -> Pre
 
 def _check_end_of_text(tokenizer: PreTrainedTokenizerBase) -> None:
     if tokenizer.eos_token_id is None:
-        raise ValueError(
+        raise UserError(
             f"the tokenizer {tokenizer.name_or_path} has no eos token to end a document or to pad with; "
             "set eos_token in its tokenizer_config.json"
         )
@@ -151,37 +165,58 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
         settings.pop("padding"), settings.pop("truncation")  # left over from whichever call came last
     else:
         settings = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
-    return [settings, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.chat_template]
+    return [settings, _frame(tokenizer), tokenizer.eos_token_id, tokenizer.chat_template]
 
 
 # --- rows to tokens --------------------------------------------------------------------------------------------------
 
 
-def _choose_columns(corpus: Corpus, text_column: str, shape: str | None) -> tuple[str, tuple[str, ...]]:
+def _choose_columns(corpus: Corpus, source: Source, shape: str | None) -> tuple[str, tuple[str, ...]]:
     """(shape, columns): messages before prompt and completion before text, unless blocks or a column was asked for."""
     if shape not in (None, *SHAPES):
-        raise ValueError(f"no shape {shape!r}; there are: {', '.join(SHAPES)}")
-    if shape != "blocks" and text_column == "text":
-        for columns in (("messages",), ("prompt", "completion")):
+        raise UserError(f"no shape {shape!r}; there are: {', '.join(SHAPES)}")
+    pair = (source.prompt_column or PAIR[0], source.completion_column or PAIR[1])
+    if source.prompt_column or source.completion_column:
+        if missing := [column for column in pair if column not in corpus.columns]:
+            message = missing_column(corpus.name, missing, corpus.columns)
+            raise UserError(f"{message} (--prompt_column, --completion_column)")
+        return "examples", pair
+    if shape != "blocks" and source.text_column == "text":
+        for columns in (("messages",), pair):
             if set(columns) <= set(corpus.columns):
                 return "examples", columns
-    if text_column not in corpus.columns:
-        raise ValueError(missing_column(corpus.name, [text_column], corpus.columns))
-    return shape or "blocks", (text_column,)
+    if source.text_column not in corpus.columns:
+        message = missing_column(corpus.name, [source.text_column], corpus.columns)
+        raise UserError(f"{message} (--text_column{_hint(corpus.columns)})")
+    return shape or "blocks", (source.text_column,)
+
+
+def _hint(columns: tuple[str, ...]) -> str:
+    """How to name columns that other data sets use for what `messages`, `prompt` and `completion` are here."""
+    if found := [column for column in ("conversations", "conversation") if column in columns]:
+        return (
+            f"; {found[0]} are messages here: rename the column, and in it `from` to `role`, `value` to `content`, the "
+            "roles human and gpt to user and assistant"
+        )
+    names = {column.lower(): column for column in columns}
+    prompt, completion = (next((names[name] for name in known if name in names), None) for known in PAIRS_ELSEWHERE)
+    if not (prompt or completion):
+        return ""
+    return f"; for examples --prompt_column {prompt or 'NAME'} --completion_column {completion or 'NAME'}"
 
 
 def _text(row: Row, column: str) -> str:
     if column not in row.values:
-        raise ValueError(missing_column(row.where, [column], tuple(row.values)))
+        raise UserError(missing_column(row.where, [column], tuple(row.values)))
     text = row.values[column]
     if not isinstance(text, str):
         found = "null" if text is None else f"of type {type(text).__name__}"
-        raise ValueError(f"{row.where}: column {column} is {found}, not a string; mend or remove the row")
+        raise UserError(f"{row.where}: column {column} is {found}, not a string; mend or remove the row")
     return text
 
 
 def checked_text(row: Row, column: str) -> str:
-    """A row's text. Raises ValueError, one line, where it is missing, no string, or not to be written in UTF-8."""
+    """A row's text. Raises UserError, one line, where it is missing, no string, or not to be written in UTF-8."""
     text = _text(row, column)
     _num_bytes(text, row.where)
     return text
@@ -193,7 +228,7 @@ def _num_bytes(text: str, where: str) -> int:
         return len(text.encode())
     except UnicodeEncodeError as error:
         half = f"U+{ord(text[error.start]):04X}"
-        raise ValueError(f"{where}: half a surrogate pair ({half}) is not text; mend or remove the row") from error
+        raise UserError(f"{where}: half a surrogate pair ({half}) is not text; mend or remove the row") from error
 
 
 def _all_texts(row: Row, columns: tuple[str, ...]) -> list[str]:
@@ -217,22 +252,43 @@ def batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options: Any) -> Any:
-    """Token ids without the special tokens that some tokenizers add by themselves: which and where is our decision."""
+    """Token ids without the special tokens that most tokenizers add by themselves (see `_frame`)."""
     return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False, **options)
 
 
-def _has_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    return tokenizer.bos_token_id is not None and tokenizer.bos_token_id != tokenizer.eos_token_id
+def _frame(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """What `tokenizer(text)` puts before a text's own tokens, and behind them.
+
+    It is put there in training too, and nothing else: so a model meets what it was taught wherever its tokenizer is
+    called as it is. That a tokenizer has a bos token does not say that it uses it.
+    """
+    texts = itertools.chain(["a"], (tokenizer.decode([token]) for token in range(len(tokenizer))))
+    text = next(text for text in texts if _encode(tokenizer, [text])["input_ids"][0])
+    own, whole = _encode(tokenizer, [text])["input_ids"][0], tokenizer(text)["input_ids"]
+    for start in range(len(whole) - len(own) + 1):
+        if whole[start : start + len(own)] == own:
+            return whole[:start], whole[start + len(own) :]
+    raise UserError(
+        f"{type(tokenizer).__name__} makes other tokens of a text where it adds special ones; take another tokenizer"
+    )
+
+
+def _ended(ids: list[int], eos: int) -> list[int]:
+    """With the eos token at its end, which some tokenizers put there by themselves."""
+    return ids if ids[-1:] == [eos] else [*ids, eos]
 
 
 def _encode_stream(rows: Iterable[Row], column: str, tokenizer: PreTrainedTokenizerBase, counts: Counter) -> Iterator:
-    """(tokens, text) pieces of the stream of documents: bos document eos, or if bos is missing or is eos: eos between.
+    """(tokens, text) pieces of the stream of documents, each as `tokenizer(document)` makes it, and eos.
 
-    Every eos is a target, and so is every bos but the first token of all.
+    Where nothing else stands before a document, or eos, it is the eos of the one before. Every token is a target but
+    the first of all.
     """
-    begin = [tokenizer.bos_token_id] if _has_bos(tokenizer) else []
+    begin, end = _frame(tokenizer)
+    end = _ended(end, tokenizer.eos_token_id)
     inside = False  # a document has begun
-    if not begin:
+    if begin[:1] in ([], [tokenizer.eos_token_id]):
+        begin = begin[1:]
         yield [tokenizer.eos_token_id], ""
     for batch in batches(rows):
         texts = [_text(row, column) for row in batch]
@@ -241,44 +297,52 @@ def _encode_stream(rows: Iterable[Row], column: str, tokenizer: PreTrainedTokeni
             if not text and not inside and not row.continues:
                 counts["dropped"] += 1
                 continue
-            yield (ids if inside else begin + ids) + ([] if row.continues else [tokenizer.eos_token_id]), text
+            yield (ids if inside else begin + ids) + ([] if row.continues else end), text
             inside = row.continues
             counts["documents"] += not row.continues
 
 
-def _encode_texts(batch: list[Row], columns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
-    """[bos] text eos, all targets; with two columns [bos] prompt completion eos, the completion and eos targets.
+def _encode_texts(
+    batch: list[Row], columns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase, counts: Counter
+) -> Iterator[Encoded]:
+    """Text and eos, all targets; with two columns prompt, completion and eos, the completion and eos targets.
 
-    Prompt and completion are tokenised apart: when the model is used, the prompt is tokenised without the completion,
-    so a token that reaches over the boundary would never be seen there. (A bos that is also eos is put in front, too.)
+    The text, or the prompt, as `tokenizer(text)` makes it: what this puts before a text is no target. Prompt and
+    completion are tokenised apart: when the model is used, the prompt is tokenised without the completion, so a token
+    that reaches over the boundary would never be seen there.
     """
+    before, behind = _frame(tokenizer)
     texts = [[_text(row, column) for row in batch] for column in columns]
     ids = [_encode(tokenizer, column)["input_ids"] for column in texts]
-    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     for number, row in enumerate(batch):
         size = sum(_num_bytes(column[number], row.where) for column in texts)
-        prompt = ids[0][number] if len(columns) == 2 else []
-        learned = ids[-1][number] + [tokenizer.eos_token_id] if size else []
-        given = bos + prompt
+        given, learned = before, ids[0][number] + behind
+        if len(columns) == 2:
+            given, learned = before + ids[0][number] + behind, ids[1][number]
+            counts["empty"] += bool(size) and not texts[1][number]
+        learned = _ended(learned, tokenizer.eos_token_id) if size else []
         yield given + learned, [False] * len(given) + [True] * len(learned), size
 
 
 def _messages(row: Row) -> list[dict[str, Any]]:
     messages = row.values.get("messages")
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise ValueError(f'{row.where}: column messages is not a list of {{"role": ..., "content": ...}}; mend the row')
+        raise UserError(f'{row.where}: column messages is not a list of {{"role": ..., "content": ...}}; mend the row')
     # Parquet gives every message the keys of all; templates ask whether a key is there.
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
-def _encode_chats(batch: list[Row], tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
-    """The tokenizer's chat template decides every token; the targets are those that lie in the assistant's turns."""
+def _encode_chats(batch: list[Row], tokenizer: PreTrainedTokenizerBase, counts: Counter) -> Iterator[Encoded]:
+    """The tokenizer's chat template decides every token; the targets are those that lie in the assistant's turns.
+
+    `counts` gets, by its number, the token with which each turn ends.
+    """
     if not tokenizer.chat_template:
-        raise ValueError(
+        raise UserError(
             f"{batch[0].where}: messages need a chat template and the tokenizer has none; give one that has"
         )
     if not tokenizer.is_fast:
-        raise ValueError(f"{type(tokenizer).__name__} does not tell where a token lies in a text; use a fast tokenizer")
+        raise UserError(f"{type(tokenizer).__name__} does not tell where a token lies in a text; use a fast tokenizer")
     chats = [_render(row, tokenizer) for row in batch]
     encoded = _encode(tokenizer, [text for text, _ in chats], return_offsets_mapping=True)
     for row, (text, spans), ids, offsets in zip(
@@ -287,7 +351,17 @@ def _encode_chats(batch: list[Row], tokenizer: PreTrainedTokenizerBase) -> Itera
         is_target = np.zeros(len(ids), bool)
         starts = np.array([start for start, _ in offsets])
         for start, end in spans:  # a token that begins before the turn belongs to what the model is given
-            is_target |= (starts >= start) & (starts < end)
+            turn = (starts >= start) & (starts < end)
+            is_target |= turn
+            tokens = [ids[place] for place in np.flatnonzero(turn)]
+            while tokens and not tokenizer.decode(tokens[-1:]).strip():  # many templates end a turn with a line's end
+                tokens.pop()
+            if tokens and tokens[-1] in tokenizer.added_tokens_decoder:  # else it is text, at which nothing stops
+                counts[tokens[-1]] += 1
+        counts["empty"] += any(
+            message["role"] == "assistant" and not (message.get("content") or message.get("tool_calls"))
+            for message in _messages(row)
+        )
         yield ids, is_target.tolist(), _num_bytes(text, row.where)
 
 
@@ -300,25 +374,29 @@ def _render(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[tup
     messages = _messages(row)
     template = tokenizer.get_chat_template()
 
+    cannot = f"{row.where}: the chat template cannot be used"
+
     def render(messages: list[dict[str, Any]], **options: Any) -> tuple[str, list[tuple[int, int]]]:
-        texts, spans = render_jinja_template(
-            [messages], chat_template=template, **options, **tokenizer.special_tokens_map
-        )
+        try:
+            texts, spans = render_jinja_template(
+                [messages], chat_template=template, **options, **tokenizer.special_tokens_map
+            )
+        except Exception as error:  # templates raise jinja2's errors, and what Python raises for a missing key
+            raise UserError(f"{cannot}: {one_line(error)}") from error
         return texts[0], spans[0] if spans else []
 
-    try:
-        if GENERATION_TAG.search(template):
-            return render(messages, return_assistant_tokens_mask=True)
-        text, spans = render(messages)[0], []
-        for turn, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before = render(messages[:turn], add_generation_prompt=True)[0] if turn else ""
-                after = render(messages[: turn + 1])[0]
-                if not (turn and after.startswith(before) and text.startswith(after)):
-                    raise ValueError("what the assistant says is not a plain addition; mark it with {% generation %}")
-                spans.append((len(before), len(after)))
-    except Exception as error:  # templates raise jinja2's errors, and what Python raises for a missing key
-        raise ValueError(f"{row.where}: the chat template cannot be used: {one_line(error)}") from error
+    if GENERATION_TAG.search(template):
+        return render(messages, return_assistant_tokens_mask=True)
+    text, spans = render(messages)[0], []
+    for turn, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before = render(messages[:turn], add_generation_prompt=True)[0] if turn else ""
+            after = render(messages[: turn + 1])[0]
+            if not (turn and after.startswith(before) and text.startswith(after)):
+                raise UserError(
+                    f"{cannot}: what the assistant says is not a plain addition; mark it with {{% generation %}}"
+                )
+            spans.append((len(before), len(after)))
     return text, spans
 
 
@@ -341,13 +419,13 @@ def tokenize(
         and `completion`, else blocks.
     measure_compression: for held-out text: what gzip -9 and xz -9 make of it, if it is at most 64 MiB.
 
-    Raises ValueError that names file and place for whatever cannot be read or makes no sample.
+    Raises UserError that names file and place for whatever cannot be read or makes no sample.
     """
     if sequence_length < 1:
-        raise ValueError(f"a sequence length of {sequence_length} holds no token; use at least 1")
+        raise UserError(f"a sequence length of {sequence_length} holds no token; use at least 1")
     _check_end_of_text(tokenizer)
     corpus = open_source(source)
-    shape, columns = _choose_columns(corpus, source.text_column, shape)
+    shape, columns = _choose_columns(corpus, source, shape)
     directory = cached(
         "samples",
         ["samples", FORMAT, corpus.identity, shape, columns, tokenizer_identity(tokenizer), measure_compression]
@@ -390,7 +468,7 @@ def _only_one(directory: Path) -> Iterator[None]:
         lock = FileLock(f"{directory}.lock")
         lock.acquire()
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"cache {directory.parent}: cannot be written ({one_line(error)}); set XDG_CACHE_HOME"
         ) from error
     try:
@@ -402,14 +480,10 @@ def _only_one(directory: Path) -> Iterator[None]:
 @contextmanager
 def _complete_or_absent(directory: Path) -> Iterator[Path]:
     """`complete_or_absent` with the sizes of the files, and nothing left behind where it fails."""
-    with complete_or_absent(directory) as partial:
-        try:
-            yield partial
-            sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
-            (partial / MANIFEST).write_text(json.dumps(sizes))
-        except OSError as error:
-            line = f"cache {directory.parent}: cannot be written ({one_line(error)}); make room there"
-            raise ValueError(line) from error
+    with complete_or_absent(directory, "start again, or set XDG_CACHE_HOME to another disk") as partial:
+        yield partial
+        sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
+        (partial / MANIFEST).write_text(json.dumps(sizes))
 
 
 def _is_complete(directory: Path) -> bool:
@@ -462,14 +536,17 @@ def _write_samples(
     else:
         _write_examples(directory, rows, columns, tokenizer, sequence_length, counts, compression)
     if counts["targets"] == 0:
-        raise ValueError(
+        raise UserError(
             f"{corpus.name}: no sample with a target in it ({counts['dropped']} rows were empty or all prompt); "
             "give more text, or a longer sequence length"
         )
-    meta = {name: counts[name] for name in ("documents", "tokens", "targets", "bytes", "truncated", "dropped")}
+    names = ("documents", "tokens", "targets", "bytes", "truncated", "dropped", "empty")
+    meta = {name: counts[name] for name in names}
     # Is each byte of the text paid for by exactly one target? Then a loss can be told in bits per byte.
-    is_whole = is_text and not counts["truncated"] and (shape == "blocks" or tokenizer.bos_token_id is not None)
+    is_whole = is_text and not counts["truncated"] and (shape == "blocks" or bool(_frame(tokenizer)[0]))
+    ends = [token for token, _ in counts.most_common() if isinstance(token, int)]
     meta |= {
+        "end_tokens": ends if columns == ("messages",) else [tokenizer.eos_token_id],
         "whole_text": is_whole,
         "name": corpus.name,
         "shape": shape,
@@ -525,7 +602,10 @@ def _write_examples(
             targets.write(bytes(8))
             for batch in batches(rows):
                 is_chat = columns == ("messages",)
-                encoded = _encode_chats(batch, tokenizer) if is_chat else _encode_texts(batch, columns, tokenizer)
+                if is_chat:
+                    encoded = _encode_chats(batch, tokenizer, counts)
+                else:
+                    encoded = _encode_texts(batch, columns, tokenizer, counts)
                 for row, (ids, is_target, num_bytes) in zip(batch, encoded, strict=True):
                     sample = np.array(ids[: sequence_length + 1], np.int32)
                     mask = np.array(is_target[: sequence_length + 1], bool)
@@ -627,6 +707,11 @@ class Samples:
         return self.meta["xz_bytes"]
 
     @property
+    def end_tokens(self) -> list[int]:
+        """The tokens that were taught to end a text or an answer, the most frequent one first."""
+        return self.meta["end_tokens"]
+
+    @property
     def max_length(self) -> int:
         """Input tokens of the longest sample."""
         return min(self.sequence_length, self.num_tokens) if self.is_blocks else self.meta["max_length"]
@@ -648,4 +733,9 @@ class Samples:
         losses += [f"{meta['dropped']:,} empty or without a target left out"] if meta["dropped"] else []
         line = f"{meta['name']} ({', '.join(meta['columns'])}): {len(self):,} {what}; "
         line += f"{self.num_target_tokens:,} targets, {self.meta['bytes']:,} bytes of text"
-        return "; ".join([line, *losses])
+        lines = ["; ".join([line, *losses])]
+        if meta["empty"]:
+            lines.append(f"{meta['empty']:,} rows have an empty completion: nothing but its end is learned of it")
+        if not meta["end_tokens"]:
+            lines.append("no answer ends with a token of its own: the model will not know where to stop")
+        return f"\n{'':12}".join(lines)

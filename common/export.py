@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from common.checkpoint_format import FORMAT, Reader, find_damage, newer_line, own_file, read_manifest, require
-from common.corpus import one_line
+from common.errors import UserError, one_line
 from common.files import PARTIAL, complete_or_absent
 
 # Files of model/ that an export takes: settings, and the tokenizer's own formats, but never code or pickles.
@@ -20,25 +20,25 @@ def export(directory: Path, target: Path) -> None:
     """Writes the weights of a checkpoint as a model that `from_pretrained` loads, with its tokenizer; or nothing.
 
     Raises:
-        ValueError: no sound checkpoint there, or something else where the model should go; one line.
+        UserError: no sound checkpoint there, or something else where the model should go; one line.
     """
     import transformers
 
     try:
         manifest = read_manifest(directory)
-    except ValueError as error:
-        raise ValueError(f"{directory} is no checkpoint: {error}; name one of OUTPUT_DIR/checkpoints") from error
+    except UserError as error:
+        raise UserError(f"{directory} is no checkpoint: {error}; name one of OUTPUT_DIR/checkpoints") from error
     if manifest["format"] > FORMAT:
-        raise ValueError(f"{directory}: {newer_line(manifest)}")
+        raise UserError(f"{directory}: {newer_line(manifest)}")
     if damage := find_damage(directory, manifest):
-        raise ValueError(f"{directory}: {damage}; export another checkpoint")
+        raise UserError(f"{directory}: {damage}; export another checkpoint")
     target = Path(os.path.abspath(target))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} is there already; name another directory")
+        raise UserError(f"{target} is there already; name another directory")
     if target.is_mount():
-        raise ValueError(f"{target} is a disk's own directory; name one below it")
+        raise UserError(f"{target} is a disk's own directory; name one below it")
     if (partial := target.with_name(target.name + PARTIAL)).exists():
-        raise ValueError(f"{partial} is there already, of a killed export perhaps; remove it, or name another")
+        raise UserError(f"{partial} is there already, of a killed export perhaps; remove it, or name another")
     reader = Reader(directory, manifest)
     model_class = getattr(transformers, manifest["architecture"], None)
     weights = {
@@ -57,7 +57,7 @@ def export(directory: Path, target: Path) -> None:
         try:
             write = _whole_model(directory, weights, model_class).save_pretrained
         except Exception as error:  # of transformers and torch, by what does not fit
-            raise ValueError(
+            raise UserError(
                 f"{directory}: its weights and model/config.json do not make a {manifest['architecture']} "
                 f"({one_line(error)}); export another checkpoint"
             ) from error

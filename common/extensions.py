@@ -5,46 +5,62 @@
 
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterable
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 import psutil
-from filelock import FileLock
+from filelock import FileLock, Timeout
+
+from common.errors import UserError
 
 
 def _build_extension(builder_name: str, package: str) -> None:
     """Loads one of DeepSpeed's C++ extensions; built first, which takes minutes, by one process while others wait.
 
-    `package` is Debian's name for what the build needs. Raises ValueError, one line, where it cannot be built.
+    `package` is Debian's name for what the build needs. Raises UserError, one line, where it cannot be built.
     """
     import deepspeed  # here because it takes seconds
+    import torch
     from deepspeed.accelerator import get_accelerator
-    from torch.utils.cpp_extension import _get_build_directory
+    from torch.utils.cpp_extension import CUDA_HOME, _get_build_directory
 
+    # This environment's ninja, also where it was not activated: another version's builds all again.
+    if (path := os.environ.get("PATH", "")).split(os.pathsep)[0] != (ours := str(Path(sys.executable).parent)):
+        os.environ["PATH"] = os.pathsep.join([ours, path])
     builder = get_accelerator().create_op_builder(builder_name)
     flags = [flag for flag in builder.cxx_args() if flag != "-g"]  # debugging symbols are a third of the time
     builder.cxx_args = lambda: flags
     directory = Path(_get_build_directory(builder.name, verbose=False))
-    library, torch_lock = directory / f"{builder.name}.so", directory / "lock"
+    library = directory / f"{builder.name}.so"
+    # DeepSpeed builds a second one for async_io.
+    locks = [directory / "lock", *([directory.parent / "pin_memory/lock"] if builder.name == "async_io" else [])]
     # Ours is released when its process ends, however it ends. Torch's own lock is a file that a killed build leaves,
     # and everybody then waits for it for ever. All of a run's processes take it inside of ours, so one that nobody
     # has open is such a left one.
-    with FileLock(directory.parent / f"{builder.name}.building"):
-        is_left = torch_lock.exists() and not _is_open(torch_lock)
-        if is_left:
-            print(f"{torch_lock} was left by a build that was killed; removing it", flush=True)
-            torch_lock.unlink(missing_ok=True)
+    building = FileLock(directory.parent / f"{builder.name}.building")
+    try:
+        held = building.acquire(timeout=5)
+    except Timeout:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"waiting for another process that builds DeepSpeed's extension {builder.name} ...", flush=True)
+        held = building.acquire()
+    with held:
+        left = [lock for lock in locks if lock.exists() and not _is_open(lock)]
+        for lock in left:
+            print(f"{lock} was left by a build that was killed; removing it", flush=True)
+            lock.unlink(missing_ok=True)
         # Ninja builds again what another environment's DeepSpeed or torch had built here.
         recipe = directory / "build.ninja"
         is_ours = recipe.exists() and str(Path(deepspeed.__file__).parent) in recipe.read_text()
-        must_build = is_left or not library.exists() or not is_ours
+        must_build = left or not library.exists() or not is_ours
         if must_build:
             if shutil.which(os.environ.get("CXX", "c++")) is None:
-                raise ValueError("DeepSpeed compiles an extension here and finds no C++ compiler; apt install g++")
+                raise UserError("DeepSpeed compiles an extension here and finds no C++ compiler; apt install g++")
             if not builder.is_compatible(verbose=False):
-                raise ValueError(
+                raise UserError(
                     f"DeepSpeed's extension {builder.name} cannot be built on this machine; apt install {package}"
                 )
             print(f"building DeepSpeed's extension {builder.name}: some minutes, only once ...", flush=True)
@@ -52,9 +68,16 @@ def _build_extension(builder_name: str, package: str) -> None:
         with open(os.devnull, "w") as null, redirect_stdout(null):
             try:
                 builder.load(verbose=False)  # DeepSpeed keeps it, and takes no lock for it again
+            except TypeError as error:
+                if CUDA_HOME is not None:
+                    raise
+                raise UserError(
+                    f"DeepSpeed's extension {builder.name} needs the CUDA toolkit (nvcc), and none is found; install "
+                    f"that of CUDA {torch.version.cuda}, or set CUDA_HOME to the directory where it is"
+                ) from error  # it has joined None with "include"
             except RuntimeError as error:
                 reason = str(error).strip().splitlines()[-1]
-                raise ValueError(f"DeepSpeed's extension {builder.name} does not compile ({reason})") from error
+                raise UserError(f"DeepSpeed's extension {builder.name} does not compile ({reason})") from error
         if must_build:
             print(f"built in {time.perf_counter() - started:.0f} s", flush=True)
 
@@ -72,7 +95,7 @@ def build_extensions(offload_devices: Iterable[str]) -> None:
     """The extensions for offload to these devices (none, cpu, nvme); on a CPU, also the one of DeepSpeed's collectives.
 
     Raises:
-        ValueError: one line, where one cannot be built.
+        UserError: one line, where one cannot be built.
     """
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         _build_extension("ShareMemCommBuilder", "g++")
@@ -86,5 +109,5 @@ if __name__ == "__main__":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         build_extensions(["nvme"])
-    except ValueError as error:
+    except UserError as error:
         print(f"{error}; what needs it is refused")

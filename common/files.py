@@ -12,6 +12,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from common.errors import UserError
+
 PARTIAL = ".partial"
 LOCK = ".lock"
 # Seconds to wait for it: data workers of a killed run hold it for some, ranks that lost their launcher for an update.
@@ -41,8 +43,11 @@ def write_file(path: Path, parts: Iterable[Any]) -> dict[str, Any]:
 
 # What a full, read-only, forbidden or broken disk answers, and what stands in a file's place.
 DISK_ERRORS = {
-    getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EROFS", "EIO", "EFBIG", "EACCES", "EISDIR", "EBUSY")
+    getattr(errno, name)
+    for name in ("ENOSPC", "EDQUOT", "EROFS", "EIO", "EFBIG", "EACCES", "EISDIR", "ENOTDIR", "EBUSY")
 }
+# Those that no wrong path or name in the code can provoke.
+FULL_OR_BROKEN = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
 
 def disk_line(error: Exception, what: str, directory: Path, needed: int, advice: str) -> str:
@@ -71,7 +76,7 @@ def complete_or_absent(
     """A directory to write into, which takes its name, and the place of what had it, when all in it is on the disk.
 
     Raises:
-        ValueError: one line, for an error of the disk; nothing is left then.
+        UserError: one line, for an error of the disk; nothing is left then.
     """
     partial = directory.with_name(directory.name + PARTIAL)
     try:
@@ -83,9 +88,9 @@ def complete_or_absent(
         replace_directory(partial, directory)
     except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if not isinstance(error, OSError) and disk_error_number(error) is None:
+        if disk_error_number(error) is None:
             raise
-        raise ValueError(disk_line(error, f"{directory} could not be written", directory.parent, 0, advice)) from error
+        raise UserError(disk_line(error, f"{directory} could not be written", directory.parent, 0, advice)) from error
 
 
 _locks: dict[Path, FileLock] = {}  # held until this process ends
@@ -95,7 +100,7 @@ def lock_output_dir(directory: Path) -> None:
     """Takes an output directory for this process, until it ends; harmless twice.
 
     Raises:
-        ValueError: another process writes there.
+        UserError: another process writes there.
     """
     lock = _locks.setdefault(directory.absolute(), FileLock(directory / LOCK))
     if lock.is_locked:
@@ -107,7 +112,7 @@ def lock_output_dir(directory: Path) -> None:
         try:
             lock.acquire(timeout=LOCK_TIMEOUT)
         except Timeout:
-            raise ValueError(
+            raise UserError(
                 f"--output_dir {directory}: another run writes there; end it, or name another directory"
             ) from None
 

@@ -17,6 +17,15 @@ from transformers.modeling_outputs import ImageClassifierOutput
 
 from common.norms import use_group_norm
 
+LUMA = (0.299, 0.587, 0.114)  # of ITU-R 601, by which PIL too makes an image gray
+
+
+def in_channels_of(config: PreTrainedConfig, pixel_values: torch.Tensor) -> torch.Tensor:
+    """The images, gray where the model takes one channel and they have three: all that transformers' pipelines give."""
+    if config.num_channels == pixel_values.shape[1] or pixel_values.shape[1] != len(LUMA):
+        return pixel_values
+    return torch.einsum("nchw,c->nhw", pixel_values, pixel_values.new_tensor(LUMA)).unsqueeze(1)
+
 
 class ConvNetConfig(PreTrainedConfig):
     model_type = "mnist_convnet"
@@ -67,6 +76,7 @@ class ConvNet(PreTrainedModel):
 
     def forward(self, pixel_values: torch.Tensor) -> ImageClassifierOutput:
         """`pixel_values`: (N, channels, height, width)."""
+        pixel_values = in_channels_of(self.config, pixel_values)
         return ImageClassifierOutput(logits=self.classifier(self.features(pixel_values)))
 
 
@@ -95,6 +105,9 @@ class NormResNet(ResNetForImageClassification):
         if config.norm == "group":
             use_group_norm(self)
         self.post_init()
+
+    def forward(self, pixel_values: torch.Tensor, **kwargs: Any) -> ImageClassifierOutput:
+        return super().forward(in_channels_of(self.config, pixel_values), **kwargs)
 
     def get_input_embeddings(self) -> None:
         return None

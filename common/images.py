@@ -27,7 +27,9 @@ from PIL import Image, ImageOps
 from transformers import PreTrainedConfig
 from transformers.image_processing_base import ImageProcessingMixin
 
-from common.corpus import Source, held_out_splits, is_saved, load_from_hub, load_saved, locate_pretrained, one_line
+from common.errors import UserError, one_line
+from common.hub import held_out_splits, is_saved, load_from_hub, load_saved, locate_pretrained
+from common.image_models import ConvNetConfig, NormResNetConfig
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 NUM_LOOKED_AT = 1000  # images that are decoded before the run: for size, channels, mean, and to find broken ones
@@ -42,13 +44,6 @@ AUGMENTATIONS = {
     "rand": "RandAugment of torchvision",
 }
 NEEDS_TORCHVISION = ("crop", "rand")
-
-
-class ImageError(ValueError):
-    """An image that cannot be used; one line that names it. From a data worker it arrives inside of a traceback."""
-
-    def __init__(self, text: str):
-        super().__init__(text.rpartition("ImageError: ")[2].strip())
 
 
 @dataclass(frozen=True)
@@ -71,21 +66,23 @@ class Preprocessing:
     width: int
     mean: tuple[float, ...]  # of each channel: one or three
     std: tuple[float, ...]
-    is_scaled: bool = True  # an image of another size is scaled; else it is an ImageError that names it
+    is_scaled: bool = True  # an image of another size is scaled; else it is a UserError that names it
+    takes_rgb: bool = True  # as pipelines give it; False: a pretrained model of one channel takes gray images only
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Writes what `AutoImageProcessor.from_pretrained` reads, so that the saved model is fed the same pixels."""
+        copies = 3 // len(self.mean) if self.takes_rgb else 1  # our own models make one channel of three
         settings = {
             "image_processor_type": "ViTImageProcessor",  # the plain one: resize, rescale, normalise
-            "do_convert_rgb": len(self.mean) == 3,
+            "do_convert_rgb": self.takes_rgb,
             "do_resize": True,
             "size": {"height": self.height, "width": self.width},
             "resample": int(Image.Resampling.BILINEAR),
             "do_rescale": True,
             "rescale_factor": 1 / 255,
             "do_normalize": True,
-            "image_mean": list(self.mean),
-            "image_std": list(self.std),
+            "image_mean": list(self.mean) * copies,
+            "image_std": list(self.std) * copies,
         }
         Path(directory, "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
@@ -97,7 +94,7 @@ def find(args: argparse.Namespace) -> tuple[Images, Images | None]:
     """Training and held-out images, as the recipe's flags say; without any, scikit-learn's digits.
 
     Raises:
-        ValueError: they are not there, or make no classes to learn; a line each.
+        UserError: they are not there, or make no classes to learn; a line each.
     """
     if not (args.train_dir or args.dataset_name):
         return digits("train"), digits("validation")
@@ -115,14 +112,14 @@ def folder(directory: str) -> Images:
     """A folder with one subfolder a class, searched to any depth. No image is opened.
 
     Raises:
-        ValueError: a line for each class without an image, or what else makes it no data set.
+        UserError: a line for each class without an image, or what else makes it no data set.
     """
     root = Path(directory).expanduser()
     if not root.is_dir():
-        raise ValueError(f"{directory}: no such directory; it should have one subfolder a class")
+        raise UserError(f"{directory}: no such directory; it should have one subfolder a class")
     classes = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not classes:
-        raise ValueError(f"{directory}: has no subfolder; put the images of each class into one of its own")
+        raise UserError(f"{directory}: has no subfolder; put the images of each class into one of its own")
     paths, labels, problems = [], [], []
     for label, name in enumerate(classes):
         found = sorted(path for path in (root / name).rglob("*") if path.suffix.lower() in SUFFIXES)
@@ -133,7 +130,7 @@ def folder(directory: str) -> Images:
         paths += found
         labels += [label] * len(found)
     if problems:
-        raise ValueError("\n".join(problems))
+        raise UserError("\n".join(problems))
     stats = [(path.relative_to(root).as_posix(), path.stat()) for path in paths]
     # The size, not the contents: hashing a large data set takes longer than many a run. A copy has the same.
     fingerprint = _hash([[name, stat.st_size] for name, stat in stats])
@@ -150,36 +147,33 @@ def hub(name: str, config: str | None, split: str, label_column: str | None = No
     are hidden stay -1.
 
     Raises:
-        ValueError: it is not there, or has no such columns; one line.
+        UserError: it is not there, or has no such columns; one line.
     """
     import datasets
 
-    source = Source(dataset_name=name, dataset_config=config, split=split)
     where = f"{name}[{split}]"
-    data = load_saved(source) if is_saved(Path(name).expanduser()) else load_from_hub(source)
+    data = load_saved(name, split) if is_saved(Path(name).expanduser()) else load_from_hub(name, config, split)
     if not len(data):
-        raise ValueError(f"{where}: the data set holds no row; take another one")
+        raise UserError(f"{where}: the data set holds no row; take another one")
     features = data.features
     images = [column for column, feature in features.items() if isinstance(feature, datasets.Image)]
     labels = [column for column, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
     if not images:
-        raise ValueError(f"{where}: no column holds images; there are: {', '.join(features)}; take another one")
+        raise UserError(f"{where}: no column holds images; there are: {', '.join(features)}; take another one")
     if label_column is None and not labels:
-        raise ValueError(
-            f"{where}: no column of classes; name it with --label_column; there are: {', '.join(features)}"
-        )
+        raise UserError(f"{where}: no column of classes; name it with --label_column; there are: {', '.join(features)}")
     column = label_column or labels[0]
     if column not in features:
-        raise ValueError(f"{where}: no column {column}; there are: {', '.join(features)}; name one of them")
+        raise UserError(f"{where}: no column {column}; there are: {', '.join(features)}; name one of them")
     kind = features[column]
     if not getattr(kind, "dtype", "").startswith(("string", "large_string", "int", "uint", "bool")):
-        raise ValueError(
+        raise UserError(
             f"{where}: column {column} holds no classes (names or whole numbers); name another --label_column; "
             f"there are: {', '.join(features)}"
         )
     values = list(data[column])
     if None in values:
-        raise ValueError(f"{where}, row {values.index(None)}: column {column} is null; mend or remove the row")
+        raise UserError(f"{where}, row {values.index(None)}: column {column} is null; mend or remove the row")
     if column in labels:
         classes, numbers = tuple(kind.names), np.array(values, np.int64)
     else:
@@ -207,10 +201,10 @@ def held_out(name: str, config: str | None, label_column: str | None = None) -> 
 
 
 def check_labels(images: Images) -> None:
-    """Raises ValueError, one line, where a label is hidden."""
+    """Raises UserError, one line, where a label is hidden."""
     if (images.labels < 0).any():
         first = int((images.labels < 0).argmax())
-        raise ValueError(f"{images.where(first)}: its label is hidden (-1); remove such rows, or name another data set")
+        raise UserError(f"{images.where(first)}: its label is hidden (-1); remove such rows, or name another data set")
 
 
 def digits(part: str) -> Images:
@@ -233,15 +227,15 @@ def check_classes(train: Images, validation: Images | None) -> Images | None:
     """The held-out images with the training classes' numbers.
 
     Raises:
-        ValueError: the training data have one class only, or the held-out ones a class that they have not.
+        UserError: the training data have one class only, or the held-out ones a class that they have not.
     """
     if len(set(train.labels.tolist())) < 2:
-        raise ValueError(f"{train.name}: all images are of one class, {train.classes[train.labels[0]]}; add another")
+        raise UserError(f"{train.name}: all images are of one class, {train.classes[train.labels[0]]}; add another")
     if validation is None or validation.classes == train.classes:
         return validation
     used = [validation.classes[label] for label in sorted(set(validation.labels.tolist()))]
     if unknown := [name for name in used if name not in train.classes]:
-        raise ValueError(
+        raise UserError(
             f"{validation.name}: class {', '.join(unknown)} is not in {train.name}, which has "
             f"{', '.join(train.classes[:20])}; rename or remove it"
         )
@@ -288,21 +282,21 @@ def open_image(images: Images, index: int) -> Image.Image:
     """An image of mode L (gray) or RGB, decoded, turned as its EXIF says; what is transparent lies on white.
 
     Raises:
-        ImageError: it cannot be read or decoded, or has more than 8 bits a channel.
+        UserError: it cannot be read or decoded, or has more than 8 bits a channel.
     """
+    source = images.read(index)
     try:
-        source = images.read(index)
         if isinstance(source, Image.Image):
             image = source
         else:
             image = ImageOps.exif_transpose(Image.open(source))
             image.load()
     except Exception as error:  # OSError, SyntaxError, ValueError, struct.error, ...: by the format
-        raise ImageError(
+        raise UserError(
             f"{images.where(index)}: cannot be read as an image ({one_line(error)}); replace or remove it"
         ) from error
     if image.mode.startswith(("I", "F")):
-        raise ImageError(f"{images.where(index)}: its pixels ({image.mode}) have more than 8 bits; save it with 8")
+        raise UserError(f"{images.where(index)}: its pixels ({image.mode}) have more than 8 bits; save it with 8")
     if image.mode in ("1", "L"):
         return image.convert("L")
     if image.mode in ("LA", "PA", "RGBA", "La", "RGBa") or "transparency" in image.info:
@@ -325,7 +319,7 @@ def preprocess(images: Images, size: tuple[int, int] | None = None, channels: in
         channels: 1 or 3; None: 1 where all of them are gray.
 
     Raises:
-        ValueError: they have different sizes, and none was given; or they have colours, and the model has one channel;
+        UserError: they have different sizes, and none was given; or they have colours, and the model has one channel;
             or one cannot be decoded.
     """
     looked_at = look_at(images)
@@ -333,9 +327,9 @@ def preprocess(images: Images, size: tuple[int, int] | None = None, channels: in
     height, width = size or (first.height, first.width)
     for number, image in looked_at:
         if size is None and image.size != first.size:
-            raise ValueError(_sizes_differ(images, number, image, (width, height), images.where(first_number)))
+            raise UserError(_sizes_differ(images, number, image, (width, height), images.where(first_number)))
         if channels == 1 and image.mode != "L":  # AutoImageProcessor would not make it gray
-            raise ValueError(
+            raise UserError(
                 f"{images.where(number)}: has colours, but the model takes gray images; save them gray, or take a "
                 "model of 3 channels"
             )
@@ -355,7 +349,7 @@ def preprocess_for(
     """As `preprocess`, with size, channels, mean and standard deviation of a pretrained model, where it tells them.
 
     Raises:
-        ValueError: the model takes images of one size, and `size` is another.
+        UserError: the model takes images of one size, and `size` is another.
     """
     try:
         where, _ = locate_pretrained(name_or_path)
@@ -367,12 +361,14 @@ def preprocess_for(
         sides = sides.get("height") or sides.get("shortest_edge"), sides.get("width") or sides.get("shortest_edge")
     sides = (sides, sides) if isinstance(sides, int) else sides and tuple(sides)
     if size and size != sides and getattr(config, "image_size", None):
-        raise ValueError(
+        raise UserError(
             f"--image_size {size[0]}: --model_name_or_path {name_or_path} takes images of {sides[1]} x {sides[0]}; "
             "leave it out"
         )
-    own = preprocess(images, size or sides, getattr(config, "num_channels", 3))
-    mean, std = settings.get("image_mean"), settings.get("image_std")
+    channels = getattr(config, "num_channels", 3)
+    takes_rgb = channels == 3 or isinstance(config, ConvNetConfig | NormResNetConfig)
+    own = replace(preprocess(images, size or sides, channels), takes_rgb=takes_rgb)
+    mean, std = (values and values[:channels] for values in (settings.get("image_mean"), settings.get("image_std")))
     if not settings.get("do_normalize", True):
         mean, std = (0.0,) * len(own.mean), (1.0,) * len(own.mean)
     return replace(own, mean=tuple(mean), std=tuple(std)) if mean and std else own
@@ -443,7 +439,7 @@ class ImageSamples:
         index = int(index)
         image = open_image(self.images, index)
         if not self.is_scaled and image.size != (width, height):
-            raise ImageError(_sizes_differ(self.images, index, image, (width, height), "others"))
+            raise UserError(_sizes_differ(self.images, index, image, (width, height), "others"))
         if self.augment:
             if "crop" not in self.augment:  # which takes its part of the whole image, and scales that
                 image = scaled(image, height, width)

@@ -5,11 +5,15 @@ for, two unconnected runs of one process each, float32 in the place of fp16. So 
 compares what the launcher was told (its config file and flags) with what this process finds.
 """
 
+import argparse
 import difflib
+import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,11 +26,14 @@ import yaml
 from accelerate import Accelerator
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils import DistributedType, set_seed
+from accelerate.state import AcceleratorState
+from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, DistributedType, set_seed
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from common import liveness, sharding
-from common.files import disk_error_number, disk_line
+from common import deepspeed_files, liveness, sharding
+from common.errors import UserError
+from common.files import FULL_OR_BROKEN, disk_error_number, disk_line
+from common.liveness import wait_for_all
 from common.redaction import print_exception, redact
 from common.stopping import keep_requests
 
@@ -113,7 +120,7 @@ def parse_launch(argv: list[str], environment: dict[str, str] | None = None) -> 
         mixed_precision=args.mixed_precision or "no",
         use_cpu=asked_cpu,
         gradient_accumulation_steps=str(args.gradient_accumulation_steps or 1),
-        deepspeed_config=args.deepspeed_config_file or sharding.inline_deepspeed_config(vars(args)),
+        deepspeed_config=args.deepspeed_config_file or deepspeed_files.inline_deepspeed_config(vars(args)),
         settings=vars(args),
         given=getattr(args, "nondefault", set()),
         environment=dict(os.environ) if environment is None else environment,
@@ -132,6 +139,12 @@ def parse_launch(argv: list[str], environment: dict[str, str] | None = None) -> 
         )
     if config_file:
         _read_config_file(launch, known={action.dest for action in parser._actions})
+    if (
+        mode == "DeepSpeed"
+        and "mixed_precision" not in launch.given
+        and not launch.file_settings.get("mixed_precision")
+    ):
+        launch.mixed_precision = deepspeed_files.file_precision(launch.deepspeed_config) or launch.mixed_precision
     return launch
 
 
@@ -193,8 +206,12 @@ def check_deepspeed_flags(launch: Launch) -> list[str]:
         "out, or name another file with --deepspeed_config_file"
         for name in sorted(DEEPSPEED_FLAGS & launch.given)
     ]
+    problems += [
+        f"{launch.config_file}: {name} beside {launch.deepspeed_config}: what that file says runs; take one out"
+        for name in sorted(DEEPSPEED_FLAGS & launch.file_settings.keys() - launch.given)
+    ]
     if "ACCELERATE_GRADIENT_CLIPPING" in launch.environment:
-        problems.append("ACCELERATE_GRADIENT_CLIPPING in the environment would clip; unset it and use --max_grad_norm")
+        problems.append("ACCELERATE_GRADIENT_CLIPPING in the environment has no effect; unset it, use --max_grad_norm")
     return problems
 
 
@@ -207,10 +224,10 @@ def check_environment(launch: Launch) -> list[str]:
     return []
 
 
-def check_launch(launch: Launch, optimizer: str, max_grad_norm: float) -> list[str]:
+def check_launch(launch: Launch, args: argparse.Namespace) -> list[str]:
     """One line for each difference between what was asked and what this process finds; needs no process group.
 
-    Also for what the mode cannot take of the recipe's flags: the optimizer's name, and the norm that clips.
+    Also for what the mode cannot take of the recipe's flags; `arguments.check_arguments` has filled in their defaults.
     """
     machine_problems, environment_problems = check_machines(launch), check_environment(launch)
     problems = launch.file_problems + machine_problems + environment_problems
@@ -221,11 +238,11 @@ def check_launch(launch: Launch, optimizer: str, max_grad_norm: float) -> list[s
             f"{launch.source} asks for {launch.mode}, which no recipe runs; take a file of accelerate_configs/"
         )
     if launch.mode == "FSDP":
-        problems += sharding.check_fsdp(launch.source, launch.settings, launch.num_processes, optimizer)
+        problems += sharding.check_fsdp(launch.source, launch.settings, launch.num_processes, args.optimizer)
     if launch.mode == "DeepSpeed":
         problems += check_deepspeed_flags(launch)
-        problems += sharding.check_deepspeed(
-            launch.deepspeed_config, optimizer, max_grad_norm=max_grad_norm, mixed_precision=launch.mixed_precision
+        problems += deepspeed_files.check_deepspeed(
+            launch.deepspeed_config, args, launch.mixed_precision, launch.num_processes
         )
     if world != launch.num_processes and launch.num_machines > 1:
         if not machine_problems:
@@ -250,6 +267,12 @@ def check_launch(launch: Launch, optimizer: str, max_grad_norm: float) -> list[s
         if not torch.cuda.is_bf16_supported(including_emulation=False):
             name = torch.cuda.get_device_name()
             problems.append(f"{launch.source} asks for bf16, which {name} does not have; use --mixed_precision fp16")
+    if on_cpu and not launch.use_cpu and (gpu := find_unseen_gpu()):
+        problems.append(
+            f"this machine has a GPU ({gpu}) that torch {torch.__version__} does not see ({_why_no_cuda()}); install a "
+            "torch for its driver (`nvidia-smi` names the CUDA version that it takes) or give this job or container "
+            "its GPUs; to rehearse on the CPU all the same, set CUDA_VISIBLE_DEVICES=''"
+        )
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if not on_cpu and torch.cuda.is_available() and local_world > torch.cuda.device_count():
         problems.append(
@@ -257,11 +280,13 @@ def check_launch(launch: Launch, optimizer: str, max_grad_norm: float) -> list[s
             f"GPUs; use --num_processes {torch.cuda.device_count() * launch.num_machines}"
         )
     in_environment = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    known_steps, arithmetic = deepspeed_files.accumulation_steps(args, launch.num_processes)
     for source, steps in ((launch.source, launch.gradient_accumulation_steps), ("the environment", in_environment)):
-        if steps not in ("1", "auto"):
+        is_known = launch.mode == "DeepSpeed" and known_steps is not None and steps == f"{known_steps:g}"
+        if steps not in ("1", "auto") and not is_known:
             problems.append(
                 f"{source} sets gradient_accumulation_steps to {steps}; take it out: accumulation follows from "
-                "--global_batch_size and the micro-batch"
+                f"{arithmetic}"
             )
             break
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
@@ -269,14 +294,41 @@ def check_launch(launch: Launch, optimizer: str, max_grad_norm: float) -> list[s
     return problems
 
 
-def check_space(launch: Launch, count_parameters: Callable[[], int]) -> None:
-    """Whether what a mode keeps in files has room for them, before the model is built.
+def check_space(launch: Launch, parameter_sizes: Callable[[], list[int]]) -> None:
+    """Whether what a mode keeps in files has room for them, and in its buffers, before the model is built.
+
+    Args:
+        parameter_sizes: makes the number of elements of each parameter.
 
     Raises:
-        ValueError: a line for each path with too little space.
+        UserError: a line for each path with too little space, and one for buffers that the file makes too small.
     """
-    if launch.mode == "DeepSpeed":
-        sharding.check_nvme_space(launch.deepspeed_config, count_parameters, launch.num_machines)
+    if launch.mode != "DeepSpeed":
+        return
+    deepspeed_files.check_nvme_space(launch.deepspeed_config, parameter_sizes, launch.num_machines)
+    plugin = AcceleratorState().deepspeed_plugin
+    if deepspeed_files.size_nvme_buffers(plugin.deepspeed_config, parameter_sizes, launch.num_processes):
+        plugin.set_deepspeed_weakref()  # what transformers makes a model by
+
+
+def find_unseen_gpu(root: Path = Path("/")) -> str | None:
+    """What shows that this machine has an NVIDIA GPU; None where nothing does, or where its GPUs are hidden on purpose.
+
+    Ask where torch sees none. `root` is where `dev` and `proc` are.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return None
+    found = [path for pattern in ("dev/nvidia[0-9]*", "proc/driver/nvidia/gpus/*") for path in root.glob(pattern)]
+    return str(min(found)) if found else None
+
+
+def _why_no_cuda() -> str:
+    """Why torch sees no CUDA device, in its own words; call it where it sees none."""
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:
+        return (str(error).splitlines() or [""])[0].split(". ")[0].removesuffix(".")
+    return "it gives no reason"
 
 
 def runs_on_cpu(launch: Launch) -> bool:
@@ -289,16 +341,15 @@ def is_rehearsal(launch: Launch) -> bool:
     return runs_on_cpu(launch) and not launch.use_cpu and launch.config_file is not None
 
 
-def make_accelerator(launch: Launch, max_grad_norm: float, connect_timeout: float = 60, **kwargs) -> Accelerator:
+def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs) -> Accelerator:
     """The Accelerator of what was asked; call `check_launch` before. `kwargs` go to `Accelerator`.
 
-    Args:
-        connect_timeout: seconds that the processes wait for each other. From then on, the loss of one ends all.
+    Processes wait for each other for `args.connect_timeout` seconds. From then on, the loss of one ends all.
 
     Raises:
-        ValueError: the mode, world size or precision that runs is not the one that was asked.
+        UserError: the mode, world size or precision that runs is not the one that was asked.
     """
-    liveness.start(connect_timeout)
+    liveness.start(args.connect_timeout)
     is_sharded_on_cpu = runs_on_cpu(launch) and launch.mode in ("FSDP", "DeepSpeed")
     if is_sharded_on_cpu:
         sharding.prepare_rehearsal(launch.mode)
@@ -307,12 +358,24 @@ def make_accelerator(launch: Launch, max_grad_norm: float, connect_timeout: floa
         # a MULTI_GPU launch on a machine without a GPU are not connected and each is a run of its own.
         os.environ["ACCELERATE_USE_CPU"] = "true"
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, once imported, warns that it looked for a GPU
-    elif launch.mixed_precision == "no" and torch.cuda.is_available():
-        # TF32 matrix products: float32 range, 10-bit mantissa, several times faster. NVIDIA_TF32_OVERRIDE=0 turns
-        # them off.
+    elif torch.cuda.is_available():
+        # TF32 matrix products: float32 range, 10-bit mantissa, several times faster. Mixed precision leaves some in
+        # float32 too, as those of a recurrence. NVIDIA_TF32_OVERRIDE=0 turns them off.
         torch.set_float32_matmul_precision("high")
     _name_interface()
-    with liveness.connecting(connect_timeout):
+    settled = None
+    if launch.mode == "DeepSpeed":
+        settled = deepspeed_files.settle_deepspeed(
+            launch.deepspeed_config, args, launch.mixed_precision, launch.num_processes
+        )
+        # What the launcher says beside a file, Accelerate refuses, or takes for itself; `check_launch` has seen to it.
+        os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
+        os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"
+        kwargs["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=settled.config)
+    # DDP: gradients lie in the buckets that are sent, and not beside them once more.
+    kwargs["kwargs_handlers"] = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
+    threads = sharding.share_of_cores()  # before Accelerate may bind each process to some
+    with liveness.connecting(args.connect_timeout):
         if is_sharded_on_cpu:
             sharding.connect_rehearsal(launch.mode)
         accelerator = Accelerator(**kwargs)
@@ -320,19 +383,32 @@ def make_accelerator(launch: Launch, max_grad_norm: float, connect_timeout: floa
     runs = running_mode(accelerator)
     # One process of DDP has nothing to reduce, and Accelerate may call it plain.
     if runs != launch.mode and not (launch.num_processes == 1 and {runs, launch.mode} <= {"plain", "DDP"}):
-        raise ValueError(f"{launch.source} asks for {launch.mode}, but {runs} would run on {accelerator.device.type}")
+        raise UserError(f"{launch.source} asks for {launch.mode}, but {runs} would run on {accelerator.device.type}")
     if accelerator.num_processes != launch.num_processes:
-        raise ValueError(
+        raise UserError(
             f"{launch.source} asks for {launch.num_processes} connected processes, but this one sees "
             f"{accelerator.num_processes}"
         )
-    sharding.adapt(accelerator, max_grad_norm)
+    sharding.adapt(accelerator, args.max_grad_norm)
+    if sharding.updates_on_host(accelerator) and not names_threads(launch):
+        torch.set_num_threads(threads)  # of DeepSpeed's CPU Adam too: it takes torch's OpenMP
     if accelerator.mixed_precision != launch.mixed_precision:
-        raise ValueError(
+        raise UserError(
             f"{launch.source} asks for mixed precision {launch.mixed_precision}, but {accelerator.mixed_precision} "
             "would run"
         )
+    if settled is not None:
+        is_file = isinstance(launch.deepspeed_config, str)
+        where = launch.deepspeed_config if is_file else launch.source
+        accelerator.print(redact(deepspeed_files.describe_settled(where, settled)), flush=True)
+        if settled.idle and accelerator.is_main_process:
+            warnings.warn(f"{where}: no effect here: {', '.join(settled.idle)}", stacklevel=2)
     return accelerator
+
+
+def names_threads(launch: Launch) -> bool:
+    """Whether the user said how many threads a process is to have; else the launcher gives each of several one."""
+    return "num_cpu_threads_per_process" in launch.given or "OMP_NUM_THREADS" in launch.environment
 
 
 def _name_interface() -> None:
@@ -408,6 +484,7 @@ def end_run(accelerator: Accelerator, status: int = 0) -> None:
     own end must not be able to spoil the run: gloo's threads race with it (pytorch#179291), and once in some hundred
     runs a process hung there, or was aborted.
     """
+    wait_for_all()  # rank 0 writes the model
     accelerator.wait_for_everyone()
     accelerator.end_training()
     liveness.leave()
@@ -423,26 +500,18 @@ def end_run(accelerator: Accelerator, status: int = 0) -> None:
 def user_mistakes_end_here() -> Iterator[None]:
     """Around a whole run: it ends on all ranks together, and a user's mistake ends in lines on stderr with status 2.
 
-    A mistake is a ValueError raised by our own code; one from inside a library keeps its traceback, as all errors do.
+    A mistake is a `UserError`. Every other exception keeps its traceback.
     """
     sys.excepthook = print_exception
     keep_requests()
     try:
         yield
-    except ValueError as error:
-        traceback = error.__traceback__
-        while traceback.tb_next is not None:
-            traceback = traceback.tb_next
-        script = getattr(sys.modules["__main__"], "__file__", __file__)
-        ours = {Path(__file__).parent, Path(script).resolve().parent}
-        is_ours = Path(traceback.tb_frame.f_code.co_filename).resolve().parent in ours
-        # An error of our own kind that a data worker met is raised again by torch.
-        if not is_ours and not type(error).__module__.startswith("common."):
-            liveness.leave(redact(f"{type(error).__name__}: {error}"))
-            raise
+    except UserError as error:
+        _end_data_workers()
         exit_with_mistakes(str(error).splitlines())
     except BaseException as error:
-        if disk_error_number(error) is not None:
+        _end_data_workers()
+        if disk_error_number(error) in FULL_OR_BROKEN:
             where = Path(getattr(error, "filename", None) or ".")
             advice = "start again; a run goes on from its last checkpoint with --resume"
             exit_with_mistakes([disk_line(error, "a file could not be read or written", where, 0, advice)])
@@ -450,6 +519,18 @@ def user_mistakes_end_here() -> Iterator[None]:
         liveness.leave(None if is_end else redact(f"{type(error).__name__}: {error}"))
         raise
     liveness.leave()
+
+
+def _end_data_workers() -> None:
+    """They ignore the signal by which Python ends them (see common.stopping), and it would wait for ever.
+
+    In a run that ends well the loader's iterator has ended them; an error's traceback holds it.
+    """
+    workers = multiprocessing.active_children()
+    if workers:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise another error for each
+    for worker in workers:
+        worker.kill()
 
 
 def exit_with_mistakes(problems: list[str]) -> None:

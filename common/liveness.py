@@ -22,7 +22,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -30,6 +30,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.utils.store import barrier
+
+from common.errors import UserError
 
 LOST_STATUS = 3  # exit status of a process that ends because another one was lost or failed
 MISTAKE_STATUS = 2  # of a user's mistake, on all ranks alike
@@ -45,8 +47,10 @@ update: int | None = None  # the update that this process is at; the loop sets i
 # Whether it is in the loop, which sets it: before and after, a library may hold Python's lock for as long as it reads
 # or writes a model, and silence means nothing.
 in_loop = False
+# What the run writes about its own failure, given a line that says why; called in one process.
+note_failure: Callable[[str], None] | None = None
 _watch: "_Watch | None" = None
-_num_watches = 0
+_num_watches = _num_waits = 0
 
 
 def start(timeout: float) -> None:
@@ -56,12 +60,13 @@ def start(timeout: float) -> None:
         timeout: seconds to wait.
 
     Raises:
-        ValueError: a rank is not there by then, or rank 0 cannot be reached.
+        UserError: a rank is not there by then, or rank 0 cannot be reached.
     """
-    global _watch, _num_watches, update, in_loop
+    global _watch, _num_watches, update, in_loop, note_failure
+    update, in_loop, note_failure = None, False, None
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size > 1 and _watch is None:
-        update, in_loop, _num_watches = None, False, _num_watches + 1
+        _num_watches += 1
         key = f"liveness-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{_num_watches}"  # a store is used again
         _watch = _Watch(int(os.environ["RANK"]), world_size, timeout, key)
 
@@ -72,6 +77,27 @@ def leave(reason: str | None = None, status: int = 1) -> None:
     watch, _watch = _watch, None
     if watch is not None:
         watch.leave(reason, status)
+    elif reason is not None:
+        _record(reason)
+        if int(os.environ.get("RANK", 0)) == 0:
+            _note(reason)
+
+
+def wait_for_all() -> None:
+    """Returns when all ranks have called it, however long one of them works before.
+
+    A collective would reach its time limit (NCCL: 10 minutes). The loss of a rank ends the others here as anywhere.
+    """
+    global _num_waits
+    if _watch is None:
+        return
+    _num_waits += 1
+    key, pause = f"{_watch.key}-wait-{_num_waits}", 0.01
+    num_here = _watch.store.add(key, 1)
+    while num_here < _watch.world_size:
+        time.sleep(pause)
+        pause = min(0.5, 2 * pause)
+        num_here = _watch.store.add(key, 0)
 
 
 @contextmanager
@@ -79,7 +105,7 @@ def connecting(timeout: float) -> Iterator[None]:
     """Around the calls that make the process group: it ends where they take longer than `timeout` seconds.
 
     Raises:
-        ValueError: the processes cannot connect.
+        UserError: the processes cannot connect.
     """
     if _watch is None:
         yield
@@ -98,9 +124,27 @@ def connecting(timeout: float) -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "connect" not in str(error):
             raise
-        raise ValueError(f"{me}: {what} ({str(error).splitlines()[0]}); {mend}") from error
+        raise UserError(f"{me}: {what} ({str(error).splitlines()[0]}); {mend}") from error
     finally:
         timer.cancel()
+
+
+def _note(reason: str) -> None:
+    """In what the run leaves behind, once."""
+    global note_failure
+    note, note_failure = note_failure, None
+    if note is not None:
+        where = "before the first update" if update is None else f"at update {update}"
+        with suppress(OSError):  # of a full disk perhaps; what failed is told all the same
+            note(f"failed {where}: {reason.splitlines()[0]}")
+
+
+def _record(reason: str) -> None:
+    """For torch's launcher, which ends with it what it prints itself about a failed process."""
+    if (path := os.environ.get("TORCHELASTIC_ERROR_FILE")) and not os.path.exists(path):
+        with suppress(OSError), open(path, "w") as file:
+            message = "; ".join(reason.splitlines())
+            json.dump({"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}, file)
 
 
 def _exit(lines: list[str], status: int) -> None:
@@ -143,7 +187,7 @@ class _Watch:
             line = (
                 f"rank {rank} on host {self.host} does not reach rank 0 by {where} ({reason}); see rank 0's own output"
             )
-            raise ValueError(line) from error
+            raise UserError(line) from error
         # A worker of a data loader is forked with the connections and would keep them open when this process dies.
         os.register_at_fork(after_in_child=lambda: [connection.close() for connection in self.peers])
         self.thread = threading.Thread(target=self._listen, daemon=True, name="liveness")
@@ -165,7 +209,7 @@ class _Watch:
                     line += f"{self.host}; see the output there, or raise --connect_timeout if it only starts slowly"
                     for connection in self.peers:
                         _send(connection, {"error": line})
-                    raise ValueError(line) from None
+                    raise UserError(line) from None
                 with suppress(OSError, EOFError, ValueError):
                     hello = json.loads(connection.recv_bytes(1024)) if connection.poll(5) else {}
                     if hello.get("token") == token:
@@ -181,7 +225,7 @@ class _Watch:
         if not connection.poll(seconds_left + 10):  # rank 0 may have started later, and tells who is missing
             raise TimeoutError("it does not answer")
         if "error" in (answer := json.loads(connection.recv_bytes())):
-            raise ValueError(answer["error"])
+            raise UserError(answer["error"])
         self.peers[connection] = (0, host)
 
     def _listen(self) -> None:
@@ -243,6 +287,10 @@ class _Watch:
                 GRACE
             )  # where a lost rank is the cause, as in a collective that it broke off, the thread ends us
         self.has_left = True
+        if reason is not None:
+            _record(reason)
+            if self.rank == 0:
+                _note(reason)
         self._tell({"rank": self.rank, "host": self.host, "status": status, "reason": reason})
         if self.is_failing:
             self.thread.join(3 * GRACE)  # a launcher ends all ranks of its host with the first: let them say why
@@ -260,6 +308,8 @@ class _Watch:
             what = "stopped answering" if message.get("is_silent") else "was lost"
             what = f"ended with {reason.splitlines()[0]}" if reason else what
             lines = [f"{who} {what} {where}; this process (rank {self.rank}) ends; see the output there"]
+        if self.rank == 0 or (rank == 0 and self.rank == 1):
+            _note(lines[0] if status == MISTAKE_STATUS else f"{who} {what}")
         speaker = self.first_here
         if rank == self.first_here:  # it has told its user's mistake itself
             speaker = None if status == MISTAKE_STATUS else rank + 1

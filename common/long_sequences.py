@@ -19,6 +19,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from common.precision import without_autocast
+
 CELLS = {"lstm": nn.LSTM, "gru": nn.GRU}
 
 State = tuple[Tensor, ...]  # each (layers, B, width): of an LSTM two, of a GRU one
@@ -36,9 +38,10 @@ class RecurrentConfig(PreTrainedConfig):
 
 
 class RecurrentWeights(nn.Module):
-    """All weights of a `RecurrentLM`: embedding, LSTM or GRU, output layer. It is called for copies of them.
+    """All weights of a `RecurrentLM`: embedding, LSTM or GRU, output layer. It is called for float32 copies of them.
 
-    Copies, because what FSDP or ZeRO-3 gathers for a forward is gone when backward computes a segment again.
+    Copies, because what FSDP or ZeRO-3 gathers for a forward is gone when backward computes a segment again. float32
+    (or float64), because DeepSpeed and FSDP give weights in bf16 or fp16.
     """
 
     def __init__(self, config: RecurrentConfig) -> None:
@@ -55,7 +58,7 @@ class RecurrentWeights(nn.Module):
                 self.register_parameter(f"{part}_{name}", parameter)
 
     def forward(self) -> tuple[Tensor, ...]:
-        return tuple(parameter.clone() for parameter in self.parameters())
+        return tuple(p.to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in self.parameters())
 
 
 class RecurrentLM(PreTrainedModel):
@@ -65,7 +68,8 @@ class RecurrentLM(PreTrainedModel):
     `common.batching.collate_tokens` makes them, it returns the SUM of the losses in nats, and keeps what the three
     attributes below say: logits and outputs of one piece at most, unless `levels` is 0.
 
-    The recurrence and its loss leave autocast aside: bf16 has 8 bits for a state that is carried over 100,000 steps.
+    Recurrence and loss are computed in float32, whatever the launch's precision: bf16 has 8 bits for a state that is
+    carried over 100,000 steps.
     """
 
     config_class = RecurrentConfig
@@ -90,7 +94,7 @@ class RecurrentLM(PreTrainedModel):
         """None, likewise."""
 
     def forward(self, input_ids: Tensor, targets: Tensor | None = None, target_rows: Tensor | None = None) -> Tensor:
-        with torch.autocast(input_ids.device.type, enabled=False):
+        with without_autocast(input_ids.device):
             weights = self.weights()
             state = self._first_state(input_ids, weights[0].dtype)
             if targets is None:

@@ -21,6 +21,10 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from common.errors import UserError
+from common.loading import decided_once
+from common.precision import autocast_dtype, without_autocast
+
 # Where transformers' configs keep a factor on the logits (Cohere, Granite, Falcon-H1, ...). Some models multiply by it
 # and some divide, under the same name, so both are tried and the model's own logits decide.
 SCALE_NAMES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
@@ -52,13 +56,16 @@ def sum_token_losses(model: PreTrainedModel, chunk_rows: int = 512) -> str:
     ...) returns N times its own mean loss instead.
 
     Returns: one line that says what will run.
-    Raises: ValueError where the model's own loss has to be kept and cannot be told which positions predict what.
+    Raises: UserError where the model's own loss has to be kept and cannot be told which positions predict what.
     """
     if not hasattr(model.forward, "__func__"):
         raise ValueError(f"{type(model).__name__}.forward is wrapped already: call sum_token_losses(model) first")
     original = model.forward.__func__
     with _left_unchanged(model):
-        loss_sum, message = _choose(model, chunk_rows)
+        way, message = decided_once(lambda: _choose(model, chunk_rows))
+    if isinstance(way, Head):
+        _give_head_a_loss(model.get_output_embeddings())
+    loss_sum = _chunked_loss_sum(way, chunk_rows) if isinstance(way, Head) else way
 
     def forward(self, *args, targets: Tensor | None = None, target_rows: Tensor | None = None, **kwargs):
         if targets is None:
@@ -93,9 +100,9 @@ def linear_cross_entropy(
     are computed in the forward, while a chunk's softmax is at hand (the idea of Liger Kernel's fused linear
     cross-entropy, arXiv:2410.10989): three matrix products a chunk, none of them twice. A graph can run backward once.
     """
-    dtype, device_type = weight.dtype, weight.device.type
-    if torch.is_autocast_enabled(device_type) and dtype != torch.float64:  # autocast leaves float64 alone
-        dtype = torch.get_autocast_dtype(device_type)
+    dtype = weight.dtype
+    if dtype != torch.float64:  # autocast leaves float64 alone
+        dtype = autocast_dtype(weight.device) or dtype
     with_gradients = torch.is_grad_enabled()  # inside an autograd.Function gradients are always off
     return _LinearCrossEntropy.apply(hidden, weight, bias, targets, scale, softcap, chunk_rows, dtype, with_gradients)
 
@@ -104,16 +111,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, scale, softcap, chunk_rows, dtype, with_gradients):
         wanted = [with_gradients and needed for needed in ctx.needs_input_grad[:3]]
-        into = [torch.zeros_like(x) if want else None for x, want in zip((hidden, weight, bias), wanted, strict=True)]
+        # Those of weight and bias are sums over chunks, in float32 at least; autograd rounds them to the weight's type.
+        dtypes = [hidden.dtype, *[torch.promote_types(weight.dtype, torch.float32)] * 2]
+        inputs = zip((hidden, weight, bias), dtypes, wanted, strict=True)
+        into = [torch.zeros_like(x, dtype=dtype) if want else None for x, dtype, want in inputs]
         ctx.gradients = into
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden.device):
             return _loss_sum_and_gradients(hidden, weight, bias, targets, scale, softcap, chunk_rows, dtype, into)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, loss_gradient):
-        # Not in save_for_backward: so the weight's gradient, as large as the weight, is scaled in place and handed over
-        # uncopied, and hooks that move saved tensors to the CPU leave it where it is.
+        # Not in save_for_backward: so the weight's gradient, as large as the weight, is scaled in place and (float32)
+        # handed over uncopied, and hooks that move saved tensors to the CPU leave it where it is.
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "linear_cross_entropy can run backward only once"
         return *(g if g is None else g.mul_(loss_gradient) for g in gradients), *[None] * 6
@@ -193,17 +203,16 @@ def _logits_to_gradient(
 # What follows finds out what a model does, and makes the function that sum_token_losses installs.
 
 
-def _choose(model: PreTrainedModel, chunk_rows: int) -> tuple[Callable[..., Tensor], str]:
-    """The function that returns the loss sum of this model, and the line that says which it is."""
+def _choose(model: PreTrainedModel, chunk_rows: int) -> tuple[Head | Callable[..., Tensor], str]:
+    """The head to compute the loss sum by, or the function that returns it; and the line that says so."""
     reason = _own_loss_has_more_terms(model)
     try:
         if not reason:
             plan = _examine_head(model)
-            _give_head_a_loss(model.get_output_embeddings())
             message = f"chunked linear cross-entropy, {chunk_rows} rows at once"
             message += f", logits times {plan.scale:g}" if plan.scale != 1 else ""
             message += f", soft-capped at {plan.softcap:g}" if plan.softcap is not None else ""
-            return _chunked_loss_sum(plan, chunk_rows), message
+            return plan, message
     except Exception as error:  # whatever a foreign forward raises: it cannot be reproduced, and has logits of its own
         reason = " ".join(f"{error}".split())[:200] or type(error).__name__
     if not _own_loss_has_more_terms(model) and _own_loss_is_cross_entropy(model):
@@ -357,7 +366,7 @@ def _own_loss_is_cross_entropy(
 
 
 def _check_own_loss_takes_shifted_targets(model: PreTrainedModel) -> None:
-    """Raise ValueError unless a target changes the own loss's gradient at exactly the row that it was given for."""
+    """Raise UserError unless a target changes the own loss's gradient at exactly the row that it was given for."""
     ids, rows = _few_tokens(model), [1, 2, 5]
     model.eval()  # two runs are compared: no dropout, no router noise
 
@@ -372,9 +381,9 @@ def _check_own_loss_takes_shifted_targets(model: PreTrainedModel) -> None:
             change = (logits_gradient(1) - logits_gradient(2)).abs().amax(1)
         changed = (change > 1e-3 * change.max()).nonzero().flatten().tolist()
     except Exception as error:
-        raise ValueError(f"{type(model).__name__}: cannot run its own loss with shift_labels: {error}") from error
+        raise UserError(f"{type(model).__name__}: cannot run its own loss with shift_labels: {error}") from error
     if changed != rows:
-        raise ValueError(f"{type(model).__name__}: its own loss ignores shift_labels; give it one that takes them")
+        raise UserError(f"{type(model).__name__}: its own loss ignores shift_labels; give it one that takes them")
 
 
 def _few_tokens(model: PreTrainedModel) -> Tensor:
@@ -408,8 +417,7 @@ def _left_unchanged(model: PreTrainedModel) -> Iterator[None]:
     """While open, the model is in train mode (dropout in a head must show), without autocast; then all is as before."""
     modes = [(module, module.training) for module in model.modules()]
     device = model.device
-    autocast_type = "cpu" if device.type == "meta" else device.type
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.autocast(autocast_type, enabled=False):
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), without_autocast(device):
         try:
             model.train()
             yield

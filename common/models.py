@@ -3,11 +3,13 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate.state import AcceleratorState, is_initialized
+from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
@@ -18,7 +20,11 @@ from transformers import (
 )
 from transformers.integrations import unset_hf_deepspeed_config
 
-from common.corpus import locate_pretrained, one_line, shorten
+from common import loading
+from common.errors import UserError, one_line, shorten
+from common.hub import locate_pretrained
+from common.masks import decide_on_the_host
+from common.precision import follow_precision
 
 
 def load_config(
@@ -30,22 +36,22 @@ def load_config(
         changes: settings of the configuration that the recipe decides, such as `num_labels`.
 
     Raises:
-        ValueError: there is none, or `model_class` has no model of its type.
+        UserError: there is none, or `model_class` has no model of its type.
     """
     where, problem = locate_pretrained(name_or_path)
     try:
         config = AutoConfig.from_pretrained(**where, trust_remote_code=trust_remote_code, **changes)
     except Exception as error:  # a dozen types, by what is missing
         reason = problem or f"its config.json cannot be loaded: {one_line(error)}"
-        raise ValueError(f"--model_name_or_path {name_or_path}: {reason}") from error
+        raise UserError(f"--model_name_or_path {name_or_path}: {reason}") from error
     remote = model_class.__name__ in (getattr(config, "auto_map", None) or {})
     if type(config) not in model_class._model_mapping and not remote:
         kind = "causal language model" if model_class is AutoModelForCausalLM else model_class.__name__
-        raise ValueError(f"--model_name_or_path {name_or_path}: {config.model_type} has no {kind} in transformers")
+        raise UserError(f"--model_name_or_path {name_or_path}: {config.model_type} has no {kind} in transformers")
     if model_class is not AutoModelForCausalLM:
         return config
     if getattr(config, "is_decoder", True) is False and type(config) in MODEL_FOR_MASKED_LM_MAPPING:
-        raise ValueError(
+        raise UserError(
             f"--model_name_or_path {name_or_path}: this {config.model_type} looks at the tokens that it is to predict; "
             'put "is_decoder": true into its config.json, or take a causal model'
         )
@@ -94,9 +100,16 @@ def count_parameters(
     config: PreTrainedConfig, trust_remote_code: bool = False, model_class: Any = AutoModelForCausalLM
 ) -> int:
     """The number of a model's parameters, tied ones once; allocates none of them."""
+    return sum(parameter_sizes(config, trust_remote_code, model_class))
+
+
+def parameter_sizes(
+    config: PreTrainedConfig, trust_remote_code: bool = False, model_class: Any = AutoModelForCausalLM
+) -> list[int]:
+    """The number of elements of each parameter, tied ones once; allocates none of them."""
     with torch.device("meta"):
         model = build_model(config, trust_remote_code=trust_remote_code, model_class=model_class)
-    return sum(parameter.numel() for parameter in model.parameters())
+    return [parameter.numel() for parameter in model.parameters()]
 
 
 def build_model(
@@ -110,30 +123,54 @@ def build_model(
 
     Weights saved in half precision are loaded as float32 too, since the optimizer's small steps would be lost in
     them; the precision of the matrix products is Accelerate's business. Attention is SDPA where the model has it.
+    Under FSDP2 a process other than the main one makes a model without data, for `loading.prepare` to fill.
 
     Args:
         model_class: an Auto class, or a model's own class.
         options: more of its `from_pretrained`, such as `ignore_mismatched_sizes`.
 
     Raises:
-        ValueError: there are no weights, they cannot be read, or they are of other shapes than the configuration's.
+        UserError: there are no weights, they cannot be read, or they are of other shapes than the configuration's.
     """
     dtype = torch.get_default_dtype()
+    if name_or_path is not None and not loading.holds_weights():
+        model = build_model(copy.deepcopy(config), None, trust_remote_code, model_class).eval()
+        return (model, {"missing_keys": [], "mismatched_keys": []}) if "output_loading_info" in options else model
     if name_or_path is None:
-        with whole_weights():
+        with whole_weights(), nullcontext() if loading.holds_weights() else torch.device("meta"):
             if not hasattr(model_class, "from_config"):
-                return model_class._from_config(config, dtype=dtype)
-            return model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+                model = model_class._from_config(config, dtype=dtype)
+            else:
+                model = model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        return _ready(model)
     where, _ = locate_pretrained(name_or_path)
     try:
-        return model_class.from_pretrained(
+        loaded = model_class.from_pretrained(
             **where, config=config, dtype=dtype, trust_remote_code=trust_remote_code, **options
         )
-    except Exception as error:  # OSError, RuntimeError, SafetensorError, ...
-        raise ValueError(
+    except (OSError, RuntimeError, ValueError, ImportError, EOFError, UnpicklingError, SafetensorError) as error:
+        # What the files provoke: torn or of other shapes, of an unknown kind, in need of a package that is not there.
+        raise UserError(
             f"--model_name_or_path {name_or_path}: its weights cannot be loaded ({one_line(error)}); save the model "
             "again, or download it again"
         ) from error
+    _ready(loaded[0] if isinstance(loaded, tuple) else loaded)
+    return loaded
+
+
+def _ready(model: PreTrainedModel) -> PreTrainedModel:
+    """Makes a new model one that every mode can take, and returns it."""
+    follow_precision(model)
+    decide_on_the_host()
+    try:
+        embedding = model.get_input_embeddings()
+    except NotImplementedError:  # CANINE has several
+        return model
+    # Of the modules that FSDP2 is to shard as a whole, leave out what contains the input embedding (BertEmbeddings,
+    # ViTEmbeddings): Accelerate 1.15 shards that by itself, after these, and fails where it has been sharded already.
+    kinds = {type(module).__name__ for module in model.modules() if embedding not in module.modules()}
+    model._no_split_modules = kinds & set(model._no_split_modules or ())
+    return model
 
 
 def build_labeller(
@@ -186,6 +223,27 @@ def _draw_again(model: PreTrainedModel, names: set[str]) -> None:
             whole = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
         with whole:
             model._init_weights(module)
+
+
+def describe_use(
+    model: PreTrainedModel, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, end_tokens: list[int]
+) -> None:
+    """Writes into what is saved beside the weights how the model is to be used: where it stops, how much it takes.
+
+    Args:
+        end_tokens: those that it is taught to end with, the most frequent one first. What it had been told to stop at
+            before stays, where that is a special token of this tokenizer. Empty: there is none, and nothing changes.
+    """
+    generation, text = getattr(model, "generation_config", None), config.get_text_config()
+    # from_pretrained gives the model a copy of the configuration.
+    parts = [config, text, model.config, model.config.get_text_config(), generation] if end_tokens else []
+    for part in {id(part): part for part in parts if part is not None}.values():
+        before = getattr(part, "eos_token_id", None)
+        before = before if isinstance(before, list) else [before]
+        stops = end_tokens + [one for one in before if one in tokenizer.added_tokens_decoder and one not in end_tokens]
+        part.eos_token_id = stops if part is generation and len(stops) > 1 else stops[0]
+    if (positions := getattr(text, "max_position_embeddings", None) or 0) > 0:
+        tokenizer.model_max_length = min(tokenizer.model_max_length, positions)
 
 
 def describe_new_weights(names: list[str]) -> str:

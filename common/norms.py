@@ -9,6 +9,8 @@ import math
 
 from torch import nn
 
+from common.errors import UserError
+
 NORMS = {
     "group": "statistics of each image: the update is the same however it is cut; from scratch only, the default there",
     "batch": "statistics of each micro-batch: another layout is another update; what pretrained ResNets have",
@@ -34,15 +36,15 @@ def settle_norm(args: argparse.Namespace, model: nn.Module) -> None:
     """Fills in `args.norm` by what the model has, and what follows from it for `args.drop_last_window`.
 
     Raises:
-        ValueError: --norm has no effect on the model, or a micro-batch is too small for it; one line.
+        UserError: --norm has no effect on the model, or a micro-batch is too small for it; one line.
     """
     if not has_batch_norm(model):
         if args.norm in ("batch", "sync_batch"):
-            raise ValueError(f"--norm {args.norm}: {type(model).__name__} has no batch norm; take it out")
+            raise UserError(f"--norm {args.norm}: {type(model).__name__} has no batch norm; take it out")
         return
     args.norm = args.norm or "batch"
     if args.micro_batch_size == 1 and args.norm == "batch":
-        raise ValueError("--micro_batch_size 1: batch norm needs several images for its statistics; use at least 2")
+        raise UserError("--micro_batch_size 1: batch norm needs several images for its statistics; use at least 2")
     # In the short window micro-batches are smaller, and a rank with nothing left computes an empty image, which would
     # enter the statistics.
     args.drop_last_window = True

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from common.errors import UserError
+
 # The modules whose weight is a matrix whatever its sizes: the head of a regression has shape (1, width) and is decayed.
 MATRIX_MODULES = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
 # (0.9, 0.95) is what language models are trained with (GPT-3, LLaMA, nanoGPT). torch's 0.999 averages the squared
@@ -64,10 +66,10 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         One dict each for `decay` and `no_decay`, with keys `name`, `params` (in the model's order) and `weight_decay`.
         A group without parameters is left out, because DeepSpeed cannot flatten it.
     Raises:
-        ValueError: the model has no trainable parameter, or `weight_decay` is negative or not finite.
+        UserError: the model has no trainable parameter, or `weight_decay` is negative or not finite.
     """
     if not 0 <= weight_decay < math.inf:
-        raise ValueError(f"--weight_decay {weight_decay}: it must be 0 or more, and finite")
+        raise UserError(f"--weight_decay {weight_decay}: it must be 0 or more, and finite")
     groups: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": []}
     seen = set()
     for module in model.modules():
@@ -76,7 +78,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
                 seen.add(id(parameter))
                 groups["decay" if _is_decayed(module, name, parameter) else "no_decay"].append(parameter)
     if not seen:
-        raise ValueError(
+        raise UserError(
             "the model has no trainable parameter: unfreeze some (requires_grad) before the optimizer is made"
         )
     grouped = [id(parameter) for parameters in groups.values() for parameter in parameters]
@@ -114,11 +116,11 @@ def make_optimizer(name: str, model: nn.Module, learning_rate: float, weight_dec
     (arXiv:1711.05101). Only in sgd it is added to the gradient, and so passes through the momentum.
 
     Raises:
-        ValueError: an unknown name, a rate that is not positive, negative decay, nothing to train, or no bitsandbytes.
+        UserError: an unknown name, a rate that is not positive, negative decay, nothing to train, or no bitsandbytes.
     """
     _check_name("--optimizer", name, OPTIMIZERS)
     if not 0 < learning_rate < math.inf:
-        raise ValueError(f"--learning_rate {learning_rate}: it must be above 0 and finite")
+        raise UserError(f"--learning_rate {learning_rate}: it must be above 0 and finite")
     groups = parameter_groups(model, weight_decay)
     if weight_decay > 0 and groups[0]["name"] != "decay":
         warnings.warn(
@@ -142,7 +144,7 @@ def _adamw_8bit(groups: list[dict[str, Any]], model: nn.Module, learning_rate: f
     try:
         import bitsandbytes  # here because it takes seconds to import, and not every machine has it
     except ImportError as error:
-        raise ValueError(f"--optimizer adamw8bit needs bitsandbytes ({error}): pip install bitsandbytes") from error
+        raise UserError(f"--optimizer adamw8bit needs bitsandbytes ({error}): pip install bitsandbytes") from error
     optimizer = bitsandbytes.optim.AdamW8bit(groups, lr=learning_rate, betas=ADAM_BETAS)
     # The documented manager is one for the process: it remembers overrides by position (group, index), so the optimizer
     # of a second model inherits the first one's, and it keeps every model alive. Hence a manager of its own.
@@ -171,15 +173,15 @@ def learning_rate(update: int, *, schedule: str, peak: float, num_updates: int, 
       which decays over 10 %; 20 % is where arXiv:2405.18392 finds it level with cosine.
 
     Raises:
-        ValueError: an unknown schedule, a peak that is not positive, or a warm-up that does not end within the run.
+        UserError: an unknown schedule, a peak that is not positive, or a warm-up that does not end within the run.
     """
     # Not transformers.get_scheduler: its warm-up starts with an update at rate 0 (shifted by one update, its decays
     # would end at 0), and it wants an optimizer, and a state to save, for what is a function of one number.
     _check_name("--lr_schedule", schedule, SCHEDULES)
     if not 0 < peak < math.inf:
-        raise ValueError(f"--learning_rate {peak}: it must be above 0 and finite")
+        raise UserError(f"--learning_rate {peak}: it must be above 0 and finite")
     if not 0 <= warmup_updates < num_updates:
-        raise ValueError(f"--warmup_updates {warmup_updates} must be 0 or more and below --num_updates {num_updates}")
+        raise UserError(f"--warmup_updates {warmup_updates} must be 0 or more and below --num_updates {num_updates}")
     assert 0 <= update < num_updates, f"update {update} of {num_updates}"
     if update < warmup_updates:
         return peak * (update + 1) / (warmup_updates + 1)
@@ -201,8 +203,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
 
 
 def _check_name(flag: str, name: str, known: Iterable[str]) -> None:
-    """Raises a ValueError that lists what is known, and the nearest to what was asked."""
+    """Raises a UserError that lists what is known, and the nearest to what was asked."""
     if name not in known:
         nearest = difflib.get_close_matches(name, known, n=1)
         hint = f" (did you mean {nearest[0]}?)" if nearest else ""
-        raise ValueError(f"{flag} {name} is unknown{hint}: choose from {', '.join(known)}")
+        raise UserError(f"{flag} {name} is unknown{hint}: choose from {', '.join(known)}")

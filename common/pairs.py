@@ -26,8 +26,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common import data
 from common.corpus import Corpus, Row, Source, missing_column, open_source
+from common.errors import UserError
 
-FORMAT = 2  # in every fingerprint: raise it when the files' meaning changes
+FORMAT = 3  # in every fingerprint: raise it when the files' meaning changes
 
 
 def tokenize_pairs(
@@ -46,14 +47,14 @@ def tokenize_pairs(
 
     Special tokens are the tokenizer's own. A target without the eos token gets one, or a model would never stop.
 
-    Raises ValueError that names file and place for whatever cannot be read, and for a source or target that is empty.
+    Raises UserError that names file and place for whatever cannot be read, and for a source or target that is empty.
     """
     corpus = open_source(source)
     if source.embedded:
         corpus = docstring_corpus(corpus, source.text_column, columns)
     if missing := [column for column in columns if column not in corpus.columns]:
         message = missing_column(corpus.name, missing, corpus.columns)
-        raise ValueError(f"{message} (--source_column, --target_column)")
+        raise UserError(f"{message} (--source_column, --target_column)")
     lengths = (source_length, target_length)
     directory = data.cached(
         "pairs",
@@ -111,7 +112,7 @@ def _encode(
     eos = tokenizer.eos_token_id
     ids, num_cut = tokens(texts), 0
     for number, text in enumerate(texts):
-        has_eos = not is_target or eos in ids[number]
+        has_eos = not is_target or eos in ids[number][1:]  # some tokenizers begin with it
         if len(ids[number]) + (not has_eos) > length:
             num_cut += 1  # by the tokenizer, which keeps its special tokens where they belong
             ids[number] = tokens([text], truncation=True, max_length=length - (not has_eos))[0]
@@ -136,13 +137,13 @@ def _write_pairs(
                 texts = [data.checked_text(row, column) for row in batch]
                 for row, text in zip(batch, texts, strict=True):
                     if not text.strip():
-                        raise ValueError(f"{row.where}: column {column} is empty; fill it or remove the row")
+                        raise UserError(f"{row.where}: column {column} is empty; fill it or remove the row")
                 ids, num_cut = _encode(tokenizer, texts, length, is_target)
                 counts["targets_cut" if is_target else "sources_cut"] += num_cut
                 encoded.append(ids)
             for row, *pair in zip(batch, *encoded, strict=True):
                 if not pair[0]:
-                    raise ValueError(f"{row.where}: column {columns[0]} makes no token; mend or remove the row")
+                    raise UserError(f"{row.where}: column {columns[0]} makes no token; mend or remove the row")
                 for ids, name in zip(pair, ("sources", "targets"), strict=True):
                     tokens.write(np.array(ids, np.int32).tobytes())
                     counts[name] += len(ids)
@@ -150,7 +151,7 @@ def _write_pairs(
                 counts["pairs"] += 1
                 counts["max_length"] = max(counts["max_length"], len(pair[0]) + len(pair[1]))
     if not counts["pairs"]:
-        raise ValueError(f"{corpus.name}: no pair of {' and '.join(columns)} in it; give other data")
+        raise UserError(f"{corpus.name}: no pair of {' and '.join(columns)} in it; give other data")
     meta = {
         "name": corpus.name,
         "columns": columns,
@@ -235,9 +236,10 @@ class Pairs:
 def collate_pairs(samples: list[Pair], pad_token_id: int, decoder_start_token_id: int) -> dict[str, torch.Tensor]:
     """Pads sources and targets on the right, each to their longest, into one micro-batch; all int64.
 
-    `input_ids` and `attention_mask` (B, S), `decoder_input_ids` (B, T): the targets one place to the right, behind the
-    token that starts the decoder. `targets` (N,), and `target_rows` (N,): where in the flattened (B * T,) decoder each
-    is predicted. The encoder looks both ways and needs the mask; no real token of a causal decoder sees its padding.
+    `input_ids` (B, S) and, where there is padding, `attention_mask` (B, S); `decoder_input_ids` (B, T): the targets one
+    place to the right, behind the token that starts the decoder. `targets` (N,), and `target_rows` (N,): where in the
+    flattened (B * T,) decoder each is predicted. The encoder looks both ways and needs the mask; no real token of a
+    causal decoder sees its padding.
     """
     source_length = max(len(source) for source, _ in samples)
     target_length = max(1, *(len(target) for _, target in samples))  # a filler has no target, and one place for none
@@ -250,9 +252,10 @@ def collate_pairs(samples: list[Pair], pad_token_id: int, decoder_start_token_id
         decoder_input_ids[row, 1 : len(target)] = target[:-1]
         is_target[row, : len(target)] = True
     attention_mask = np.arange(source_length) < np.array([[len(source)] for source, _ in samples])
+    padding = {} if attention_mask.all() else {"attention_mask": torch.from_numpy(attention_mask.astype(np.int64))}
     return {
         "input_ids": torch.from_numpy(input_ids),
-        "attention_mask": torch.from_numpy(attention_mask.astype(np.int64)),
+        **padding,
         "decoder_input_ids": torch.from_numpy(decoder_input_ids),
         "targets": torch.from_numpy(np.concatenate([target for _, target in samples])),
         "target_rows": torch.from_numpy(np.flatnonzero(is_target)),
@@ -268,12 +271,12 @@ def prepare_encoder_decoder(model: PreTrainedModel) -> None:
     transformers gives encoder and decoder a module each, and FSDP2 refuses a weight that is in two of its groups.
 
     Raises:
-        ValueError: the model begins its targets otherwise than `collate_pairs` does (mBART: with their language).
+        UserError: the model begins its targets otherwise than `collate_pairs` does (mBART: with their language).
     """
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):
         labels, start = torch.arange(2, 6), model.config.decoder_start_token_id
         if model.prepare_decoder_input_ids_from_labels(labels.unsqueeze(0))[0].tolist() != [start, 2, 3, 4]:
-            raise ValueError(
+            raise UserError(
                 f"{type(model).__name__} does not begin all targets with its decoder_start_token_id; take another model"
             )
     embeddings = model.get_input_embeddings()
@@ -284,7 +287,8 @@ def prepare_encoder_decoder(model: PreTrainedModel) -> None:
 def score_targets(
     written: dict[int, list[int]], samples: Pairs, train: Pairs, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, Any], list[str]]:
-    """chrF (0 to 100) of what a model wrote for some of `samples`, beside two baselines; and lines to print.
+    """chrF (0 to 100) of what a model wrote for some of `samples`, beside two baselines, how much of it is exactly its
+    target, and lines to print.
 
     The baselines: the most frequent target of the (first 100,000) training pairs for every sample, and the first tokens
     of each source, as many as a training target has on average. All against the targets as the tokenizer decodes them.
@@ -304,6 +308,7 @@ def score_targets(
     figures = {
         "num_generated": len(written),
         "chrf": chrf(answers),
+        "exact": sum(answer == target for answer, target in zip(answers, targets, strict=True)) / len(written),
         "chrf_of_most_frequent_target": chrf(frequent * len(pairs)),
         "chrf_of_copied_source": chrf(texts(source[:num_copied] for source, _ in pairs)),
         "examples": [{"target": target, "written": answer} for target, answer in zip(targets, answers, strict=True)][
@@ -311,8 +316,8 @@ def score_targets(
         ],
     }
     lines = [
-        f"\nchrF of {len(written)} held-out targets, written greedily: {figures['chrf']:.1f}; of always "
-        f"{frequent[0]!r}: {figures['chrf_of_most_frequent_target']:.1f}; of the first {num_copied} tokens of each "
-        f"source: {figures['chrf_of_copied_source']:.1f}"
+        f"\nchrF of {len(written)} held-out targets, written greedily: {figures['chrf']:.1f}, {figures['exact']:.1%} "
+        f"of them exact; of always {frequent[0]!r}: {figures['chrf_of_most_frequent_target']:.1f}; of the first "
+        f"{num_copied} tokens of each source: {figures['chrf_of_copied_source']:.1f}"
     ]
     return figures, lines + [f"{name:>11}  {text}" for one in figures["examples"] for name, text in one.items()]

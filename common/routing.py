@@ -22,6 +22,7 @@ from transformers import Ernie4_5_MoeConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from common.batching import Window
+from common.errors import UserError
 
 BALANCE = {
     "bias": "no loss: a bias on each expert's score, for the choice only, moves once an update, up where the expert "
@@ -57,7 +58,7 @@ class Layer:
 def find_layers(model: PreTrainedModel) -> list[Layer]:
     """The sparse layers of a model of transformers, in order; none in a dense one.
 
-    Known by their experts, which are one module and are called with the choice. ValueError: another kind.
+    Known by their experts, which are one module and are called with the choice. UserError: another kind.
     """
     recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
     config, layers = model.config.get_text_config(), []
@@ -72,7 +73,7 @@ def find_layers(model: PreTrainedModel) -> list[Layer]:
         sizes = (experts.num_experts, config.num_experts_per_tok)
         layers.append(Layer(block, router, experts, _choice(experts), holder, *sizes))
     if recorded and not layers:
-        raise ValueError(
+        raise UserError(
             f"{type(model).__name__}: its experts are not one module that is called with the choice of each token, so "
             "nothing can be counted or balanced; take another mixture, such as a Mixtral, or recipes/lm.py"
         )
@@ -94,16 +95,16 @@ def count_active(layers: list[Layer], total: int) -> int:
 
 
 def check_routers(model: PreTrainedModel, balance: str) -> None:
-    """ValueError if the model has no experts, or routers that cannot be balanced in this way."""
+    """UserError if the model has no experts, or routers that cannot be balanced in this way."""
     layers = find_layers(model)
     if not layers:
-        raise ValueError(
+        raise UserError(
             f"{type(model).__name__} is a dense model, without experts: give it some with --upcycle, or train it with "
             "recipes/lm.py"
         )
     without = next((layer for layer in layers if layer.bias_holder is None), None)
     if balance == "bias" and without is not None:
-        raise ValueError(
+        raise UserError(
             f"--balance bias: {type(without.router).__name__} has no {BIAS_NAME} for its model to keep; use --balance "
             "exact, usual or none"
         )
@@ -190,13 +191,13 @@ class Routing:
 
     def _loss_sum(self, rows: Tensor) -> Tensor:
         """The balancing loss of a micro-batch, times its targets; the probabilities are the softmax of the logits."""
-        logits = [x[rows] for x in self.logits]
+        logits = [x[rows].to(torch.promote_types(x.dtype, torch.float32)) for x in self.logits]
         if self.balance == "usual":
             if not len(rows):
                 return sum(x.sum() for x in logits)  # 0, with a gradient for every rank to reduce
             layer = self.layers[0]
             return load_balancing_loss_func(tuple(logits), layer.num_experts, layer.top_k) / layer.top_k * len(rows)
-        probabilities = [x.to(torch.promote_types(x.dtype, torch.float32)).softmax(-1).sum(0) for x in logits]
+        probabilities = [x.softmax(-1).sum(0) for x in logits]
         terms = torch.stack(probabilities) * self.shares  # (layers, experts): a sum over the tokens, as law 1 wants it
         return terms.sum(1).mean() * terms.shape[1]
 
@@ -219,18 +220,26 @@ class Routing:
         dtype = torch.promote_types(self.layers[0].router.weight.dtype, torch.float32)
         self.shares = counts.to(dtype) / (window.num_targets * self.layers[0].top_k)
 
+    def news(self) -> dict[str, Tensor]:
+        """What travels with the window's loss (`common.accumulation.reduce_window`): where this rank's tokens went."""
+        return {"expert_counts": self.counts[True]} if self.layers else {}
+
     @torch.no_grad()
-    def end_window(self, accelerator: Accelerator, finite: bool) -> dict[str, float]:
-        """After the optimizer's step: `bias` moves, the same on all ranks. Returns figures for the window's record."""
+    def end_window(self, finite: bool, news: dict[str, Any]) -> dict[str, float]:
+        """After the optimizer's step: `bias` moves, the same on all ranks. Returns figures for the window's record.
+
+        Args:
+            news: what `news` gave, summed over the ranks and on the host.
+        """
         if not self.layers:
             return {}
-        counts = accelerator.reduce(self.counts[True], reduction="sum")
+        counts = news["expert_counts"]
         if finite and self.balance == "bias":
-            behind = counts.double().mean(1, keepdim=True) - counts
-            for layer, direction in zip(self.layers, behind.sign(), strict=True):
-                layer.bias.add_((self.strength * direction).to(layer.bias).view_as(layer.bias))
-        busiest, dead = torch.stack([_busiest(counts), (counts == 0).sum().double()]).tolist()
-        return {"busiest_expert": busiest, "dead_experts": int(dead)}
+            bias, steps = self.layers[0].bias, self.strength * (counts.mean(1, keepdim=True) - counts).sign()
+            steps = steps.to(bias.dtype).to(bias.device, non_blocking=True)  # one copy, without a wait for the device
+            for layer, step in zip(self.layers, steps, strict=True):
+                layer.bias.add_(step.view_as(layer.bias))
+        return {"busiest_expert": _busiest(counts).item(), "dead_experts": int((counts == 0).sum())}
 
     def report(self, accelerator: Accelerator) -> dict[str, Any]:
         """Of the held-out tokens, or without any of the last window: each layer's share of tokens by expert."""
@@ -273,16 +282,16 @@ def moe_config(shape: dict[str, Any], num_experts: int, top_k: int, expert_width
 
 
 def upcycled_config(dense: PreTrainedConfig, num_experts: int, top_k: int) -> Ernie4_5_MoeConfig:
-    """The configuration of what `upcycle` makes of a dense model. ValueError if it cannot."""
+    """The configuration of what `upcycle` makes of a dense model. UserError if it cannot."""
     name = f"--upcycle: --model_name_or_path is a {dense.model_type}"
     if hasattr(dense.get_text_config(), "num_experts_per_tok"):
-        raise ValueError(f"{name}, a mixture of experts already; take --upcycle out")
+        raise UserError(f"{name}, a mixture of experts already; take --upcycle out")
     if dense.model_type not in UPCYCLED:
-        raise ValueError(f"{name}, which is not one of {', '.join(UPCYCLED)}; take one of these")
+        raise UserError(f"{name}, which is not one of {', '.join(UPCYCLED)}; take one of these")
     if getattr(dense, "attention_bias", False) or getattr(dense, "mlp_bias", False):
-        raise ValueError(f"{name} with biases, for which the mixture has no place; take one without")
+        raise UserError(f"{name} with biases, for which the mixture has no place; take one without")
     if getattr(dense, "sliding_window", None):
-        raise ValueError(f"{name} with a sliding window, which the mixture does not have; take one without")
+        raise UserError(f"{name} with a sliding window, which the mixture does not have; take one without")
     names = "vocab_size num_hidden_layers hidden_size num_attention_heads num_key_value_heads intermediate_size"
     names += " hidden_act max_position_embeddings initializer_range rms_norm_eps tie_word_embeddings rope_parameters"
     names += " bos_token_id eos_token_id pad_token_id"

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 
+from common.deepspeed_files import BATCH_KEYS, flatten, read_deepspeed_config
 from common.launch import Launch, describe_mode, describe_precision
 from common.redaction import redact
-from common.sharding import flatten, read_deepspeed_config
 
 # Variables that change what a run does or where it reads and writes.
 PREFIXES = ("ACCELERATE_", "CUDA_", "DS_", "FSDP_", "GLOO_", "HF_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "PYTORCH_")
@@ -43,12 +43,12 @@ def list_settings(args: argparse.Namespace, launch: Launch, accelerator: Acceler
         source = launch.deepspeed_config if isinstance(launch.deepspeed_config, str) else launch.source
         asked = dict(flatten(read_deepspeed_config(launch.deepspeed_config)))
         for name, value in flatten(accelerator.deepspeed_plugin.deepspeed_config):
-            if name not in asked:
-                yield Setting(name, value, "set by Accelerate or the recipe")
-            elif asked[name] == "auto":
+            if name in asked and asked[name] == value:
+                yield Setting(name, value, source)
+            elif name in asked and asked[name] == "auto" and name not in BATCH_KEYS:
                 yield Setting(name, value, f"{source}: auto, resolved")
             else:
-                yield Setting(name, value, source)
+                yield Setting(name, value, "set by Accelerate or the recipe")
 
     # An argument's name is its flag's, and no flag may be shortened.
     given = {word.split("=")[0] for word in sys.argv[1:] if word.startswith("--")}

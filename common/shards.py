@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -33,7 +34,8 @@ class _Part:
     shape: tuple[int, ...]
     start: int
     weight: torch.Tensor
-    holder: torch.Tensor | None  # the tensor that the inner optimizer knows: the parameter, or a flat stretch of many
+    # The tensor that the inner optimizer knows: the parameter, or a flat stretch of many; None if it is not trained.
+    holder: torch.Tensor | None
     cut: Callable[[torch.Tensor], torch.Tensor]  # of a state tensor as large as the holder, the elements of this part
     is_owner: bool
 
@@ -45,11 +47,19 @@ def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
+# Where DeepSpeed's optimizers keep the groups of parameters, and this rank's stretch of each in float32.
+ZERO_NAMES = (
+    ("fp16_groups", "fp32_partitioned_groups_flat"),  # ZeRO-3
+    ("bit16_groups", "single_partition_of_fp32_groups"),  # ZeRO-2, and ZeRO-1 but in bf16
+    ("bf16_groups", "fp32_groups_flat_partition"),  # BF16_Optimizer: ZeRO-1 in bf16
+)
+
+
 def _zero_optimizer(optimizer: Any) -> Any | None:
     """DeepSpeed's ZeRO optimizer among the wrappers, or None."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
-        if hasattr(optimizer, "bit16_groups") or hasattr(optimizer, "fp16_partitioned_groups"):
+        if any(hasattr(optimizer, groups) for groups, _ in ZERO_NAMES):
             return optimizer
     return None
 
@@ -66,9 +76,13 @@ class _Owners:
         return owner == self.rank
 
 
+def _if_trained(p: torch.Tensor) -> torch.Tensor | None:
+    return p if p.requires_grad else None
+
+
 def _whole(name: str, p: torch.Tensor, owners: _Owners) -> _Part:
     is_owner = owners.is_mine(p.numel() * p.element_size())
-    return _Part(name, tuple(p.shape), 0, p.detach(), p, lambda state: state, is_owner)
+    return _Part(name, tuple(p.shape), 0, p.detach(), _if_trained(p), lambda state: state, is_owner)
 
 
 def _dtensor_part(name: str, p: DTensor) -> _Part:
@@ -78,19 +92,34 @@ def _dtensor_part(name: str, p: DTensor) -> _Part:
     # Of the copies that HSDP keeps, the first one is written.
     is_owner = all(mesh.get_local_rank(dim) == 0 for dim, one in enumerate(placements) if one == Replicate())
     start = offset[0] * (p.numel() // p.shape[0]) if p.ndim else 0
-    return _Part(name, tuple(p.shape), start, p.detach().to_local(), p, lambda state: state.to_local(), is_owner)
+    local = p.detach().to_local()
+    return _Part(name, tuple(p.shape), start, local, _if_trained(p), lambda state: state.to_local(), is_owner)
+
+
+def _reshard(model: torch.nn.Module) -> None:
+    """Makes every parameter the one that is trained again.
+
+    After a forward that no backward followed, as an evaluation's, FSDP2 leaves those of its root gathered: plain
+    tensors in the dtype that computes, which no optimizer knows.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _parts(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Iterator[_Part]:
+    _reshard(model)
     named = {name: p for name, p in accelerator.unwrap_model(model).named_parameters()}
     owners, zero = _Owners(accelerator), _zero_optimizer(optimizer)
     if zero is not None:
         names = {id(p): name for name, p in named.items()}
         parts = _zero3_parts if hasattr(zero, "fp16_partitioned_groups") else _zero12_parts
         yield from parts(zero, names)
-        trained = {id(p) for group in _zero_groups(zero) for p in group}
+        trained = {id(p) for group, _ in _zero_groups(zero) for p in group}
         named = {name: p for name, p in named.items() if id(p) not in trained}  # the frozen ones
+    known = {id(p) for group in inner_optimizer(optimizer).param_groups for p in group["params"]}
     for name, p in named.items():
+        assert not p.requires_grad or id(p) in known, f"{name} requires a gradient, and the optimizer does not hold it"
         if hasattr(p, "ds_tensor"):
             yield _ds_part(name, p, p.ds_tensor.detach(), None, lambda state: state)
         elif isinstance(p, DTensor):
@@ -99,13 +128,15 @@ def _parts(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> 
             yield _whole(name, p, owners)
 
 
-def _zero_groups(zero: Any) -> list[list[torch.Tensor]]:
-    return zero.fp16_groups if hasattr(zero, "fp16_partitioned_groups") else zero.bit16_groups
+def _zero_groups(zero: Any) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
+    """Each group of parameters, and this rank's stretch of it in float32."""
+    groups, stretches = next(names for names in ZERO_NAMES if hasattr(zero, names[0]))
+    return zip(getattr(zero, groups), getattr(zero, stretches), strict=True)
 
 
 def _zero12_parts(zero: Any, names: dict[int, str]) -> Iterator[_Part]:
-    """ZeRO-1 and 2: this rank's stretch of each group of parameters laid end to end, in float32."""
-    for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+    """ZeRO-1 and 2: the parameters of a group are laid end to end."""
+    for group, flat in _zero_groups(zero):
         for p in group:
             fragment = p._hp_mapping
             if fragment is None:  # lies in another rank's stretch
@@ -131,7 +162,7 @@ def _ds_part(name: str, p: Any, weight: torch.Tensor, holder: torch.Tensor | Non
 
 def _zero3_parts(zero: Any, names: dict[int, str]) -> Iterator[_Part]:
     """ZeRO-3: this rank's share of each parameter, in float32; a group that lies in files is read for its turn."""
-    for group, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
+    for group, flat in _zero_groups(zero):
         offset = 0
         for p in group:
 
@@ -182,6 +213,13 @@ def numbers(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) ->
         values = torch.stack([found[name].detach().double() for name in on_device]).tolist()
         found |= dict(zip(on_device, values, strict=True))
     return found
+
+
+def untrained(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> list[str]:
+    """Names of the parameters without optimizer state: frozen ones, and those that never had a gradient."""
+    state = inner_optimizer(optimizer).state
+    holders = {part.name: part.holder for part in _parts(accelerator, model, optimizer)}
+    return [name for name, holder in holders.items() if holder is None or (state and holder not in state)]
 
 
 def make_state(
@@ -245,6 +283,7 @@ def refresh(optimizer: Any) -> None:
     if not hasattr(zero, "fp16_partitioned_groups"):
         zero.update_lp_params()
         return
+    zero.empty_partition_cache()  # what a forward before has gathered is of the weights before
     for index in range(len(zero.fp16_groups)):
         zero._reassign_or_swap_out_partitioned_parameters(index)
     if zero.persistent_parameters:  # small ones, which every rank keeps whole

@@ -1,4 +1,7 @@
-"""Asked to stop: SIGTERM, SIGINT or SIGUSR1 lets the current update end; then a checkpoint is written."""
+"""Asked to stop: SIGTERM, SIGINT or SIGUSR1 lets the current update end; then a checkpoint is written.
+
+The ranks agree once an update, when its gradient is there: a request that comes later ends the next update.
+"""
 
 import os
 import signal
@@ -72,7 +75,8 @@ class StopRequests:
             signal.signal(number, self.before[number])
             again = "; the third one ends it at once" if self.before[number] != signal.SIG_IGN else ""
         # Not print: the signal may have come in the middle of another one.
-        os.write(sys.stderr.fileno(), f"{signal.Signals(number).name}: stopping after this update{again}\n".encode())
+        line = f"{signal.Signals(number).name}: stopping after this update or the next{again}\n"
+        os.write(sys.stderr.fileno(), line.encode())
 
     @property
     def asked(self) -> bool:

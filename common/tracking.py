@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 
 from common import liveness
 from common.batching import WindowDataset
+from common.errors import UserError
 from common.launch import describe_mode, describe_precision, running_mode
 from common.redaction import redact
 
@@ -65,9 +67,9 @@ def to_json_line(record: dict[str, Any]) -> str:
 
 def write_run(output_dir: Path, facts: dict[str, Any]) -> None:
     """Writes run.json, without secrets, beside its name and renames it: it is never half there."""
-    partial = output_dir / "run.json.partial"
-    partial.write_text(json.dumps(redact(facts), indent=2, default=lambda one: redact(str(one))) + "\n")
-    os.replace(partial, output_dir / "run.json")
+    unfinished = output_dir / "run.json.partial"
+    unfinished.write_text(json.dumps(redact(facts), indent=2, default=lambda one: redact(str(one))) + "\n")
+    os.replace(unfinished, output_dir / "run.json")
 
 
 def start_run(
@@ -93,6 +95,7 @@ def start_run(
             "resumed_at": position.update,
         }
         write_run(output_dir, run | facts)
+    liveness.note_failure = partial(_end_failed, output_dir)
     if args.report_to:
         flags = {
             key: value if isinstance(value, int | float | str) else str(value)
@@ -113,10 +116,17 @@ def start_run(
         }
 
 
+def _end_failed(output_dir: Path, status: str) -> None:
+    """For `liveness.note_failure`: run.json of a run that has not ended says how it did."""
+    path = output_dir / "run.json"
+    if path.is_file() and (run := json.loads(path.read_text()))["status"] == "running":  # seen from this host
+        write_run(output_dir, run | {"status": status})
+
+
 def cut_metrics(path: Path, num_updates: int) -> None:
     """Leaves the lines of the first `num_updates` updates: those after the checkpoint are made once more."""
     if path.exists() and not path.is_file():
-        raise ValueError(f"disk: {path} is no file; move it away, then start again with --resume")
+        raise UserError(f"disk: {path} is no file; move it away, then start again with --resume")
     kept: dict[int, str] = {}
     text = path.read_text(errors="replace") if path.is_file() else ""
     for line in text.splitlines(keepends=True):
@@ -129,9 +139,9 @@ def cut_metrics(path: Path, num_updates: int) -> None:
     if lost := [update for update in range(num_updates) if update not in kept]:
         lines = f"line of update {lost[0]}" + (f" and {len(lost) - 1} more" if len(lost) > 1 else "")
         print(f"{path}: the {lines} before update {num_updates} are lost or damaged", flush=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text("".join(kept[update] for update in sorted(kept)))
-    os.replace(partial, path)
+    unfinished = path.with_name(path.name + ".partial")
+    unfinished.write_text("".join(kept[update] for update in sorted(kept)))
+    os.replace(unfinished, path)
 
 
 def end_early(accelerator: Accelerator, output_dir: Path, position: Any) -> None:
@@ -208,6 +218,7 @@ class Progress:
         self.ended: float | None = None
         self.num_tokens = self.num_processed = 0
         self.unit = "tokens"
+        self.held_out = ""
         self.rank_work: Any = 0
 
     def windows(self, loader):
@@ -248,19 +259,30 @@ class Progress:
                 self.file.write(to_json_line(record))
             except OSError as error:
                 free = shutil.disk_usage(Path(self.file.name).parent).free
-                raise ValueError(
+                raise UserError(
                     f"disk: {self.file.name} could not be written after update {record['update']}: {error.strerror}; "
                     f"{free:,} bytes free; make room, then start again with --resume"
                 ) from error
             numbers = {key: value for key, value in record.items() if isinstance(value, int | float)}
             self.accelerator.log(numbers, step=record["update"])
+        if "validation_loss" in record:
+            self._tell_evaluation(record)
         self.bar.set_postfix_str(
-            f"loss {record['loss']:.3f}, {tokens_per_second:,.0f} {self.unit}/s, {memory / 2**30:.2f} GiB, "
-            f"waiting {self.waiting_share:.0%}"
+            f"loss {record['loss']:.3f}, {self.held_out}{tokens_per_second:,.0f} {self.unit}/s, "
+            f"{memory / 2**30:.2f} GiB, waiting {self.waiting_share:.0%}"
             + (f", {self.position.skipped_updates} skipped" if self.position.skipped_updates else ""),
             refresh=False,
         )
         self.bar.update()
+
+    def _tell_evaluation(self, record: dict[str, Any]) -> None:
+        """One line above the bar, which shows the loss too from here on."""
+        loss = record["validation_loss"]
+        self.held_out = f"held out {loss:.3f}, "
+        line = f"update {self.position.update}: validation loss {loss:.4f}"
+        line += f", accuracy {record['accuracy']:.2%}" if "accuracy" in record else ""
+        self.bar.write(line + (", the lowest so far" if loss == self.position.best_validation_loss else ""))
+        sys.stdout.flush()
 
     @property
     def waiting_share(self) -> float:
@@ -316,6 +338,19 @@ def held_out_results(loss: float, samples: Any) -> dict[str, float | None]:
     return results
 
 
+def describe_best(best: dict[str, Any] | None, output_dir: Path) -> str:
+    """One line on what `Checkpoints.best_at_end` found; the held-out figures of the run are those of model/."""
+    if best is None:
+        return "best       no checkpoint was measured: model/ is the last one"
+    line = f"best       {best['checkpoint']}, validation loss {best['loss']:.4f}: "
+    if best["is_model"]:
+        return line + f"{output_dir / 'model'} is this one"
+    return line + (
+        f"{output_dir / 'model'} is the last one; for this one: python -m common.checkpoint export "
+        f"{best['checkpoint']} {output_dir / 'best'}, or --load_best_at_end next time"
+    )
+
+
 def print_results(results: dict[str, Any], output_dir: Path, model_class: str, *lines: str) -> None:
     """The end of a run: figures, the recipe's own `lines`, and where everything lies; figures also go into run.json."""
     run = json.loads((output_dir / "run.json").read_text())
@@ -335,6 +370,8 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, *
         print(f"bits per byte of held-out text: this model {results['bits_per_byte']:.3f}, {', '.join(others)}")
     for line in lines:
         print(line)
+    if "best" in results:
+        print(describe_best(results["best"], output_dir))
     print(f"model      {output_dir / 'model'} ({model_class}.from_pretrained loads it)")
     print(f"metrics    {output_dir / 'metrics.jsonl'}")
     print(f"settings   {output_dir / 'run.json'}")

@@ -3,10 +3,11 @@
 python launchers/meet.py accelerate launch --config_file accelerate_configs/multi_node.yaml \\
     --main_process_ip IP --machine_rank R recipes/lm.py ...
 
-By itself `accelerate launch` ends such a start in a traceback, after minutes. Here a wrong address, a port in use, a
-machine that never comes, a rank given twice, or another number of machines is one line on every machine, and exit
-status 2. The machines meet at --main_process_ip and --main_process_port, where the launchers meet after them.
-SIGUSR1 goes on to the processes that train: they save and stop. (`accelerate launch` by itself would die of it.)
+By itself `accelerate launch` ends such a start in a traceback, after minutes (`multi_node*.yaml`: one). Here a wrong
+address, a port in use, a machine that never comes, a rank given twice, or another number of machines is one line on
+every machine, and exit status 2. The machines meet at --main_process_ip and --main_process_port, where the launchers
+meet after them. SIGUSR1 goes on to the processes that train: they save and stop. (`accelerate launch` by itself would
+die of it.)
 """
 
 import argparse
@@ -31,6 +32,7 @@ from accelerate.commands import launch  # noqa: E402
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
+from common.errors import UserError
 from common.launch import Launch, check_machines, parse_launch  # noqa: E402
 
 DEFAULT_PORT = 29500  # Accelerate's
@@ -75,23 +77,23 @@ def port_user(port: int) -> str:
 
 
 def listen(port: int) -> socket.socket:
-    """Raises ValueError where the port is taken."""
+    """Raises UserError where the port is taken."""
     is_dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual else socket.AF_INET
     try:
         return socket.create_server(("", port), family=family, dualstack_ipv6=is_dual, backlog=1024)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            raise ValueError(f"port {port} of this machine cannot be used: {why(error)}") from error
+            raise UserError(f"port {port} of this machine cannot be used: {why(error)}") from error
         line = f"port {port} of this machine, {socket.gethostname()}, is in use{port_user(port)}"
-        raise ValueError(f"{line}; give another --main_process_port on all machines") from error
+        raise UserError(f"{line}; give another --main_process_port on all machines") from error
 
 
 def host_meeting(asked: Launch, address: tuple[str, int], timeout: float) -> None:
     """Machine rank 0: waits for the others, and tells them when all are there, or what is wrong.
 
     Raises:
-        ValueError: a line that says what is wrong.
+        UserError: a line that says what is wrong.
     """
     here: dict[int, tuple[Connection, str]] = {}  # rank to connection and host
     answer = {"error": f"machine rank 0 on host {socket.gethostname()} was stopped"}
@@ -99,7 +101,7 @@ def host_meeting(asked: Launch, address: tuple[str, int], timeout: float) -> Non
         try:
             gather(server, here, asked, address, timeout)
             answer = {"all_here": True}
-        except ValueError as error:
+        except UserError as error:
             answer = {"error": str(error)}
             raise
         finally:
@@ -123,19 +125,19 @@ def gather(server: socket.socket, here: dict, asked: Launch, address: tuple[str,
                 ready = wait(waiting, max(0, deadline - time.monotonic()))
                 if not ready:
                     missing = ", ".join(str(rank) for rank in range(asked.num_machines) if rank not in here)
-                    raise ValueError(
+                    raise UserError(
                         f"machine rank {missing} of {asked.num_machines} did not come to {address[0]}:{address[1]} "
                         f"within {timeout:g} s; start the same command there, with its own --machine_rank"
                     )
                 if own in ready:  # it is not this process that answers there
-                    raise ValueError(receive(own)["error"])
+                    raise UserError(receive(own)["error"])
                 for rank in [rank for rank, (connection, _) in here.items() if connection in ready]:
                     here.pop(rank)[0].close()  # went away, and may come back
                 if server in ready:
                     admit(Connection(server.accept()[0].detach()), asked, token, here)
     except (OSError, EOFError, KeyError) as error:
         addresses = [a.address for all_of_one in psutil.net_if_addrs().values() for a in all_of_one]
-        raise ValueError(
+        raise UserError(
             f"--main_process_ip {address[0]} does not lead to this machine, {socket.gethostname()}, which has machine "
             f"rank 0 ({why(error)}); give an address of it that the others reach, of "
             f"{', '.join(a for a in addresses if a.count('.') == 3)}"
@@ -143,7 +145,7 @@ def gather(server: socket.socket, here: dict, asked: Launch, address: tuple[str,
 
 
 def admit(connection: Connection, asked: Launch, token: str, here: dict[int, tuple[Connection, str]]) -> None:
-    """Adds a machine to those that are here. ValueError: it does not fit to them."""
+    """Adds a machine to those that are here. UserError: it does not fit to them."""
     try:
         hello = receive(connection) if connection.poll(5) else {}
         rank, host, same = hello["rank"], hello["host"], hello["same"]
@@ -159,7 +161,7 @@ def admit(connection: Connection, asked: Launch, token: str, here: dict[int, tup
         line = f"hosts {other} and {host} both have --machine_rank {rank}; give each its own, from 0 on"
     if line:
         send(connection, {"error": line})
-        raise ValueError(line)
+        raise UserError(line)
     here[rank] = (connection, host)
 
 
@@ -167,7 +169,7 @@ def join_meeting(asked: Launch, address: tuple[str, int], timeout: float) -> Non
     """Another machine: comes to machine rank 0, which may start later, and waits for its word.
 
     Raises:
-        ValueError: a line that says what is wrong.
+        UserError: a line that says what is wrong.
     """
     deadline = time.monotonic() + timeout
     me = f"machine rank {asked.machine_rank} on host {socket.gethostname()}"
@@ -177,21 +179,21 @@ def join_meeting(asked: Launch, address: tuple[str, int], timeout: float) -> Non
             connection = connect(address, min(5, deadline - time.monotonic()))
             send(connection, introduction(asked))
             if not connection.poll(timeout + 2):
-                raise ValueError(f"{me} reaches {where}, which does not answer; is it the port of another program?")
+                raise UserError(f"{me} reaches {where}, which does not answer; is it the port of another program?")
             answer = receive(connection)
             connection.close()
         except socket.gaierror as error:
-            raise ValueError(f"--main_process_ip {address[0]} is no address ({why(error)}); mend it") from error
+            raise UserError(f"--main_process_ip {address[0]} is no address ({why(error)}); mend it") from error
         except (OSError, EOFError) as error:
             if time.monotonic() + 0.5 < deadline:
                 time.sleep(0.5)
                 continue
-            raise ValueError(
+            raise UserError(
                 f"{me} did not reach {where} within {timeout:g} s ({why(error)}); check --main_process_ip and "
                 "--main_process_port, that the command runs there too, and that no firewall is between"
             ) from error
         if "error" in answer:
-            raise ValueError(answer["error"])
+            raise UserError(answer["error"])
         return
 
 
@@ -218,12 +220,12 @@ def main() -> None:
     try:
         asked = parse_launch(words)
         if problems := check_machines(asked):
-            raise ValueError("\n".join(problems))
+            raise UserError("\n".join(problems))
         if asked.num_machines > 1:
             address = (asked.main_process_ip, asked.main_process_port or DEFAULT_PORT)
             (join_meeting if asked.machine_rank else host_meeting)(asked, address, args.timeout)
             words = ["--rdzv_conf", f"timeout={max(60, args.timeout):.0f}", *words]  # a later one, of the user, wins
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr, flush=True)
         sys.exit(2)
     threading.Thread(target=hand_on_stop_requests, daemon=True).start()

@@ -28,11 +28,11 @@ from transformers import AutoModelForSequenceClassification, BertConfig
 # The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
-from common import arguments, checkpoint, classification, data, launch, models, tracking
+from common import arguments, checkpoint, classification, data, launch, loading, models, tracking
 from common.accumulation import reduce_window, skip_step, sum_over_ranks, synchronize_gradients, window_scale
 from common.activation_checkpointing import apply_activation_checkpointing
 from common.batching import make_loader
-from common.corpus import shorten
+from common.errors import UserError, shorten
 from common.files import complete_or_absent
 from common.optimizers import learning_rate, make_optimizer, set_learning_rate
 from common.plots import save_confusion_matrix
@@ -107,9 +107,9 @@ def load_data(args):
         )
     classification.set_labels(config, names, args.label_column, tokenizer.pad_token_id)
     problems = models.check_model(config, tokenizer, args.sequence_length)
-    problems += classification.check_length(tokenizer, args.sequence_length, args.pair_column is not None)
+    problems += classification.check_length(config, tokenizer, args.sequence_length, args.pair_column is not None)
     if problems:
-        raise ValueError("\n".join(problems))
+        raise UserError("\n".join(problems))
 
     def make_samples(name, examples):
         targets = classification.encode_labels(examples, names)
@@ -188,7 +188,8 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
                     accelerator.backward(loss_sum * scale)
                 loss_sums.append(loss_sum.detach())
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-            loss, grad_norm = reduce_window(accelerator, loss_sums, grad_norm, window)
+            news = checkpoints.news(stop)  # of this rank; from here on of all, by the one collective of an update
+            loss, grad_norm, news = reduce_window(accelerator, loss_sums, grad_norm, window, news)
 
             finite = math.isfinite(loss) and math.isfinite(grad_norm)  # the same on all ranks, as loss and norm are
             if finite:
@@ -201,7 +202,8 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
             position.update, position.validation_loss = window.update + 1, None
             position.samples += window.num_samples
             record = {"update": window.update, "loss": loss, "grad_norm": grad_norm, "learning_rate": rate}
-            if validation_loader and args.eval_every and position.update % args.eval_every == 0:
+            is_end = args.keep_best and position.update == args.num_updates  # it may be the best
+            if validation_loader and args.eval_every and (position.update % args.eval_every == 0 or is_end):
                 record |= evaluate(model, validation_loader, accelerator)
                 position.measured(record["validation_loss"])
             progress.update(window, **record)
@@ -210,7 +212,7 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
                     f"update {window.update}: loss or gradient not finite {position.skipped_in_a_row} times in a row; "
                     "lower --learning_rate, or look at the data"
                 )
-            if checkpoints.update_done(position, model, optimizer, stop):
+            if checkpoints.update_done(position, model, optimizer, news):
                 return progress, True
         checkpoints.training_done(position, model, optimizer)
     return progress, False
@@ -219,17 +221,15 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
 def main():
     args = parse_arguments()
     asked = launch.find_launch()
-    problems = launch.check_launch(asked, args.optimizer, args.max_grad_norm)
-    problems += arguments.check_arguments(args, on_cpu=launch.runs_on_cpu(asked))
+    problems = arguments.check_arguments(args, on_cpu=launch.runs_on_cpu(asked))
+    problems += launch.check_launch(asked, args)
     if problems:
-        raise ValueError("\n".join(problems))
-    accelerator = launch.make_accelerator(
-        asked, args.max_grad_norm, args.connect_timeout, log_with=args.report_to or None, project_dir=args.output_dir
-    )
+        raise UserError("\n".join(problems))
+    accelerator = launch.make_accelerator(asked, args, log_with=args.report_to or None, project_dir=args.output_dir)
     checkpoints = checkpoint.Checkpoints(args, accelerator)
     tokenizer, config, train_samples, validation_samples, names = load_data(args)
     model_class = AutoModelForSequenceClassification
-    launch.check_space(asked, lambda: models.count_parameters(config, args.trust_remote_code, model_class))
+    launch.check_space(asked, lambda: models.parameter_sizes(config, args.trust_remote_code, model_class))
     identity = checkpoint.identify(args, accelerator, config, tokenizer, train_samples.fingerprint)
     resumed = checkpoints.find(identity)  # the newest sound checkpoint, with --resume
 
@@ -244,10 +244,11 @@ def main():
         model.base_model.compile(dynamic=True)
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
     first_update = resumed.manifest["update"] if resumed else 0
+    inputs = classification.find_inputs(model)
     collate = partial(
         classification.collate_texts,
         pad_token_id=tokenizer.pad_token_id,
-        inputs=classification.find_inputs(model),
+        inputs=inputs,
         target_dtype=torch.int64 if names else torch.float32,
     )
     loader = make_loader(args, train_samples, accelerator, collate, range(first_update, args.num_updates))
@@ -257,7 +258,7 @@ def main():
     lines = {"loss": "cross-entropy", "labels": f"{len(names)}: {shorten(names)}"} if names else {}
     lines = lines or {"loss": "squared error", "labels": "numbers"}
     tracking.print_run(args, accelerator, model, loader.dataset, held_out, rehearsal, **lines)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = loading.prepare(accelerator, model, optimizer)
     classification.check_padding(model, collate, train_samples, accelerator)
     launch.seed_everything(args.seed, accelerator)  # another dropout on each rank
 
@@ -268,6 +269,7 @@ def main():
         accelerator.print("dry run: one forward and one backward done, nothing written")
         return launch.end_run(accelerator)
     output_dir = arguments.make_output_dir(args, accelerator)
+    classification.describe_use(tokenizer, args.sequence_length, inputs)
     checkpoints.start(config, tokenizer, model=model, versions=tracking.versions())
     position = checkpoint.Position(**resumed.manifest["position"]) if resumed else checkpoint.Position()
     tracking.start_run(args, accelerator, output_dir, position, model=config.to_dict())
@@ -278,7 +280,7 @@ def main():
     if stopped:
         tracking.end_early(accelerator, output_dir, position)
         return launch.end_run(accelerator, STOPPED)
-    results, lines = progress.results(), []
+    results, lines = progress.results() | checkpoints.best_at_end(model, optimizer), []
     if validation_loader:
         loss, predictions, targets = predict(model, validation_loader, accelerator)
         results |= {"validation_loss": loss} | classification.score(predictions, targets)

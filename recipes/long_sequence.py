@@ -27,10 +27,11 @@ from transformers import LlamaConfig
 # The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
-from common import arguments, checkpoint, data, launch, models, tracking
+from common import arguments, checkpoint, data, launch, loading, models, tracking
 from common.accumulation import reduce_window, skip_step, sum_over_ranks, synchronize_gradients, window_scale
 from common.activation_checkpointing import apply_activation_checkpointing
 from common.batching import collate_tokens, make_loader
+from common.errors import UserError
 from common.files import complete_or_absent
 from common.long_sequences import RecurrentConfig, RecurrentLM, pieces_of, tile_mlps
 from common.losses import sum_token_losses
@@ -42,7 +43,7 @@ BYTES = 257  # the 256 and the end of a document
 # What is trained from scratch, unless flags say otherwise. The learning rate is AdamW's at its peak.
 ARCHITECTURES = {
     # sequence length, hidden size, layers, learning rate
-    "lstm": (131072, 128, 1, 4e-2),  # the default: torch has a fused kernel of it for the CPU, and none of a GRU
+    "lstm": (131072, 128, 1, 2e-2),  # the default: torch has a fused kernel of it for the CPU, and none of a GRU
     "gru": (131072, 128, 1, 4e-2),
     "transformer": (8192, 128, 4, 3e-3),
 }
@@ -102,7 +103,7 @@ def choose_defaults(args, architecture):
     """Fills in the flags that depend on the architecture, and refuses those that have no effect on it.
 
     Raises:
-        ValueError: a line for each of them, and for a sequence that cannot be cut as asked.
+        UserError: a line for each of them, and for a sequence that cannot be cut as asked.
     """
     sequence_length, hidden_size, num_layers, rate = ARCHITECTURES[architecture]
     args.sequence_length = args.sequence_length or sequence_length
@@ -129,7 +130,7 @@ def choose_defaults(args, architecture):
         problems += [f"{flag} {why}" for flag, given in useless.items() if given]
         problems += check_segments(args, args.sequence_length, f"--sequence_length {args.sequence_length}")
     if problems:
-        raise ValueError("\n".join(problems))
+        raise UserError("\n".join(problems))
 
 
 def check_segments(args, length, what):
@@ -163,10 +164,10 @@ def load_data(args):
         tokenizer = data.load_tokenizer(args.model_name_or_path, args.trust_remote_code)
     else:
         choose_defaults(args, args.architecture or "lstm")
-        tokenizer = data.train_tokenizer(train_source, BYTES)
+        tokenizer = data.train_tokenizer(train_source, BYTES, columns=(train_source.text_column,))
         config = make_config(args, tokenizer)
     if problems := models.check_model(config, tokenizer, args.sequence_length):
-        raise ValueError("\n".join(problems))
+        raise UserError("\n".join(problems))
     train = data.tokenize(train_source, tokenizer, args.sequence_length, "blocks")
     validation = validation_source and data.tokenize(
         validation_source, tokenizer, args.sequence_length, "blocks", measure_compression=True
@@ -175,7 +176,7 @@ def load_data(args):
     if isinstance(config, RecurrentConfig):
         what = f"the longest sample, of {train.max_length:,} tokens"
         if problems := check_segments(args, train.max_length, what):
-            raise ValueError("\n".join(problems))
+            raise UserError("\n".join(problems))
     return tokenizer, config, train, validation
 
 
@@ -211,7 +212,7 @@ def adapt(model, args, length):
             return f"{how}; {num_tiled} MLPs, {rows} rows at once"
         if args.mlp_rows:
             name = type(model).__name__
-            raise ValueError(f"--mlp_rows {rows}: {name} has no layers with an mlp; take --mlp_rows out")
+            raise UserError(f"--mlp_rows {rows}: {name} has no layers with an mlp; take --mlp_rows out")
         return f"{how}; MLPs in one piece"
     model.truncate = args.truncate
     if args.truncate:
@@ -264,7 +265,8 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
                     accelerator.backward(loss_sum * scale)
                 loss_sums.append(loss_sum.detach())
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-            loss, grad_norm = reduce_window(accelerator, loss_sums, grad_norm, window)
+            news = checkpoints.news(stop)  # of this rank; from here on of all, by the one collective of an update
+            loss, grad_norm, news = reduce_window(accelerator, loss_sums, grad_norm, window, news)
 
             finite = math.isfinite(loss) and math.isfinite(grad_norm)  # the same on all ranks, as loss and norm are
             if finite:
@@ -277,7 +279,8 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
             position.update, position.validation_loss = window.update + 1, None
             position.samples += window.num_samples
             record = {"update": window.update, "loss": loss, "grad_norm": grad_norm, "learning_rate": rate}
-            if validation_loader and args.eval_every and position.update % args.eval_every == 0:
+            is_end = args.keep_best and position.update == args.num_updates  # it may be the best
+            if validation_loader and args.eval_every and (position.update % args.eval_every == 0 or is_end):
                 record |= evaluate(model, validation_loader, accelerator)
                 position.measured(record["validation_loss"])
             progress.update(window, **record)
@@ -286,7 +289,7 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
                     f"update {window.update}: loss or gradient not finite {position.skipped_in_a_row} times in a row; "
                     "lower --learning_rate, or look at the data"
                 )
-            if checkpoints.update_done(position, model, optimizer, stop):
+            if checkpoints.update_done(position, model, optimizer, news):
                 return progress, True
         checkpoints.training_done(position, model, optimizer)
     return progress, False
@@ -295,16 +298,14 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
 def main():
     args = parse_arguments()
     asked = launch.find_launch()
-    problems = launch.check_launch(asked, args.optimizer, args.max_grad_norm)
-    problems += arguments.check_arguments(args, on_cpu=launch.runs_on_cpu(asked), lengths_vary=False)
+    problems = arguments.check_arguments(args, on_cpu=launch.runs_on_cpu(asked), lengths_vary=False)
+    problems += launch.check_launch(asked, args)
     if problems:
-        raise ValueError("\n".join(problems))
-    accelerator = launch.make_accelerator(
-        asked, args.max_grad_norm, args.connect_timeout, log_with=args.report_to or None, project_dir=args.output_dir
-    )
+        raise UserError("\n".join(problems))
+    accelerator = launch.make_accelerator(asked, args, log_with=args.report_to or None, project_dir=args.output_dir)
     checkpoints = checkpoint.Checkpoints(args, accelerator)
     tokenizer, config, train_samples, validation_samples = load_data(args)
-    launch.check_space(asked, lambda: models.count_parameters(config, args.trust_remote_code))
+    launch.check_space(asked, lambda: models.parameter_sizes(config, args.trust_remote_code))
     identity = checkpoint.identify(args, accelerator, config, tokenizer, train_samples.fingerprint, "truncate")
     resumed = checkpoints.find(identity)  # the newest sound checkpoint, with --resume
 
@@ -323,7 +324,7 @@ def main():
     held_out = validation_loader and validation_loader.dataset
     rehearsal = launch.is_rehearsal(asked)
     tracking.print_run(args, accelerator, model, loader.dataset, held_out, rehearsal, loss=how)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = loading.prepare(accelerator, model, optimizer)
     launch.seed_everything(args.seed, accelerator)  # another dropout on each rank
 
     if args.dry_run:
@@ -333,6 +334,7 @@ def main():
         accelerator.print("dry run: one forward and one backward done, nothing written")
         return launch.end_run(accelerator)
     output_dir = arguments.make_output_dir(args, accelerator)
+    models.describe_use(accelerator.unwrap_model(model), config, tokenizer, train_samples.end_tokens)
     checkpoints.start(config, tokenizer, model=model, versions=tracking.versions())
     position = checkpoint.Position(**resumed.manifest["position"]) if resumed else checkpoint.Position()
     tracking.start_run(args, accelerator, output_dir, position, model=config.to_dict())
@@ -343,7 +345,7 @@ def main():
     if stopped:
         tracking.end_early(accelerator, output_dir, position)
         return launch.end_run(accelerator, STOPPED)
-    results = progress.results()
+    results = progress.results() | checkpoints.best_at_end(model, optimizer)
     if validation_loader:
         results |= evaluate(model, validation_loader, accelerator)
         results |= tracking.held_out_results(results["validation_loss"], validation_samples)

@@ -25,10 +25,11 @@ from transformers import Ernie4_5Config
 # The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
-from common import arguments, checkpoint, data, launch, models, routing, tracking
+from common import arguments, checkpoint, data, launch, loading, models, routing, tracking
 from common.accumulation import reduce_window, skip_step, sum_over_ranks, synchronize_gradients, window_scale
 from common.activation_checkpointing import apply_activation_checkpointing
 from common.batching import collate_tokens, make_loader
+from common.errors import UserError
 from common.files import complete_or_absent
 from common.losses import sum_token_losses
 from common.optimizers import learning_rate, make_optimizer, set_learning_rate
@@ -49,7 +50,7 @@ FINE_TUNING_LEARNING_RATE = 2e-5
 def parse_arguments():
     parser = arguments.ArgumentParser(description=__doc__, prog="moe.py")
     arguments.add_shared_arguments(parser)
-    arguments.add_language_arguments(parser)
+    arguments.add_language_arguments(parser, examples=True)
     parser.set_defaults(num_updates=500)
     group = parser.add_argument_group("mixture of experts")
     group.add_argument("--model_config", help="size, from scratch (default: tiny)", **arguments.one_of(MODEL_CONFIGS))
@@ -125,7 +126,7 @@ def load_data(args):
         else:
             config = routing.moe_config(shape, args.num_experts, args.experts_per_token, expert_width)
     if problems := models.check_model(config, tokenizer, args.sequence_length):
-        raise ValueError("\n".join(problems))
+        raise UserError("\n".join(problems))
     if not args.dense:
         with torch.device("meta"):
             routing.check_routers(models.build_model(config, None, args.trust_remote_code), args.balance)
@@ -192,7 +193,9 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
                     accelerator.backward(loss_sum * scale)
                 loss_sums.append(loss_sum.detach())
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-            loss, grad_norm = reduce_window(accelerator, loss_sums, grad_norm, window)
+            news = checkpoints.news(stop)  # of this rank; from here on of all, by the one collective of an update
+            news |= router.news()  # where the window's tokens went
+            loss, grad_norm, news = reduce_window(accelerator, loss_sums, grad_norm, window, news)
 
             finite = math.isfinite(loss) and math.isfinite(grad_norm)  # the same on all ranks, as loss and norm are
             if finite:
@@ -205,8 +208,9 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
             position.update, position.validation_loss = window.update + 1, None
             position.samples += window.num_samples
             record = {"update": window.update, "loss": loss, "grad_norm": grad_norm, "learning_rate": rate}
-            record |= router.end_window(accelerator, finite)  # `bias` moves
-            if validation_loader and args.eval_every and position.update % args.eval_every == 0:
+            record |= router.end_window(finite, news)  # `bias` moves
+            is_end = args.keep_best and position.update == args.num_updates  # it may be the best
+            if validation_loader and args.eval_every and (position.update % args.eval_every == 0 or is_end):
                 record |= evaluate(model, validation_loader, accelerator)
                 position.measured(record["validation_loss"])
             progress.update(window, **record)
@@ -215,7 +219,7 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
                     f"update {window.update}: loss or gradient not finite {position.skipped_in_a_row} times in a row; "
                     "lower --learning_rate, or look at the data"
                 )
-            if checkpoints.update_done(position, model, optimizer, stop):
+            if checkpoints.update_done(position, model, optimizer, news):
                 return progress, True
         checkpoints.training_done(position, model, optimizer)
     return progress, False
@@ -224,16 +228,14 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
 def main():
     args = parse_arguments()
     asked = launch.find_launch()
-    problems = launch.check_launch(asked, args.optimizer, args.max_grad_norm)
-    problems += arguments.check_arguments(args, on_cpu=launch.runs_on_cpu(asked))
+    problems = arguments.check_arguments(args, on_cpu=launch.runs_on_cpu(asked))
+    problems += launch.check_launch(asked, args)
     if problems:
-        raise ValueError("\n".join(problems))
-    accelerator = launch.make_accelerator(
-        asked, args.max_grad_norm, args.connect_timeout, log_with=args.report_to or None, project_dir=args.output_dir
-    )
+        raise UserError("\n".join(problems))
+    accelerator = launch.make_accelerator(asked, args, log_with=args.report_to or None, project_dir=args.output_dir)
     checkpoints = checkpoint.Checkpoints(args, accelerator)
     tokenizer, config, train_samples, validation_samples = load_data(args)
-    launch.check_space(asked, lambda: models.count_parameters(config, args.trust_remote_code))
+    launch.check_space(asked, lambda: models.parameter_sizes(config, args.trust_remote_code))
     identity = checkpoint.identify(
         args, accelerator, config, tokenizer, train_samples.fingerprint, "balance", "balance_strength"
     )
@@ -256,7 +258,7 @@ def main():
     lines = {"loss": loss_name, **router.describe(model)}
     tracking.print_run(args, accelerator, model, loader.dataset, held_out, rehearsal, **lines)
     routing.gather_whole_blocks(accelerator, router.layers)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = loading.prepare(accelerator, model, optimizer)
     router.prepared()
     launch.seed_everything(args.seed, accelerator)  # another dropout on each rank
 
@@ -269,6 +271,7 @@ def main():
         accelerator.print("dry run: one forward and one backward done, nothing written")
         return launch.end_run(accelerator)
     output_dir = arguments.make_output_dir(args, accelerator)
+    models.describe_use(accelerator.unwrap_model(model), config, tokenizer, train_samples.end_tokens)
     checkpoints.start(config, tokenizer, model=model, versions=tracking.versions())
     position = checkpoint.Position(**resumed.manifest["position"]) if resumed else checkpoint.Position()
     tracking.start_run(args, accelerator, output_dir, position, model=config.to_dict())
@@ -279,7 +282,7 @@ def main():
     if stopped:
         tracking.end_early(accelerator, output_dir, position)
         return launch.end_run(accelerator, STOPPED)
-    results = progress.results()
+    results = progress.results() | checkpoints.best_at_end(model, optimizer)
     if validation_loader:
         results |= evaluate(model, validation_loader, accelerator)
         results |= tracking.held_out_results(results["validation_loss"], validation_samples)

@@ -30,10 +30,11 @@ from transformers import AutoModelForSeq2SeqLM, T5Config
 # The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
-from common import arguments, checkpoint, data, launch, models, tracking
+from common import arguments, checkpoint, data, launch, loading, models, tracking
 from common.accumulation import reduce_window, skip_step, sum_over_ranks, synchronize_gradients, window_scale
 from common.activation_checkpointing import apply_activation_checkpointing
 from common.batching import cut_window, make_loader
+from common.errors import UserError
 from common.files import complete_or_absent
 from common.optimizers import learning_rate, make_optimizer, set_learning_rate
 from common.pairs import collate_pairs, prepare_encoder_decoder, score_targets, tokenize_pairs
@@ -43,12 +44,17 @@ from common.stopping import STOPPED, StopRequests
 # Models to train from scratch, of T5's shape (1.1: gated MLP). The learning rate is AdamW's at its peak.
 MODEL_CONFIGS = {
     # layers of each stack, width, heads, MLP width, vocabulary, learning rate
-    "tiny": (2, 128, 4, 384, 4096, 5e-3),  # 1.5 M parameters
+    "tiny": (2, 128, 4, 384, 4096, 1e-3),  # 1.5 M parameters
     "small": (6, 384, 6, 1024, 8192, 1e-3),  # 28 M
     "medium": (12, 768, 12, 2048, 32128, 5e-4),  # 223 M
     "large": (24, 1024, 16, 2816, 32128, 3e-4),  # 750 M
 }
-FINE_TUNING_LEARNING_RATE = 1e-4
+FINE_TUNING_LEARNING_RATE = 3e-4
+BYTES = 257  # the 256 and the end of a text
+TOKENIZERS = {
+    "bpe": "trained on your text, of the vocabulary that the size has",
+    "bytes": "each byte is a token; for short texts, spelling and numbers",
+}
 
 
 def parse_arguments():
@@ -58,6 +64,11 @@ def parse_arguments():
     parser.set_defaults(global_batch_size=16, num_updates=600, sequence_length=128)
     group = parser.add_argument_group("encoder-decoder (--sequence_length is the most tokens of a source)")
     group.add_argument("--model_config", help="size, from scratch (default: tiny)", **arguments.one_of(MODEL_CONFIGS))
+    group.add_argument(
+        "--tokenizer",
+        help="from scratch (default: bpe)\n" + "\n".join(f"{name}: {text}" for name, text in TOKENIZERS.items()),
+        **arguments.one_of(TOKENIZERS),
+    )
     group.add_argument("--source_column", default="source", help="of a row: what is read")
     group.add_argument("--target_column", default="target", help="of a row: what is learned")
     group.add_argument("--target_length", type=arguments.positive, default=64, help="most tokens of a target")
@@ -66,6 +77,8 @@ def parse_arguments():
     )
     args = parser.parse_args()
     arguments.choose_model(parser, args, MODEL_CONFIGS, FINE_TUNING_LEARNING_RATE)
+    if args.tokenizer and args.model_name_or_path:
+        parser.error("--tokenizer is for models from scratch, a pretrained one has its own; take it out")
     if args.validation_file and not (args.train_file or args.dataset_name):
         parser.error("--validation_file needs --train_file or --dataset_name; name the training data")
     return args
@@ -80,6 +93,7 @@ def load_data(args):
         tokenizer = data.load_tokenizer(args.model_name_or_path, args.trust_remote_code)
     else:
         layers, width, heads, mlp_width, vocabulary, _ = MODEL_CONFIGS[args.model_config]
+        vocabulary = BYTES if args.tokenizer == "bytes" else vocabulary
         tokenizer = data.train_tokenizer(train_source, vocabulary, columns=None if train_source.embedded else columns)
         eos = (tokenizer.eos_token, tokenizer.eos_token_id)
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {eos[0]}", special_tokens=[eos])
@@ -106,7 +120,7 @@ def load_data(args):
     if getattr(config, "decoder_start_token_id", None) is None:
         problems.append("the model's config.json has no decoder_start_token_id, with which targets begin; put it in")
     if problems:
-        raise ValueError("\n".join(problems))
+        raise UserError("\n".join(problems))
     lengths = (args.sequence_length, args.target_length)
     train = tokenize_pairs(train_source, columns, tokenizer, *lengths)
     validation = validation_source and tokenize_pairs(validation_source, columns, tokenizer, *lengths)
@@ -159,7 +173,8 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
                     accelerator.backward(loss_sum * scale)
                 loss_sums.append(loss_sum.detach())
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-            loss, grad_norm = reduce_window(accelerator, loss_sums, grad_norm, window)
+            news = checkpoints.news(stop)  # of this rank; from here on of all, by the one collective of an update
+            loss, grad_norm, news = reduce_window(accelerator, loss_sums, grad_norm, window, news)
 
             finite = math.isfinite(loss) and math.isfinite(grad_norm)  # the same on all ranks, as loss and norm are
             if finite:
@@ -172,7 +187,8 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
             position.update, position.validation_loss = window.update + 1, None
             position.samples += window.num_samples
             record = {"update": window.update, "loss": loss, "grad_norm": grad_norm, "learning_rate": rate}
-            if validation_loader and args.eval_every and position.update % args.eval_every == 0:
+            is_end = args.keep_best and position.update == args.num_updates  # it may be the best
+            if validation_loader and args.eval_every and (position.update % args.eval_every == 0 or is_end):
                 record |= evaluate(model, validation_loader, accelerator)
                 position.measured(record["validation_loss"])
             progress.update(window, **record)
@@ -181,7 +197,7 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
                     f"update {window.update}: loss or gradient not finite {position.skipped_in_a_row} times in a row; "
                     "lower --learning_rate, or look at the data"
                 )
-            if checkpoints.update_done(position, model, optimizer, stop):
+            if checkpoints.update_done(position, model, optimizer, news):
                 return progress, True
         checkpoints.training_done(position, model, optimizer)
     return progress, False
@@ -207,7 +223,7 @@ def write_targets(args, model, samples, collate, accelerator):
         batch = send_to_device(collate([samples[i] for i in ids[positions]] or [samples.filler()]), accelerator.device)
         tokens = model.generate(
             batch["input_ids"],
-            attention_mask=batch["attention_mask"],
+            attention_mask=batch.get("attention_mask", torch.ones_like(batch["input_ids"])),
             max_new_tokens=args.target_length,
             do_sample=False,
             num_beams=1,
@@ -220,16 +236,14 @@ def write_targets(args, model, samples, collate, accelerator):
 def main():
     args = parse_arguments()
     asked = launch.find_launch()
-    problems = launch.check_launch(asked, args.optimizer, args.max_grad_norm)
-    problems += arguments.check_arguments(args, on_cpu=launch.runs_on_cpu(asked))
+    problems = arguments.check_arguments(args, on_cpu=launch.runs_on_cpu(asked))
+    problems += launch.check_launch(asked, args)
     if problems:
-        raise ValueError("\n".join(problems))
-    accelerator = launch.make_accelerator(
-        asked, args.max_grad_norm, args.connect_timeout, log_with=args.report_to or None, project_dir=args.output_dir
-    )
+        raise UserError("\n".join(problems))
+    accelerator = launch.make_accelerator(asked, args, log_with=args.report_to or None, project_dir=args.output_dir)
     checkpoints = checkpoint.Checkpoints(args, accelerator)
     tokenizer, config, train_samples, validation_samples = load_data(args)
-    launch.check_space(asked, lambda: models.count_parameters(config, args.trust_remote_code, AutoModelForSeq2SeqLM))
+    launch.check_space(asked, lambda: models.parameter_sizes(config, args.trust_remote_code, AutoModelForSeq2SeqLM))
     identity = checkpoint.identify(args, accelerator, config, tokenizer, train_samples.fingerprint)
     resumed = checkpoints.find(identity)  # the newest sound checkpoint, with --resume
 
@@ -251,7 +265,7 @@ def main():
     held_out = validation_loader and validation_loader.dataset
     rehearsal = launch.is_rehearsal(asked)
     tracking.print_run(args, accelerator, model, loader.dataset, held_out, rehearsal)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = loading.prepare(accelerator, model, optimizer)
     launch.seed_everything(args.seed, accelerator)  # another dropout on each rank
 
     if args.dry_run:
@@ -261,6 +275,8 @@ def main():
         accelerator.print("dry run: one forward and one backward done, nothing written")
         return launch.end_run(accelerator)
     output_dir = arguments.make_output_dir(args, accelerator)
+    models.describe_use(accelerator.unwrap_model(model), config, tokenizer, [tokenizer.eos_token_id])
+    tokenizer.model_max_length = args.sequence_length  # where sources were cut, and are cut when it is used
     checkpoints.start(config, tokenizer, model=model, versions=tracking.versions())
     position = checkpoint.Position(**resumed.manifest["position"]) if resumed else checkpoint.Position()
     tracking.start_run(args, accelerator, output_dir, position, model=config.to_dict())
@@ -271,7 +287,7 @@ def main():
     if stopped:
         tracking.end_early(accelerator, output_dir, position)
         return launch.end_run(accelerator, STOPPED)
-    results = progress.results()
+    results = progress.results() | checkpoints.best_at_end(model, optimizer)
     lines = []
     if validation_loader:
         results |= evaluate(model, validation_loader, accelerator)

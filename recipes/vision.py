@@ -29,10 +29,11 @@ from transformers import (
 # The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
-from common import arguments, checkpoint, images, launch, models, norms, tracking
+from common import arguments, checkpoint, images, launch, loading, models, norms, tracking
 from common.accumulation import reduce_window, skip_step, sum_over_ranks, synchronize_gradients, window_scale
 from common.activation_checkpointing import apply_activation_checkpointing
 from common.batching import make_loader
+from common.errors import UserError
 from common.files import complete_or_absent
 from common.image_models import ConvNet, ConvNetConfig, NormResNet, NormResNetConfig
 from common.optimizers import learning_rate, make_optimizer, set_learning_rate
@@ -110,7 +111,8 @@ def load_data(args):
         train, validation = (one and images.with_classes(one, classes) for one in (train, validation))
         preprocessing = images.preprocess_for(args.model_name_or_path, config, train, size)
     else:
-        preprocessing = images.preprocess(train, size)
+        # transformers' ViT takes what transformers' pipelines give: three channels, of gray images too.
+        preprocessing = images.preprocess(train, size, channels=3 if args.model_config == "vit" else None)
         config = make_config(args, preprocessing)
     config.id2label = dict(enumerate(train.classes))
     config.label2id = {name: number for number, name in config.id2label.items()}
@@ -127,12 +129,12 @@ def make_config(args, preprocessing):
     height, width = preprocessing.height, preprocessing.width
     facts = {"num_channels": len(preprocessing.mean)}
     if min(height, width) < 6:
-        raise ValueError(f"images of {width} x {height} pixels are too small for a model; give --image_size 8, or more")
+        raise UserError(f"images of {width} x {height} pixels are too small for a model; give --image_size 8, or more")
     if args.model_config == "convnet":
         config = ConvNetConfig(image_size=(height, width), **facts)
         num_parameters = models.count_parameters(config, model_class=AutoModelForImageClassification)
         if num_parameters > LARGEST_CONVNET:
-            raise ValueError(
+            raise UserError(
                 f"--model_config convnet: images of {width} x {height} make {num_parameters / 1e6:.0f} M parameters; "
                 "use --model_config resnet, or a smaller --image_size"
             )
@@ -142,7 +144,7 @@ def make_config(args, preprocessing):
         small, args.norm = min(height, width) < 64, args.norm or "group"
         return NormResNetConfig(norm="group" if args.norm == "group" else "batch", small_images=small, **shape, **facts)
     if height != width:
-        raise ValueError(f"--model_config vit: images of {width} x {height} are not square; give --image_size {width}")
+        raise UserError(f"--model_config vit: images of {width} x {height} are not square; give --image_size {width}")
     shape = {"hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 512}
     return ViTConfig(image_size=height, patch_size=max(2, height // 14), **shape, **facts)
 
@@ -207,7 +209,8 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
                     accelerator.backward(loss_sum * scale)
                 loss_sums.append(loss_sum.detach())
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-            loss, grad_norm = reduce_window(accelerator, loss_sums, grad_norm, window)
+            news = checkpoints.news(stop)  # of this rank; from here on of all, by the one collective of an update
+            loss, grad_norm, news = reduce_window(accelerator, loss_sums, grad_norm, window, news)
 
             finite = math.isfinite(loss) and math.isfinite(grad_norm)  # the same on all ranks, as loss and norm are
             if finite:
@@ -220,7 +223,8 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
             position.update, position.validation_loss = window.update + 1, None
             position.samples += window.num_samples
             record = {"update": window.update, "loss": loss, "grad_norm": grad_norm, "learning_rate": rate}
-            if validation_loader and args.eval_every and position.update % args.eval_every == 0:
+            is_end = args.keep_best and position.update == args.num_updates  # it may be the best
+            if validation_loader and args.eval_every and (position.update % args.eval_every == 0 or is_end):
                 record |= evaluate(model, validation_loader, accelerator)
                 position.measured(record["validation_loss"])
             progress.update(window, **record)
@@ -229,7 +233,7 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
                     f"update {window.update}: loss or gradient not finite {position.skipped_in_a_row} times in a row; "
                     "lower --learning_rate, or look at the data"
                 )
-            if checkpoints.update_done(position, model, optimizer, stop):
+            if checkpoints.update_done(position, model, optimizer, news):
                 return progress, True
         checkpoints.training_done(position, model, optimizer)
     return progress, False
@@ -250,18 +254,16 @@ def main():
     args = parse_arguments()
     asked = launch.find_launch()
     on_cpu = launch.runs_on_cpu(asked)
-    problems = launch.check_launch(asked, args.optimizer, args.max_grad_norm)
-    problems += arguments.check_arguments(args, on_cpu=on_cpu, lengths_vary=False)
+    problems = arguments.check_arguments(args, on_cpu=on_cpu, lengths_vary=False)
+    problems += launch.check_launch(asked, args)
     problems += check_own_arguments(args, on_cpu=on_cpu)
     if problems:
-        raise ValueError("\n".join(problems))
-    accelerator = launch.make_accelerator(
-        asked, args.max_grad_norm, args.connect_timeout, log_with=args.report_to or None, project_dir=args.output_dir
-    )
+        raise UserError("\n".join(problems))
+    accelerator = launch.make_accelerator(asked, args, log_with=args.report_to or None, project_dir=args.output_dir)
     checkpoints = checkpoint.Checkpoints(args, accelerator)
     preprocessing, config, train_samples, validation_samples, new_head = load_data(args)
     launch.check_space(
-        asked, lambda: models.count_parameters(config, args.trust_remote_code, AutoModelForImageClassification)
+        asked, lambda: models.parameter_sizes(config, args.trust_remote_code, AutoModelForImageClassification)
     )
     identity = checkpoint.identify(args, accelerator, config, None, train_samples.fingerprint, "augment", "norm")
     resumed = checkpoints.find(identity)  # the newest sound checkpoint, with --resume
@@ -291,7 +293,7 @@ def main():
     lines = norms.describe_norm(args, accelerator.num_processes)
     lines |= {} if held_out else {"held out": "none; name a --validation_dir to measure"}
     tracking.print_run(args, accelerator, model, loader.dataset, held_out, rehearsal, **lines)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = loading.prepare(accelerator, model, optimizer)
     launch.seed_everything(args.seed, accelerator)  # another dropout on each rank
 
     if args.dry_run:
@@ -311,7 +313,7 @@ def main():
     if stopped:
         tracking.end_early(accelerator, output_dir, position)
         return launch.end_run(accelerator, STOPPED)
-    results = progress.results()
+    results = progress.results() | checkpoints.best_at_end(model, optimizer)
     matrix = None
     if validation_loader:
         results |= evaluate(model, validation_loader, accelerator, with_matrix=config.num_labels <= MOST_CLASSES_DRAWN)
@@ -329,6 +331,10 @@ def main():
             save_confusion_matrix(np.array(matrix), train_samples.images.classes, path)
             lines.append(f"confusion  {path}")
         own = isinstance(trained, ConvNet | NormResNet)
+        if own:
+            lines.append('pipeline   pipeline("image-classification") knows it after `from common import image_models`')
+        elif not preprocessing.takes_rgb:
+            lines.append("pipeline   none: this model takes one channel, and a pipeline gives three")
         name = f"common.image_models.{type(trained).__name__}" if own else "AutoModelForImageClassification"
         tracking.print_results(results, output_dir, name, *lines)
     launch.end_run(accelerator)

@@ -8,10 +8,12 @@ import math
 import os
 import re
 import select
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -34,24 +36,82 @@ def caches(tmp_path_factory):
     os.environ["HF_HUB_OFFLINE"] = "1"
 
 
+# The files that take longest come first, so that at the end no worker has one alone.
+LONG = (
+    "test_checkpoint",
+    "test_resume",
+    "test_modes",
+    "test_kills",
+    "test_launch",
+    "test_multi_node",
+    "test_precision",
+)
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
+# Debian's packages without which tests are skipped; .ci/run installs them.
+PACKAGES = ("g++", "iproute2", "libaio-dev", "munge", "openssh-server", "slurm-wlm")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What was skipped and why, and what would bring it."""
+    reasons = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
+    if not reasons:
+        return
+    told = "\n".join(f"{count} x {reason.removeprefix('Skipped: ')}" for reason, count in sorted(reasons.items()))
+    missing = [package for package in PACKAGES if re.search(rf"(?<![\w-]){re.escape(package)}(?![\w-])", told)]
+    terminalreporter.section("skipped on this machine")
+    terminalreporter.line(told)
+    if missing:
+        terminalreporter.line(f"to run them, as root: apt install {' '.join(missing)}")
+    if "CUDA" in told:
+        terminalreporter.line("to run those of GPUs, on a machine with one: make gpu")
+
+
+@functools.cache
+def lacks(package):
+    """Whether what DeepSpeed and torch.compile build with is missing: "g++" or "libaio-dev"."""
+    if package == "g++":
+        return shutil.which(os.environ.get("CXX", "c++")) is None
+    command = [os.environ.get("CC", "cc"), "-E", "-include", "libaio.h", "-x", "c", "/dev/null"]
+    return lacks("g++") or subprocess.run(command, capture_output=True).returncode != 0
+
+
+def need(package):
+    if lacks(package):
+        pytest.skip(f"needs {package}")
+
+
+def kill_all(processes):
+    """With their children. Workers of a launcher lead sessions of their own: no signal to its group reaches them."""
+    for process in processes:
+        for child in [*process.children(recursive=True), process]:
+            child.kill()
+
+
 class Server:
     """tests/recipe_server.py, which runs scripts in processes that need not import torch first."""
 
-    def __init__(self):
-        command = [BIN / "python", ROOT / "tests/recipe_server.py"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    def __init__(self, *launcher):
+        self.env = base_env()
+        command = [*(launcher or [BIN / "python"]), ROOT / "tests/recipe_server.py"]
+        self.process = subprocess.Popen(command, env=self.env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.directory = tempfile.TemporaryDirectory()
+        self.pid = int(self.process.stdout.readline())  # of the server itself
         atexit.register(self.close)
 
-    def run(self, command, env, timeout):
+    def run(self, command, env, timeout, cwd=ROOT):
         files = [Path(self.directory.name, name) for name in ("stdout", "stderr")]
-        request = {"command": command, "env": env, "stdout": str(files[0]), "stderr": str(files[1])}
+        env = {name: env.get(name) for name in env.keys() | self.env.keys() if env.get(name) != self.env.get(name)}
+        request = {"command": command, "cwd": str(cwd), "env": env, "stdout": str(files[0]), "stderr": str(files[1])}
         self.process.stdin.write(json.dumps(request).encode() + b"\n")
         self.process.stdin.flush()
         ended, _, _ = select.select([self.process.stdout], [], [], timeout)
         if not ended:
-            for child in psutil.Process(self.process.pid).children(recursive=True):
-                child.kill()
+            kill_all(psutil.Process(self.pid).children())
         status = int(self.process.stdout.readline())
         result = subprocess.CompletedProcess(command, status, *(path.read_text() for path in files))
         if not ended:
@@ -59,36 +119,56 @@ class Server:
         return result
 
     def close(self):
-        self.process.stdin.close()
-        self.process.wait(10)
+        kill_all([psutil.Process(self.process.pid)])
+        self.process.wait()
         self.directory.cleanup()
 
 
 @functools.cache
-def server():
-    return Server()
+def server(*launcher):
+    return Server(*launcher)
+
+
+def base_env(**env):
+    return os.environ | {"OMP_NUM_THREADS": "1", "TQDM_MININTERVAL": "5"} | {k: str(v) for k, v in env.items()}
+
+
+# What a test may change for a script whose launcher runs already.
+ONLY_THE_SCRIPTS = {"CUDA_VISIBLE_DEVICES", "TQDM_DISABLE"}
 
 
 def run(command, cwd=ROOT, timeout=300, **env):
-    """The finished process of a command, its output as text. Past `timeout` seconds it ends with all its children."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_MININTERVAL": "5"} | {k: str(v) for k, v in env.items()}
+    """The finished process of a command, its output as text. Past `timeout` seconds it ends with all its children.
+
+    An `accelerate launch` of one process with the same options is started once, and launches one script after another.
+    The others go by the launcher's other name, under which it does not import what else `accelerate` can do.
+    """
     command = [str(part) for part in command]
-    pipe = subprocess.PIPE
+    if command[:2] == [str(BIN / "accelerate"), "launch"]:
+        command = [str(BIN / "accelerate-launch"), *command[2:]]
+        at = next(at for at, part in enumerate(command) if part.endswith(".py"))
+        is_ours = ROOT in (cwd / Path(command[at])).parents  # a copy may have a common/ of its own
+        if Path(command[2]).stem in ("cpu", "single_gpu") and is_ours and env.keys() <= ONLY_THE_SCRIPTS:
+            return server(*command[:at]).run(command[at:], base_env(**env), timeout, cwd)
+    env, pipe = base_env(**env), subprocess.PIPE
     with subprocess.Popen(command, cwd=cwd, env=env, stdout=pipe, stderr=pipe, text=True) as process:
         try:
             stdout, stderr = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            # Workers of a launcher lead sessions of their own: a signal to its process group would not reach them.
-            for child in [*psutil.Process(process.pid).children(recursive=True), process]:
-                child.kill()
+            kill_all([psutil.Process(process.pid)])
             raise
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
+def told(result):
+    """What a failed command printed last, of a launch without the launcher's own traceback: a report may be cut."""
+    scripts_own, *_ = result.stderr.split('Traceback (most recent call last):\n  File "' + str(BIN / "accelerate"))
+    return result.stdout[-2000:] + scripts_own[-8000:]
+
+
 def run_recipe_alone(name, *flags, **env):
     """A recipe by itself, with its own exit status: `accelerate launch` reports 1 for any failure of the script."""
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in env.items()}
-    return server().run([f"recipes/{name}", *map(str, flags)], env, timeout=300)
+    return server().run([f"recipes/{name}", *map(str, flags)], base_env(**env), timeout=300)
 
 
 def assert_mistake(result, *patterns, lines=1):
@@ -111,7 +191,7 @@ def launch(*flags, config="cpu", script="recipes/lm.py", processes=None, cwd=ROO
     """Runs a recipe as a user does, with a shipped config, and expects success."""
     command = launch_command(config, *(["--num_processes", processes] if processes else []))
     result = run([*command, script, *flags], cwd=cwd, **env)
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.returncode == 0, told(result)
     return result
 
 
@@ -124,8 +204,31 @@ def assert_refused(result, *patterns, lines=1):
         assert re.search(pattern, "\n".join(errors)), f"{pattern} is not in: {errors}"
 
 
+def recipe_arguments(*flags):
+    """The flags that every recipe shares, as one that reads text has them when it checks its launch."""
+    from common import arguments
+
+    parser = arguments.ArgumentParser()
+    arguments.add_shared_arguments(parser)
+    args = parser.parse_args([str(flag) for flag in ("--learning_rate", 1e-3, *flags)])
+    assert arguments.check_arguments(args, on_cpu=True) == []
+    return args
+
+
 def read_metrics(output_dir):
     return [json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def our_collectives(path, processes):
+    """For each update, where the repository's own collectives were called, as `count_collectives` of a launch wrote it.
+
+    Equal on all ranks; with the mode's own they are all that the process groups counted.
+    """
+    ranks = [json.loads(Path(f"{path}-{rank}.json").read_text()) for rank in range(processes)]
+    assert all(len(update["ours"]) + update["others"] == update["all"] for updates in ranks for update in updates)
+    ours = [[update["ours"] for update in updates] for updates in ranks]
+    assert ours == ours[:1] * processes
+    return ours[0]
 
 
 def relative_difference(gradients, reference):
@@ -145,6 +248,16 @@ def stdlib_functions(limit):
                 texts.append("\n".join(lines[node.lineno - 1 : node.end_lineno]))
         if len(texts) >= limit:
             return texts[:limit]
+
+
+def write_rows(path, limit):
+    """JSONL of functions, in which each recipe that reads text finds its columns: a text, a label, a pair."""
+    rows = [
+        {"text": text, "label": "long" if len(text) > 700 else "short", "source": text, "target": text[4:40]}
+        for text in stdlib_functions(limit)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 @pytest.fixture(scope="session")
@@ -190,8 +303,9 @@ def make_model_dir(path, text_file, **settings):
 @pytest.fixture(scope="session")
 def extensions():
     """DeepSpeed's extensions, built before a test waits for them; `make test` has done it."""
+    need("g++")
     result = run([BIN / "python", "-m", "common.extensions"], timeout=1500)
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.returncode == 0, told(result)
 
 
 def equivalence_flags(functions_file, model_dir, output_dir, *more):

@@ -1,7 +1,8 @@
 """Runs recipes in processes of their own that need not import torch first: a mistake is told in a moment.
 
-Reads a line of JSON for each run, {"command": [script, flags ...], "env", "stdout", "stderr"}, forks a process that is
-the script from its first line on, and answers with its exit status.
+Reads a line of JSON for each run, {"command": [script, flags ...], "cwd", "env", "stdout", "stderr"}, forks a process
+that is the script from its first line on, and answers with its exit status. `env` is what differs from its own
+environment, null for what is not there. Under `accelerate launch`, the scripts are what that launches.
 """
 
 import json
@@ -17,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 import datasets  # noqa: E402, F401
 import transformers  # noqa: E402, F401
 
-from common import arguments, launch, models, tracking  # noqa: E402, F401
+from common import arguments, data, launch, models, tracking  # noqa: E402, F401
 
 
 def become(request):
@@ -27,8 +28,11 @@ def become(request):
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), number)
-        os.environ.clear()
-        os.environ.update(request["env"])
+        os.chdir(request["cwd"])
+        for name, value in request["env"].items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
         sys.argv = request["command"]
         sys.path[:] = [str(Path(sys.argv[0]).resolve().parent), *(p for p in sys.path if p != str(ROOT))]
         runpy.run_path(sys.argv[0], run_name="__main__")
@@ -43,6 +47,7 @@ def become(request):
 
 
 def main():
+    print(os.getpid(), flush=True)
     for line in sys.stdin:
         process = os.fork()
         if process == 0:

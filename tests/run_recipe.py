@@ -7,6 +7,7 @@ a condition, or takes out what a test guards, to show that the test would notice
 """
 
 import ctypes
+import errno
 import gc
 import inspect
 import itertools
@@ -20,15 +21,22 @@ import sys
 import textwrap
 import threading
 import time
+import traceback
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import accelerate.utils
 import numpy as np
+import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from accelerate.utils import DistributedDataParallelKwargs
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -36,18 +44,26 @@ sys.path.insert(0, str(ROOT))
 import common.accumulation  # noqa: E402
 import common.batching  # noqa: E402
 import common.checkpoint  # noqa: E402
+import common.classification  # noqa: E402
+import common.data  # noqa: E402
 import common.files  # noqa: E402
 import common.launch  # noqa: E402
 import common.liveness  # noqa: E402
+import common.loading  # noqa: E402
 import common.losses  # noqa: E402
+import common.masks  # noqa: E402
+import common.models  # noqa: E402
 import common.optimizers  # noqa: E402
+import common.pairs  # noqa: E402
 import common.routing  # noqa: E402
 import common.settings  # noqa: E402
+import common.sharding  # noqa: E402
 import common.shards  # noqa: E402
 import common.tracking  # noqa: E402
 
 CHANGED = (common.accumulation, common.batching, common.checkpoint, common.launch, common.losses, common.optimizers)
-ORIGINALS = [(module, dict(vars(module))) for module in (*CHANGED, common.files, common.shards)]
+ORIGINALS = [(module, dict(vars(module))) for module in (*CHANGED, common.files, common.loading, common.shards)]
+FIND_PACKED = common.masks.masking_utils.find_packed_sequence_indices
 
 
 def is_main():
@@ -87,12 +103,8 @@ def own_counts(_):
     """Each rank moves the biases of its routers by what it counted itself."""
     end = common.routing.Routing.end_window
 
-    def alone(self, accelerator, finite):
-        reduce, accelerator.reduce = accelerator.reduce, lambda tensor, reduction: tensor
-        try:
-            return end(self, accelerator, finite)
-        finally:
-            accelerator.reduce = reduce
+    def alone(self, finite, news):
+        return end(self, finite, news | {name: counts.cpu().double() for name, counts in self.news().items()})
 
     common.routing.Routing.end_window = alone
     return lambda: setattr(common.routing.Routing, "end_window", end)
@@ -150,6 +162,22 @@ def no_broadcast(_):
     """Processes that keep their own running statistics."""
     original, accelerate.utils.broadcast = accelerate.utils.broadcast, lambda tensor: tensor
     return lambda: setattr(accelerate.utils, "broadcast", original)
+
+
+def sums_in_bf16(_):
+    """Gradients are summed, and losses rounded, as Accelerate and DeepSpeed do it by themselves."""
+    adapt = common.sharding.adapt
+
+    def left_alone(accelerator, max_grad_norm):
+        adapt(accelerator, max_grad_norm)
+        if accelerator.deepspeed_plugin is not None:
+            for key in ("data_types", "communication_data_type"):
+                del accelerator.deepspeed_plugin.deepspeed_config[key]
+        else:
+            accelerator.state.fsdp_plugin.set_mixed_precision(accelerator.mixed_precision, override=True)
+
+    common.sharding.adapt = left_alone
+    return lambda: setattr(common.sharding, "adapt", adapt)
 
 
 def unsorted(_):
@@ -231,6 +259,165 @@ def measure_state(path):
     common.accumulation.reduce_window = measured
 
 
+# Whose collectives are the mode's: gradients, gathered weights, the clip's norm. (Autograd calls DDP's reducer.)
+MODES = ("/torch/distributed/fsdp/", "/torch/nn/parallel/", "/torch/nn/utils/clip_grad.py", "/torch/autograd/")
+MODES += ("/deepspeed/",)
+
+
+class Collectives(TorchDispatchMode):
+    """Sees each collective of this thread, torch's functional ones too, and whose it is: the mode's or ours."""
+
+    def __init__(self):
+        super().__init__()
+        self.ours, self.num_others, self.num_before = [], 0, self.num_issued()
+
+    @staticmethod
+    def num_issued():
+        """As the process groups count them themselves, whichever thread and language called."""
+        groups = torch.distributed.distributed_c10d._world.pg_map if torch.distributed.is_initialized() else ()
+        return sum(group._get_sequence_number_for_group() for group in groups)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:  # it calls what it is made of
+            return NotImplemented
+        name = str(function)
+        if "c10d" in name and "wait" not in name and "wrap" not in name:
+            frame = sys._getframe(1)
+            while not (is_ours := frame.f_code.co_filename.startswith((f"{ROOT}/common/", f"{ROOT}/recipes/"))):
+                if any(part in frame.f_code.co_filename for part in MODES):
+                    break
+                frame = frame.f_back
+            if is_ours:
+                self.ours.append(f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}")
+            else:
+                self.num_others += 1
+        return function(*args, **(kwargs or {}))
+
+
+def count_collectives(path):
+    """Each rank writes the collectives of each update: {"ours": where from, "others": number, "all": number}."""
+    original, updates = common.tracking.Progress.windows, []
+
+    def windows(self, loader):
+        for window in original(self, loader):
+            with Collectives() as seen:
+                yield window
+            number = seen.num_issued() - seen.num_before
+            updates.append({"ours": seen.ours, "others": seen.num_others, "all": number})
+            Path(f"{path}-{self.accelerator.process_index}.json").write_text(json.dumps(updates))
+
+    common.tracking.Progress.windows = windows
+    return lambda: setattr(common.tracking.Progress, "windows", original)
+
+
+def one_more_collective(_):
+    """The ranks agree once more in each update."""
+    original = common.checkpoint.Checkpoints.update_done
+
+    def update_done(self, *args):
+        torch.distributed.all_reduce(torch.zeros(1))
+        return original(self, *args)
+
+    common.checkpoint.Checkpoints.update_done = update_done
+    return lambda: setattr(common.checkpoint.Checkpoints, "update_done", original)
+
+
+def whole_model_on_each_rank(_):
+    """Every process makes the model by itself, as with fsdp_cpu_ram_efficient_loading: false."""
+    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    before, os.environ[name] = os.environ[name], "false"
+    return lambda: os.environ.update({name: before})
+
+
+def save_start(path):
+    """Writes, from each rank, what `prepare` returned: weights, buffers, which are tied, the optimizer's groups."""
+    prepare = common.loading.prepare
+
+    def saving(accelerator, model, optimizer):
+        model, optimizer = prepare(accelerator, model, optimizer)
+        names = {id(p): name for name, p in model.named_parameters()}
+        generation = getattr(model, "generation_config", None)
+        start = {
+            "weights": {name: p.full_tensor().detach() for name, p in model.named_parameters()},
+            "trained": [name for name, p in model.named_parameters() if p.requires_grad],
+            "buffers": dict(model.named_buffers(remove_duplicate=False)),
+            "threads": torch.get_num_threads(),
+            "generation": generation and generation.to_dict(),
+            "tied": {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)},
+            "groups": [group | {"params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups],
+        }
+        torch.save(start, f"{path}-{accelerator.process_index}.pt")
+        return model, optimizer
+
+    common.loading.prepare = saving
+
+
+def cores(count):
+    """The machine has so many."""
+    share = common.sharding.share_of_cores
+
+    def of_many():
+        own = os.sched_getaffinity, psutil.cpu_count
+        os.sched_getaffinity, psutil.cpu_count = (lambda _: range(count)), (lambda logical: count)
+        try:
+            return share()
+        finally:
+            os.sched_getaffinity, psutil.cpu_count = own
+
+    common.sharding.share_of_cores = of_many
+    return lambda: setattr(common.sharding, "share_of_cores", share)
+
+
+def user_names_threads(_):
+    """Of the launcher's environment."""
+    common.launch.names_threads = lambda launch: True
+
+
+def threads_of_step(path):
+    """Writes how many threads of the process compute in an optimizer step, and how many torch takes."""
+
+    def ran():
+        return {
+            task.name: int((task / "schedstat").read_text().split()[0]) for task in Path("/proc/self/task").iterdir()
+        }
+
+    before = {}
+
+    def begin(*_):
+        time.sleep(0.1)  # those of the backward have come to rest
+        before.update(ran())
+
+    def end(*_):
+        used = sum(spent > before.get(task, 0) for task, spent in ran().items())
+        Path(path).write_text(json.dumps([used, torch.get_num_threads()]))
+
+    hooks = register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)
+    return lambda: [hook.remove() for hook in hooks]
+
+
+def measure_start(path):
+    """Writes the bytes of host memory by which each rank grew, at most, from the seeding until `prepare` returned."""
+    seed, prepare = common.launch.seed_everything, common.loading.prepare
+
+    def resident(which):
+        return 1024 * int(re.search(rf"{which}:\s*(\d+)", Path("/proc/self/status").read_text())[1])
+
+    def first(*args):
+        seed(*args)
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        first.before = resident("VmRSS")
+
+    def measured(accelerator, *args):
+        prepared = prepare(accelerator, *args)
+        common.launch.seed_everything = seed
+        Path(f"{path}-{accelerator.process_index}").write_text(str(resident("VmHWM") - first.before))
+        return prepared
+
+    common.launch.seed_everything, common.loading.prepare = first, measured
+
+
 def forbid_host_sync(_):
     """CUDA raises where the host waits for the device, from the first forward of a window to its last backward."""
     original = common.accumulation.synchronize_gradients
@@ -247,15 +434,131 @@ def forbid_host_sync(_):
     common.accumulation.synchronize_gradients = watched
 
 
-def item_of_each_loss(_):
-    """Reads the loss of each micro-batch, as loops do that log it."""
+# What makes a host wait for its device: for a value, or for as many results as there turn out to be.
+WAITS = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "bincount", "repeat_interleave")
+WAITS += ("_unique", "_unique2", "unique_dim", "unique_consecutive", "_linalg_check_errors")
+INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
 
-    def read(model, forward, _):
-        loss = forward()
-        loss.detach().item()
-        return loss
 
-    wrap_forward(read)
+class WaitNotes(TorchDispatchMode):
+    """Notes the operations, of forward and backward, for which a GPU's host would wait, and where they were asked for.
+
+    What reads a CPU tensor's memory without an operation is noted by `Reads`.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.notes, self.num_operations = [], 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.num_operations += 1
+        name, kwargs = function.overloadpacket.__name__, kwargs or {}
+        by_values = name in INDEXING and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+        if name == "repeat_interleave":
+            by_values, name = kwargs.get("output_size") is None, ""
+        if name == "_to_copy":
+            by_values = torch.device(kwargs.get("device") or args[0].device).type != args[0].device.type
+        if name in WAITS or by_values:
+            self.note(str(function))
+        return function(*args, **kwargs)
+
+    def note(self, what):
+        frames = [frame for frame in traceback.extract_stack()[:-1] if not frame.name.startswith("__torch_")]
+        frames = [frame for frame in frames if "/torch/" not in frame.filename]
+        self.notes.append(f"{what} at {frames[-1].filename}:{frames[-1].lineno}")
+
+
+class Reads(TorchFunctionMode):
+    """Notes what copies a tensor to the host, on a CPU without an operation."""
+
+    def __init__(self, waits):
+        super().__init__()
+        self.waits = waits
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.cpu):
+            self.waits.note(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def note_waits(path):
+    """Writes the waits of each global batch, from before its first forward until its gradients are clipped."""
+    begin, end, watch, written = common.accumulation.window_scale, common.accumulation.reduce_window, [], []
+
+    def watched(*args):
+        waits = WaitNotes()
+        watch.extend([waits, Reads(waits)])
+        for mode in watch:
+            mode.__enter__()
+        return begin(*args)
+
+    def noted(*args):
+        waits = watch[0]
+        while watch:
+            watch.pop().__exit__(None, None, None)
+        assert waits.num_operations > 100, "nothing was watched"
+        written.append(waits.notes)
+        Path(path).write_text(json.dumps(written))
+        return end(*args)
+
+    common.accumulation.window_scale, common.accumulation.reduce_window = watched, noted
+
+
+def read_each_loss(_):
+    """Reads the loss of each micro-batch, as loops do that log it, and once more in its backward."""
+    backward = Accelerator.backward
+
+    def reading(self, loss):
+        loss.item()
+        loss.register_hook(lambda gradient: gradient.item() and None)
+        return backward(self, loss)
+
+    Accelerator.backward = reading
+    return lambda: setattr(Accelerator, "backward", backward)
+
+
+def look_at_masks(_):
+    """transformers looks at positions and padding masks, as it does alone; each micro-batch has such a mask."""
+    mapping, utils = common.masks.AttentionMaskInterface._global_mapping, common.masks.masking_utils
+    own = [(common.models, "decide_on_the_host", common.models.decide_on_the_host)]
+    common.models.decide_on_the_host = lambda: None
+    before = utils.find_packed_sequence_indices, dict(mapping)
+    mapping.update(sdpa=utils.sdpa_mask, eager=utils.eager_mask)
+    utils.find_packed_sequence_indices = FIND_PACKED
+    for module, name in ((common.classification, "collate_texts"), (common.pairs, "collate_pairs")):
+        own.append((module, name, getattr(module, name)))
+
+        def with_mask(*args, whole=own[-1][-1], **kwargs):
+            micro_batch = whole(*args, **kwargs)
+            return {"attention_mask": torch.ones_like(micro_batch["input_ids"])} | micro_batch
+
+        setattr(module, name, with_mask)
+
+    def undo():
+        utils.find_packed_sequence_indices = before[0]
+        mapping.update(before[1])
+        for one in own:
+            setattr(*one)
+
+    return undo
+
+
+def note_attention(path):
+    """--compile compiles nothing: it writes how the traced graphs call attention, and runs them as they are."""
+    original, calls = torch.nn.Module.compile, []
+
+    def backend(graph, _):
+        for node in graph.graph.nodes:
+            if node.op == "call_function" and "attention" in getattr(node.target, "__name__", ""):
+                given = dict(zip(("query", "key", "value", "attn_mask"), node.args, strict=False)) | node.kwargs
+                heads = [given[name].meta["example_value"].shape[1] for name in ("query", "key")]
+                flags = {name: given.get(name) for name in ("is_causal", "enable_gqa")}
+                calls.append({"has_mask": given.get("attn_mask") is not None, "heads": list(map(int, heads)), **flags})
+        Path(path).write_text(json.dumps(calls))
+        return graph.forward
+
+    torch.nn.Module.compile = lambda self, **options: original(self, backend=backend, **options)
+    return lambda: (setattr(torch.nn.Module, "compile", original), torch._dynamo.reset())
 
 
 def silence(seconds):
@@ -298,6 +601,104 @@ def broken_rank(at):
     common.accumulation.reduce_window = broken
 
 
+END_RUN = common.launch.end_run
+
+
+def time_limit(seconds):
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), torch.distributed.group.WORLD)
+
+
+def slow_rank(settings):
+    """[where, seconds, limit]: one rank works alone for so long, the collectives of the others end after the limit.
+
+    where: "tokenize", rank 1 before the model is built; "write", rank 0 at the end, which then is the recipe's own.
+    """
+    where, seconds, limit = settings
+    if where == "write":
+        gather, common.launch.end_run = Accelerator.get_state_dict, END_RUN
+
+        def slow(self, model):
+            weights = gather(self, model)
+            time_limit(limit)
+            time.sleep(seconds * self.is_main_process)
+            return weights
+
+        Accelerator.get_state_dict = slow
+        return lambda: setattr(Accelerator, "get_state_dict", gather)
+    tokenize, prepare = common.data.tokenize, Accelerator.prepare
+
+    def slow(*args, **kwargs):
+        time_limit(limit)
+        time.sleep(seconds * (torch.distributed.get_rank() == 1))
+        return tokenize(*args, **kwargs)
+
+    def prepared(self, *args):
+        result = prepare(self, *args)
+        time_limit(1800)
+        return result
+
+    common.data.tokenize, Accelerator.prepare = slow, prepared
+
+    def undo():
+        common.data.tokenize, Accelerator.prepare = tokenize, prepare
+
+    return undo
+
+
+def list_gradients(path):
+    """Writes, at each update, in how many storages of how many bytes the gradients lie, and their own bytes."""
+
+    def hook(optimizer, args, kwargs):
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in gradients}
+        facts = [len(gradients), len(storages), sum(storages.values()), sum(one.nbytes for one in gradients)]
+        with open(f"{path}-{torch.distributed.get_rank()}", "a") as file:
+            file.write(json.dumps(facts) + "\n")
+
+    return register_optimizer_step_pre_hook(hook)
+
+
+def gradients_beside_buckets(_):
+    """DDP as it is by itself."""
+    common.launch.DistributedDataParallelKwargs = lambda **_: DistributedDataParallelKwargs()
+
+
+def note_float32_products(path):
+    """Writes how torch computes float32 products, at each update."""
+
+    def hook(*_):
+        Path(path).write_text(torch.get_float32_matmul_precision())
+
+    return register_optimizer_step_pre_hook(hook)
+
+
+def no_tf32(_):
+    """Torch's default stays."""
+    original, torch.set_float32_matmul_precision = torch.set_float32_matmul_precision, lambda _: None
+    return lambda: setattr(torch, "set_float32_matmul_precision", original)
+
+
+def no_wait(_):
+    """Ranks meet in collectives only."""
+    for module in (common.launch, common.checkpoint, common.loading):
+        module.wait_for_all = lambda: None
+
+
+def memory_of_rank(settings):
+    """[rank, bytes, file]: what that rank's host has left; the others have enough. Who copies its state touches it."""
+    rank, left, file = settings
+    checkpoint = common.checkpoint
+    checkpoint.available_memory = lambda: left if torch.distributed.get_rank() == rank else 2**60
+    copy = checkpoint.Checkpoints._copy
+
+    def noted(self, pieces):
+        Path(f"{file}-{self.rank}").touch()
+        return copy(self, pieces)
+
+    checkpoint.Checkpoints._copy = noted
+    return lambda: setattr(checkpoint.Checkpoints, "_copy", copy)
+
+
 def copy_run(paths):
     """The run begins with what another one had after an update: [from, to, update]."""
     source, target, update = paths
@@ -311,18 +712,31 @@ def copy_run(paths):
 
 
 def signal_at(when):
-    """[update, rank, signal, times]: the rank sends itself a signal while it computes the update."""
-    update, rank, name, times = when
-    original = common.tracking.Progress.update
+    """[update, rank, signal, times, "late"]: the rank sends itself a signal while it computes the update.
 
-    def signalled(self, window, **record):
-        if window.update == update and self.accelerator.process_index == rank:
+    late: after the collective by which the ranks agree in it.
+    """
+    update, rank, name, times, *late = when
+    original = common.accumulation.window_scale, common.tracking.Progress.update
+
+    def send(accelerator):
+        if common.liveness.update == update and accelerator.process_index == rank:
             for _ in range(times):
                 os.kill(os.getpid(), getattr(signal, name))
-        return original(self, window, **record)
 
-    common.tracking.Progress.update = signalled
-    return lambda: setattr(common.tracking.Progress, "update", original)
+    def window_scale(accelerator, num_targets):
+        send(accelerator)
+        return original[0](accelerator, num_targets)
+
+    def progress_update(self, window, **record):
+        send(self.accelerator)
+        return original[1](self, window, **record)
+
+    if not late:
+        common.accumulation.window_scale = window_scale
+        return None
+    common.tracking.Progress.update = progress_update
+    return lambda: setattr(common.tracking.Progress, "update", original[1])
 
 
 def forget(what):
@@ -372,6 +786,23 @@ def loss_scaler(interval):
     common.launch.make_accelerator = with_scaler
 
 
+def fp16(interval):
+    """A bf16 run computes in fp16, with its scaler: on a CPU torch can, and Accelerate would train in float32."""
+    make = common.launch.make_accelerator
+
+    def in_fp16(*args, **kwargs):
+        accelerator = make(*args, **kwargs)
+        assert accelerator.native_amp and accelerator.mixed_precision == "bf16"
+        accelerator.state._mixed_precision = "fp16"
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=interval)
+        if (plugin := getattr(accelerator.state, "fsdp_plugin", None)) is not None:
+            plugin.set_mixed_precision("fp16", override=True)
+            common.sharding.adapt(accelerator, 1.0)
+        return accelerator
+
+    common.launch.make_accelerator = in_fp16
+
+
 def fill_disk(room):
     """[update, directory, bytes]: something else fills the disk while that update's checkpoint is written."""
     update, directory, left = room
@@ -385,6 +816,20 @@ def fill_disk(room):
         return write(path, parts)
 
     checkpoint.write_file = on_a_full_disk
+
+
+def failing_write(at):
+    """[rank, update]: the disk of one process refuses that update's checkpoint."""
+    rank, update = at
+    checkpoint = common.checkpoint
+    write = checkpoint.write_file
+
+    def refused(path, parts):
+        if f"update-{update:06}" in str(path) and Path(path).name == f"rank-{rank:05}.safetensors":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write(path, parts)
+
+    checkpoint.write_file = refused
 
 
 def slow_copy(settings):
@@ -406,6 +851,19 @@ def slow_copy(settings):
         checkpoints._copy, checkpoints._wait_for_copy = copy, wait_for_copy
 
     return undo
+
+
+def save_waits_for(path):
+    """A save is not on the disk before there is such a file."""
+    checkpoint = common.checkpoint
+    write = checkpoint.write_file
+
+    def waiting(*args):
+        while not Path(path).exists():
+            time.sleep(0.05)
+        return write(*args)
+
+    checkpoint.write_file = waiting
 
 
 def slow_updates(seconds):

@@ -2,13 +2,20 @@
 
 import argparse
 import functools
+import gc
+import math
 import warnings
+import weakref
 from collections.abc import Callable
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from conftest import recipe_arguments
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,11 +26,16 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+import common.activation_checkpointing
+import common.activation_offload
+from common import arguments
 from common.activation_checkpointing import (
     ACTIVATION_CHECKPOINTING,
     _keep_matrix_products,
     apply_activation_checkpointing,
 )
+from common.activation_offload import HostOffload
+from common.errors import UserError
 
 CPU = torch.device("cpu")
 VOCABULARY, BATCH, LENGTH, WIDTH, LAYERS = 100, 2, 64, 48, 3
@@ -141,6 +153,21 @@ def test_meter_counts_what_autograd_keeps():
     assert meter.total() == 4 * 1000 + 4
     del y
     assert meter.total() == 0
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_autocast_holds_two_bytes_a_parameter(recomputed):
+    """Of all weights of products: during the forward; and until backward, where that does not compute them again."""
+    layers = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)])
+    num_parameters = sum(p.numel() for p in layers.parameters())
+    hidden = torch.randn(1, 256, requires_grad=True)
+    with LiveBytes(*layers.parameters(), hidden) as meter:
+        with torch.autocast("cpu", torch.bfloat16):
+            for layer in layers:
+                hidden = checkpoint(layer, hidden, use_reentrant=False) if recomputed else layer(hidden)
+            in_forward = meter.total() / num_parameters
+        after = meter.total() / num_parameters
+    assert (in_forward, after) == (pytest.approx(2, abs=0.05), pytest.approx(0 if recomputed else 2, abs=0.05))
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16 autocast"])
@@ -263,6 +290,150 @@ def test_full_keeps_one_input_a_layer_and_offload_would_move_just_these():
     assert len(packed_in_layers("none")) > 10 * LAYERS
 
 
+class LateStreams:
+    """A device's streams, on the CPU, as late as they may be: a copy is made when something waits for it, not before.
+
+    By then its target and its source must still be held, as the device would have given their memory to others; until
+    then a target holds NaN. `meanwhile` has for each copy how many layers began between its being asked for and made.
+    """
+
+    def __init__(self):
+        self.asked: list[Callable[[], None]] = []
+        self.num_done, self.is_side = 0, False
+        self.num_layers, self.meanwhile = 0, []
+
+    def count_layer(self, *_):
+        self.num_layers += 1
+
+    def run(self, until: int) -> None:
+        while self.num_done < until:
+            self.num_done += 1
+            self.asked[self.num_done - 1]()
+
+    def Stream(self, device):  # noqa: N802
+        side = SimpleNamespace(wait_stream=lambda stream: None)
+        side.record_event = lambda: len(self.asked)
+        return side
+
+    def current_stream(self, device):
+        return SimpleNamespace(wait_event=self.run)
+
+    @contextmanager
+    def stream(self, side):
+        self.is_side = True
+        yield
+        self.is_side = False
+
+    def copy(self, copy, target, source, non_blocking=False):
+        if not self.is_side:
+            return copy(target, source)
+        target.fill_(math.nan)
+        ends, began = (weakref.ref(target), weakref.ref(source)), self.num_layers
+
+        @torch.no_grad()
+        def late():
+            target, source = (end() for end in ends)
+            assert target is not None and source is not None, "its memory was given back before it was copied"
+            copy(target, source)
+            self.meanwhile.append(self.num_layers - began)
+
+        self.asked.append(late)
+        return target
+
+
+@pytest.fixture
+def late_streams(monkeypatch):
+    streams, copy = LateStreams(), torch.Tensor.copy_
+    monkeypatch.setattr(torch, "get_device_module", lambda device: streams)
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *args, **kwargs: streams.copy(copy, *args, **kwargs))
+    return streams
+
+
+def offloaded(family: str, streams: LateStreams) -> tuple[nn.Module, HostOffload]:
+    """A model whose layers' inputs are moved from the CPU to the CPU, and what moves them."""
+    model, offload = build(family), HostOffload(CPU)
+    with mock.patch.object(common.activation_checkpointing, "HostOffload", lambda device: offload):
+        quiet_apply(model, "offload", torch.device("cuda"))
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            part = next(part for part in module.modules() if not list(part.children()))
+            part.register_forward_pre_hook(streams.count_layer)
+    return model, offload
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
+def test_offload_moves_layer_inputs_beside_the_computation(family, late_streams):
+    """Gradients are those of `full` bit for bit, over micro-batches; the host's memory is that of one forward."""
+    full, (model, offload) = build(family), offloaded(family, late_streams)
+    quiet_apply(full, "full")
+    for number in range(3):
+        model_loss(full, seed=number).backward()
+        loss = model_loss(model, seed=number)
+        with torch.no_grad():
+            model_loss(model, seed=9)  # an evaluation in between moves nothing
+        loss.backward()
+        if number == 0:
+            kept = sorted(buffer.nbytes for buffer in offload.pool)
+    assert gradients(model).keys() == gradients(full).keys()
+    assert all(torch.equal(gradients(model)[name], value) for name, value in gradients(full).items())
+    assert sorted(buffer.nbytes for buffer in offload.pool) == kept and len(kept) >= LAYERS
+    assert min(late_streams.meanwhile) >= 1  # the device computes a layer at least beside each copy
+
+
+def test_without_its_lead_offload_copies_while_nothing_computes(late_streams, monkeypatch):
+    """The control of the last line above."""
+    monkeypatch.setattr(common.activation_offload, "AHEAD", 0)
+    model, _ = offloaded("llama", late_streams)
+    model_loss(model).backward()
+    assert late_streams.meanwhile == [0] * 2 * LAYERS
+
+
+@pytest.mark.parametrize("mistake", ["does not wait before it gives back", "does not wait before it uses"])
+def test_copies_that_nothing_waits_for_are_noticed(mistake, late_streams, monkeypatch):
+    """The controls of the test above."""
+    model, offload = offloaded("llama", late_streams)
+    wait_for = HostOffload._wait_for
+    is_forward = True
+
+    def wait(self, moved):
+        if is_forward != (mistake == "does not wait before it gives back"):
+            wait_for(self, moved)
+
+    monkeypatch.setattr(HostOffload, "_wait_for", wait)
+    if is_forward:
+        loss = model_loss(model)
+    is_forward = False
+    reference = build("llama")
+    model_loss(reference).backward()
+    try:
+        loss.backward()
+        is_equal = all(torch.equal(gradients(model)[name], value) for name, value in gradients(reference).items())
+    except AssertionError as error:
+        assert "given back before" in str(error)
+        is_equal = False
+    assert not is_equal
+
+
+def test_offload_gives_up_what_is_never_taken(late_streams):
+    """A graph that is dropped: the copies are waited for, and the host's memory comes back."""
+    model, offload = offloaded("llama", late_streams)
+    loss = model_loss(model)
+    assert not offload.pool
+    del loss
+    gc.collect()
+    assert len(offload.pool) == LAYERS and late_streams.num_done == len(late_streams.asked)
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+@pytest.mark.parametrize("mode", ["offload", "full"])
+def test_offload_that_nothing_compiles_is_refused(mode, on_cpu):
+    args = recipe_arguments("--compile", "--activation_checkpointing", mode)
+    problems = arguments.check_arguments(args, on_cpu=on_cpu)
+    assert [("--compile has no effect" in problem) for problem in problems] == [True] * (
+        mode == "offload" and not on_cpu
+    )
+
+
 def test_offload_on_cpu_says_that_it_does_nothing():
     with pytest.warns(UserWarning, match="offload does nothing on cpu") as caught:
         apply_activation_checkpointing(build("llama"), "offload", CPU)
@@ -308,7 +479,7 @@ def test_none_switches_off_what_the_config_asked_for():
 def test_model_that_cannot_is_refused_in_one_line(mode):
     tiny_convnext = transformers.ConvNextConfig(depths=[1] * 4, hidden_sizes=[4] * 4)
     for model in (transformers.ConvNextModel(tiny_convnext), nn.Linear(2, 2)):
-        with pytest.raises(ValueError, match=rf"{mode}: {type(model).__name__} cannot checkpoint its layers") as error:
+        with pytest.raises(UserError, match=rf"{mode}: {type(model).__name__} cannot checkpoint its layers") as error:
             apply_activation_checkpointing(model, mode, CPU)
         assert "\n" not in str(error.value)
         apply_activation_checkpointing(model, "none", CPU)  # the control: `none` is for every model
@@ -322,7 +493,7 @@ def test_help_lines_are_safe_in_argparse():
 
 
 def test_unknown_mode_is_refused():
-    with pytest.raises(ValueError, match="some: unknown; choose one of none, selective, full, offload"):
+    with pytest.raises(UserError, match="some: unknown; choose one of none, selective, full, offload"):
         apply_activation_checkpointing(build("llama"), "some", CPU)
 
 

@@ -127,6 +127,10 @@ FLAG_MISTAKES = {
     "--global_batch_size 12 --micro_batch_size 8": r"12 / \(8 micro x 1 processes\) = 1.5 .* 8 or 16",
     "--micro_batch_size 8 --micro_batch_tokens 512": "two answers to one question",
     "--optimiser adamw": "did you mean --optimizer",
+    "--num_train_epochs 3": "--num_train_epochs is --num_updates .an epoch",
+    "--bf16 --lr=1e-3": "--bf16 is --mixed_precision bf16 of accelerate launch here; --lr is --learning_rate here",
+    "--train_files x": "did you mean --train_file",
+    "--train_epochs 3": "unrecognized arguments: --train_epochs 3 .--help lists the flags.",
     "--optimizer adam": "'adam' is not one of adamw.*did you mean adamw",
     "--model_config tinny": "did you mean tiny",
     "--lr_schedule cosin": "did you mean cosine",
@@ -139,6 +143,10 @@ FLAG_MISTAKES = {
     "--model_name_or_path no/such --model_config tiny": "two answers to one question",
     "--seed 99999999999999999999": "whole number from 0 to",
     "--dataset_config en": "--dataset_config has no effect",
+    "--load_best_at_end": "--load_best_at_end needs --keep_best",
+    "--prompt_column question": "--prompt_column has no effect without --train_file",
+    "--train_file LICENSE --completion_column a --shape blocks": "--completion_column and --shape blocks are two",
+    "--train_file LICENSE --prompt_column a --text_column b": "--prompt_column and --text_column b are two answers",
     "--micro_batch_tokens 100": "--micro_batch_tokens 100 does not hold the longest sample of 256",
 }
 
@@ -147,6 +155,13 @@ FLAG_MISTAKES = {
 def test_flags_that_cannot_be(flags, tmp_path):
     result = recipe(*flags.split(), "--output_dir", tmp_path / "run")
     assert_mistake(result, FLAG_MISTAKES[flags])
+    assert not (tmp_path / "run").exists()
+
+
+def test_keep_best_needs_what_it_measures_on(functions_file, model_dir, tmp_path):
+    flags = ["--train_file", functions_file, "--model_name_or_path", model_dir, "--sequence_length", 64]
+    result = recipe(*flags, "--keep_best", "--save_every", 4, "--eval_every", 4, "--output_dir", tmp_path / "run")
+    assert_mistake(result, "--keep_best has nothing to measure")
     assert not (tmp_path / "run").exists()
 
 

@@ -1,5 +1,6 @@
 """The benchmark's command runs, and its page holds what it measured."""
 
+import copy
 import importlib.util
 import json
 import re
@@ -74,3 +75,49 @@ def test_results_name_the_machine_but_not_its_paths(results):
     assert measured["command"].endswith("throughput.py --quick --arms recipe plain --data functions")
     for text in (page, data.read_text()):
         assert str(ROOT) not in text and str(data.parent) not in text and not re.search(r"/(home|root|tmp|work)/", text)
+
+
+# --- the default learning rates --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def defaults():
+    """benchmarks/defaults.py as a module, and what it has measured."""
+    spec = importlib.util.spec_from_file_location("defaults_benchmark", ROOT / "benchmarks/defaults.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module, json.loads((ROOT / "benchmarks/results/defaults-cpu.json").read_text())
+
+
+def test_the_page_of_the_default_rates_is_made_from_its_measurements(defaults):
+    """Control: another loss is another page."""
+    module, measured = defaults
+    page = (ROOT / "benchmarks/results/defaults-cpu.md").read_text()
+    assert page == module.page(measured)
+    changed = copy.deepcopy(measured)
+    changed["cases"][0]["runs"][0]["validation_loss"] += 1
+    assert module.page(changed) != page
+
+
+def test_the_default_rates_are_those_that_the_page_calls_so_and_every_recipe_is_there(defaults):
+    module, measured = defaults
+    recipes = {path.stem for path in (ROOT / "recipes").glob("*.py")}
+    assert {case["recipe"] for case in measured["cases"]} == recipes - {"moe"}
+    assert "moe.py" in module.page(measured)  # says that it was not measured
+    for case in measured["cases"]:
+        assert case["default"] == module.default_rate(case["recipe"], case["size"]), case["recipe"]
+    assert module.default_rate("lm", "large") == 3e-4  # a size that was not swept
+
+
+def test_the_sweep_of_the_default_rates_runs(tmp_path):
+    """Two runs of two updates, through the launcher; then none, since they are there."""
+    command = [sys.executable, "benchmarks/defaults.py", "--quick", "--output_dir", tmp_path, "--work_dir"]
+    finished = run([*command, tmp_path / "runs"])
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    (case,) = json.loads((tmp_path / "defaults-cpu.json").read_text())["cases"]
+    assert [one["rate"] for one in case["runs"]] == [5e-4, 1e-3]
+    for one in case["runs"]:
+        (path,) = (tmp_path / "runs").glob(f"*-{one['rate']:g}-0/run.json")
+        assert json.loads(path.read_text())["results"]["validation_loss"] == one["validation_loss"]
+    again = run([*command, tmp_path / "runs"])
+    assert again.returncode == 0 and "trained in" in finished.stdout and "trained in" not in again.stdout

@@ -43,6 +43,7 @@ from transformers import (
 
 from common import classification
 from common.data import Source, train_tokenizer
+from common.errors import UserError
 from common.models import check_model
 from common.plots import save_confusion_matrix
 
@@ -350,13 +351,13 @@ def test_padding_does_not_change_an_answer(kind, files, encoder):
 
     if kind is XLNetConfig:
         assert not check_model(config, tokenizer, 512)  # its -1 positions are no limit
-        with pytest.raises(ValueError, match="xlnet: padding on the right changes"):
+        with pytest.raises(UserError, match="xlnet: padding on the right changes"):
             check(*inputs)
         return
     check(*inputs)
     assert "attention_mask" in inputs and ("token_type_ids" in inputs) == (kind is BertConfig)
     if kind is BertConfig:
-        with pytest.raises(ValueError, match="padding"):
+        with pytest.raises(UserError, match="padding"):
             check("token_type_ids")
 
 
@@ -404,13 +405,13 @@ def test_class_names_of_a_data_set_are_the_labels(kind, tmp_path):
         if name == "good":
             _, examples, classes = classification.read_examples(source, None, "label")
         else:
-            with pytest.raises(ValueError, match=r"(row 2|\[1\]): column label is null"):
+            with pytest.raises(UserError, match=r"(row 2|\[1\]): column label is null"):
                 classification.read_examples(source, None, "label")
     names = classification.label_names(examples)
     assert [example.label for example in examples] == ["pos", "neg", "pos"] and names == ["neg", "pos"]
     unnamed = BertConfig(num_labels=2, architectures=["BertForSequenceClassification"])
     assert classification.choose_labels(unnamed, names, False, classes) == ["pos", "neg"]
-    with pytest.raises(ValueError, match="LABEL_0"):
+    with pytest.raises(UserError, match="LABEL_0"):
         classification.choose_labels(unnamed, names, False)
 
 

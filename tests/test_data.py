@@ -22,12 +22,13 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from common import corpus, data
 from common.arguments import text_sources
 from common.corpus import Source, check_sources, embedded_files, open_source, python_functions
 from common.data import Samples, load_tokenizer, tokenize, train_tokenizer
+from common.errors import UserError
 
 TEXTS = [
     "def f(x):\n    return x\n",
@@ -118,7 +119,7 @@ def test_the_same_text_gives_the_same_tokenizer(tmp_path):
     one, two = (train_tokenizer(source, 290, tmp_path / "cache").backend_tokenizer.to_str() for source in sources)
     assert one == two and len(list((tmp_path / "cache").glob("tokenizer-*[0-9a-f]"))) == 2
     assert one != train_tokenizer(sources[0], 280, tmp_path / "cache").backend_tokenizer.to_str()
-    with pytest.raises(ValueError, match="at least 257"):
+    with pytest.raises(UserError, match="at least 257"):
         train_tokenizer(sources[0], 256, tmp_path / "cache")
 
 
@@ -131,7 +132,7 @@ def test_a_saved_tokenizer_loads_and_gets_a_pad_token(tokenizer, tmp_path):
         if pad:
             assert load_tokenizer(str(tmp_path)).pad_token == pad
         else:
-            with pytest.raises(ValueError, match="no eos token.*set eos_token"):
+            with pytest.raises(UserError, match="no eos token.*set eos_token"):
                 load_tokenizer(str(tmp_path))
 
 
@@ -139,13 +140,13 @@ def test_a_name_that_is_nowhere_ends_soon_in_one_line(monkeypatch, cache):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # nobody answers there
     start = time.monotonic()
-    with pytest.raises(ValueError, match="no/such-model.*") as error:
+    with pytest.raises(UserError, match="no/such-model.*") as error:
         load_tokenizer("no/such-model")
     assert len(str(error.value).splitlines()) == 1
-    with pytest.raises(ValueError, match="no/such-data.*") as error:
+    with pytest.raises(UserError, match="no/such-data.*") as error:
         open_source(Source(dataset_name="no/such-data"))
     assert len(str(error.value).splitlines()) == 1
-    with pytest.raises(ValueError, match="neither a directory here nor a valid name"):
+    with pytest.raises(UserError, match="neither a directory here nor a valid name"):
         load_tokenizer("./nothing/at/all")
     assert time.monotonic() - start < 10  # the libraries' own patience is 20 to 50 s
 
@@ -159,9 +160,8 @@ def test_blocks_predict_every_token_of_the_stream_once(tokenizer, tmp_path, cach
         write_jsonl(tmp_path / "a.jsonl", [{"text": t} for t in TEXTS]), tokenizer, sequence_length, None, cache
     )
     eos = tokenizer.eos_token_id
-    stream = [eos]
-    for text in TEXTS:
-        stream += [*tokenizer(text)["input_ids"], eos]
+    stream = [token for text in TEXTS for token in tokenizer(text)["input_ids"]] + [eos]
+    assert stream.count(eos) == len(TEXTS) + 1  # the tokenizer puts it before each
     inputs, targets = stream_of(samples)
     assert inputs.tolist() == stream[:-1] and targets.tolist() == stream[1:]
     ids = np.arange(len(samples))
@@ -174,17 +174,44 @@ def test_blocks_predict_every_token_of_the_stream_once(tokenizer, tmp_path, cach
     assert inputs.tolist() != stream[1:]  # the control: shifted by one, it is seen
 
 
-def test_a_separate_bos_begins_each_document(tokenizer, tmp_path, cache):
+@pytest.mark.parametrize(
+    ("template", "before", "end"),
+    [
+        ("<s> $A", ["<s>"], []),
+        ("$A", [], []),
+        ("<|endoftext|> $A", ["<|endoftext|>"], []),
+        ("<s> $A <|endoftext|>", ["<s>"], ["<|endoftext|>"]),
+        ("<s> <t> $A", ["<s>", "<t>"], []),
+    ],
+)
+def test_the_tokenizer_says_what_stands_around_a_text(tokenizer, tmp_path, cache, work, template, before, end):
+    """And eos, which ends what is learned, once. That it has a bos token does not say that it uses it."""
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    with_bos = load_tokenizer(str(tmp_path / "tokenizer"))
-    with_bos.add_special_tokens({"bos_token": "<s>"})
-    bos, eos = with_bos.bos_token_id, with_bos.eos_token_id
+    own = load_tokenizer(str(tmp_path / "tokenizer"))
+    own.add_special_tokens({"bos_token": "<s>", "extra_special_tokens": ["<t>"]})
+    numbers = {name: own.convert_tokens_to_ids(name) for name in ("<s>", "<t>", "<|endoftext|>")}
+    own.backend_tokenizer.post_processor = processors.TemplateProcessing(template, special_tokens=list(numbers.items()))
+    before, end, eos = [numbers[name] for name in before], [numbers[name] for name in end], own.eos_token_id
+    hello, ab = (own(text, add_special_tokens=False)["input_ids"] for text in ("hello", "a b"))
+    assert own("hello")["input_ids"] == before + hello + end
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "hello"}, {"text": ""}, {"text": "a b"}])
-    hello, ab = with_bos("hello")["input_ids"], with_bos("a b")["input_ids"]
-    samples = tokenize(source, with_bos, 100, "blocks", cache)
-    assert samples[0][0].tolist() + [int(samples[0][1][-1])] == [bos, *hello, eos, bos, *ab, eos]
+    samples = tokenize(source, own, 100, "blocks", cache)
+    stream = samples[0][0].tolist() + [int(samples[0][1][-1])]
+    if before and before != [eos]:
+        assert stream == [*before, *hello, eos, *before, *ab, eos]
+    else:  # the end of one document is the beginning of the next
+        assert stream == [eos, *hello, eos, *ab, eos]
     assert samples.meta["dropped"] == 1
-    assert tokenize(source, with_bos, 100, "examples", cache)[1][1].tolist() == [*ab, eos]
+    ids, targets = tokenize(source, own, 100, "examples", cache)[1]
+    assert ids.tolist() == [*before, *ab] and targets.tolist()[-len(ab) :] == [*ab[1:], eos]
+    assert (targets == -100).sum() == max(0, len(before) - 1)
+    pairs = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "hello", "completion": "a b"}])
+    ids, targets = tokenize(pairs, own, 100, None, cache)[0]
+    given = own("hello")["input_ids"]
+    assert ids.tolist() == given + ab and targets.tolist() == [-100] * (len(given) - 1) + [*ab, eos]
+    own.backend_tokenizer.post_processor = processors.TemplateProcessing("$A <t>", special_tokens=list(numbers.items()))
+    again = tokenize(pairs, own, 100, None, cache)[0][0]  # what the cache has was made by another rule
+    assert again.tolist() == [*hello, numbers["<t>"], *ab] and len(work) == 4
 
 
 def test_a_large_txt_file_is_one_document_read_in_pieces(tokenizer, tmp_path, cache):
@@ -221,14 +248,15 @@ def test_only_the_completion_is_predicted(tokenizer, tmp_path, cache):
     samples = tokenize(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer, 100, None, cache)
     eos = tokenizer.eos_token_id
     for row, (ids, targets) in zip(rows, [samples[0], samples[1]], strict=True):
-        completion = [*tokenizer(row["completion"])["input_ids"], eos]
-        prompt = [eos, *tokenizer(row["prompt"])["input_ids"]]
+        completion = [*tokenizer(row["completion"], add_special_tokens=False)["input_ids"], eos]
+        prompt = tokenizer(row["prompt"])["input_ids"]
         assert ids.tolist() == prompt + completion[:-1]
         assert targets.tolist() == [-100] * (len(prompt) - 1) + completion
     assert samples.num_targets([0, 1]).tolist() == [int((samples[i][1] != -100).sum()) for i in (0, 1)]
     assert samples.num_bytes is None  # the prompts are not paid for
     # the control: tokenised as one, the boundary is gone
-    assert len(tokenizer(token)["input_ids"]) == 1 and token not in tokenizer.decode([samples[1][0][1]])
+    assert len(tokenizer(token, add_special_tokens=False)["input_ids"]) == 1
+    assert token not in tokenizer.decode([samples[1][0][1]])
     whole = tokenize(write_jsonl(tmp_path / "b.jsonl", [{"text": "hello"}]), tokenizer, 100, "examples", cache)
     assert (whole[0][1] != -100).all()  # and with a text column nothing is left out
 
@@ -240,9 +268,61 @@ def test_cut_and_empty_rows_are_counted(tokenizer, tmp_path, cache):
     assert len(samples) == 2 and samples.max_length == 12 and samples.lengths([0, 1]).max() == 12
     assert (samples.meta["truncated"], samples.meta["dropped"]) == (1, 2)
     assert "1 cut at 12" in samples.describe() and "2 empty" in samples.describe()
-    with pytest.raises(ValueError, match="no sample with a target.*longer"):
+    with pytest.raises(UserError, match="no sample with a target.*longer"):
         tokenize(write_jsonl(tmp_path / "b.jsonl", rows[2:]), tokenizer, 12, None, cache)
     assert not list(cache.glob("*.partial"))
+
+
+def test_rows_with_nothing_to_say_are_told(tokenizer, tmp_path, cache, monkeypatch):
+    rows = [{"prompt": "a", "completion": text} for text in ("", "x", "")] + [{"prompt": "", "completion": ""}]
+    samples = tokenize(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer, 12, None, cache)
+    assert samples.meta["empty"] == 2 and samples.meta["dropped"] == 1
+    assert samples[0][1][-1] == tokenizer.eos_token_id  # nothing but its end
+    assert samples.describe().splitlines()[1].strip().startswith("2 rows have an empty completion")
+    monkeypatch.setattr(tokenizer, "chat_template", PLAIN)
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    chats = [CHAT, [CHAT[0], {"role": "assistant", "content": ""}], [CHAT[0], call]]
+    samples = tokenize(write_jsonl(tmp_path / "b.jsonl", [{"messages": c} for c in chats]), tokenizer, 90, None, cache)
+    assert samples.meta["empty"] == 1
+
+
+def test_the_token_that_ends_an_answer_is_found(tokenizer, tmp_path, cache, monkeypatch):
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    own = load_tokenizer(str(tmp_path / "tokenizer"))
+    own.add_tokens(["<end>"], special_tokens=True)
+    end, source = own.convert_tokens_to_ids("<end>"), write_jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}])
+    for template, found in ((PLAIN, [end]), (TAGGED, [end]), (PLAIN.replace("</>", "."), [])):
+        own.chat_template = template.replace("</>", "<end>")
+        samples = tokenize(source, own, 500, None, cache)
+        assert samples.end_tokens == found
+        assert ("will not know where to stop" in samples.describe()) == (not found)
+    assert tokenize(write_jsonl(tmp_path / "b.jsonl", [{"text": "a"}]), own, 9, None, cache).end_tokens == [0]
+
+
+NAMELESS = {
+    "instruction, output": "for examples --prompt_column instruction --completion_column output",
+    "id, Question, answer": "for examples --prompt_column Question --completion_column answer",
+    "prompt, response": "for examples --prompt_column prompt --completion_column response",
+    "conversations": "conversations are messages here: rename the column, and in it `from` to `role`",
+    "body, title": r"\(--text_column\)",
+}
+
+
+@pytest.mark.parametrize("columns", NAMELESS)
+def test_columns_of_other_names_are_told_how_to_name(tokenizer, tmp_path, cache, columns):
+    row = dict.fromkeys(columns.split(", "), "a")
+    if columns == "conversations":
+        row = {columns: [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    source = write_jsonl(tmp_path / "a.jsonl", [row])
+    with pytest.raises(UserError, match=NAMELESS[columns]) as error:
+        tokenize(source, tokenizer, 9, None, cache)
+    assert len(str(error.value).splitlines()) == 1 and f"there are: {columns}" in str(error.value)
+    if "output" in columns:
+        named = Source(files=source.files, prompt_column="instruction", completion_column="output")
+        assert tokenize(named, tokenizer, 9, None, cache).meta["columns"] == ["instruction", "output"]
+        wrong = Source(files=source.files, prompt_column="instruction")
+        with pytest.raises(UserError, match=r"no column completion; .*\(--prompt_column, --completion_column\)"):
+            tokenize(wrong, tokenizer, 9, None, cache)
 
 
 PLAIN = (
@@ -299,7 +379,7 @@ def test_messages_from_parquet_have_no_keys_of_other_messages(tokenizer, tmp_pat
 )
 def test_chats_that_cannot_be_masked(tokenizer, tmp_path, cache, monkeypatch, template, chat, pattern):
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    with pytest.raises(ValueError, match=pattern) as error:
+    with pytest.raises(UserError, match=pattern) as error:
         tokenize(write_jsonl(tmp_path / "a.jsonl", [{"messages": chat}]), tokenizer, 500, None, cache)
     assert len(str(error.value).splitlines()) == 1
 
@@ -343,10 +423,10 @@ def test_all_kinds_of_files_give_the_same_samples(tokenizer, tmp_path, cache):
     for name in ("both", "folder"):
         other = tokenize(Source(dataset_name=str(tmp_path / name)), tokenizer, 9, None, cache)
         assert other.num_tokens < len(expected)  # the control: the other split is seen to be different
-        with pytest.raises(ValueError, match="no split dev; there are: .*te"):
+        with pytest.raises(UserError, match="no split dev; there are: .*te"):
             open_source(Source(dataset_name=str(tmp_path / name), split="dev"))
         args = types.SimpleNamespace(dataset_name=str(tmp_path / name), dataset_config=None, train_file=[])
-        args.text_column, args.validation_file = "text", []
+        args.text_column, args.validation_file, args.prompt_column, args.completion_column = "text", [], None, None
         assert text_sources(args)[1].split == "test"  # held out, as there is no validation split
         args.validation_file = [str(halves[0])]
         assert text_sources(args)[1].files == (str(halves[0]),)
@@ -412,7 +492,7 @@ BROKEN = {
 def test_broken_files_are_named_with_the_place(tokenizer, tmp_path, cache, name):
     content, pattern = BROKEN[name]
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=pattern) as error:
+    with pytest.raises(UserError, match=pattern) as error:
         tokenize(Source(files=(str(tmp_path / name),)), tokenizer, 50, None, cache)
     assert len(str(error.value).splitlines()) == 1
     assert not [path for path in cache.glob("*") if path.suffix != ".lock"]  # complete or absent
@@ -424,13 +504,13 @@ def test_broken_rows_of_parquet_and_datasets(tokenizer, tmp_path, cache):
     table.save_to_disk(tmp_path / "saved")
     for source in (Source(files=(str(tmp_path / "a.parquet"),)), Source(dataset_name=str(tmp_path / "saved"))):
         place = r"a.parquet, row 2" if source.files else r"saved\[train\]\[1\]"
-        with pytest.raises(ValueError, match=place + ": column text is null"):
+        with pytest.raises(UserError, match=place + ": column text is null"):
             tokenize(source, tokenizer, 50, None, cache)
         other = Source(files=source.files, dataset_name=source.dataset_name, text_column="n")
-        with pytest.raises(ValueError, match="column n is of type int, not a string"):
+        with pytest.raises(UserError, match="column n is of type int, not a string"):
             tokenize(other, tokenizer, 50, None, cache)
         missing = Source(files=source.files, dataset_name=source.dataset_name, text_column="story")
-        with pytest.raises(ValueError, match="no column story; there are: text, body, n"):
+        with pytest.raises(UserError, match="no column story; there are: text, body, n"):
             tokenize(missing, tokenizer, 50, None, cache)
         good = Source(files=source.files, dataset_name=source.dataset_name, text_column="body")
         assert tokenize(good, tokenizer, 50, None, cache).meta["documents"] == 2
@@ -440,7 +520,7 @@ def test_all_problems_are_told_together(tmp_path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "good[1].txt").write_text("x")  # brackets in a name are no pattern
     train = Source(files=tuple(str(tmp_path / name) for name in ("no.txt", "*.csv", "empty.txt", "good[1].txt")))
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(UserError) as error:
         check_sources(train, Source(files=("nowhere.jsonl",)), None)
     lines = str(error.value).splitlines()
     assert len(lines) == 4
@@ -448,7 +528,7 @@ def test_all_problems_are_told_together(tmp_path):
         assert words in line
     check_sources(Source(files=(str(tmp_path / "good[1].txt"),)), Source(embedded="train"))
     for source in (Source(), Source(files=("a.txt",), embedded="train"), Source(embedded="dev")):
-        with pytest.raises(ValueError, match="exactly one|no part 'dev'"):
+        with pytest.raises(UserError, match="exactly one|no part 'dev'"):
             check_sources(source)
 
 
@@ -539,7 +619,7 @@ def test_of_two_processes_one_tokenises(tokenizer, tmp_path, cache, locked):
 def test_an_unwritable_cache_is_one_line(tokenizer, tmp_path):
     (tmp_path / "file").write_text("a file where the cache's directory should be")
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}])
-    with pytest.raises(ValueError, match="cache .*cannot be written"):
+    with pytest.raises(UserError, match="cache .*cannot be written"):
         tokenize(source, tokenizer, 8, None, tmp_path / "file")
 
 

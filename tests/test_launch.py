@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 import yaml
-from conftest import BIN, ROOT, assert_refused, launch_command, run
+from conftest import BIN, ROOT, assert_refused, launch_command, recipe_arguments, run
 
-from common.launch import Launch, check_launch, parse_launch
+import common.launch
+from common.launch import Launch, check_launch, find_unseen_gpu, make_accelerator, parse_launch
 
 
 @dataclass
@@ -63,18 +64,15 @@ CASES = {
     "--cpu over ZeRO": Case(
         "zero2", ("--cpu", "--num_processes", 1), refused="--cpu makes the launcher drop DeepSpeed"
     ),
-    # DDP
+    # DDP (as the shipped files say it: tests/test_resume.py, in every mode)
     "no file, --multi_gpu": Case(options=("--multi_gpu", "--num_processes", 2), runs=("DDP", 2, FLOAT32)),
     "torchrun": Case(launcher=("torchrun", "--nproc_per_node", 2), runs=("DDP", 2, FLOAT32)),
-    "multi_cpu": Case("multi_cpu", runs=("DDP", 2, FLOAT32)),
     "multi_cpu, one": Case("multi_cpu", ("--num_processes", 1), runs=("DDP", 1, FLOAT32)),
     "multi_cpu, bf16": Case("multi_cpu", ("--mixed_precision", "bf16"), runs=("DDP", 2, BF16)),
     "multi_cpu, fp16": Case("multi_cpu", ("--mixed_precision", "fp16"), refused=FP16_ON_CPU),
-    "multi_gpu": Case("multi_gpu", runs=("DDP", 2, BF16)),
     "multi_gpu, three": Case("multi_gpu", ("--num_processes", 3), runs=("DDP", 3, BF16)),
     "multi_gpu, fp16": Case("multi_gpu", ("--mixed_precision", "fp16"), refused=FP16_ON_CPU),
     # FSDP
-    "fsdp2": Case("fsdp2", runs=("FSDP", 2, BF16)),
     "fsdp2, one": Case("fsdp2", ("--num_processes", 1), runs=("FSDP", 1, BF16)),
     "fsdp2 with use_cpu": Case("fsdp2", changes={"use_cpu": True}, runs=("FSDP", 2, BF16)),
     "fsdp2, fp16": Case("fsdp2", ("--mixed_precision", "fp16"), refused=FP16_ON_CPU),
@@ -137,6 +135,13 @@ CASES = {
 
 # Refused by what the launcher's command and file say: no process need be started to see it.
 SEEN_IN_THE_COMMAND = (
+    "cpu, fp16",
+    "single_gpu, fp16",
+    "no file, --cpu, two",
+    "single_gpu, two",
+    "MULTI_CPU, two",
+    "--cpu over DDP",
+    "accumulation in a flag",
     "--cpu over FSDP",
     "--cpu over FSDP, one",
     "--cpu over ZeRO",
@@ -168,10 +173,11 @@ def launch_options(case, tmp_path):
 def test_a_command_that_cannot_run_as_asked_is_refused(name, tmp_path, monkeypatch):
     case = CASES[name]
     launch = parse_launch([*map(str, launch_options(case, tmp_path)), "recipes/lm.py"], environment={})
-    world = {"WORLD_SIZE": launch.num_processes, "LOCAL_WORLD_SIZE": launch.num_processes, "RANK": 0, "LOCAL_RANK": 0}
+    started = 1 if "1 started" in case.refused else launch.num_processes
+    world = {"WORLD_SIZE": started, "LOCAL_WORLD_SIZE": started, "RANK": 0, "LOCAL_RANK": 0}
     for variable, value in {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}.items():
         monkeypatch.setenv(variable, str(value))
-    problems = check_launch(launch, "adamw", max_grad_norm=1.0)
+    problems = check_launch(launch, recipe_arguments())
     assert any(re.search(case.refused, problem) for problem in problems), problems
 
 
@@ -216,9 +222,60 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
         (4, []),
     ):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        problems = check_launch(launch, "adamw", max_grad_norm=1.0)
+        problems = check_launch(launch, recipe_arguments())
         assert len(problems) == len(expected)
         assert all(text in problem for text, problem in zip(expected, problems, strict=True))
+
+
+@pytest.mark.parametrize("node", ["dev/nvidia0", "proc/driver/nvidia/gpus/0000:07:00.0"])
+def test_a_gpu_that_torch_does_not_see_is_no_rehearsal(node, tmp_path, monkeypatch):
+    """A driver that does not fit, or a CPU build of torch. Controls: asked for the CPU, hidden GPUs."""
+
+    def problems(name, *options):
+        path = ROOT / f"accelerate_configs/{name}.yaml"
+        return check_launch(parse_launch(["--config_file", str(path), *options, "x.py"], {}), recipe_arguments())
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(common.launch, "find_unseen_gpu", lambda: find_unseen_gpu(tmp_path))
+    (tmp_path / "dev").mkdir()
+    for name in ("null", "nvidiactl"):  # of every machine; of the driver without a GPU
+        (tmp_path / "dev" / name).touch()
+    assert problems("single_gpu") == []
+    (tmp_path / node).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / node).touch()
+    (problem,) = problems("single_gpu")
+    assert f"has a GPU ({tmp_path / node}) that torch {torch.__version__} does not see (" in problem
+    assert "\n" not in problem
+    assert problems("cpu") == []
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert problems("single_gpu") == []
+
+
+@pytest.mark.parametrize("sees_gpu", [True, False])
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_a_gpu_computes_what_is_left_in_float32_as_tf32(precision, sees_gpu, monkeypatch):
+    """In each precision; a CPU keeps its own."""
+
+    class Reached(Exception):
+        pass
+
+    def accelerator(**_):
+        raise Reached
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: sees_gpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: sees_gpu)
+    monkeypatch.setattr(common.launch, "Accelerator", accelerator)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+    before = torch.get_float32_matmul_precision()
+    try:
+        with pytest.raises(Reached):
+            make_accelerator(Launch(mixed_precision=precision), recipe_arguments())
+        assert torch.get_float32_matmul_precision() == ("high" if sees_gpu else before)
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.usefixtures("extensions")

@@ -62,6 +62,10 @@ def num_updates(tmp_path):
     return metrics.read_text().count("\n") if metrics.exists() else 0
 
 
+def status_of(tmp_path):
+    return json.loads((tmp_path / "run/run.json").read_text())["status"]
+
+
 def named(tmp_path, rank, what):
     """The lines that say what became of a rank."""
     return re.findall(LINE.format(rank=rank, what=what), (tmp_path / "stderr").read_text())
@@ -81,9 +85,11 @@ def test_a_killed_process_ends_the_others_and_is_named(config, lost, watched, fu
     with launched(tmp_path, script, config, "--mixed_precision", "no") as launcher:
         find_rank(launcher, lost).kill()
         killed = time.monotonic()
-        assert launcher.wait(timeout=10) != 0
+        assert launcher.wait(timeout=40) != 0  # less than gloo's own limit
         print(f"ended {time.monotonic() - killed:.1f} s after the kill", file=sys.stderr)
     assert len(named(tmp_path, lost, "was lost")) == (1 if watched else 0)
+    cause = f"rank {lost} on host \\S+ was lost" if watched else "RuntimeError: "
+    assert re.match(rf"failed at update \d+: {cause}", status_of(tmp_path))
 
 
 def launched_with(tmp_path, functions_file, **changes):
@@ -131,11 +137,13 @@ def test_without_a_limit_a_stopped_process_is_waited_for(functions_file, tmp_pat
 
 def test_an_exception_of_one_process_is_told_by_the_others(functions_file, tmp_path):
     script = write_spec(tmp_path / "spec.json", flags(functions_file, tmp_path / "run"), broken_rank=[1, 2])
-    started = time.monotonic()
     result = run([*launch_command("multi_cpu"), *script], timeout=100)
-    assert result.returncode != 0 and time.monotonic() - started < 60
+    assert result.returncode != 0
     assert len(re.findall(LINE.format(rank=1, what="ended with RuntimeError: this rank is broken"), result.stderr)) == 1
     assert "at update 2;" in result.stderr
+    reason = r"rank 1 on host \S+ ended with RuntimeError: this rank is broken"
+    assert re.fullmatch(f"failed at update 2: {reason}", status_of(tmp_path))
+    assert "traceback : RuntimeError: this rank is broken\n" in result.stderr  # at the end, by the launcher
 
 
 def test_an_exception_of_all_processes_is_nobodys_loss(functions_file, tmp_path):
@@ -144,15 +152,17 @@ def test_an_exception_of_all_processes_is_nobodys_loss(functions_file, tmp_path)
     result = run([*launch_command("multi_cpu"), *script], timeout=100)
     assert result.returncode != 0 and "not finite 2 times in a row" in result.stderr
     assert "error: rank" not in result.stderr
+    assert re.match("failed at update 1: RuntimeError: update 1: loss or gradient not finite", status_of(tmp_path))
 
 
 @pytest.mark.parametrize("seconds", [1, 60])
 def test_a_process_that_never_arrives_is_named(seconds, functions_file, tmp_path):
-    given = flags(functions_file, tmp_path / "run", "--num_updates", 2, "--connect_timeout", 5, "--dry_run")
+    given = flags(functions_file, tmp_path / "run", "--num_updates", 2, "--connect_timeout", 15, "--dry_run")
     script = write_spec(tmp_path / "spec.json", given, late=[1, seconds])
-    result = run([*launch_command("multi_cpu"), *script], timeout=50)
+    result = run([*launch_command("multi_cpu"), *script], timeout=120)
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    if seconds < 5:
+    if seconds < 15:
         assert result.returncode == 0 and not errors, result.stderr
     else:
-        assert len(errors) == 1 and re.search(r"rank 1 did not arrive within 5 s of rank 0 on host", errors[0]), errors
+        assert len(errors) == 1 and re.search(r"rank 1 did not arrive within 15 s of rank 0 on host", errors[0]), errors
+        assert re.search("traceback : rank 1 did not arrive.*\n=+\n$", result.stderr)  # the line is the last one too

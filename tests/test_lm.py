@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, launch, launch_command, make_model_dir, read_metrics, relative_difference, run
+from conftest import ROOT, launch, launch_command, make_model_dir, need, read_metrics, relative_difference, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SMALL = ["--sequence_length", 64, "--num_updates", 4, "--global_batch_size", 8, "--micro_batch_tokens", 128]
@@ -180,8 +180,10 @@ def test_bf16_on_a_cpu_is_bf16(one_process, functions_file, model_dir, tmp_path)
 
 
 def test_a_compiled_model_makes_the_same_update(one_process, functions_file, model_dir, tmp_path):
+    need("g++")
     reference, more, _ = one_process
-    launch(*flags(functions_file, tmp_path / "run", *more, "--compile", model_dir=model_dir))
+    run_flags = flags(functions_file, tmp_path / "run", *more, "--compile", model_dir=model_dir)
+    launch(*run_flags, timeout=900)  # a first compilation, beside other tests
     expected = [line["loss"] for line in read_metrics(reference)]
     assert [line["loss"] for line in read_metrics(tmp_path / "run")] == pytest.approx(expected, rel=1e-5)
 

@@ -23,6 +23,7 @@ from conftest import (
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from common.errors import UserError
 from common.long_sequences import CELLS, RecurrentConfig, RecurrentLM, pieces_of, tile_mlps
 from common.losses import sum_token_losses
 
@@ -132,7 +133,7 @@ def test_a_model_whose_mlps_are_not_found_goes_on_without_tiles():
     for rows in (None, 0):
         model = AutoModelForCausalLM.from_config(config)
         assert "MLPs in one piece" in adapt(model, types.SimpleNamespace(mlp_rows=rows), 16)
-    with pytest.raises(ValueError, match="--mlp_rows 8: GPT2LMHeadModel has no layers with an mlp; take"):
+    with pytest.raises(UserError, match="--mlp_rows 8: GPT2LMHeadModel has no layers with an mlp; take"):
         adapt(AutoModelForCausalLM.from_config(config), types.SimpleNamespace(mlp_rows=8), 16)
 
 
@@ -197,7 +198,7 @@ def test_a_run_ends_with_figures_that_are_right(one_process, functions_file, tmp
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/model")
-    ids = [tokenizer.eos_token_id, *tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
     assert len(ids) == len(text.encode()) + 2  # a token is a byte
     for start in range(0, len(ids) - 1, 300):
         block = torch.tensor(ids[start : start + 301])

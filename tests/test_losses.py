@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common import losses
+from common.errors import UserError
 from common.losses import linear_cross_entropy, sum_token_losses
 
 SMALL = {
@@ -313,7 +314,7 @@ def test_a_custom_loss_is_kept_or_refused():
     model.loss_function = lambda logits, labels, vocab_size, **_: F.cross_entropy(
         logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.1
     )
-    with pytest.raises(ValueError, match="ignores shift_labels"):
+    with pytest.raises(UserError, match="ignores shift_labels"):
         sum_token_losses(model)
 
 

@@ -13,10 +13,12 @@ from conftest import (
     assert_mistake,
     launch,
     launch_command,
+    our_collectives,
     read_metrics,
     relative_difference,
     run,
     run_recipe_alone,
+    told,
 )
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, JetMoeConfig, OlmoeConfig
@@ -67,7 +69,7 @@ def run_specs(specs, directory, config="cpu", processes=1):
     path.write_text(json.dumps([{"recipe": RECIPE, "flags": flags, "changes": changes} for flags, changes in specs]))
     command = launch_command(config, "--mixed_precision", "no", "--num_processes", processes)
     result = run([*command, "tests/run_recipe.py", path], CUDA_VISIBLE_DEVICES="", TQDM_DISABLE=1, timeout=600)
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.returncode == 0, told(result)
     return result
 
 
@@ -151,9 +153,15 @@ def test_every_mode_makes_the_losses_and_the_bias_of_one_process(
     config, one_process, functions_file, moe_dir, tmp_path, extensions
 ):
     names = ("bias", "exact")
-    specs = [(mode_flags(functions_file, moe_dir, tmp_path / name, name), {}) for name in names]
+    specs = [
+        (mode_flags(functions_file, moe_dir, tmp_path / name, name), {"count_collectives": str(tmp_path / f"n-{name}")})
+        for name in names
+    ]
     run_specs(specs, tmp_path, config, 2)
     for name in names:
+        ours = our_collectives(tmp_path / f"n-{name}", 2)
+        before = ["routing.begin_window"] if name == "exact" else []  # what the loss needs before the first backward
+        assert [ours[number] for number in (0, 1, 3, 4)] == 4 * [[*before, "accumulation.sum_over_ranks"]]
         lines, expected = read_metrics(tmp_path / name), read_metrics(one_process / name)
         assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], rel=1e-5)
         weights = load_file(tmp_path / name / "model/model.safetensors")

@@ -106,7 +106,7 @@ def hosts():
 @pytest.fixture
 def two_hosts(hosts):
     if not hosts.are_real:
-        pytest.skip("needs two network namespaces: root and iproute2")
+        pytest.skip("needs root and network namespaces" if shutil.which("ip") else "needs iproute2")
     return hosts
 
 
@@ -246,6 +246,23 @@ def test_a_mistake_on_one_host_is_told_by_the_other(hosts, functions_file, tmp_p
         assert len(run.errors(0)) == 1 and re.match(r"error: rank 1 on host \S+: mine.jsonl: no such", run.errors(0)[0])
 
 
+def test_an_output_directory_that_hosts_do_not_share_is_refused_at_the_start(hosts, tmp_path):
+    """Each host has its own. Nothing is left there. Control: all other tests, whose hosts share theirs."""
+    with Run(tmp_path) as run:
+        port = free_port()
+        for host in (0, 1):
+            (tmp_path / f"host{host}").mkdir()
+            given = ["--mixed_precision", "no", "--main_process_ip", hosts.ips[0], "--main_process_port", port]
+            command = [*launch_command("multi_node", *given, "--machine_rank", host), ROOT / "recipes/lm.py"]
+            run.start(hosts.command(host, *command, "--output_dir", "runs/x"), cwd=tmp_path / f"host{host}")
+        assert all(run.wait(120))
+        for host in (0, 1):
+            assert len(run.errors(host)) == 1, run.output(host)
+            pattern = r"error: (rank \d on host \S+: )?--output_dir runs/x: what rank 0 on host \S+ writes there is not"
+            assert re.match(pattern, run.errors(host)[0]), run.output(host)
+            assert list((tmp_path / f"host{host}").iterdir()) == []
+
+
 def test_a_network_that_does_not_connect_the_hosts_is_told(two_hosts, functions_file, tmp_path):
     recipe = ["recipes/lm.py", "--train_file", functions_file, "--connect_timeout", 8, "--output_dir", tmp_path / "run"]
     with Run(tmp_path) as run:
@@ -265,7 +282,8 @@ MEETINGS = {
     "never arrives": ([0], r"machine rank 1 of 2 did not come to \S+ within 4 s"),
     "port in use": ([0], r"port \d+ of this machine, \S+, is in use by \S+ \(process \d+\)"),
     "another program": ([1], r"which does not answer; is it the port of another program"),
-    "rank twice": ([0, 0], r"both have --machine_rank 0|does not lead to this machine|did not come to"),
+    # Where both hosts are this one, the port is taken.
+    "rank twice": ([0, 0], r"both have --machine_rank 0|does not lead to this machine|did not come to|is in use by"),
     "other numbers": ([0, 1], r"was started with --num_machines 2 --num_processes [24], host \S+ with"),
     "no number of processes": ([0], r"3 processes on 2 machines, which does not divide"),
 }
@@ -609,15 +627,17 @@ def test_a_job_goes_on_after_its_time_limit_and_a_preemption(
     script = (ROOT / "launchers/slurm.sbatch").read_text()
     (tmp_path / "deaf.sbatch").write_text(script.replace("#SBATCH --signal", "# --signal"))
     (tmp_path / "deaf").mkdir()
-    # On the third node, at the same time; its updates take longer than its minute.
-    deaf_recipe = [recipe, *equivalence_flags(functions_file, model_dir, tmp_path / "deaf/run", "--num_updates", 99)]
+    # On the third node, at the same time; its update takes longer than its two minutes.
+    deaf_copy, deaf_seconds = slow_recipe(tmp_path / "deaf")  # the other one's updates become quick
+    deaf_seconds.write_text("300")
+    deaf_recipe = [deaf_copy, *equivalence_flags(functions_file, model_dir, tmp_path / "deaf/run", "--num_updates", 99)]
     deaf_job = start_job(
         slurm_env,
         tmp_path / "deaf.sbatch",
         1,
         deaf_recipe,
         tmp_path / "deaf",
-        "--time=1",
+        "--time=2",
         CONFIG="accelerate_configs/cpu.yaml",
     )
 
@@ -626,7 +646,7 @@ def test_a_job_goes_on_after_its_time_limit_and_a_preemption(
         subprocess.run(["scontrol", "update", f"JobId={job}", *words], env=slurm_env, check=True)
 
     command = [recipe, *equivalence_flags(functions_file, model_dir, out, *flags)]
-    job = start_job(slurm_env, "launchers/slurm.sbatch", 2, command, tmp_path, "--time=1")
+    job = start_job(slurm_env, "launchers/slurm.sbatch", 2, command, tmp_path, "--time=4")  # below the signal's 300 s
     wait_for_job(slurm_env, job, requeued(1))
     status = json.loads((out / "run.json").read_text())["status"]
     assert status.startswith("stopped after update"), (tmp_path / "log").read_text()
@@ -653,19 +673,26 @@ def test_a_job_goes_on_after_its_time_limit_and_a_preemption(
     assert json.loads((tmp_path / "deaf/run/run.json").read_text())["status"] == "running"
 
 
-def run_job_script(directory, *recipe, restarts=0, status=None, returncode=0):
-    """The job's script with stand-ins for SLURM's commands: its result, the recipe's flags, what scontrol was told."""
+def run_job_script(directory, *recipe, restarts=0, status=None, returncode=0, **given):
+    """The job's script with stand-ins for SLURM's commands: its result, the recipe's flags, what scontrol was told.
+
+    The task leaves its cores and threads in the file `task`.
+    """
     fake = directory / "bin"
     fake.mkdir()
     (fake / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {directory}/told\n')
     end = f"""sed -i 's/"status": "[^"]*"/"status": "{status}"/' {directory}/run/run.json\n""" if status else ""
-    srun = f'#!/bin/sh\nuntil [ "$1" = node ]; do shift; done\nshift 2\necho "$@" > {directory}/ran\n{end}'
-    (fake / "srun").write_text(f"{srun}exit {returncode}\n")
+    srun = f'#!/bin/sh\nuntil [ "$1" = bash ]; do shift; done\nPYTHON={fake}/task exec "$@"\n'
+    (fake / "srun").write_text(srun)
+    task = f'#!/bin/sh\necho "$SRUN_CPUS_PER_TASK $OMP_NUM_THREADS" > {directory}/task\n'
+    task += f'until [ "$1" = recipes/lm.py ]; do shift; done\nshift\necho "$@" > {directory}/ran\n{end}'
+    (fake / "task").write_text(f"{task}exit {returncode}\n")
     for program in fake.iterdir():
         program.chmod(0o755)
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1", "MAIN_IP": "127.0.0.1"}
     env = os.environ | job | {"PATH": f"{fake}:{os.environ['PATH']}", "PYTHON": sys.executable}
     env["SLURM_RESTART_COUNT"] = str(restarts)
+    env |= {"SLURM_NODEID": "0"} | given
     command = ["bash", "launchers/slurm.sbatch", "recipes/lm.py", *map(str, recipe)]
     result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     ran, told = (directory / name for name in ("ran", "told"))
@@ -703,6 +730,26 @@ def test_a_job_without_an_output_directory_is_not_queued_again(tmp_path):
     result, ran, told = run_job_script(tmp_path, "--seed", 1, status="stopped after update 5", returncode=1)
     assert told == "update JobId=7 Requeue=0\n" and ran == ["--seed", "1"]
     assert re.fullmatch(r"note: without --output_dir .*\n", result.stderr) and result.returncode == 1
+
+
+def test_each_process_of_a_job_gets_its_share_of_the_cores(tmp_path, monkeypatch):
+    """Those of the task, which srun must be told. Controls: what the user sets stays; too few cores are told."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    here = len(os.sched_getaffinity(0))
+    for number, (given, task, notes) in enumerate(
+        [
+            ({"SLURM_CPUS_PER_TASK": str(here), "SLURM_GPUS_ON_NODE": "1"}, f"{here} {here}", 1),
+            ({"SLURM_CPUS_PER_TASK": "1", "PROCESSES_PER_NODE": str(2 * here)}, "1 1", 2),
+            ({"SLURM_CPUS_ON_NODE": str(here), "OMP_NUM_THREADS": "5"}, " 5", 1),
+        ]
+    ):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        result, *_ = run_job_script(directory, "--seed", 1, **given)
+        assert result.returncode == 0, result.stderr
+        assert (directory / "task").read_text() == f"{task}\n"
+        assert result.stderr.count("note: ") == notes, result.stderr  # one is that there is no --output_dir
+        assert ("--cpus-per-task" in result.stderr) == (notes == 2)
 
 
 # What lies in the output directory when the job is started again, and the flags that come of --overwrite.

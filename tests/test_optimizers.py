@@ -9,6 +9,7 @@ import transformers
 from accelerate import Accelerator
 from torch import nn
 
+from common.errors import UserError
 from common.optimizers import (
     OPTIMIZERS,
     SCHEDULES,
@@ -293,7 +294,7 @@ def parent() -> str:
 
 def test_a_missing_bitsandbytes_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # Python's own way to make an import fail
-    with pytest.raises(ValueError, match="pip install bitsandbytes") as error:
+    with pytest.raises(UserError, match="pip install bitsandbytes") as error:
         make_optimizer("adamw8bit", build("llama"), 1e-3, 0.1)
     assert "\n" not in str(error.value)
     make_optimizer("adamw", build("llama"), 1e-3, 0.1)
@@ -301,15 +302,15 @@ def test_a_missing_bitsandbytes_is_one_line(monkeypatch):
 
 def test_mistakes_are_named():
     model = build("llama")
-    with pytest.raises(ValueError, match=r"--optimizer adamm is unknown \(did you mean adamw\?\): choose from adamw, "):
+    with pytest.raises(UserError, match=r"--optimizer adamm is unknown \(did you mean adamw\?\): choose from adamw, "):
         make_optimizer("adamm", model, 1e-3, 0.1)
     for rate in (0.0, -1e-3, math.nan, math.inf):
-        with pytest.raises(ValueError, match="--learning_rate"):
+        with pytest.raises(UserError, match="--learning_rate"):
             make_optimizer("adamw", model, rate, 0.1)
     for decay in (-0.1, math.nan, math.inf):
-        with pytest.raises(ValueError, match="--weight_decay"):
+        with pytest.raises(UserError, match="--weight_decay"):
             make_optimizer("adamw", model, 1e-3, decay)
-    with pytest.raises(ValueError, match="no trainable parameter"):
+    with pytest.raises(UserError, match="no trainable parameter"):
         make_optimizer("adamw", model.requires_grad_(False), 1e-3, 0.1)
 
 
@@ -424,7 +425,7 @@ def test_the_rate_reaches_every_group_through_accelerate():
 def test_mistakes_in_the_schedule_are_named(changed, message):
     good = {"schedule": "cosine", "peak": 1.0, "num_updates": 10, "warmup_updates": 2}
     learning_rate(0, **good)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         learning_rate(0, **{**good, **changed})
 
 

@@ -17,6 +17,7 @@ from conftest import BIN, ROOT, launch_command, run
 
 from common import checkpoint, corpus, data, models
 from common.checkpoint_format import find_damage, hash_of, list_checkpoints
+from common.errors import UserError
 from common.redaction import HIDDEN, redact
 
 
@@ -147,7 +148,7 @@ def put_beside(directory, canary):
 def sign(directory, update=None):
     """A manifest that fits the files as they are now, as an attacker can make it."""
     path = directory / "manifest.json"
-    with contextlib.suppress(ValueError, RecursionError):  # a manifest that is none any more
+    with contextlib.suppress(UserError, ValueError, RecursionError):  # a manifest that is none any more
         manifest = json.loads(path.read_text())
         if update is not None:
             manifest["update"] = manifest["position"]["update"] = update
@@ -220,7 +221,10 @@ def test_a_resume_with_other_tensors_ends_in_one_line(finished, functions_file, 
         return {name.replace("layers.0", "layers.7"): one for name, one in names.items()}
 
     directory = attacked(finished, tmp_path / "run", None, None, update=3)
-    edit_json(directory / "rank-00000.json", lambda rank: rank.update(tensors=renamed(rank["tensors"])))
+    edit_json(
+        directory / "rank-00000.json",
+        lambda rank: rank.update(tensors=renamed(rank["tensors"]), numbers=renamed(rank["numbers"])),
+    )
     set_header(directory / "rank-00000.safetensors", lambda header: json.dumps(renamed(header)).encode())
     sign(directory)
     result = run([BIN / "python", "recipes/lm.py", *flags(functions_file, model_dir, tmp_path / "run", "--resume")])
@@ -330,7 +334,7 @@ def use_model(path, directory, trust_remote_code=False):
         model = models.build_model(config, str(path), trust_remote_code)
         model.generate(torch.ones(1, 2, dtype=torch.long), max_new_tokens=2)
         data.tokenize(corpus.Source(files=(str(chats),)), tokenizer, 64)
-    except ValueError as error:
+    except UserError as error:
         return str(error)
     return None
 
@@ -361,7 +365,7 @@ def test_no_data_set_is_executed(tmp_path):
         corpus.Source(dataset_name=str(folder)),
         corpus.Source(files=(str(tmp_path / "train.parquet"),)),
     ):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(UserError, ValueError):
             opened = corpus.open_source(source)
             list(opened.rows(("text",), False))
     assert not canary.exists()

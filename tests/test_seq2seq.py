@@ -35,6 +35,7 @@ from transformers import (
 
 from common.corpus import open_source
 from common.data import Source, train_tokenizer
+from common.errors import UserError
 from common.pairs import collate_pairs, docstring_corpus, split_docstring, tokenize_pairs
 
 RECIPE = "recipes/seq2seq.py"
@@ -272,6 +273,7 @@ def one_process(files, model_dirs, tmp_path_factory):
     return out, launch(*flags(files, out, model_dirs / "t5"), script=RECIPE)
 
 
+@pytest.mark.usefixtures("extensions")
 @pytest.mark.parametrize("config", ["multi_cpu", "fsdp2", "zero3"])
 def test_every_mode_makes_the_losses_and_writes_the_texts_of_one_process(
     config, one_process, files, model_dirs, tmp_path
@@ -313,6 +315,7 @@ def test_the_figures_are_those_of_an_independent_computation(one_process, files)
     figures = results(out)
     assert figures["validation_loss"] == pytest.approx(loss_sum / num_targets, rel=1e-5)
     assert figures["chrf"] == pytest.approx(CHRF().corpus_score(written, [targets]).score)
+    assert figures["exact"] == sum(map(str.__eq__, written, targets)) / 13
     assert figures["chrf_of_copied_source"] == pytest.approx(CHRF().corpus_score(copies, [targets]).score)
     assert figures["examples"][-1] == {"target": targets[-1], "written": written[-1]}
     assert figures["chrf_of_most_frequent_target"] == pytest.approx(CHRF().corpus_score(frequent, [targets]).score)
@@ -338,6 +341,46 @@ def test_a_resumed_run_goes_on_bit_for_bit_with_dropout(files, model_dirs, tmp_p
     assert lines["resumed"] == lines["whole"] and len(lines["whole"]) == 6
     assert all(torch.equal(weights["resumed"][key], weights["whole"][key]) for key in weights["whole"])
     assert lines["forgetful"][:3] == lines["whole"][:3] and lines["forgetful"][3:] != lines["whole"][3:]
+
+
+def test_bytes_are_tokens_that_are_resumed_saved_and_loaded_by_transformers(files, tmp_path):
+    """From scratch; resumed from update 3 of 6 bit for bit; saved, and fine-tuned. A run of BPE is refused there."""
+    scratch = ["--train_file", files[0], "--validation_file", files[1], "--save_every", 3, "--global_batch_size", 8]
+    scratch += ["--generate", 5, "--target_length", 24, "--micro_batch_tokens", 512, "--num_updates", 6]
+    of_bytes = [*scratch, "--tokenizer", "bytes"]
+    whole, resumed, tuned = (tmp_path / name for name in ("whole", "resumed", "tuned"))
+    again = {"copy_run": [str(whole), str(resumed), 3]}
+    runs = [
+        ([*of_bytes, "--output_dir", whole], {}),
+        ([*of_bytes, "--output_dir", resumed, "--resume"], again),
+        ([*scratch, "--output_dir", tuned, "--model_name_or_path", whole / "model"], {}),
+    ]
+    spec = [{"recipe": RECIPE, "flags": [str(flag) for flag in run], "changes": changes} for run, changes in runs]
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    assert "after update 3" in launch(tmp_path / "spec.json", script="tests/run_recipe.py").stdout
+    lines = {path: [(line["loss"], line["grad_norm"]) for line in read_metrics(path)] for path in (whole, resumed)}
+    assert lines[resumed] == lines[whole] and len(lines[whole]) == 6
+
+    tokenizer = AutoTokenizer.from_pretrained(whole / "model")
+    text = "a b\tnaïve 😀\n123+45"
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text.encode()) + 1 and ids[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert len(tokenizer) == 257 and set(ids[:-1]) <= set(range(257)) - {tokenizer.eos_token_id}
+    model = AutoModelForSeq2SeqLM.from_pretrained(whole / "model").eval()
+    assert model.config.vocab_size == 257
+    row = json.loads(files[1].read_text().splitlines()[-1])
+    source = tokenizer(row["source"], truncation=True, max_length=128, return_tensors="pt")
+    written = tokenizer.decode(
+        model.generate(**source, max_new_tokens=24, do_sample=False)[0], skip_special_tokens=True
+    )
+    assert results(whole)["examples"][-1]["written"] == written.strip()
+    assert read_metrics(tuned)[0]["loss"] < read_metrics(whole)[0]["loss"]  # it begins where the other ended
+
+    result = run_recipe_alone("seq2seq.py", *scratch, "--output_dir", whole, "--resume")
+    assert_mistake(result, "its vocab_size is 4096, the checkpoint's is 257", "another tokenizer", lines=2)
+    result = run_recipe_alone("seq2seq.py", *of_bytes, "--model_name_or_path", whole / "model", "--dry_run")
+    assert_mistake(result, "--tokenizer is for models from scratch.*take it out")
 
 
 def test_a_copied_recipe_runs_from_another_directory_and_from_scratch(files, tmp_path):
@@ -367,7 +410,7 @@ ROWS = {
 def test_rows_that_are_no_pairs_are_named_with_their_place(name, tokenizer, tmp_path):
     rows, pattern = ROWS[name]
     path = write_rows(tmp_path / f"{name}.jsonl", rows)
-    with pytest.raises(ValueError, match=pattern) as caught:
+    with pytest.raises(UserError, match=pattern) as caught:
         tokenize_pairs(Source(files=(str(path),)), ("source", "target"), tokenizer, 64, 24)
     assert f"{name}.jsonl" in str(caught.value) and "\n" not in str(caught.value)
 
@@ -402,7 +445,7 @@ MODEL_MISTAKES = {
 def test_models_and_lengths_that_cannot_be(model, more, odd_models, recipe, files, tmp_path, monkeypatch):
     given = flags(files, tmp_path / "run", odd_models[model], *more.split())
     monkeypatch.setattr(sys, "argv", ["seq2seq.py", *given])
-    with pytest.raises(ValueError, match=MODEL_MISTAKES[model, more]):
+    with pytest.raises(UserError, match=MODEL_MISTAKES[model, more]):
         recipe.load_data(recipe.parse_arguments())
 
 

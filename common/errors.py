@@ -1,0 +1,26 @@
+"""A user's mistake, told in lines; everything else is a bug and keeps its traceback."""
+
+import textwrap
+
+
+class UserError(Exception):
+    """What a user can mend: a line for each problem says what is wrong, where, and how to mend it.
+
+    `common.launch.user_mistakes_end_here` prints the lines and ends the run with status 2. It is raised where the
+    mistake is known, never for an exception that merely looks like one. From a data worker torch hands it over inside
+    the text of a traceback, of which only the lines are kept.
+    """
+
+    def __init__(self, text: str):
+        kind = type(self)
+        super().__init__(text.rpartition(f"\n{kind.__module__}.{kind.__qualname__}: ")[2].strip())
+
+
+def one_line(error: BaseException) -> str:
+    """The error's message on one line, cut where a library's message turns into a page."""
+    return textwrap.shorten(" ".join(str(error).split()) or type(error).__name__, 300, placeholder=" ...")
+
+
+def shorten(names: list[str], most: int = 12) -> str:
+    """The first names of a list, for people."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

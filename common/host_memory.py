@@ -1,0 +1,52 @@
+"""How much memory of the host a process may still take, and how much pinned memory takes."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that can be taken: those of the machine, or what the limits of this process's cgroups leave, if less.
+
+    Containers and the jobs of SLURM have such limits, and whoever goes over one is killed. Caches of files count as
+    free, in both: the kernel drops them first. `root` is where `proc` and `sys` are.
+    """
+    left = [psutil.virtual_memory().available]
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # not Linux
+        return left[0]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        # Version 2 has one hierarchy, which lies beside those of version 1 where there are both.
+        mount, limit, usage, caches = (
+            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+            if controllers
+            else ("", "memory.max", "memory.current", ("inactive_file", "active_file"))
+        )
+        top = root / "sys/fs/cgroup" / mount
+        # A limit holds for all below it. A container may see its own cgroup as the top, whatever its path says.
+        own = top / path.strip("/")
+        for group in [own, *own.parents]:
+            if group == top or top in group.parents:
+                left += _left_in(group, limit, usage, caches)
+    return max(0, min(left))
+
+
+def _left_in(group: Path, limit: str, usage: str, caches: tuple[str, ...]) -> list[int]:
+    """What one cgroup's limit leaves; nothing where it has none."""
+    try:
+        most = int((group / limit).read_text())  # version 2 says "max" where there is none, version 1 a huge number
+        used = int((group / usage).read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return []
+    return [most - used + sum(int(stat.get(name, 0)) for name in caches)]
+
+
+def pinned_bytes(sizes: Iterable[int]) -> int:
+    """What tensors of these sizes take in pinned memory: torch rounds each block up to a power of two."""
+    return sum(1 << (size - 1).bit_length() for size in sizes if size)

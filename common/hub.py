@@ -1,0 +1,99 @@
+"""Models and data sets of the hub or of a local directory: where they are, and which splits they have."""
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError, one_line
+
+
+@cache
+def hub_problem(name: str, repo_type: str) -> str | None:
+    """Why `name` cannot be fetched from the hub now, or None. repo_type: "model" or "dataset".
+
+    One request with a time limit, once in a process. The libraries' own loaders try again for 20 to 50 s before they
+    say that there is no network. If the hub does not answer, this process goes offline: the loaders then look into
+    their caches, at once.
+    """
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    try:
+        HfApi().repo_info(name, repo_type=repo_type, timeout=10)
+    except HFValidationError:
+        return "it is neither a directory here nor a valid name of the hub; correct the path"
+    except RepositoryNotFoundError:
+        return "it is neither a directory here nor known to the hub (if it is private or gated, log in: hf auth login)"
+    except Exception as error:  # whatever the HTTP library calls it: there is no answer
+        constants.HF_HUB_OFFLINE = True
+        return f"no such directory here, and the hub does not answer ({one_line(error)}); give a local directory"
+    return None
+
+
+def locate_pretrained(name_or_path: str) -> tuple[dict[str, Any], str | None]:
+    """The first arguments of a transformers `from_pretrained`, and why the hub cannot help, or None.
+
+    A local directory, with ~ for the user's, or a hub name: of which the cache may have it although the hub does not
+    answer.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return {"pretrained_model_name_or_path": str(path)}, None
+    problem = hub_problem(name_or_path, "model")
+    return {"pretrained_model_name_or_path": name_or_path, "local_files_only": problem is not None}, problem
+
+
+def is_saved(path: Path) -> bool:
+    """Whether `save_to_disk` of `datasets` wrote the directory: several splits, or one data set."""
+    return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
+
+
+def load_saved(name: str, split: str) -> Any:
+    """A split of what `save_to_disk` wrote; one data set that was saved by itself is any split."""
+    from datasets import Dataset, load_from_disk
+
+    try:
+        dataset = load_from_disk(str(Path(name).expanduser()))
+    except Exception as error:
+        raise UserError(f"{name}: what save_to_disk wrote cannot be read ({one_line(error)})") from error
+    if isinstance(dataset, Dataset):
+        return dataset
+    if split not in dataset:
+        raise UserError(f"{name}: no split {split}; there are: {', '.join(dataset)}; name one of them")
+    return dataset[split]
+
+
+def has_split(name: str, config: str | None, split: str) -> bool:
+    """Whether a dataset has the split; False also where the dataset cannot be found at all."""
+    from datasets import get_dataset_split_names, load_from_disk
+
+    path = Path(name).expanduser()
+    if (path / "state.json").exists():  # one split, saved by itself
+        return False
+    if (path / "dataset_dict.json").exists():
+        return split in load_from_disk(str(path))
+    if not path.is_dir() and hub_problem(name, "dataset"):
+        return False  # opening the source says why
+    try:
+        return split in get_dataset_split_names(name, config)
+    except Exception:  # a dozen types; opening the source says what is wrong
+        return False
+
+
+def held_out_splits(name: str, config: str | None) -> Iterator[str]:
+    """The splits of a data set to measure on, the better one first: validation, then test, where they are there."""
+    for split in ("validation", "test"):
+        if has_split(name, config, split):
+            yield split
+
+
+def load_from_hub(name: str, config: str | None, split: str) -> Any:
+    """Downloaded once and memory-mapped by `datasets`, so that a second run needs no network."""
+    from datasets import load_dataset
+
+    problem = hub_problem(name, "dataset")
+    try:
+        return load_dataset(name, config, split=split)
+    except Exception as error:
+        raise UserError(f"dataset {name}: {problem or one_line(error)}") from error

@@ -1,0 +1,53 @@
+"""Attention masks decided by what the host knows, so that no forward waits for the device to look.
+
+transformers looks twice whether a plain mask would do: at the positions, for several sequences packed into a row, and
+at the padding mask, for one without padding. Each look is a wait a micro-batch, and inside torch.compile, where it
+cannot look, SDPA gets a materialised mask in the place of its causal flag. The recipes know both answers when they
+collate: a row is never packed, and there is a padding mask only where there is padding.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AttentionMaskInterface, masking_utils
+
+
+def decide_on_the_host() -> None:
+    """From now on transformers' masks, of SDPA and of eager attention, depend on shapes alone; in this process."""
+    masking_utils.find_packed_sequence_indices = _never_packed
+    AttentionMaskInterface.register("sdpa", _sdpa_mask)
+    AttentionMaskInterface.register("eager", _eager_mask)
+
+
+def _never_packed(position_ids: torch.Tensor) -> None:
+    """No row holds several sequences."""
+
+
+def _sdpa_mask(**given: Any) -> torch.Tensor | None:
+    return _mask(masking_utils.sdpa_mask, given.get("allow_is_causal_skip", True), **given)
+
+
+def _eager_mask(**given: Any) -> torch.Tensor | None:
+    return _mask(masking_utils.eager_mask, False, **given)  # it has no causal flag
+
+
+def _mask(
+    make: Callable[..., torch.Tensor | None],
+    has_causal_flag: bool,
+    *,
+    q_length: int,
+    kv_length: int,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_bidirectional_skip: bool = False,
+    **given: Any,
+) -> torch.Tensor | None:
+    """None where all tokens see all others, or by the flag all before them; else bool or float (B, 1, Q, KV)."""
+    given |= {"q_length": q_length, "kv_length": kv_length, "local_size": local_size}
+    if attention_mask is not None:  # there is padding: no look is needed
+        return make(attention_mask=attention_mask, **given | {"allow_is_causal_skip": False})
+    is_whole = local_size is None or kv_length < local_size
+    if is_whole and (allow_is_bidirectional_skip or (has_causal_flag and q_length == kv_length)):
+        return None
+    return make(allow_is_bidirectional_skip=allow_is_bidirectional_skip, **given)

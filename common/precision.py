@@ -1,0 +1,75 @@
+"""What neither autocast nor DeepSpeed sees to, where matrix products are computed in bf16 or fp16."""
+
+from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+# Transformers computes a mixture's experts with these, the second where torch's own does not run. Autocast knows none.
+GROUPED_PRODUCTS = (("aten", "_grouped_mm"), ("transformers", "grouped_mm_fallback"))
+
+
+def _teach_autocast() -> list[torch.library.Library]:
+    """Products of experts are computed in autocast's type, as all others; what is returned must stay alive."""
+    libraries = []
+    for namespace, name in GROUPED_PRODUCTS:
+        libraries.append(torch.library.Library(namespace, "IMPL"))
+        for device_type in ("cpu", "cuda"):
+
+            def product(*args: Any, namespace=namespace, name=name, device_type=device_type, **kwargs: Any) -> Any:
+                dtype = torch.get_autocast_dtype(device_type)
+                args = [x.to(dtype) if torch.is_tensor(x) and x.dtype == torch.float32 else x for x in args]
+                with torch.autocast(device_type, enabled=False):
+                    return getattr(getattr(torch.ops, namespace), name)(*args, **kwargs)
+
+            libraries[-1].impl(name, product, f"Autocast{device_type.upper()}")
+    return libraries
+
+
+_LIBRARIES = _teach_autocast()
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast computes matrix products in there; None where it is off, or the device has none."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return None
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager:
+    """Around what sees to its own dtypes."""
+    is_there = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if is_there else nullcontext()
+
+
+def follow_precision(model: PreTrainedModel) -> None:
+    """Makes inputs and batch norms of a bare model take weights in bf16 or fp16, as DeepSpeed and FSDP2 give them."""
+    model.register_forward_pre_hook(_narrow_inputs, with_kwargs=True)
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine and module.track_running_stats:
+            module.forward = MethodType(_normalize, module)
+
+
+def _narrow_inputs(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Images come in the type of the weights, where that is narrower than theirs."""
+
+    def narrow(value: Any) -> Any:
+        is_wider = torch.is_tensor(value) and value.is_floating_point() and value.itemsize > model.dtype.itemsize
+        return value.to(model.dtype) if is_wider else value
+
+    return tuple(map(narrow, args)), {name: narrow(value) for name, value in kwargs.items()}
+
+
+def _normalize(norm: nn.modules.batchnorm._BatchNorm, images: torch.Tensor) -> torch.Tensor:
+    """Batch norm with weights in the type of its running statistics, float32: torch takes no others."""
+    if norm.weight.dtype == norm.running_mean.dtype:
+        return type(norm).forward(norm, images)
+    narrow = dict(norm._parameters)
+    norm._parameters.update({name: p.to(norm.running_mean.dtype) for name, p in narrow.items()})
+    try:
+        return type(norm).forward(norm, images)
+    finally:
+        norm._parameters.update(narrow)

@@ -1,0 +1,142 @@
+"""A copied recipe carries what it uses and no more, and a bug that is put into it keeps its traceback."""
+
+import errno
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import BIN, ROOT, run
+from test_recipes import RECIPES
+
+from common import launch
+from common.errors import UserError
+from common.files import complete_or_absent
+
+LANGUAGE = {"lm.py", "moe.py", "long_sequence.py", "seq2seq.py", "classify.py"}
+# What only some recipes load. All other modules of common/ are for every recipe.
+OURS = {
+    "corpus": LANGUAGE,
+    "data": LANGUAGE,
+    "losses": {"lm.py", "moe.py", "long_sequence.py"},
+    "classification": {"classify.py"},
+    "pairs": {"seq2seq.py"},
+    "routing": {"moe.py"},
+    "long_sequences": {"long_sequence.py"},
+    "images": {"vision.py"},
+    "image_models": {"vision.py"},
+    "norms": {"vision.py"},
+    "plots": {"classify.py", "vision.py"},
+}
+# Packages that take seconds or that not everybody has.
+HEAVY = {
+    "pyarrow": LANGUAGE,
+    "datasets": {"classify.py"},
+    "evaluate": {"classify.py"},
+    "sklearn": {"classify.py"},
+    "sacrebleu": {"seq2seq.py"},
+    "bitsandbytes": set(),
+    "deepspeed": set(),
+    "matplotlib": set(),
+    "tensorboard": set(),
+    "torchvision": set(),
+}
+
+# Forks, so that torch and transformers are imported once.
+LOADED = """
+import os, runpy, sys
+import torch, accelerate
+
+def loaded(name, load, heavy=()):
+    if (child := os.fork()) == 0:
+        load()
+        found = [module.partition(".")[2] for module in sys.modules if module.startswith("common.")]
+        print(name, *found, *(module for module in sys.modules if "." not in module), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+loaded("checkpoint", lambda: __import__("common.checkpoint"))
+import transformers.modeling_utils
+for recipe in sys.argv[1:]:
+    loaded(recipe, lambda: runpy.run_path(f"recipes/{recipe}", run_name="imported"))
+"""
+
+
+def test_each_recipe_loads_what_it_uses_and_no_more():
+    result = run([BIN / "python", "-c", LOADED, *RECIPES])
+    assert result.returncode == 0, result.stderr
+    loaded = {line.split()[0]: set(line.split()[1:]) for line in result.stdout.splitlines()}
+    assert loaded.keys() == {"checkpoint", *RECIPES}
+    for module, users in (OURS | HEAVY).items():
+        assert {name for name in loaded if module in loaded[name]} == users, module
+    assert not {"PIL", "transformers"} & loaded["checkpoint"]  # `list` looks at files, and that is all
+    assert all("checkpoint_format" in found for found in loaded.values())  # the control: what is loaded is seen
+
+
+# --- a bug keeps its traceback
+
+BUG = "for _a, _b in [(1, 2, 3)]: pass"
+
+
+def run_copy(directory, name, after, bug, *flags):
+    """`cp -r recipes/lm.py common elsewhere/` with a bug after a line of a file, run by itself for its own status."""
+    shutil.copy(ROOT / "recipes/lm.py", directory)
+    shutil.copytree(ROOT / "common", directory / "common", ignore=shutil.ignore_patterns("__pycache__"))
+    lines = (directory / name).read_text().splitlines()
+    (at,) = (number for number, line in enumerate(lines, 1) if after in line)
+    indent = lines[at][: -len(lines[at].lstrip())]
+    (directory / name).write_text("\n".join([*lines[:at], indent + bug, *lines[at:]]) + "\n")
+    small = ["--sequence_length", 64, "--num_updates", 2, "--output_dir", directory / "run", *flags]
+    result = run([BIN / "python", directory / "lm.py", *small], CUDA_VISIBLE_DEVICES="")
+    assert f'{directory / name}", line {at + 1}' in result.stderr, result.stderr
+    assert result.returncode == 1 and "error: " not in result.stderr  # as Python ends; a user's mistake has status 2
+    return result
+
+
+def test_a_bug_in_a_copied_loop_keeps_its_traceback(functions_file, model_dir, tmp_path):
+    flags = ["--train_file", functions_file, "--model_name_or_path", model_dir]
+    result = run_copy(tmp_path, "lm.py", "for window in progress.windows(loader):", BUG, *flags)
+    assert result.stderr.splitlines()[-1].startswith("ValueError: too many values to unpack")
+    status = json.loads((tmp_path / "run/run.json").read_text())["status"]
+    assert status.startswith("failed at update 0: ValueError: too many values to unpack")
+
+
+def test_a_bug_in_a_copied_file_that_a_data_worker_meets_keeps_its_traceback(functions_file, model_dir, tmp_path):
+    flags = ["--train_file", functions_file, "--model_name_or_path", model_dir, "--num_workers", 1]
+    bug = "if torch.utils.data.get_worker_info(): a, b = 1, 2, 3"
+    result = run_copy(tmp_path, "common/batching.py", "length = max(len(ids) for ids, _ in samples)", bug, *flags)
+    assert "ValueError" in result.stderr and "in DataLoader worker process 0" in result.stderr
+
+
+class Mistaken(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        try:
+            raise KeyError("foreign")
+        except KeyError as error:
+            raise UserError("UserError: no class of ours\na second line") from error
+
+
+def test_a_mistake_that_a_data_worker_meets_is_told_in_its_own_lines(capsys):
+    """Also where a line has the name of the class in it, as in a class of the reader's own."""
+    for num_workers in (0, 1):
+        with pytest.raises(SystemExit) as ended, launch.user_mistakes_end_here():
+            list(torch.utils.data.DataLoader(Mistaken(), batch_size=None, num_workers=num_workers))
+        errors = capsys.readouterr().err.splitlines()
+        assert ended.value.code == 2
+        assert errors == ["error: UserError: no class of ours", "error: a second line"]
+
+
+def test_an_error_of_a_file_that_a_bug_provokes_keeps_its_traceback(tmp_path, capsys):
+    """Only a disk that is full or broken is told in a line wherever it is met."""
+    for read in (lambda: open(tmp_path / "nothing"), lambda: open(tmp_path)):
+        with pytest.raises(OSError, match="nothing|directory"), launch.user_mistakes_end_here():
+            read()
+    with pytest.raises(FileNotFoundError), complete_or_absent(tmp_path / "model"):
+        open(tmp_path / "nothing")
+    assert not list(tmp_path.iterdir()) and not capsys.readouterr().err
+    with pytest.raises(SystemExit), launch.user_mistakes_end_here():
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert "error: disk: a file could not be read or written: No space left" in capsys.readouterr().err
