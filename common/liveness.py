@@ -253,8 +253,9 @@ class _Watch:
                     self._end(message)
                 if message["reason"] and failure is None:
                     failure, due = message, time.monotonic() + GRACE
-                del self.peers[connection]
-                failed.append(connection) if message["reason"] else connection.close()
+                with self.sending:  # the main thread may be saying good-bye to it just now
+                    del self.peers[connection]
+                    failed.append(connection) if message["reason"] else connection.close()
             if failure and time.monotonic() >= due:
                 if not self.is_failing:
                     self._end(failure)

@@ -5,13 +5,18 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from multiprocessing.connection import Connection
 
 import psutil
 import pytest
 from conftest import ROOT, launch_command, run
+
+from common import liveness
 
 LINE = r"error: rank {rank} on host \S+ {what} at update \d+; this process \(rank \d+\) ends"
 
@@ -153,6 +158,33 @@ def test_an_exception_of_all_processes_is_nobodys_loss(functions_file, tmp_path)
     assert result.returncode != 0 and "not finite 2 times in a row" in result.stderr
     assert "error: rank" not in result.stderr
     assert re.match("failed at update 1: RuntimeError: update 1: loss or gradient not finite", status_of(tmp_path))
+
+
+def test_two_ranks_that_leave_together_spoil_neithers_good_bye(monkeypatch):
+    """A rank's thread hears that the other one has gone while its main thread is about to write to it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    watches = {}
+    starts = [
+        threading.Thread(target=lambda rank=rank: watches.update({rank: liveness._Watch(rank, 2, 60, "together")}))
+        for rank in (0, 1)
+    ]
+    for start in starts:
+        start.start()
+    for start in starts:
+        start.join()
+    send = Connection._send_bytes
+
+    def after_the_other(connection, message):
+        if threading.current_thread() is threading.main_thread() and connection in watches[0].peers:
+            watches[1].leave(None, 0)
+            time.sleep(0.5)  # in which it arrives
+        send(connection, message)
+
+    monkeypatch.setattr(Connection, "_send_bytes", after_the_other)
+    watches[0].leave(None, 0)
 
 
 @pytest.mark.parametrize("seconds", [1, 60])
