@@ -30,9 +30,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))
 
-from common import checkpoint, tracking
-from common.launch import running_mode
-from common.optimizers import make_optimizer
+from common.checkpoint.identity import identify
+from common.checkpoint.save import Checkpoints, TrainingState, hashlib
+from common.parallel.mode import running_mode
+from common.report import tracking
+from common.training.optimizers import make_optimizer
 
 
 class FlatTokenizer:
@@ -117,14 +119,12 @@ def main():
         "num_updates": 0,
     }
     flags |= {"output_dir": str(work / "ours"), "global_batch_size": 1}
-    checkpoints = checkpoint.Checkpoints(argparse.Namespace(**flags), accelerator)
+    checkpoints = Checkpoints(argparse.Namespace(**flags), accelerator)
     (work / "ours").mkdir()
-    checkpoints.identity = checkpoint.identify(
-        argparse.Namespace(**flags), accelerator, config, FlatTokenizer(), "none"
-    )
+    checkpoints.identity = identify(argparse.Namespace(**flags), accelerator, config, FlatTokenizer(), "none")
     checkpoints.start(config, model=model)
-    position = checkpoint.Position()
-    hashed = checkpoint.hashlib.sha256
+    position = TrainingState()
+    hashed = hashlib.sha256
 
     class NoHash:
         def update(self, _):
@@ -144,14 +144,12 @@ def main():
         for number in range(options.rounds + 1):
             for kind in list(kinds)[:: -1 if number % 2 else 1]:
                 # (The few bytes of JSON are hashed all the same, as hashing them takes no time.)
-                checkpoint.hashlib.sha256 = (
-                    (lambda *data: hashed(*data) if data else NoHash()) if "no hash" in kind else hashed
-                )
+                hashlib.sha256 = (lambda *data: hashed(*data) if data else NoHash()) if "no hash" in kind else hashed
                 figures = kinds[kind]()
                 if number:  # the first round is warm-up
                     runs[kind].append(figures)
     finally:
-        checkpoint.hashlib.sha256 = hashed
+        hashlib.sha256 = hashed
         shutil.rmtree(work)
 
     def median(kind, figure):

@@ -23,7 +23,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common.tracking import versions  # noqa: E402
+from common.report.tracking import versions  # noqa: E402
 
 
 class Case(NamedTuple):

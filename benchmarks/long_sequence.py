@@ -29,10 +29,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))
 
-from common.activation_checkpointing import apply_activation_checkpointing
-from common.long_sequences import RecurrentConfig, RecurrentLM, tile_mlps
-from common.losses import sum_token_losses
-from common.tracking import versions
+from common.models.recurrent import RecurrentConfig, RecurrentLM, tile_mlps
+from common.report.tracking import versions
+from common.training.activation_checkpointing import apply_activation_checkpointing
+from common.training.losses import sum_token_losses
 
 SIZES = {"vocab_size": 257, "hidden_size": 128}
 RECURRENT_LENGTHS = [1024 * 4**power for power in range(6)]  # to a million

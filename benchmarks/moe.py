@@ -5,7 +5,8 @@
     python benchmarks/moe.py runs/moe runs/dense
 
 The held-out figures are those of the runs. Speed is measured here, on the trained models in turn, in CPU time, so that
-what else the machine does hardly counts: one window of the run, forward and backward without the optimizer's step.
+what else the machine does hardly counts: one global batch of the run, forward and backward without the optimizer's
+step.
 """
 
 import argparse
@@ -24,30 +25,33 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))
 
-from common import corpus, data, routing, tracking
-from common.batching import WindowDataset, collate_tokens
-from common.losses import sum_token_losses
+from common.data.rows import Source
+from common.data.text import tokenize
+from common.models import experts
+from common.report import tracking
+from common.training.batching import GlobalBatches, collate_tokens
+from common.training.losses import sum_token_losses
 
 
 def load(directory):
-    """A run's settings and results, its model as the recipe trains it, and its first window."""
+    """A run's settings and results, its model as the recipe trains it, and its first batch."""
     run = json.loads((directory / "run.json").read_text())
     args, tokenizer = run["arguments"], AutoTokenizer.from_pretrained(directory / "model")
     model = AutoModelForCausalLM.from_pretrained(directory / "model").train()
     sum_token_losses(model)
-    router = routing.Routing(model, args["balance"], args["balance_strength"])
-    samples = data.tokenize(corpus.Source(embedded="train"), tokenizer, args["sequence_length"], args["shape"])
+    router = experts.Routing(model, args["balance"], args["balance_strength"])
+    samples = tokenize(Source(embedded="train"), tokenizer, args["sequence_length"], args["shape"])
     sizes = {name: args[name] for name in ("global_batch_size", "micro_batch_size", "micro_batch_tokens", "seed")}
-    windows = WindowDataset(samples, lambda s: collate_tokens(s, tokenizer.pad_token_id), rank=0, world_size=1, **sizes)
-    return run, model, router, windows[0]
+    batches = GlobalBatches(samples, lambda s: collate_tokens(s, tokenizer.pad_token_id), rank=0, world_size=1, **sizes)
+    return run, model, router, batches[0]
 
 
-def time_window(accelerator, model, router, window):
-    """CPU seconds of a window's forwards and backwards, with what balancing adds."""
+def time_global_batch(accelerator, model, router, batch):
+    """CPU seconds of a global batch's forwards and backwards, with what balancing adds."""
     started = time.process_time()
-    router.begin_window(accelerator, model, window)
-    for micro_batch in window.micro_batches:
-        (model(**micro_batch) / window.num_targets).backward()
+    router.begin_update(accelerator, model, batch)
+    for micro_batch in batch.micro_batches:
+        (model(**micro_batch) / batch.num_targets).backward()
     model.zero_grad()
     return time.process_time() - started
 
@@ -64,11 +68,11 @@ def main():
     seconds, balances = [[] for _ in loaded], {"none": [], "exact": [], "usual": []}
     for _ in range(args.rounds):
         for times, (_, *parts) in zip(seconds, loaded, strict=True):
-            times.append(time_window(accelerator, *parts))
+            times.append(time_global_batch(accelerator, *parts))
         first = loaded[0][1:]
         for name in balances:  # what each way adds, on the first model
             first[1].balance = name
-            balances[name].append(time_window(accelerator, *first))
+            balances[name].append(time_global_batch(accelerator, *first))
         first[1].balance = loaded[0][0]["arguments"]["balance"]
     rows = []
     for times, (run, model, router, _) in zip(seconds, loaded, strict=True):
@@ -80,7 +84,7 @@ def main():
                 "model": "dense" if run["arguments"]["dense"] else run["arguments"]["balance"],
                 "updates": run["arguments"]["num_updates"],
                 "parameters": total,
-                "active": routing.count_active(router.layers, total),
+                "active": experts.count_active(router.layers, total),
                 "held_out_loss": results["validation_loss"],
                 "bits_per_byte": results["bits_per_byte"],
                 "busiest_expert": results.get("busiest_expert"),
@@ -92,7 +96,7 @@ def main():
         name: statistics.median(mine / none for mine, none in zip(times, balances["none"], strict=True))
         for name, times in balances.items()
     }
-    print("time of a window, beside --balance none:", costs)
+    print("time of a global batch, beside --balance none:", costs)
     facts = {"balance_time": costs} | {
         "date": str(datetime.date.today()),
         "machine": platform.processor() or platform.machine(),

@@ -27,8 +27,8 @@ from transformers import (
 # The repository's root: this file's folder is on the path, the root is not.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
-from common.optimizers import ADAM_BETAS  # noqa: E402
-from common.tracking import memory_in_use_bytes, peak_memory_bytes  # noqa: E402
+from common.report.tracking import memory_in_use_bytes, peak_memory_bytes  # noqa: E402
+from common.training.optimizers import ADAM_BETAS  # noqa: E402
 
 
 class Recorder(TrainerCallback):
@@ -157,9 +157,11 @@ def main():
         rows = [json.loads(line)["input_ids"] for line in file]
     # Labels are given, and not left to a collator that masks what equals the padding token: here that is the end token.
     dataset = Dataset.from_dict({"input_ids": rows, "labels": rows})
-    window = args.micro_batch_size * args.accumulation_steps
+    global_batch = args.micro_batch_size * args.accumulation_steps
     # One less a row: the model predicts n - 1 of n tokens, and so many the recipe reads.
-    tokens = [sum(len(row) - 1 for row in rows[start : start + window]) for start in range(0, len(rows), window)]
+    tokens = [
+        sum(len(row) - 1 for row in rows[start : start + global_batch]) for start in range(0, len(rows), global_batch)
+    ]
     recorder = Recorder(tokens)
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
     model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=torch.float32)

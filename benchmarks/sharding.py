@@ -22,7 +22,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common.tracking import versions  # noqa: E402
+from common.report.tracking import versions  # noqa: E402
 
 CONFIGS = ("multi_gpu", "zero1", "zero2", "zero3", "fsdp2", "fsdp2_offload", "zero3_offload_cpu")
 

@@ -54,11 +54,12 @@ sys.path.insert(1, str(ROOT))
 
 from throughput_page import ARMS, draw, targets_table, write_page  # noqa: E402
 
-from common.batching import window_sample_ids  # noqa: E402
-from common.corpus import open_source  # noqa: E402
-from common.data import Source, tokenize, train_tokenizer  # noqa: E402
-from common.launch import seed_everything  # noqa: E402
-from common.tracking import versions  # noqa: E402
+from common.data.rows import Source, tokenize  # noqa: E402
+from common.data.sources import open_source  # noqa: E402
+from common.data.tokenizer import train_tokenizer  # noqa: E402
+from common.parallel.connect import seed_everything  # noqa: E402
+from common.report.tracking import versions  # noqa: E402
+from common.training.batching import sample_ids_of  # noqa: E402
 
 SEQUENCE_LENGTH = 512
 SEED = 0
@@ -133,14 +134,14 @@ def write_model(work, quick):
     return tokenizer, model.num_parameters()
 
 
-def write_windows(work, name, settings, tokenizer):
+def write_global_batches(work, name, settings, tokenizer):
     """The samples of every update, in the order in which the recipe draws them, for the peers."""
     source = Source(files=(str(work / f"{name}.jsonl"),))
     samples = tokenize(source, tokenizer, SEQUENCE_LENGTH, settings["shape"])
     lengths = []
-    with open(work / f"{name}.windows.jsonl", "w") as file:
+    with open(work / f"{name}.batches.jsonl", "w") as file:
         for update in range(settings["warmup"] + settings["measured"]):
-            for sample in window_sample_ids(update, len(samples), settings["global_batch"], SEED):
+            for sample in sample_ids_of(update, len(samples), settings["global_batch"], SEED):
                 input_ids, targets = samples[sample]
                 lengths.append(len(input_ids))
                 file.write(json.dumps({"input_ids": np.append(input_ids, targets[-1]).tolist()}) + "\n")
@@ -158,7 +159,7 @@ def run_arm(args, arm, name, work, output_dir):
         flags += ["--global_batch_size", settings["global_batch"], "--micro_batch_tokens", args.micro_batch_tokens]
         flags += ["--optimizer", "adamw", "--lr_schedule", "constant", "--warmup_updates", 0]
     else:
-        script = ["benchmarks/peers.py", arm, "--train_file", work / f"{name}.windows.jsonl"]
+        script = ["benchmarks/peers.py", arm, "--train_file", work / f"{name}.batches.jsonl"]
         flags += ["--micro_batch_size", settings["micro_batch"]]
         flags += ["--accumulation_steps", settings["global_batch"] // settings["micro_batch"]]
     launch = [Path(sys.executable).parent / "accelerate", "launch", "--config_file"]
@@ -232,7 +233,7 @@ def main():
         write_text(work, args.quick)
         tokenizer, parameters = write_model(work, args.quick)
         for name, settings in args.settings.items():
-            settings |= write_windows(work, name, settings, tokenizer)
+            settings |= write_global_batches(work, name, settings, tokenizer)
         print(f"model and data written, {time.perf_counter() - started:.0f} s", flush=True)
         runs = measure(args, work)
     results = {

@@ -16,17 +16,18 @@ from typing import TYPE_CHECKING
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
-from common.activation_checkpointing import ACTIVATION_CHECKPOINTING
-from common.batching import Samples
-from common.checkpoint import CHANGEABLE
+from common.checkpoint.identity import CHANGEABLE
+from common.data.hub import held_out_splits
 from common.errors import UserError
 from common.files import LOCK, lock_output_dir, remove
-from common.hub import held_out_splits
-from common.launch import exit_with_mistakes, started_world_size
-from common.optimizers import OPTIMIZERS, SCHEDULES, optimizers_help
+from common.parallel.ending import exit_with_mistakes
+from common.parallel.launch import started_world_size
+from common.training.activation_checkpointing import ACTIVATION_CHECKPOINTING
+from common.training.batching import Samples
+from common.training.optimizers import OPTIMIZERS, SCHEDULES, optimizers_help
 
 if TYPE_CHECKING:
-    from common.corpus import Source
+    from common.data.rows import Source
 
 
 # What flags that other training scripts have are called here.
@@ -184,7 +185,7 @@ def add_shared_arguments(parser: argparse.ArgumentParser, lengths_vary: bool = T
         )
     else:
         parser.set_defaults(micro_batch_tokens=None)
-    group.add_argument("--drop_last_window", action="store_true", help="drop the short last window of an epoch")
+    group.add_argument("--drop_last_window", action="store_true", help="drop the short last global batch of an epoch")
     group.add_argument("--num_workers", type=not_negative, metavar="W", help="data processes (default: GPU 2, CPU 0)")
 
     group = parser.add_argument_group("optimizer")
@@ -371,7 +372,8 @@ def text_sources(args: argparse.Namespace) -> "tuple[Source, Source | None]":
     Raises:
         UserError: a line for each file that is not there or cannot be read, or two answers to where the text is.
     """
-    from common.corpus import Source, check_sources  # here because recipes without text do not need it
+    from common.data.rows import Source  # here because recipes without text do not need it
+    from common.data.sources import check_sources  # here because recipes without text do not need it
 
     names = ("text_column", "prompt_column", "completion_column")
     columns = {name: getattr(args, name) for name in names}
@@ -392,7 +394,7 @@ def text_sources(args: argparse.Namespace) -> "tuple[Source, Source | None]":
 
 
 def check_samples(args: argparse.Namespace, train: Samples, validation: Samples | None) -> None:
-    """Whether the data make a window, and whether every sample fits a micro-batch.
+    """Whether the data make a global batch, and whether every sample fits a micro-batch.
 
     Raises:
         UserError: a line for each way in which they do not.

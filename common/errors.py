@@ -6,7 +6,7 @@ import textwrap
 class UserError(Exception):
     """What a user can mend: a line for each problem says what is wrong, where, and how to mend it.
 
-    `common.launch.user_mistakes_end_here` prints the lines and ends the run with status 2. It is raised where the
+    `user_mistakes_end_here` prints the lines and ends the run with status 2. It is raised where the
     mistake is known, never for an exception that merely looks like one. From a data worker torch hands it over inside
     the text of a traceback, of which only the lines are kept.
     """
@@ -24,3 +24,10 @@ def one_line(error: BaseException) -> str:
 def shorten(names: list[str], most: int = 12) -> str:
     """The first names of a list, for people."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def missing_column(where: str, missing: list[str], columns: list[str] | tuple[str, ...]) -> str:
+    """The message for columns that are not there."""
+    return (
+        f"{where}: no column {', '.join(missing)}; there are: {', '.join(columns) or 'none'}; name or add the right one"
+    )

@@ -33,7 +33,7 @@ from accelerate.commands import launch  # noqa: E402
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 from common.errors import UserError
-from common.launch import Launch, check_machines, parse_launch  # noqa: E402
+from common.parallel.launch import Launch, check_machines, parse_launch  # noqa: E402
 
 DEFAULT_PORT = 29500  # Accelerate's
 

@@ -28,16 +28,45 @@ from transformers import AutoModelForSequenceClassification, BertConfig
 # The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
-from common import arguments, checkpoint, classification, data, launch, loading, models, tracking
-from common.accumulation import reduce_window, skip_step, sum_over_ranks, synchronize_gradients, window_scale
-from common.activation_checkpointing import apply_activation_checkpointing
-from common.batching import make_loader
+from common import arguments
+from common.checkpoint.identity import identify
+from common.checkpoint.save import Checkpoints, TrainingState
+from common.data.labels import (
+    LabelledTexts,
+    check_length,
+    collate_texts,
+    encode_labels,
+    is_regression,
+    label_names,
+    read_examples,
+    read_packages,
+    set_pipeline_inputs,
+)
+from common.data.tokenizer import load_tokenizer, train_tokenizer
 from common.errors import UserError, shorten
 from common.files import complete_or_absent
-from common.optimizers import learning_rate, make_optimizer, set_learning_rate
-from common.plots import save_confusion_matrix
-from common.settings import print_settings
-from common.stopping import STOPPED, StopRequests
+from common.models.classifiers import (
+    build_classifier,
+    check_padding,
+    choose_labels,
+    describe_new_weights,
+    find_inputs,
+    set_labels,
+)
+from common.models.load import check_model, load_config, parameter_sizes
+from common.parallel import loading
+from common.parallel.connect import check_space, make_accelerator, seed_everything
+from common.parallel.ending import end_run, user_mistakes_end_here
+from common.parallel.launch import check_launch, find_launch, is_rehearsal, runs_on_cpu
+from common.report import tracking
+from common.report.plots import save_confusion_matrix
+from common.report.scores import describe_scores, score
+from common.report.settings import print_settings
+from common.training.accumulation import loss_scale, reduce_update, skip_step, sum_over_ranks, synchronize_gradients
+from common.training.activation_checkpointing import apply_activation_checkpointing
+from common.training.batching import make_loader
+from common.training.optimizers import learning_rate, make_optimizer, set_learning_rate
+from common.training.stopping import STOPPED, StopRequests
 
 # Models to train from scratch, of BERT's shape. The learning rate is AdamW's at its peak.
 MODEL_CONFIGS = {
@@ -74,23 +103,23 @@ def load_data(args):
     train_source, validation_source = arguments.text_sources(args)
     if train_source.embedded:
         classes, train_name, validation_name = None, "functions of the standard library", "functions of other files"
-        train, validation = classification.read_packages()
+        train, validation = read_packages()
     else:
         columns = (args.pair_column, args.label_column)
-        train_name, train, classes = classification.read_examples(train_source, *columns)
+        train_name, train, classes = read_examples(train_source, *columns)
         validation_name, validation = None, None
         if validation_source:
-            validation_name, validation, _ = classification.read_examples(validation_source, *columns)
-    is_regression = not classes and classification.is_regression(train)
-    task = args.task or ("regression" if is_regression else "classification")
-    names = classification.label_names(train) if task == "classification" else None
+            validation_name, validation, _ = read_examples(validation_source, *columns)
+    has_numbers = not classes and is_regression(train)
+    task = args.task or ("regression" if has_numbers else "classification")
+    names = label_names(train) if task == "classification" else None
     if args.model_name_or_path:
-        config = models.load_config(args.model_name_or_path, args.trust_remote_code, AutoModelForSequenceClassification)
-        tokenizer = data.load_tokenizer(args.model_name_or_path, args.trust_remote_code, needs_end_of_text=False)
-        names = classification.choose_labels(config, names, args.new_head, classes)
+        config = load_config(args.model_name_or_path, args.trust_remote_code, AutoModelForSequenceClassification)
+        tokenizer = load_tokenizer(args.model_name_or_path, args.trust_remote_code, needs_end_of_text=False)
+        names = choose_labels(config, names, args.new_head, classes)
     else:
         layers, width, heads, mlp_width, vocabulary, _ = MODEL_CONFIGS[args.model_config]
-        tokenizer = data.train_tokenizer(train_source, vocabulary)
+        tokenizer = train_tokenizer(train_source, vocabulary)
         tokenizer.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]"})
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single="[CLS] $A [SEP]",
@@ -105,15 +134,15 @@ def load_data(args):
             intermediate_size=mlp_width,
             max_position_embeddings=max(512, args.sequence_length),
         )
-    classification.set_labels(config, names, args.label_column, tokenizer.pad_token_id)
-    problems = models.check_model(config, tokenizer, args.sequence_length)
-    problems += classification.check_length(config, tokenizer, args.sequence_length, args.pair_column is not None)
+    set_labels(config, names, args.label_column, tokenizer.pad_token_id)
+    problems = check_model(config, tokenizer, args.sequence_length)
+    problems += check_length(config, tokenizer, args.sequence_length, args.pair_column is not None)
     if problems:
         raise UserError("\n".join(problems))
 
     def make_samples(name, examples):
-        targets = classification.encode_labels(examples, names)
-        return classification.LabelledTexts(name, examples, targets, tokenizer, args.sequence_length)
+        targets = encode_labels(examples, names)
+        return LabelledTexts(name, examples, targets, tokenizer, args.sequence_length)
 
     train_samples = make_samples(train_name, train)
     validation_samples = make_samples(validation_name, validation) if validation else None
@@ -145,8 +174,8 @@ def predict(model, loader, accelerator):
     """Mean loss, predictions (N,) and targets (N,) of all held-out samples, each counted once, alike on all ranks."""
     model.eval()
     loss_sums, answers = [], []
-    for window in loader:
-        for micro_batch in window.micro_batches:
+    for batch in loader:
+        for micro_batch in batch.micro_batches:
             micro_batch = send_to_device(micro_batch, accelerator.device, non_blocking=True)
             logits, targets = compute_logits(model, micro_batch), micro_batch["targets"]
             loss_sums.append(sum_logit_losses(logits, targets))
@@ -164,32 +193,32 @@ def predict(model, loader, accelerator):
 def evaluate(model, loader, accelerator):
     """Mean loss over all held-out samples, and the figures of the predictions."""
     loss, predictions, targets = predict(model, loader, accelerator)
-    return {"validation_loss": loss} | classification.score(predictions, targets)
+    return {"validation_loss": loss} | score(predictions, targets)
 
 
-def train(args, accelerator, model, optimizer, loader, validation_loader, output_dir, checkpoints, position):
-    """The loop: a window of micro-batches, then one update. Also returns whether it was asked to stop."""
+def train(args, accelerator, model, optimizer, loader, validation_loader, output_dir, checkpoints, state):
+    """The loop: a global batch of micro-batches, then one update. Also returns whether it was asked to stop."""
     model.train()
-    with tracking.Progress(accelerator, output_dir, args.num_updates, position) as progress, StopRequests() as stop:
-        for window in progress.windows(loader):
+    with tracking.Progress(accelerator, output_dir, args.num_updates, state) as progress, StopRequests() as stop:
+        for batch in progress.batches(loader):
             rate = learning_rate(
-                window.update,
+                batch.update,
                 schedule=args.lr_schedule,
                 peak=args.learning_rate,
                 num_updates=args.num_updates,
                 warmup_updates=args.warmup_updates,
             )
             set_learning_rate(optimizer, rate)
-            scale = window_scale(accelerator, window.num_targets)
+            scale = loss_scale(accelerator, batch.num_targets)
             loss_sums = []
-            for step, micro_batch in enumerate(window.micro_batches, start=1):
-                with synchronize_gradients(accelerator, model, now=step == len(window.micro_batches)):
+            for step, micro_batch in enumerate(batch.micro_batches, start=1):
+                with synchronize_gradients(accelerator, model, now=step == len(batch.micro_batches)):
                     loss_sum = sum_losses(model, send_to_device(micro_batch, accelerator.device, non_blocking=True))
                     accelerator.backward(loss_sum * scale)
                 loss_sums.append(loss_sum.detach())
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
             news = checkpoints.news(stop)  # of this rank; from here on of all, by the one collective of an update
-            loss, grad_norm, news = reduce_window(accelerator, loss_sums, grad_norm, window, news)
+            loss, grad_norm, news = reduce_update(accelerator, loss_sums, grad_norm, batch, news)
 
             finite = math.isfinite(loss) and math.isfinite(grad_norm)  # the same on all ranks, as loss and norm are
             if finite:
@@ -197,56 +226,54 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
                 optimizer.zero_grad()
             else:
                 skip_step(accelerator, optimizer)
-            position.skipped_in_a_row = 0 if finite else position.skipped_in_a_row + 1
-            position.skipped_updates += not finite
-            position.update, position.validation_loss = window.update + 1, None
-            position.samples += window.num_samples
-            record = {"update": window.update, "loss": loss, "grad_norm": grad_norm, "learning_rate": rate}
-            is_end = args.keep_best and position.update == args.num_updates  # it may be the best
-            if validation_loader and args.eval_every and (position.update % args.eval_every == 0 or is_end):
+            state.skipped_in_a_row = 0 if finite else state.skipped_in_a_row + 1
+            state.skipped_updates += not finite
+            state.update, state.validation_loss = batch.update + 1, None
+            state.samples += batch.num_samples
+            record = {"update": batch.update, "loss": loss, "grad_norm": grad_norm, "learning_rate": rate}
+            is_end = args.keep_best and state.update == args.num_updates  # it may be the best
+            if validation_loader and args.eval_every and (state.update % args.eval_every == 0 or is_end):
                 record |= evaluate(model, validation_loader, accelerator)
-                position.measured(record["validation_loss"])
-            progress.update(window, **record)
-            if position.skipped_in_a_row == args.max_skipped_updates:
+                state.measured(record["validation_loss"])
+            progress.update(batch, **record)
+            if state.skipped_in_a_row == args.max_skipped_updates:
                 raise RuntimeError(
-                    f"update {window.update}: loss or gradient not finite {position.skipped_in_a_row} times in a row; "
+                    f"update {batch.update}: loss or gradient not finite {state.skipped_in_a_row} times in a row; "
                     "lower --learning_rate, or look at the data"
                 )
-            if checkpoints.update_done(position, model, optimizer, news):
+            if checkpoints.update_done(state, model, optimizer, news):
                 return progress, True
-        checkpoints.training_done(position, model, optimizer)
+        checkpoints.training_done(state, model, optimizer)
     return progress, False
 
 
 def main():
     args = parse_arguments()
-    asked = launch.find_launch()
-    problems = arguments.check_arguments(args, on_cpu=launch.runs_on_cpu(asked))
-    problems += launch.check_launch(asked, args)
+    asked = find_launch()
+    problems = arguments.check_arguments(args, on_cpu=runs_on_cpu(asked))
+    problems += check_launch(asked, args)
     if problems:
         raise UserError("\n".join(problems))
-    accelerator = launch.make_accelerator(asked, args, log_with=args.report_to or None, project_dir=args.output_dir)
-    checkpoints = checkpoint.Checkpoints(args, accelerator)
+    accelerator = make_accelerator(asked, args, log_with=args.report_to or None, project_dir=args.output_dir)
+    checkpoints = Checkpoints(args, accelerator)
     tokenizer, config, train_samples, validation_samples, names = load_data(args)
     model_class = AutoModelForSequenceClassification
-    launch.check_space(asked, lambda: models.parameter_sizes(config, args.trust_remote_code, model_class))
-    identity = checkpoint.identify(args, accelerator, config, tokenizer, train_samples.fingerprint)
+    check_space(asked, lambda: parameter_sizes(config, args.trust_remote_code, model_class))
+    identity = identify(args, accelerator, config, tokenizer, train_samples.fingerprint)
     resumed = checkpoints.find(identity)  # the newest sound checkpoint, with --resume
 
-    launch.seed_everything(args.seed)  # the same weights on all ranks
-    model, new_weights = classification.build_classifier(
-        config, args.model_name_or_path, args.trust_remote_code, args.new_head
-    )
+    seed_everything(args.seed)  # the same weights on all ranks
+    model, new_weights = build_classifier(config, args.model_name_or_path, args.trust_remote_code, args.new_head)
     if new_weights:
-        accelerator.print(models.describe_new_weights(new_weights))
+        accelerator.print(describe_new_weights(new_weights))
     apply_activation_checkpointing(model, args.activation_checkpointing, accelerator.device)
     if args.compile:
         model.base_model.compile(dynamic=True)
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
     first_update = resumed.manifest["update"] if resumed else 0
-    inputs = classification.find_inputs(model)
+    inputs = find_inputs(model)
     collate = partial(
-        classification.collate_texts,
+        collate_texts,
         pad_token_id=tokenizer.pad_token_id,
         inputs=inputs,
         target_dtype=torch.int64 if names else torch.float32,
@@ -254,37 +281,37 @@ def main():
     loader = make_loader(args, train_samples, accelerator, collate, range(first_update, args.num_updates))
     validation_loader = validation_samples and make_loader(args, validation_samples, accelerator, collate)
     held_out = validation_loader and validation_loader.dataset
-    rehearsal = launch.is_rehearsal(asked)
+    rehearsal = is_rehearsal(asked)
     lines = {"loss": "cross-entropy", "labels": f"{len(names)}: {shorten(names)}"} if names else {}
     lines = lines or {"loss": "squared error", "labels": "numbers"}
     tracking.print_run(args, accelerator, model, loader.dataset, held_out, rehearsal, **lines)
     model, optimizer = loading.prepare(accelerator, model, optimizer)
-    classification.check_padding(model, collate, train_samples, accelerator)
-    launch.seed_everything(args.seed, accelerator)  # another dropout on each rank
+    check_padding(model, collate, train_samples, accelerator)
+    seed_everything(args.seed, accelerator)  # another dropout on each rank
 
     if args.dry_run:
         micro_batch = send_to_device(next(iter(loader)).micro_batches[0], accelerator.device)
         accelerator.backward(sum_losses(model, micro_batch))
         print_settings(args, asked, accelerator)
         accelerator.print("dry run: one forward and one backward done, nothing written")
-        return launch.end_run(accelerator)
+        return end_run(accelerator)
     output_dir = arguments.make_output_dir(args, accelerator)
-    classification.describe_use(tokenizer, args.sequence_length, inputs)
+    set_pipeline_inputs(tokenizer, args.sequence_length, inputs)
     checkpoints.start(config, tokenizer, model=model, versions=tracking.versions())
-    position = checkpoint.Position(**resumed.manifest["position"]) if resumed else checkpoint.Position()
-    tracking.start_run(args, accelerator, output_dir, position, model=config.to_dict())
+    state = TrainingState(**resumed.manifest["position"]) if resumed else TrainingState()
+    tracking.start_run(args, accelerator, output_dir, state, model=config.to_dict())
     checkpoints.resume(resumed, model, optimizer)  # last: the random streams go on from here
     progress, stopped = train(
-        args, accelerator, model, optimizer, loader, validation_loader, output_dir, checkpoints, position
+        args, accelerator, model, optimizer, loader, validation_loader, output_dir, checkpoints, state
     )
     if stopped:
-        tracking.end_early(accelerator, output_dir, position)
-        return launch.end_run(accelerator, STOPPED)
+        tracking.end_early(accelerator, output_dir, state)
+        return end_run(accelerator, STOPPED)
     results, lines = progress.results() | checkpoints.best_at_end(model, optimizer), []
     if validation_loader:
         loss, predictions, targets = predict(model, validation_loader, accelerator)
-        results |= {"validation_loss": loss} | classification.score(predictions, targets)
-        lines = [classification.describe_scores(results)]
+        results |= {"validation_loss": loss} | score(predictions, targets)
+        lines = [describe_scores(results)]
     weights = accelerator.get_state_dict(model)  # gathered on the main process, where they are sharded
     if accelerator.is_main_process:
         trained = accelerator.unwrap_model(model)
@@ -296,9 +323,9 @@ def main():
             save_confusion_matrix(counts, names, output_dir / "confusion.png")
             lines.append(f"confusion  {output_dir / 'confusion.png'}")
         tracking.print_results(results, output_dir, model_class.__name__, *lines)
-    launch.end_run(accelerator)
+    end_run(accelerator)
 
 
 if __name__ == "__main__":
-    with launch.user_mistakes_end_here():
+    with user_mistakes_end_here():
         main()

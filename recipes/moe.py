@@ -25,16 +25,36 @@ from transformers import Ernie4_5Config
 # The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
-from common import arguments, checkpoint, data, launch, loading, models, routing, tracking
-from common.accumulation import reduce_window, skip_step, sum_over_ranks, synchronize_gradients, window_scale
-from common.activation_checkpointing import apply_activation_checkpointing
-from common.batching import collate_tokens, make_loader
+from common import arguments
+from common.checkpoint.identity import identify
+from common.checkpoint.save import Checkpoints, TrainingState
+from common.data.text import tokenize
+from common.data.tokenizer import load_tokenizer, train_tokenizer
 from common.errors import UserError
 from common.files import complete_or_absent
-from common.losses import sum_token_losses
-from common.optimizers import learning_rate, make_optimizer, set_learning_rate
-from common.settings import print_settings
-from common.stopping import STOPPED, StopRequests
+from common.models import experts
+from common.models.load import (
+    build_model,
+    check_model,
+    describe_use,
+    load_config,
+    parameter_sizes,
+    whole_weights,
+    write_sample,
+)
+from common.parallel import loading
+from common.parallel.connect import check_space, make_accelerator, seed_everything
+from common.parallel.ending import end_run, user_mistakes_end_here
+from common.parallel.launch import check_launch, find_launch, is_rehearsal, runs_on_cpu
+from common.parallel.mode import is_sharded
+from common.report import tracking
+from common.report.settings import print_settings
+from common.training.accumulation import loss_scale, reduce_update, skip_step, sum_over_ranks, synchronize_gradients
+from common.training.activation_checkpointing import apply_activation_checkpointing
+from common.training.batching import collate_tokens, make_loader
+from common.training.losses import sum_token_losses
+from common.training.optimizers import learning_rate, make_optimizer, set_learning_rate
+from common.training.stopping import STOPPED, StopRequests
 
 # Models to train from scratch. A token meets as many parameters as in the model of that name in recipes/lm.py.
 MODEL_CONFIGS = {
@@ -61,8 +81,8 @@ def parse_arguments():
     group.add_argument(
         "--dense", action="store_true", help="from scratch: the dense model of as many active parameters"
     )
-    balance = "\n".join(f"{name}: {text}" for name, text in routing.BALANCE.items())
-    group.add_argument("--balance", help=f"(default: bias)\n{balance}", **arguments.one_of(routing.BALANCE))
+    balance = "\n".join(f"{name}: {text}" for name, text in experts.BALANCE.items())
+    group.add_argument("--balance", help=f"(default: bias)\n{balance}", **arguments.one_of(experts.BALANCE))
     group.add_argument(
         "--balance_strength",
         type=arguments.positive_float,
@@ -99,14 +119,14 @@ def load_data(args):
     """Tokenizer, the model's configuration, training samples, and held-out samples or None."""
     train_source, validation_source = arguments.text_sources(args)
     if args.model_name_or_path:
-        config = models.load_config(args.model_name_or_path, args.trust_remote_code)
-        tokenizer = data.load_tokenizer(args.model_name_or_path, args.trust_remote_code)
+        config = load_config(args.model_name_or_path, args.trust_remote_code)
+        tokenizer = load_tokenizer(args.model_name_or_path, args.trust_remote_code)
         if args.upcycle:
-            config = routing.upcycled_config(config, args.num_experts, args.experts_per_token)
+            config = experts.upcycled_config(config, args.num_experts, args.experts_per_token)
         config.get_text_config().output_router_logits = False  # would add the usual balancing loss
     else:
         layers, width, heads, kv_heads, _, _, expert_width, vocabulary, _ = MODEL_CONFIGS[args.model_config]
-        tokenizer = data.train_tokenizer(train_source, vocabulary)
+        tokenizer = train_tokenizer(train_source, vocabulary)
         shape = dict(
             vocab_size=vocabulary,
             num_hidden_layers=layers,
@@ -124,14 +144,14 @@ def load_data(args):
         if args.dense:
             config = Ernie4_5Config(**shape)
         else:
-            config = routing.moe_config(shape, args.num_experts, args.experts_per_token, expert_width)
-    if problems := models.check_model(config, tokenizer, args.sequence_length):
+            config = experts.moe_config(shape, args.num_experts, args.experts_per_token, expert_width)
+    if problems := check_model(config, tokenizer, args.sequence_length):
         raise UserError("\n".join(problems))
     if not args.dense:
         with torch.device("meta"):
-            routing.check_routers(models.build_model(config, None, args.trust_remote_code), args.balance)
-    train = data.tokenize(train_source, tokenizer, args.sequence_length, args.shape)
-    validation = validation_source and data.tokenize(
+            experts.check_routers(build_model(config, None, args.trust_remote_code), args.balance)
+    train = tokenize(train_source, tokenizer, args.sequence_length, args.shape)
+    validation = validation_source and tokenize(
         validation_source, tokenizer, args.sequence_length, args.shape, measure_compression=True
     )
     arguments.check_samples(args, train, validation)
@@ -141,15 +161,15 @@ def load_data(args):
 def make_model(args, config):
     """The model in float32, on every process the same."""
     if args.model_name_or_path and not args.upcycle:
-        return models.build_model(config, args.model_name_or_path, args.trust_remote_code)
-    model = models.build_model(config)
-    for layer in routing.find_layers(model):  # transformers before 5.18 leaves them 0: all experts tie
+        return build_model(config, args.model_name_or_path, args.trust_remote_code)
+    model = build_model(config)
+    for layer in experts.find_layers(model):  # transformers before 5.18 leaves them 0: all experts tie
         torch.nn.init.normal_(layer.router.weight, std=config.initializer_range)
     if not args.upcycle:
         return model
-    with models.whole_weights():
-        dense = models.build_model(models.load_config(args.model_name_or_path), args.model_name_or_path)
-    return routing.upcycle(dense, model)
+    with whole_weights():
+        dense = build_model(load_config(args.model_name_or_path), args.model_name_or_path)
+    return experts.upcycle(dense, model)
 
 
 def sum_losses(model, micro_batch):
@@ -162,40 +182,40 @@ def evaluate(model, loader, accelerator):
     """Mean loss over all target tokens of the held-out samples, each counted once."""
     model.eval()
     loss_sums, num_targets = [], 0
-    for window in loader:
-        for micro_batch in window.micro_batches:
+    for batch in loader:
+        for micro_batch in batch.micro_batches:
             loss_sums.append(sum_losses(model, send_to_device(micro_batch, accelerator.device, non_blocking=True)))
-        num_targets += window.num_targets
+        num_targets += batch.num_targets
     model.train()
     (loss_sum,) = sum_over_ranks(accelerator, torch.stack(loss_sums).sum())
     return {"validation_loss": loss_sum / num_targets}
 
 
-def train(args, accelerator, model, optimizer, loader, validation_loader, output_dir, checkpoints, position, router):
-    """The loop: a window of micro-batches, then one update. Also returns whether it was asked to stop."""
+def train(args, accelerator, model, optimizer, loader, validation_loader, output_dir, checkpoints, state, router):
+    """The loop: a global batch of micro-batches, then one update. Also returns whether it was asked to stop."""
     model.train()
-    with tracking.Progress(accelerator, output_dir, args.num_updates, position) as progress, StopRequests() as stop:
-        for window in progress.windows(loader):
+    with tracking.Progress(accelerator, output_dir, args.num_updates, state) as progress, StopRequests() as stop:
+        for batch in progress.batches(loader):
             rate = learning_rate(
-                window.update,
+                batch.update,
                 schedule=args.lr_schedule,
                 peak=args.learning_rate,
                 num_updates=args.num_updates,
                 warmup_updates=args.warmup_updates,
             )
             set_learning_rate(optimizer, rate)
-            scale = window_scale(accelerator, window.num_targets)
-            router.begin_window(accelerator, model, window)  # `exact` counts where the window's tokens go
+            scale = loss_scale(accelerator, batch.num_targets)
+            router.begin_update(accelerator, model, batch)  # `exact` counts where the global batch's tokens go
             loss_sums = []
-            for step, micro_batch in enumerate(window.micro_batches, start=1):
-                with synchronize_gradients(accelerator, model, now=step == len(window.micro_batches)):
+            for step, micro_batch in enumerate(batch.micro_batches, start=1):
+                with synchronize_gradients(accelerator, model, now=step == len(batch.micro_batches)):
                     loss_sum = sum_losses(model, send_to_device(micro_batch, accelerator.device, non_blocking=True))
                     accelerator.backward(loss_sum * scale)
                 loss_sums.append(loss_sum.detach())
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
             news = checkpoints.news(stop)  # of this rank; from here on of all, by the one collective of an update
-            news |= router.news()  # where the window's tokens went
-            loss, grad_norm, news = reduce_window(accelerator, loss_sums, grad_norm, window, news)
+            news |= router.news()  # where the global batch's tokens went
+            loss, grad_norm, news = reduce_update(accelerator, loss_sums, grad_norm, batch, news)
 
             finite = math.isfinite(loss) and math.isfinite(grad_norm)  # the same on all ranks, as loss and norm are
             if finite:
@@ -203,48 +223,46 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
                 optimizer.zero_grad()
             else:
                 skip_step(accelerator, optimizer)
-            position.skipped_in_a_row = 0 if finite else position.skipped_in_a_row + 1
-            position.skipped_updates += not finite
-            position.update, position.validation_loss = window.update + 1, None
-            position.samples += window.num_samples
-            record = {"update": window.update, "loss": loss, "grad_norm": grad_norm, "learning_rate": rate}
-            record |= router.end_window(finite, news)  # `bias` moves
-            is_end = args.keep_best and position.update == args.num_updates  # it may be the best
-            if validation_loader and args.eval_every and (position.update % args.eval_every == 0 or is_end):
+            state.skipped_in_a_row = 0 if finite else state.skipped_in_a_row + 1
+            state.skipped_updates += not finite
+            state.update, state.validation_loss = batch.update + 1, None
+            state.samples += batch.num_samples
+            record = {"update": batch.update, "loss": loss, "grad_norm": grad_norm, "learning_rate": rate}
+            record |= router.end_update(finite, news)  # `bias` moves
+            is_end = args.keep_best and state.update == args.num_updates  # it may be the best
+            if validation_loader and args.eval_every and (state.update % args.eval_every == 0 or is_end):
                 record |= evaluate(model, validation_loader, accelerator)
-                position.measured(record["validation_loss"])
-            progress.update(window, **record)
-            if position.skipped_in_a_row == args.max_skipped_updates:
+                state.measured(record["validation_loss"])
+            progress.update(batch, **record)
+            if state.skipped_in_a_row == args.max_skipped_updates:
                 raise RuntimeError(
-                    f"update {window.update}: loss or gradient not finite {position.skipped_in_a_row} times in a row; "
+                    f"update {batch.update}: loss or gradient not finite {state.skipped_in_a_row} times in a row; "
                     "lower --learning_rate, or look at the data"
                 )
-            if checkpoints.update_done(position, model, optimizer, news):
+            if checkpoints.update_done(state, model, optimizer, news):
                 return progress, True
-        checkpoints.training_done(position, model, optimizer)
+        checkpoints.training_done(state, model, optimizer)
     return progress, False
 
 
 def main():
     args = parse_arguments()
-    asked = launch.find_launch()
-    problems = arguments.check_arguments(args, on_cpu=launch.runs_on_cpu(asked))
-    problems += launch.check_launch(asked, args)
+    asked = find_launch()
+    problems = arguments.check_arguments(args, on_cpu=runs_on_cpu(asked))
+    problems += check_launch(asked, args)
     if problems:
         raise UserError("\n".join(problems))
-    accelerator = launch.make_accelerator(asked, args, log_with=args.report_to or None, project_dir=args.output_dir)
-    checkpoints = checkpoint.Checkpoints(args, accelerator)
+    accelerator = make_accelerator(asked, args, log_with=args.report_to or None, project_dir=args.output_dir)
+    checkpoints = Checkpoints(args, accelerator)
     tokenizer, config, train_samples, validation_samples = load_data(args)
-    launch.check_space(asked, lambda: models.parameter_sizes(config, args.trust_remote_code))
-    identity = checkpoint.identify(
-        args, accelerator, config, tokenizer, train_samples.fingerprint, "balance", "balance_strength"
-    )
+    check_space(asked, lambda: parameter_sizes(config, args.trust_remote_code))
+    identity = identify(args, accelerator, config, tokenizer, train_samples.fingerprint, "balance", "balance_strength")
     resumed = checkpoints.find(identity)  # the newest sound checkpoint, with --resume
 
-    launch.seed_everything(args.seed)  # the same weights on all ranks
+    seed_everything(args.seed)  # the same weights on all ranks
     model = make_model(args, config)
     loss_name = sum_token_losses(model)  # from here on, model(...) is the sum of the losses of a micro-batch's targets
-    router = routing.Routing(model, args.balance, args.balance_strength)  # and has the balancing loss's gradient
+    router = experts.Routing(model, args.balance, args.balance_strength)  # and has the balancing loss's gradient
     apply_activation_checkpointing(model, args.activation_checkpointing, accelerator.device)
     if args.compile:
         model.base_model.compile(dynamic=True)
@@ -254,34 +272,34 @@ def main():
     loader = make_loader(args, train_samples, accelerator, collate, range(first_update, args.num_updates))
     validation_loader = validation_samples and make_loader(args, validation_samples, accelerator, collate)
     held_out = validation_loader and validation_loader.dataset
-    rehearsal = launch.is_rehearsal(asked)
+    rehearsal = is_rehearsal(asked)
     lines = {"loss": loss_name, **router.describe(model)}
     tracking.print_run(args, accelerator, model, loader.dataset, held_out, rehearsal, **lines)
-    routing.gather_whole_blocks(accelerator, router.layers)
+    experts.gather_whole_blocks(accelerator, router.layers)
     model, optimizer = loading.prepare(accelerator, model, optimizer)
     router.prepared()
-    launch.seed_everything(args.seed, accelerator)  # another dropout on each rank
+    seed_everything(args.seed, accelerator)  # another dropout on each rank
 
     if args.dry_run:
-        window = next(iter(loader))
-        router.begin_window(accelerator, model, window)
-        micro_batch = send_to_device(window.micro_batches[0], accelerator.device)
+        batch = next(iter(loader))
+        router.begin_update(accelerator, model, batch)
+        micro_batch = send_to_device(batch.micro_batches[0], accelerator.device)
         accelerator.backward(sum_losses(model, micro_batch))
         print_settings(args, asked, accelerator)
         accelerator.print("dry run: one forward and one backward done, nothing written")
-        return launch.end_run(accelerator)
+        return end_run(accelerator)
     output_dir = arguments.make_output_dir(args, accelerator)
-    models.describe_use(accelerator.unwrap_model(model), config, tokenizer, train_samples.end_tokens)
+    describe_use(accelerator.unwrap_model(model), config, tokenizer, train_samples.end_tokens)
     checkpoints.start(config, tokenizer, model=model, versions=tracking.versions())
-    position = checkpoint.Position(**resumed.manifest["position"]) if resumed else checkpoint.Position()
-    tracking.start_run(args, accelerator, output_dir, position, model=config.to_dict())
+    state = TrainingState(**resumed.manifest["position"]) if resumed else TrainingState()
+    tracking.start_run(args, accelerator, output_dir, state, model=config.to_dict())
     checkpoints.resume(resumed, model, optimizer)  # last: the random streams go on from here
     progress, stopped = train(
-        args, accelerator, model, optimizer, loader, validation_loader, output_dir, checkpoints, position, router
+        args, accelerator, model, optimizer, loader, validation_loader, output_dir, checkpoints, state, router
     )
     if stopped:
-        tracking.end_early(accelerator, output_dir, position)
-        return launch.end_run(accelerator, STOPPED)
+        tracking.end_early(accelerator, output_dir, state)
+        return end_run(accelerator, STOPPED)
     results = progress.results() | checkpoints.best_at_end(model, optimizer)
     if validation_loader:
         results |= evaluate(model, validation_loader, accelerator)
@@ -289,18 +307,18 @@ def main():
     results |= router.report(accelerator)
     weights = accelerator.get_state_dict(model)  # gathered on the main process, where they are sharded
     if accelerator.is_main_process:
-        trained, lines = accelerator.unwrap_model(model), routing.describe_results(results)
+        trained, lines = accelerator.unwrap_model(model), experts.describe_results(results)
         with complete_or_absent(output_dir / "model") as model_dir:
             trained.save_pretrained(model_dir, state_dict=weights)
             tokenizer.save_pretrained(model_dir)
-        if not launch.is_sharded(accelerator):
+        if not is_sharded(accelerator):
             prompt = (validation_samples or train_samples)[0][0][:16]
-            results["sample"] = models.write_sample(trained, tokenizer, prompt)
+            results["sample"] = write_sample(trained, tokenizer, prompt)
             lines += [f"\nthe model writes:\n{results['sample']}\n"]
         tracking.print_results(results, output_dir, "AutoModelForCausalLM", *lines)
-    launch.end_run(accelerator)
+    end_run(accelerator)
 
 
 if __name__ == "__main__":
-    with launch.user_mistakes_end_here():
+    with user_mistakes_end_here():
         main()

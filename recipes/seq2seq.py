@@ -30,16 +30,34 @@ from transformers import AutoModelForSeq2SeqLM, T5Config
 # The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
-from common import arguments, checkpoint, data, launch, loading, models, tracking
-from common.accumulation import reduce_window, skip_step, sum_over_ranks, synchronize_gradients, window_scale
-from common.activation_checkpointing import apply_activation_checkpointing
-from common.batching import cut_window, make_loader
+from common import arguments
+from common.checkpoint.identity import identify
+from common.checkpoint.save import Checkpoints, TrainingState
+from common.data.pairs import collate_pairs, tokenize_pairs
+from common.data.tokenizer import load_tokenizer, train_tokenizer
 from common.errors import UserError
 from common.files import complete_or_absent
-from common.optimizers import learning_rate, make_optimizer, set_learning_rate
-from common.pairs import collate_pairs, prepare_encoder_decoder, score_targets, tokenize_pairs
-from common.settings import print_settings
-from common.stopping import STOPPED, StopRequests
+from common.models.load import (
+    build_model,
+    check_model,
+    describe_use,
+    load_config,
+    parameter_sizes,
+    prepare_encoder_decoder,
+)
+from common.parallel import loading
+from common.parallel.connect import check_space, make_accelerator, seed_everything
+from common.parallel.ending import end_run, user_mistakes_end_here
+from common.parallel.launch import check_launch, find_launch, is_rehearsal, runs_on_cpu
+from common.parallel.mode import is_sharded
+from common.report import tracking
+from common.report.scores import score_targets
+from common.report.settings import print_settings
+from common.training.accumulation import loss_scale, reduce_update, skip_step, sum_over_ranks, synchronize_gradients
+from common.training.activation_checkpointing import apply_activation_checkpointing
+from common.training.batching import cut_global_batch, make_loader
+from common.training.optimizers import learning_rate, make_optimizer, set_learning_rate
+from common.training.stopping import STOPPED, StopRequests
 
 # Models to train from scratch, of T5's shape (1.1: gated MLP). The learning rate is AdamW's at its peak.
 MODEL_CONFIGS = {
@@ -89,12 +107,12 @@ def load_data(args):
     train_source, validation_source = arguments.text_sources(args)
     columns = (args.source_column, args.target_column)
     if args.model_name_or_path:
-        config = models.load_config(args.model_name_or_path, args.trust_remote_code, AutoModelForSeq2SeqLM)
-        tokenizer = data.load_tokenizer(args.model_name_or_path, args.trust_remote_code)
+        config = load_config(args.model_name_or_path, args.trust_remote_code, AutoModelForSeq2SeqLM)
+        tokenizer = load_tokenizer(args.model_name_or_path, args.trust_remote_code)
     else:
         layers, width, heads, mlp_width, vocabulary, _ = MODEL_CONFIGS[args.model_config]
         vocabulary = BYTES if args.tokenizer == "bytes" else vocabulary
-        tokenizer = data.train_tokenizer(train_source, vocabulary, columns=None if train_source.embedded else columns)
+        tokenizer = train_tokenizer(train_source, vocabulary, columns=None if train_source.embedded else columns)
         eos = (tokenizer.eos_token, tokenizer.eos_token_id)
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {eos[0]}", special_tokens=[eos])
         config = T5Config(
@@ -109,7 +127,7 @@ def load_data(args):
             pad_token_id=tokenizer.pad_token_id,
             decoder_start_token_id=tokenizer.pad_token_id,
         )
-    problems = models.check_model(config, tokenizer, args.sequence_length)
+    problems = check_model(config, tokenizer, args.sequence_length)
     positions = getattr(config, "max_position_embeddings", None)
     if positions and 0 < positions < args.target_length:
         problems.append(f"--target_length {args.target_length} is beyond the model's {positions} positions; lower it")
@@ -143,38 +161,38 @@ def evaluate(model, loader, accelerator):
     """Mean loss over all target tokens of the held-out samples, each counted once."""
     model.eval()
     loss_sums, num_targets = [], 0
-    for window in loader:
-        for micro_batch in window.micro_batches:
+    for batch in loader:
+        for micro_batch in batch.micro_batches:
             loss_sums.append(sum_losses(model, send_to_device(micro_batch, accelerator.device, non_blocking=True)))
-        num_targets += window.num_targets
+        num_targets += batch.num_targets
     model.train()
     (loss_sum,) = sum_over_ranks(accelerator, torch.stack(loss_sums).sum())
     return {"validation_loss": loss_sum / num_targets}
 
 
-def train(args, accelerator, model, optimizer, loader, validation_loader, output_dir, checkpoints, position):
-    """The loop: a window of micro-batches, then one update. Also returns whether it was asked to stop."""
+def train(args, accelerator, model, optimizer, loader, validation_loader, output_dir, checkpoints, state):
+    """The loop: a global batch of micro-batches, then one update. Also returns whether it was asked to stop."""
     model.train()
-    with tracking.Progress(accelerator, output_dir, args.num_updates, position) as progress, StopRequests() as stop:
-        for window in progress.windows(loader):
+    with tracking.Progress(accelerator, output_dir, args.num_updates, state) as progress, StopRequests() as stop:
+        for batch in progress.batches(loader):
             rate = learning_rate(
-                window.update,
+                batch.update,
                 schedule=args.lr_schedule,
                 peak=args.learning_rate,
                 num_updates=args.num_updates,
                 warmup_updates=args.warmup_updates,
             )
             set_learning_rate(optimizer, rate)
-            scale = window_scale(accelerator, window.num_targets)
+            scale = loss_scale(accelerator, batch.num_targets)
             loss_sums = []
-            for step, micro_batch in enumerate(window.micro_batches, start=1):
-                with synchronize_gradients(accelerator, model, now=step == len(window.micro_batches)):
+            for step, micro_batch in enumerate(batch.micro_batches, start=1):
+                with synchronize_gradients(accelerator, model, now=step == len(batch.micro_batches)):
                     loss_sum = sum_losses(model, send_to_device(micro_batch, accelerator.device, non_blocking=True))
                     accelerator.backward(loss_sum * scale)
                 loss_sums.append(loss_sum.detach())
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
             news = checkpoints.news(stop)  # of this rank; from here on of all, by the one collective of an update
-            loss, grad_norm, news = reduce_window(accelerator, loss_sums, grad_norm, window, news)
+            loss, grad_norm, news = reduce_update(accelerator, loss_sums, grad_norm, batch, news)
 
             finite = math.isfinite(loss) and math.isfinite(grad_norm)  # the same on all ranks, as loss and norm are
             if finite:
@@ -182,24 +200,24 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
                 optimizer.zero_grad()
             else:
                 skip_step(accelerator, optimizer)
-            position.skipped_in_a_row = 0 if finite else position.skipped_in_a_row + 1
-            position.skipped_updates += not finite
-            position.update, position.validation_loss = window.update + 1, None
-            position.samples += window.num_samples
-            record = {"update": window.update, "loss": loss, "grad_norm": grad_norm, "learning_rate": rate}
-            is_end = args.keep_best and position.update == args.num_updates  # it may be the best
-            if validation_loader and args.eval_every and (position.update % args.eval_every == 0 or is_end):
+            state.skipped_in_a_row = 0 if finite else state.skipped_in_a_row + 1
+            state.skipped_updates += not finite
+            state.update, state.validation_loss = batch.update + 1, None
+            state.samples += batch.num_samples
+            record = {"update": batch.update, "loss": loss, "grad_norm": grad_norm, "learning_rate": rate}
+            is_end = args.keep_best and state.update == args.num_updates  # it may be the best
+            if validation_loader and args.eval_every and (state.update % args.eval_every == 0 or is_end):
                 record |= evaluate(model, validation_loader, accelerator)
-                position.measured(record["validation_loss"])
-            progress.update(window, **record)
-            if position.skipped_in_a_row == args.max_skipped_updates:
+                state.measured(record["validation_loss"])
+            progress.update(batch, **record)
+            if state.skipped_in_a_row == args.max_skipped_updates:
                 raise RuntimeError(
-                    f"update {window.update}: loss or gradient not finite {position.skipped_in_a_row} times in a row; "
+                    f"update {batch.update}: loss or gradient not finite {state.skipped_in_a_row} times in a row; "
                     "lower --learning_rate, or look at the data"
                 )
-            if checkpoints.update_done(position, model, optimizer, news):
+            if checkpoints.update_done(state, model, optimizer, news):
                 return progress, True
-        checkpoints.training_done(position, model, optimizer)
+        checkpoints.training_done(state, model, optimizer)
     return progress, False
 
 
@@ -207,7 +225,7 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
 def write_targets(args, model, samples, collate, accelerator):
     """What the model writes, greedily, for --generate samples from all over `samples`: {sample: tokens}, on all ranks.
 
-    The samples are cut and dealt to the ranks as a window is, by the longest that they could become.
+    The samples are cut and assigned to the ranks as a global batch is, by the longest that they could become.
     """
     ids = np.unique(np.linspace(0, len(samples) - 1, min(args.generate, len(samples))).astype(int))
     lengths = np.maximum(samples.lengths(ids), [0, args.target_length])
@@ -216,39 +234,41 @@ def write_targets(args, model, samples, collate, accelerator):
     model = accelerator.unwrap_model(model)
     register_fsdp_forward_method(model, "generate")  # gathers what FSDP2 has sharded; without FSDP2 does nothing
     written = []
-    for positions in cut_window(lengths, accelerator.num_processes, args.micro_batch_size, budget)[
+    for positions in cut_global_batch(lengths, accelerator.num_processes, args.micro_batch_size, budget)[
         accelerator.process_index
     ]:
-        # Where weights are sharded, every rank has to take part in every step: hence fillers, and synced_gpus.
-        batch = send_to_device(collate([samples[i] for i in ids[positions]] or [samples.filler()]), accelerator.device)
+        # Where weights are sharded, every rank has to take part in every step: hence dummy samples, and synced_gpus.
+        batch = send_to_device(
+            collate([samples[i] for i in ids[positions]] or [samples.dummy_sample()]), accelerator.device
+        )
         tokens = model.generate(
             batch["input_ids"],
             attention_mask=batch.get("attention_mask", torch.ones_like(batch["input_ids"])),
             max_new_tokens=args.target_length,
             do_sample=False,
             num_beams=1,
-            synced_gpus=launch.is_sharded(accelerator),
+            synced_gpus=is_sharded(accelerator),
         )
-        written += zip(ids[positions].tolist(), tokens.tolist(), strict=False)  # but for a filler's
+        written += zip(ids[positions].tolist(), tokens.tolist(), strict=False)  # but for a dummy sample's
     return dict(sorted(gather_object(written)))
 
 
 def main():
     args = parse_arguments()
-    asked = launch.find_launch()
-    problems = arguments.check_arguments(args, on_cpu=launch.runs_on_cpu(asked))
-    problems += launch.check_launch(asked, args)
+    asked = find_launch()
+    problems = arguments.check_arguments(args, on_cpu=runs_on_cpu(asked))
+    problems += check_launch(asked, args)
     if problems:
         raise UserError("\n".join(problems))
-    accelerator = launch.make_accelerator(asked, args, log_with=args.report_to or None, project_dir=args.output_dir)
-    checkpoints = checkpoint.Checkpoints(args, accelerator)
+    accelerator = make_accelerator(asked, args, log_with=args.report_to or None, project_dir=args.output_dir)
+    checkpoints = Checkpoints(args, accelerator)
     tokenizer, config, train_samples, validation_samples = load_data(args)
-    launch.check_space(asked, lambda: models.parameter_sizes(config, args.trust_remote_code, AutoModelForSeq2SeqLM))
-    identity = checkpoint.identify(args, accelerator, config, tokenizer, train_samples.fingerprint)
+    check_space(asked, lambda: parameter_sizes(config, args.trust_remote_code, AutoModelForSeq2SeqLM))
+    identity = identify(args, accelerator, config, tokenizer, train_samples.fingerprint)
     resumed = checkpoints.find(identity)  # the newest sound checkpoint, with --resume
 
-    launch.seed_everything(args.seed)  # the same weights on all ranks
-    model = models.build_model(config, args.model_name_or_path, args.trust_remote_code, AutoModelForSeq2SeqLM)
+    seed_everything(args.seed)  # the same weights on all ranks
+    model = build_model(config, args.model_name_or_path, args.trust_remote_code, AutoModelForSeq2SeqLM)
     prepare_encoder_decoder(model)
     apply_activation_checkpointing(model, args.activation_checkpointing, accelerator.device)
     if args.compile:
@@ -263,30 +283,30 @@ def main():
     loader = make_loader(args, train_samples, accelerator, collate, range(first_update, args.num_updates))
     validation_loader = validation_samples and make_loader(args, validation_samples, accelerator, collate)
     held_out = validation_loader and validation_loader.dataset
-    rehearsal = launch.is_rehearsal(asked)
+    rehearsal = is_rehearsal(asked)
     tracking.print_run(args, accelerator, model, loader.dataset, held_out, rehearsal)
     model, optimizer = loading.prepare(accelerator, model, optimizer)
-    launch.seed_everything(args.seed, accelerator)  # another dropout on each rank
+    seed_everything(args.seed, accelerator)  # another dropout on each rank
 
     if args.dry_run:
         micro_batch = send_to_device(next(iter(loader)).micro_batches[0], accelerator.device)
         accelerator.backward(sum_losses(model, micro_batch))
         print_settings(args, asked, accelerator)
         accelerator.print("dry run: one forward and one backward done, nothing written")
-        return launch.end_run(accelerator)
+        return end_run(accelerator)
     output_dir = arguments.make_output_dir(args, accelerator)
-    models.describe_use(accelerator.unwrap_model(model), config, tokenizer, [tokenizer.eos_token_id])
+    describe_use(accelerator.unwrap_model(model), config, tokenizer, [tokenizer.eos_token_id])
     tokenizer.model_max_length = args.sequence_length  # where sources were cut, and are cut when it is used
     checkpoints.start(config, tokenizer, model=model, versions=tracking.versions())
-    position = checkpoint.Position(**resumed.manifest["position"]) if resumed else checkpoint.Position()
-    tracking.start_run(args, accelerator, output_dir, position, model=config.to_dict())
+    state = TrainingState(**resumed.manifest["position"]) if resumed else TrainingState()
+    tracking.start_run(args, accelerator, output_dir, state, model=config.to_dict())
     checkpoints.resume(resumed, model, optimizer)  # last: the random streams go on from here
     progress, stopped = train(
-        args, accelerator, model, optimizer, loader, validation_loader, output_dir, checkpoints, position
+        args, accelerator, model, optimizer, loader, validation_loader, output_dir, checkpoints, state
     )
     if stopped:
-        tracking.end_early(accelerator, output_dir, position)
-        return launch.end_run(accelerator, STOPPED)
+        tracking.end_early(accelerator, output_dir, state)
+        return end_run(accelerator, STOPPED)
     results = progress.results() | checkpoints.best_at_end(model, optimizer)
     lines = []
     if validation_loader:
@@ -303,9 +323,9 @@ def main():
             trained.save_pretrained(model_dir, state_dict=weights)
             tokenizer.save_pretrained(model_dir)
         tracking.print_results(results, output_dir, "AutoModelForSeq2SeqLM", *lines)
-    launch.end_run(accelerator)
+    end_run(accelerator)
 
 
 if __name__ == "__main__":
-    with launch.user_mistakes_end_here():
+    with user_mistakes_end_here():
         main()

@@ -29,17 +29,28 @@ from transformers import (
 # The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
-from common import arguments, checkpoint, images, launch, loading, models, norms, tracking
-from common.accumulation import reduce_window, skip_step, sum_over_ranks, synchronize_gradients, window_scale
-from common.activation_checkpointing import apply_activation_checkpointing
-from common.batching import make_loader
+from common import arguments
+from common.checkpoint.identity import identify
+from common.checkpoint.save import Checkpoints, TrainingState
+from common.data import image_files, images
 from common.errors import UserError
 from common.files import complete_or_absent
-from common.image_models import ConvNet, ConvNetConfig, NormResNet, NormResNetConfig
-from common.optimizers import learning_rate, make_optimizer, set_learning_rate
-from common.plots import save_confusion_matrix
-from common.settings import print_settings
-from common.stopping import STOPPED, StopRequests
+from common.models import classifiers, norms
+from common.models.classifiers import build_labeller, describe_new_weights
+from common.models.image_models import ConvNet, ConvNetConfig, NormResNet, NormResNetConfig
+from common.models.load import build_model, count_parameters, load_config, parameter_sizes
+from common.parallel import loading
+from common.parallel.connect import check_space, make_accelerator, seed_everything
+from common.parallel.ending import end_run, user_mistakes_end_here
+from common.parallel.launch import check_launch, find_launch, is_rehearsal, runs_on_cpu
+from common.report import tracking
+from common.report.plots import save_confusion_matrix
+from common.report.settings import print_settings
+from common.training.accumulation import loss_scale, reduce_update, skip_step, sum_over_ranks, synchronize_gradients
+from common.training.activation_checkpointing import apply_activation_checkpointing
+from common.training.batching import make_loader
+from common.training.optimizers import learning_rate, make_optimizer, set_learning_rate
+from common.training.stopping import STOPPED, StopRequests
 
 # Models to train from scratch, with AdamW's learning rate at its peak.
 MODEL_CONFIGS = {
@@ -52,7 +63,7 @@ MOST_CLASSES_DRAWN = 100
 LARGEST_CONVNET = 50e6  # parameters; nearly all are in its hidden layer, which sees every pixel
 
 
-build_model = partial(models.build_model, model_class=AutoModelForImageClassification)
+build_model = partial(build_model, model_class=AutoModelForImageClassification)
 
 
 def parse_arguments():
@@ -102,13 +113,13 @@ def check_own_arguments(args, on_cpu):
 
 def load_data(args):
     """Preprocessing, the model's configuration, training samples, held-out samples or None, and if the head is new."""
-    train, validation = images.find(args)
+    train, validation = image_files.find(args)
     size, new_head = (args.image_size, args.image_size) if args.image_size else None, False
     if args.model_name_or_path:
         auto = AutoModelForImageClassification
-        config = models.load_config(args.model_name_or_path, args.trust_remote_code, auto)
-        classes, new_head = images.choose_classes(config, train.classes)
-        train, validation = (one and images.with_classes(one, classes) for one in (train, validation))
+        config = load_config(args.model_name_or_path, args.trust_remote_code, auto)
+        classes, new_head = classifiers.choose_classes(config, train.classes)
+        train, validation = (one and image_files.with_classes(one, classes) for one in (train, validation))
         preprocessing = images.preprocess_for(args.model_name_or_path, config, train, size)
     else:
         # transformers' ViT takes what transformers' pipelines give: three channels, of gray images too.
@@ -132,7 +143,7 @@ def make_config(args, preprocessing):
         raise UserError(f"images of {width} x {height} pixels are too small for a model; give --image_size 8, or more")
     if args.model_config == "convnet":
         config = ConvNetConfig(image_size=(height, width), **facts)
-        num_parameters = models.count_parameters(config, model_class=AutoModelForImageClassification)
+        num_parameters = count_parameters(config, model_class=AutoModelForImageClassification)
         if num_parameters > LARGEST_CONVNET:
             raise UserError(
                 f"--model_config convnet: images of {width} x {height} make {num_parameters / 1e6:.0f} M parameters; "
@@ -150,7 +161,7 @@ def make_config(args, preprocessing):
 
 
 def predict(model, micro_batch):
-    """Logits of a micro-batch's images, (N, classes), without a filler's."""
+    """Logits of a micro-batch's images, (N, classes), without a dummy sample's."""
     # As fast on a CPU or up to a sixth faster, and what tensor cores compute with.
     pixels = micro_batch["pixel_values"].contiguous(memory_format=torch.channels_last)
     logits = model(pixel_values=pixels).logits[micro_batch["target_rows"]]
@@ -169,8 +180,8 @@ def evaluate(model, loader, accelerator, with_matrix=False):
     for buffer in model.buffers():  # running statistics: the main process's, which are saved, on all of them
         broadcast(buffer)
     loss_sums, targets, predictions = [], [], []
-    for window in loader:
-        for micro_batch in window.micro_batches:
+    for batch in loader:
+        for micro_batch in batch.micro_batches:
             micro_batch = send_to_device(micro_batch, accelerator.device, non_blocking=True)
             logits = predict(model, micro_batch)
             loss_sums.append(F.cross_entropy(logits, micro_batch["targets"], reduction="sum"))
@@ -188,29 +199,29 @@ def evaluate(model, loader, accelerator, with_matrix=False):
     return figures
 
 
-def train(args, accelerator, model, optimizer, loader, validation_loader, output_dir, checkpoints, position):
-    """The loop: a window of micro-batches, then one update. Also returns whether it was asked to stop."""
+def train(args, accelerator, model, optimizer, loader, validation_loader, output_dir, checkpoints, state):
+    """The loop: a global batch of micro-batches, then one update. Also returns whether it was asked to stop."""
     model.train()
-    with tracking.Progress(accelerator, output_dir, args.num_updates, position) as progress, StopRequests() as stop:
-        for window in progress.windows(loader):
+    with tracking.Progress(accelerator, output_dir, args.num_updates, state) as progress, StopRequests() as stop:
+        for batch in progress.batches(loader):
             rate = learning_rate(
-                window.update,
+                batch.update,
                 schedule=args.lr_schedule,
                 peak=args.learning_rate,
                 num_updates=args.num_updates,
                 warmup_updates=args.warmup_updates,
             )
             set_learning_rate(optimizer, rate)
-            scale = window_scale(accelerator, window.num_targets)
+            scale = loss_scale(accelerator, batch.num_targets)
             loss_sums = []
-            for step, micro_batch in enumerate(window.micro_batches, start=1):
-                with synchronize_gradients(accelerator, model, now=step == len(window.micro_batches)):
+            for step, micro_batch in enumerate(batch.micro_batches, start=1):
+                with synchronize_gradients(accelerator, model, now=step == len(batch.micro_batches)):
                     loss_sum = sum_losses(model, send_to_device(micro_batch, accelerator.device, non_blocking=True))
                     accelerator.backward(loss_sum * scale)
                 loss_sums.append(loss_sum.detach())
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
             news = checkpoints.news(stop)  # of this rank; from here on of all, by the one collective of an update
-            loss, grad_norm, news = reduce_window(accelerator, loss_sums, grad_norm, window, news)
+            loss, grad_norm, news = reduce_update(accelerator, loss_sums, grad_norm, batch, news)
 
             finite = math.isfinite(loss) and math.isfinite(grad_norm)  # the same on all ranks, as loss and norm are
             if finite:
@@ -218,24 +229,24 @@ def train(args, accelerator, model, optimizer, loader, validation_loader, output
                 optimizer.zero_grad()
             else:
                 skip_step(accelerator, optimizer)
-            position.skipped_in_a_row = 0 if finite else position.skipped_in_a_row + 1
-            position.skipped_updates += not finite
-            position.update, position.validation_loss = window.update + 1, None
-            position.samples += window.num_samples
-            record = {"update": window.update, "loss": loss, "grad_norm": grad_norm, "learning_rate": rate}
-            is_end = args.keep_best and position.update == args.num_updates  # it may be the best
-            if validation_loader and args.eval_every and (position.update % args.eval_every == 0 or is_end):
+            state.skipped_in_a_row = 0 if finite else state.skipped_in_a_row + 1
+            state.skipped_updates += not finite
+            state.update, state.validation_loss = batch.update + 1, None
+            state.samples += batch.num_samples
+            record = {"update": batch.update, "loss": loss, "grad_norm": grad_norm, "learning_rate": rate}
+            is_end = args.keep_best and state.update == args.num_updates  # it may be the best
+            if validation_loader and args.eval_every and (state.update % args.eval_every == 0 or is_end):
                 record |= evaluate(model, validation_loader, accelerator)
-                position.measured(record["validation_loss"])
-            progress.update(window, **record)
-            if position.skipped_in_a_row == args.max_skipped_updates:
+                state.measured(record["validation_loss"])
+            progress.update(batch, **record)
+            if state.skipped_in_a_row == args.max_skipped_updates:
                 raise RuntimeError(
-                    f"update {window.update}: loss or gradient not finite {position.skipped_in_a_row} times in a row; "
+                    f"update {batch.update}: loss or gradient not finite {state.skipped_in_a_row} times in a row; "
                     "lower --learning_rate, or look at the data"
                 )
-            if checkpoints.update_done(position, model, optimizer, news):
+            if checkpoints.update_done(state, model, optimizer, news):
                 return progress, True
-        checkpoints.training_done(position, model, optimizer)
+        checkpoints.training_done(state, model, optimizer)
     return progress, False
 
 
@@ -252,30 +263,26 @@ def describe_results(results, train, validation):
 
 def main():
     args = parse_arguments()
-    asked = launch.find_launch()
-    on_cpu = launch.runs_on_cpu(asked)
+    asked = find_launch()
+    on_cpu = runs_on_cpu(asked)
     problems = arguments.check_arguments(args, on_cpu=on_cpu, lengths_vary=False)
-    problems += launch.check_launch(asked, args)
+    problems += check_launch(asked, args)
     problems += check_own_arguments(args, on_cpu=on_cpu)
     if problems:
         raise UserError("\n".join(problems))
-    accelerator = launch.make_accelerator(asked, args, log_with=args.report_to or None, project_dir=args.output_dir)
-    checkpoints = checkpoint.Checkpoints(args, accelerator)
+    accelerator = make_accelerator(asked, args, log_with=args.report_to or None, project_dir=args.output_dir)
+    checkpoints = Checkpoints(args, accelerator)
     preprocessing, config, train_samples, validation_samples, new_head = load_data(args)
-    launch.check_space(
-        asked, lambda: models.parameter_sizes(config, args.trust_remote_code, AutoModelForImageClassification)
-    )
-    identity = checkpoint.identify(args, accelerator, config, None, train_samples.fingerprint, "augment", "norm")
+    check_space(asked, lambda: parameter_sizes(config, args.trust_remote_code, AutoModelForImageClassification))
+    identity = identify(args, accelerator, config, None, train_samples.fingerprint, "augment", "norm")
     resumed = checkpoints.find(identity)  # the newest sound checkpoint, with --resume
 
-    launch.seed_everything(args.seed)  # the same weights on all ranks
+    seed_everything(args.seed)  # the same weights on all ranks
     if args.model_name_or_path:
         auto = AutoModelForImageClassification
-        model, new_weights = models.build_labeller(
-            config, args.model_name_or_path, args.trust_remote_code, auto, new_head
-        )
+        model, new_weights = build_labeller(config, args.model_name_or_path, args.trust_remote_code, auto, new_head)
         if new_weights:
-            accelerator.print(models.describe_new_weights(new_weights))
+            accelerator.print(describe_new_weights(new_weights))
     else:
         model = build_model(config, trust_remote_code=args.trust_remote_code)
     if args.norm == "sync_batch":
@@ -289,30 +296,30 @@ def main():
     loader = make_loader(args, train_samples, accelerator, collate, range(first_update, args.num_updates))
     validation_loader = validation_samples and make_loader(args, validation_samples, accelerator, collate)
     held_out = validation_loader and validation_loader.dataset
-    rehearsal = launch.is_rehearsal(asked)
+    rehearsal = is_rehearsal(asked)
     lines = norms.describe_norm(args, accelerator.num_processes)
     lines |= {} if held_out else {"held out": "none; name a --validation_dir to measure"}
     tracking.print_run(args, accelerator, model, loader.dataset, held_out, rehearsal, **lines)
     model, optimizer = loading.prepare(accelerator, model, optimizer)
-    launch.seed_everything(args.seed, accelerator)  # another dropout on each rank
+    seed_everything(args.seed, accelerator)  # another dropout on each rank
 
     if args.dry_run:
         micro_batch = send_to_device(next(iter(loader)).micro_batches[0], accelerator.device)
         accelerator.backward(sum_losses(model, micro_batch))
         print_settings(args, asked, accelerator)
         accelerator.print("dry run: one forward and one backward done, nothing written")
-        return launch.end_run(accelerator)
+        return end_run(accelerator)
     output_dir = arguments.make_output_dir(args, accelerator)
     checkpoints.start(config, preprocessing, model=model, versions=tracking.versions())
-    position = checkpoint.Position(**resumed.manifest["position"]) if resumed else checkpoint.Position()
-    tracking.start_run(args, accelerator, output_dir, position, model=config.to_dict())
+    state = TrainingState(**resumed.manifest["position"]) if resumed else TrainingState()
+    tracking.start_run(args, accelerator, output_dir, state, model=config.to_dict())
     checkpoints.resume(resumed, model, optimizer)  # last: the random streams go on from here
     progress, stopped = train(
-        args, accelerator, model, optimizer, loader, validation_loader, output_dir, checkpoints, position
+        args, accelerator, model, optimizer, loader, validation_loader, output_dir, checkpoints, state
     )
     if stopped:
-        tracking.end_early(accelerator, output_dir, position)
-        return launch.end_run(accelerator, STOPPED)
+        tracking.end_early(accelerator, output_dir, state)
+        return end_run(accelerator, STOPPED)
     results = progress.results() | checkpoints.best_at_end(model, optimizer)
     matrix = None
     if validation_loader:
@@ -337,9 +344,9 @@ def main():
             lines.append("pipeline   none: this model takes one channel, and a pipeline gives three")
         name = f"common.image_models.{type(trained).__name__}" if own else "AutoModelForImageClassification"
         tracking.print_results(results, output_dir, name, *lines)
-    launch.end_run(accelerator)
+    end_run(accelerator)
 
 
 if __name__ == "__main__":
-    with launch.user_mistakes_end_here():
+    with user_mistakes_end_here():
         main()

@@ -278,7 +278,8 @@ def make_model_dir(path, text_file, **settings):
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from common.data import Source, train_tokenizer
+    from common.data.rows import Source
+    from common.data.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer(Source(files=(str(text_file),)), 384)
     config = LlamaConfig(

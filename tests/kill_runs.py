@@ -29,8 +29,8 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common.checkpoint_format import find_damage, list_checkpoints  # noqa: E402
-from common.tracking import versions  # noqa: E402
+from common.checkpoint.format import find_damage, list_checkpoints  # noqa: E402
+from common.report.tracking import versions  # noqa: E402
 
 
 def sound_updates(out):

@@ -18,7 +18,11 @@ sys.path.insert(0, str(ROOT))
 import datasets  # noqa: E402, F401
 import transformers  # noqa: E402, F401
 
-from common import arguments, data, launch, models, tracking  # noqa: E402, F401
+from common import arguments  # noqa: E402, F401
+from common.data import text  # noqa: E402, F401
+from common.models import load  # noqa: E402, F401
+from common.parallel import connect, launch  # noqa: E402, F401
+from common.report import tracking  # noqa: E402, F401
 
 
 def become(request):

@@ -41,29 +41,43 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import common.accumulation  # noqa: E402
-import common.batching  # noqa: E402
-import common.checkpoint  # noqa: E402
-import common.classification  # noqa: E402
-import common.data  # noqa: E402
+import common.checkpoint.layouts  # noqa: E402
+import common.checkpoint.save  # noqa: E402
+import common.data.labels  # noqa: E402
+import common.data.pairs  # noqa: E402
+import common.data.text  # noqa: E402
 import common.files  # noqa: E402
-import common.launch  # noqa: E402
-import common.liveness  # noqa: E402
-import common.loading  # noqa: E402
-import common.losses  # noqa: E402
-import common.masks  # noqa: E402
-import common.models  # noqa: E402
-import common.optimizers  # noqa: E402
-import common.pairs  # noqa: E402
-import common.routing  # noqa: E402
-import common.settings  # noqa: E402
-import common.sharding  # noqa: E402
-import common.shards  # noqa: E402
-import common.tracking  # noqa: E402
+import common.models.experts  # noqa: E402
+import common.models.load  # noqa: E402
+import common.models.masks  # noqa: E402
+import common.parallel.connect  # noqa: E402
+import common.parallel.ending  # noqa: E402
+import common.parallel.launch  # noqa: E402
+import common.parallel.liveness  # noqa: E402
+import common.parallel.loading  # noqa: E402
+import common.parallel.sharding  # noqa: E402
+import common.report.settings  # noqa: E402
+import common.report.tracking  # noqa: E402
+import common.training.accumulation  # noqa: E402
+import common.training.batching  # noqa: E402
+import common.training.losses  # noqa: E402
+import common.training.optimizers  # noqa: E402
 
-CHANGED = (common.accumulation, common.batching, common.checkpoint, common.launch, common.losses, common.optimizers)
-ORIGINALS = [(module, dict(vars(module))) for module in (*CHANGED, common.files, common.loading, common.shards)]
-FIND_PACKED = common.masks.masking_utils.find_packed_sequence_indices
+CHANGED = (
+    common.checkpoint.layouts,
+    common.checkpoint.save,
+    common.files,
+    common.parallel.connect,
+    common.parallel.ending,
+    common.parallel.launch,
+    common.parallel.loading,
+    common.training.accumulation,
+    common.training.batching,
+    common.training.losses,
+    common.training.optimizers,
+)
+ORIGINALS = [(module, dict(vars(module))) for module in CHANGED]
+FIND_PACKED = common.models.masks.masking_utils.find_packed_sequence_indices
 
 
 def is_main():
@@ -77,15 +91,17 @@ def float64(_):
 def float64_experts(_):
     """Float64 throughout ERNIE's mixture of experts, of which transformers computes parts in float32 at any dtype.
 
-    Where these round, a difference in the sixteenth digit, by the cut of a window, can become one in the eighth.
+    Where these round, a difference in the sixteenth digit, by the cut of a global batch, can become one in the eighth.
     """
     from transformers.integrations import moe
     from transformers.models.ernie4_5_moe import modeling_ernie4_5_moe as ernie
 
     own = [(moe, "_can_use_grouped_mm", moe._can_use_grouped_mm)]  # torch's kernel knows no float64
     moe._can_use_grouped_mm = lambda *_: False
-    sum_losses = common.losses.sum_token_losses
-    common.losses.sum_token_losses = lambda model: sum_losses(model.double())  # its routers are born in float32
+    sum_losses = common.training.losses.sum_token_losses
+    common.training.losses.sum_token_losses = lambda model: sum_losses(
+        model.double()
+    )  # its routers are born in float32
     for owner, name in (
         (ernie, "apply_rotary_pos_emb"),
         (ernie.Ernie4_5_MoeRMSNorm, "forward"),
@@ -101,13 +117,13 @@ def float64_experts(_):
 
 def own_counts(_):
     """Each rank moves the biases of its routers by what it counted itself."""
-    end = common.routing.Routing.end_window
+    end = common.models.experts.Routing.end_update
 
     def alone(self, finite, news):
         return end(self, finite, news | {name: counts.cpu().double() for name, counts in self.news().items()})
 
-    common.routing.Routing.end_window = alone
-    return lambda: setattr(common.routing.Routing, "end_window", end)
+    common.models.experts.Routing.end_update = alone
+    return lambda: setattr(common.models.experts.Routing, "end_update", end)
 
 
 def save_gradients(path):
@@ -122,7 +138,7 @@ def save_gradients(path):
 
 def wrap_forward(wrap):
     """`wrap(model, forward, batch)`, called for each micro-batch, makes its loss; `forward()` is the recipe's own."""
-    original = common.losses.sum_token_losses
+    original = common.training.losses.sum_token_losses
 
     def patched(model, **kwargs):
         name = original(model, **kwargs)
@@ -136,24 +152,24 @@ def wrap_forward(wrap):
         model.forward = wrapped
         return name
 
-    common.losses.sum_token_losses = patched
+    common.training.losses.sum_token_losses = patched
 
 
 def mean_of_means(_):
     """What loops do that divide by the number of micro-batches: each micro-batch's mean counts alike."""
-    counts, item, backward = [], common.batching.WindowDataset.__getitem__, Accelerator.backward
+    counts, item, backward = [], common.training.batching.GlobalBatches.__getitem__, Accelerator.backward
 
     def getitem(self, update):
-        window = item(self, update)
-        counts[:] = [len(micro_batch["targets"]) for micro_batch in window.micro_batches]
-        return window
+        batch = item(self, update)
+        counts[:] = [len(micro_batch["targets"]) for micro_batch in batch.micro_batches]
+        return batch
 
-    common.batching.WindowDataset.__getitem__ = getitem
-    common.accumulation.window_scale = lambda accelerator, num_targets: 1 / len(counts)
+    common.training.batching.GlobalBatches.__getitem__ = getitem
+    common.training.accumulation.loss_scale = lambda accelerator, num_targets: 1 / len(counts)
     Accelerator.backward = lambda self, loss: backward(self, loss / counts.pop(0))
 
     def undo():
-        common.batching.WindowDataset.__getitem__, Accelerator.backward = item, backward
+        common.training.batching.GlobalBatches.__getitem__, Accelerator.backward = item, backward
 
     return undo
 
@@ -166,7 +182,7 @@ def no_broadcast(_):
 
 def sums_in_bf16(_):
     """Gradients are summed, and losses rounded, as Accelerate and DeepSpeed do it by themselves."""
-    adapt = common.sharding.adapt
+    adapt = common.parallel.sharding.configure_plugins
 
     def left_alone(accelerator, max_grad_norm):
         adapt(accelerator, max_grad_norm)
@@ -176,8 +192,8 @@ def sums_in_bf16(_):
         else:
             accelerator.state.fsdp_plugin.set_mixed_precision(accelerator.mixed_precision, override=True)
 
-    common.sharding.adapt = left_alone
-    return lambda: setattr(common.sharding, "adapt", adapt)
+    common.parallel.sharding.configure_plugins = left_alone
+    return lambda: setattr(common.parallel.sharding, "configure_plugins", adapt)
 
 
 def unsorted(_):
@@ -189,7 +205,7 @@ def unsorted(_):
         batches += [np.arange(0)] * (-len(batches) % world_size)
         return [batches[rank::world_size] for rank in range(world_size)]
 
-    common.batching.cut_window = cut
+    common.training.batching.cut_global_batch = cut
 
 
 def nan_loss(at):
@@ -208,23 +224,23 @@ def nan_loss(at):
 
 def no_guard(_):
     """A step that is not finite is taken all the same."""
-    common.accumulation.skip_step = lambda accelerator, optimizer: (optimizer.step(), optimizer.zero_grad())
+    common.training.accumulation.skip_step = lambda accelerator, optimizer: (optimizer.step(), optimizer.zero_grad())
 
 
 def decay_all(_):
     """Weight decay pulls at every parameter, norms too."""
-    original = common.optimizers.parameter_groups
+    original = common.training.optimizers.parameter_groups
 
     def one_group(model, weight_decay):
         groups = original(model, weight_decay)
         return [groups[0] | {"params": [parameter for group in groups for parameter in group["params"]]}]
 
-    common.optimizers.parameter_groups = one_group
+    common.training.optimizers.parameter_groups = one_group
 
 
 def count_tensors(path):
     """Writes the number of live tensors at every tenth update."""
-    original, counts, updates = common.accumulation.reduce_window, [], itertools.count()
+    original, counts, updates = common.training.accumulation.reduce_update, [], itertools.count()
 
     def counted(*args):
         result = original(*args)
@@ -235,19 +251,19 @@ def count_tensors(path):
         Path(path).write_text(json.dumps(counts))
         return result
 
-    common.accumulation.reduce_window = counted
+    common.training.accumulation.reduce_update = counted
 
 
 def measure_state(path):
     """Writes the bytes of weights and of optimizer state that each rank holds after the last update."""
-    original = common.accumulation.reduce_window
+    original = common.training.accumulation.reduce_update
 
     def num_bytes(tensor):
         tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         return tensor.numel() * tensor.element_size()
 
     def measured(accelerator, *args):
-        optimizer = common.shards.inner_optimizer(accelerator._optimizers[0])
+        optimizer = common.checkpoint.layouts.inner_optimizer(accelerator._optimizers[0])
         states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
         weights = accelerator.unwrap_model(accelerator._models[0]).parameters()
         # ZeRO-3 leaves nothing in a parameter but its share beside it.
@@ -256,7 +272,7 @@ def measure_state(path):
         Path(f"{path}-{accelerator.process_index}.json").write_text(json.dumps(record))
         return original(accelerator, *args)
 
-    common.accumulation.reduce_window = measured
+    common.training.accumulation.reduce_update = measured
 
 
 # Whose collectives are the mode's: gradients, gathered weights, the clip's norm. (Autograd calls DDP's reducer.)
@@ -296,30 +312,30 @@ class Collectives(TorchDispatchMode):
 
 def count_collectives(path):
     """Each rank writes the collectives of each update: {"ours": where from, "others": number, "all": number}."""
-    original, updates = common.tracking.Progress.windows, []
+    original, updates = common.report.tracking.Progress.batches, []
 
-    def windows(self, loader):
-        for window in original(self, loader):
+    def batches(self, loader):
+        for batch in original(self, loader):
             with Collectives() as seen:
-                yield window
+                yield batch
             number = seen.num_issued() - seen.num_before
             updates.append({"ours": seen.ours, "others": seen.num_others, "all": number})
             Path(f"{path}-{self.accelerator.process_index}.json").write_text(json.dumps(updates))
 
-    common.tracking.Progress.windows = windows
-    return lambda: setattr(common.tracking.Progress, "windows", original)
+    common.report.tracking.Progress.batches = batches
+    return lambda: setattr(common.report.tracking.Progress, "batches", original)
 
 
 def one_more_collective(_):
     """The ranks agree once more in each update."""
-    original = common.checkpoint.Checkpoints.update_done
+    original = common.checkpoint.save.Checkpoints.update_done
 
     def update_done(self, *args):
         torch.distributed.all_reduce(torch.zeros(1))
         return original(self, *args)
 
-    common.checkpoint.Checkpoints.update_done = update_done
-    return lambda: setattr(common.checkpoint.Checkpoints, "update_done", original)
+    common.checkpoint.save.Checkpoints.update_done = update_done
+    return lambda: setattr(common.checkpoint.save.Checkpoints, "update_done", original)
 
 
 def whole_model_on_each_rank(_):
@@ -331,7 +347,7 @@ def whole_model_on_each_rank(_):
 
 def save_start(path):
     """Writes, from each rank, what `prepare` returned: weights, buffers, which are tied, the optimizer's groups."""
-    prepare = common.loading.prepare
+    prepare = common.parallel.loading.prepare
 
     def saving(accelerator, model, optimizer):
         model, optimizer = prepare(accelerator, model, optimizer)
@@ -349,12 +365,12 @@ def save_start(path):
         torch.save(start, f"{path}-{accelerator.process_index}.pt")
         return model, optimizer
 
-    common.loading.prepare = saving
+    common.parallel.loading.prepare = saving
 
 
 def cores(count):
     """The machine has so many."""
-    share = common.sharding.share_of_cores
+    share = common.parallel.sharding.share_of_cores
 
     def of_many():
         own = os.sched_getaffinity, psutil.cpu_count
@@ -364,13 +380,13 @@ def cores(count):
         finally:
             os.sched_getaffinity, psutil.cpu_count = own
 
-    common.sharding.share_of_cores = of_many
-    return lambda: setattr(common.sharding, "share_of_cores", share)
+    common.parallel.sharding.share_of_cores = of_many
+    return lambda: setattr(common.parallel.sharding, "share_of_cores", share)
 
 
 def user_names_threads(_):
     """Of the launcher's environment."""
-    common.launch.names_threads = lambda launch: True
+    common.parallel.launch.names_threads = lambda launch: True
 
 
 def threads_of_step(path):
@@ -397,7 +413,7 @@ def threads_of_step(path):
 
 def measure_start(path):
     """Writes the bytes of host memory by which each rank grew, at most, from the seeding until `prepare` returned."""
-    seed, prepare = common.launch.seed_everything, common.loading.prepare
+    seed, prepare = common.parallel.connect.seed_everything, common.parallel.loading.prepare
 
     def resident(which):
         return 1024 * int(re.search(rf"{which}:\s*(\d+)", Path("/proc/self/status").read_text())[1])
@@ -411,16 +427,16 @@ def measure_start(path):
 
     def measured(accelerator, *args):
         prepared = prepare(accelerator, *args)
-        common.launch.seed_everything = seed
+        common.parallel.connect.seed_everything = seed
         Path(f"{path}-{accelerator.process_index}").write_text(str(resident("VmHWM") - first.before))
         return prepared
 
-    common.launch.seed_everything, common.loading.prepare = first, measured
+    common.parallel.connect.seed_everything, common.parallel.loading.prepare = first, measured
 
 
 def forbid_host_sync(_):
-    """CUDA raises where the host waits for the device, from the first forward of a window to its last backward."""
-    original = common.accumulation.synchronize_gradients
+    """CUDA raises where the host waits for the device, from the first forward of an update to its last backward."""
+    original = common.training.accumulation.synchronize_gradients
 
     @contextmanager
     def watched(*args, **kwargs):
@@ -431,7 +447,7 @@ def forbid_host_sync(_):
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    common.accumulation.synchronize_gradients = watched
+    common.training.accumulation.synchronize_gradients = watched
 
 
 # What makes a host wait for its device: for a value, or for as many results as there turn out to be.
@@ -483,7 +499,12 @@ class Reads(TorchFunctionMode):
 
 def note_waits(path):
     """Writes the waits of each global batch, from before its first forward until its gradients are clipped."""
-    begin, end, watch, written = common.accumulation.window_scale, common.accumulation.reduce_window, [], []
+    begin, end, watch, written = (
+        common.training.accumulation.loss_scale,
+        common.training.accumulation.reduce_update,
+        [],
+        [],
+    )
 
     def watched(*args):
         waits = WaitNotes()
@@ -501,7 +522,7 @@ def note_waits(path):
         Path(path).write_text(json.dumps(written))
         return end(*args)
 
-    common.accumulation.window_scale, common.accumulation.reduce_window = watched, noted
+    common.training.accumulation.loss_scale, common.training.accumulation.reduce_update = watched, noted
 
 
 def read_each_loss(_):
@@ -519,13 +540,13 @@ def read_each_loss(_):
 
 def look_at_masks(_):
     """transformers looks at positions and padding masks, as it does alone; each micro-batch has such a mask."""
-    mapping, utils = common.masks.AttentionMaskInterface._global_mapping, common.masks.masking_utils
-    own = [(common.models, "decide_on_the_host", common.models.decide_on_the_host)]
-    common.models.decide_on_the_host = lambda: None
+    mapping, utils = common.models.masks.AttentionMaskInterface._global_mapping, common.models.masks.masking_utils
+    own = [(common.models.load, "decide_on_the_host", common.models.load.decide_on_the_host)]
+    common.models.load.decide_on_the_host = lambda: None
     before = utils.find_packed_sequence_indices, dict(mapping)
     mapping.update(sdpa=utils.sdpa_mask, eager=utils.eager_mask)
     utils.find_packed_sequence_indices = FIND_PACKED
-    for module, name in ((common.classification, "collate_texts"), (common.pairs, "collate_pairs")):
+    for module, name in ((common.data.labels, "collate_texts"), (common.data.pairs, "collate_pairs")):
         own.append((module, name, getattr(module, name)))
 
         def with_mask(*args, whole=own[-1][-1], **kwargs):
@@ -563,45 +584,48 @@ def note_attention(path):
 
 def silence(seconds):
     """How long a process may be silent; a number, or "inf"."""
-    common.liveness.SILENCE = float(seconds)
+    common.parallel.liveness.SILENCE = float(seconds)
 
 
 def hold_lock(at):
     """One process holds Python's lock: `at` is [rank, update, seconds]."""
-    original, updates = common.accumulation.reduce_window, itertools.count()
+    original, updates = common.training.accumulation.reduce_update, itertools.count()
 
     def holding(accelerator, *args):
         if next(updates) == at[1] and accelerator.process_index == at[0]:
             ctypes.PyDLL(None).sleep(at[2])
         return original(accelerator, *args)
 
-    common.accumulation.reduce_window = holding
+    common.training.accumulation.reduce_update = holding
 
 
 def no_watch(_):
     """Processes that do not watch each other."""
-    common.liveness.start = lambda timeout: None
+    common.parallel.liveness.start = lambda timeout: None
 
 
 def late(at):
     """One process comes later than the others: `at` is [rank, seconds]."""
-    start, (rank, seconds) = common.liveness.start, at
-    common.liveness.start = lambda timeout: (time.sleep(seconds * (int(os.environ["RANK"]) == rank)), start(timeout))
+    start, (rank, seconds) = common.parallel.liveness.start, at
+    common.parallel.liveness.start = lambda timeout: (
+        time.sleep(seconds * (int(os.environ["RANK"]) == rank)),
+        start(timeout),
+    )
 
 
 def broken_rank(at):
     """One process fails at an update: `at` is [rank, update]."""
-    original, updates = common.accumulation.reduce_window, itertools.count()
+    original, updates = common.training.accumulation.reduce_update, itertools.count()
 
     def broken(accelerator, *args):
         if next(updates) == at[1] and accelerator.process_index == at[0]:
             raise RuntimeError("this rank is broken")
         return original(accelerator, *args)
 
-    common.accumulation.reduce_window = broken
+    common.training.accumulation.reduce_update = broken
 
 
-END_RUN = common.launch.end_run
+END_RUN = common.parallel.ending.end_run
 
 
 def time_limit(seconds):
@@ -615,7 +639,7 @@ def slow_rank(settings):
     """
     where, seconds, limit = settings
     if where == "write":
-        gather, common.launch.end_run = Accelerator.get_state_dict, END_RUN
+        gather, common.parallel.ending.end_run = Accelerator.get_state_dict, END_RUN
 
         def slow(self, model):
             weights = gather(self, model)
@@ -625,7 +649,7 @@ def slow_rank(settings):
 
         Accelerator.get_state_dict = slow
         return lambda: setattr(Accelerator, "get_state_dict", gather)
-    tokenize, prepare = common.data.tokenize, Accelerator.prepare
+    tokenize, prepare = common.data.text.tokenize, Accelerator.prepare
 
     def slow(*args, **kwargs):
         time_limit(limit)
@@ -637,10 +661,10 @@ def slow_rank(settings):
         time_limit(1800)
         return result
 
-    common.data.tokenize, Accelerator.prepare = slow, prepared
+    common.data.text.tokenize, Accelerator.prepare = slow, prepared
 
     def undo():
-        common.data.tokenize, Accelerator.prepare = tokenize, prepare
+        common.data.text.tokenize, Accelerator.prepare = tokenize, prepare
 
     return undo
 
@@ -660,7 +684,7 @@ def list_gradients(path):
 
 def gradients_beside_buckets(_):
     """DDP as it is by itself."""
-    common.launch.DistributedDataParallelKwargs = lambda **_: DistributedDataParallelKwargs()
+    common.parallel.connect.DistributedDataParallelKwargs = lambda **_: DistributedDataParallelKwargs()
 
 
 def note_float32_products(path):
@@ -680,14 +704,14 @@ def no_tf32(_):
 
 def no_wait(_):
     """Ranks meet in collectives only."""
-    for module in (common.launch, common.checkpoint, common.loading):
+    for module in (common.parallel.ending, common.checkpoint.save, common.parallel.loading):
         module.wait_for_all = lambda: None
 
 
 def memory_of_rank(settings):
     """[rank, bytes, file]: what that rank's host has left; the others have enough. Who copies its state touches it."""
     rank, left, file = settings
-    checkpoint = common.checkpoint
+    checkpoint = common.checkpoint.save
     checkpoint.available_memory = lambda: left if torch.distributed.get_rank() == rank else 2**60
     copy = checkpoint.Checkpoints._copy
 
@@ -717,78 +741,80 @@ def signal_at(when):
     late: after the collective by which the ranks agree in it.
     """
     update, rank, name, times, *late = when
-    original = common.accumulation.window_scale, common.tracking.Progress.update
+    original = common.training.accumulation.loss_scale, common.report.tracking.Progress.update
 
     def send(accelerator):
-        if common.liveness.update == update and accelerator.process_index == rank:
+        if common.parallel.liveness.update == update and accelerator.process_index == rank:
             for _ in range(times):
                 os.kill(os.getpid(), getattr(signal, name))
 
-    def window_scale(accelerator, num_targets):
+    def loss_scale(accelerator, num_targets):
         send(accelerator)
         return original[0](accelerator, num_targets)
 
-    def progress_update(self, window, **record):
+    def progress_update(self, batch, **record):
         send(self.accelerator)
-        return original[1](self, window, **record)
+        return original[1](self, batch, **record)
 
     if not late:
-        common.accumulation.window_scale = window_scale
+        common.training.accumulation.loss_scale = loss_scale
         return None
-    common.tracking.Progress.update = progress_update
-    return lambda: setattr(common.tracking.Progress, "update", original[1])
+    common.report.tracking.Progress.update = progress_update
+    return lambda: setattr(common.report.tracking.Progress, "update", original[1])
 
 
 def forget(what):
     """A resume that leaves something out."""
-    checkpoint = common.checkpoint
+    checkpoint = common.checkpoint.save
     if what == "random":
         checkpoint.restore_random_states = lambda *_: None
     if what == "scaler":
         checkpoint.restore_scaler = lambda *_: None
     if what == "optimizer":
-        common.shards.make_state = lambda *_: None
-        pieces = common.shards.pieces
-        common.shards.pieces = lambda *args: (piece for piece in pieces(*args) if piece.name.startswith("weight/"))
-        return lambda: setattr(common.shards, "pieces", pieces)
+        common.checkpoint.layouts.make_state = lambda *_: None
+        pieces = common.checkpoint.layouts.pieces
+        common.checkpoint.layouts.pieces = lambda *args: (
+            piece for piece in pieces(*args) if piece.name.startswith("weight/")
+        )
+        return lambda: setattr(common.checkpoint.layouts, "pieces", pieces)
     if what == "buffers":
-        buffers = common.shards._buffers
-        common.shards._buffers = lambda *args: iter(())
-        return lambda: setattr(common.shards, "_buffers", buffers)
+        buffers = common.checkpoint.layouts._buffers
+        common.checkpoint.layouts._buffers = lambda *args: iter(())
+        return lambda: setattr(common.checkpoint.layouts, "_buffers", buffers)
     if what == "learning_rate":
-        rate, first = common.optimizers.learning_rate, []
+        rate, first = common.training.optimizers.learning_rate, []
 
         def from_zero(update, **settings):
             first.append(update)
             return rate(update - first[0], **settings)
 
-        common.optimizers.learning_rate = from_zero
+        common.training.optimizers.learning_rate = from_zero
     if what == "samples":
-        sample_ids, first = common.batching.window_sample_ids, []
+        sample_ids, first = common.training.batching.sample_ids_of, []
 
         def from_start(update, *args, **settings):
             first.append(update)
             return sample_ids(update - min(first[1:] or [update]), *args, **settings)
 
-        common.batching.window_sample_ids = from_start
+        common.training.batching.sample_ids_of = from_start
     return None
 
 
 def loss_scaler(interval):
     """A scaler as fp16 has it, on the CPU: its scale doubles after so many updates."""
-    make = common.launch.make_accelerator
+    make = common.parallel.connect.make_accelerator
 
     def with_scaler(*args, **kwargs):
         accelerator = make(*args, **kwargs)
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=interval)
         return accelerator
 
-    common.launch.make_accelerator = with_scaler
+    common.parallel.connect.make_accelerator = with_scaler
 
 
 def fp16(interval):
     """A bf16 run computes in fp16, with its scaler: on a CPU torch can, and Accelerate would train in float32."""
-    make = common.launch.make_accelerator
+    make = common.parallel.connect.make_accelerator
 
     def in_fp16(*args, **kwargs):
         accelerator = make(*args, **kwargs)
@@ -797,16 +823,16 @@ def fp16(interval):
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=interval)
         if (plugin := getattr(accelerator.state, "fsdp_plugin", None)) is not None:
             plugin.set_mixed_precision("fp16", override=True)
-            common.sharding.adapt(accelerator, 1.0)
+            common.parallel.sharding.configure_plugins(accelerator, 1.0)
         return accelerator
 
-    common.launch.make_accelerator = in_fp16
+    common.parallel.connect.make_accelerator = in_fp16
 
 
 def fill_disk(room):
     """[update, directory, bytes]: something else fills the disk while that update's checkpoint is written."""
     update, directory, left = room
-    checkpoint = common.checkpoint
+    checkpoint = common.checkpoint.save
     write = checkpoint.write_file
 
     def on_a_full_disk(path, parts):
@@ -821,7 +847,7 @@ def fill_disk(room):
 def failing_write(at):
     """[rank, update]: the disk of one process refuses that update's checkpoint."""
     rank, update = at
-    checkpoint = common.checkpoint
+    checkpoint = common.checkpoint.save
     write = checkpoint.write_file
 
     def refused(path, parts):
@@ -835,7 +861,7 @@ def failing_write(at):
 def slow_copy(settings):
     """[seconds, wait]: a save's copy beside the next update takes so long; whether the optimizer waits for it."""
     seconds, wait = settings
-    checkpoints = common.checkpoint.Checkpoints
+    checkpoints = common.checkpoint.save.Checkpoints
     copy, wait_for_copy = checkpoints._copy, checkpoints._wait_for_copy
 
     def slow(self, pieces):
@@ -855,7 +881,7 @@ def slow_copy(settings):
 
 def save_waits_for(path):
     """A save is not on the disk before there is such a file."""
-    checkpoint = common.checkpoint
+    checkpoint = common.checkpoint.save
     write = checkpoint.write_file
 
     def waiting(*args):
@@ -868,13 +894,13 @@ def save_waits_for(path):
 
 def slow_updates(seconds):
     """Updates that last long enough to be met by a kill."""
-    original = common.accumulation.reduce_window
+    original = common.training.accumulation.reduce_update
 
     def slow(*args):
         time.sleep(seconds)
         return original(*args)
 
-    common.accumulation.reduce_window = slow
+    common.training.accumulation.reduce_update = slow
 
 
 def kill_in_save(when):
@@ -884,7 +910,7 @@ def kill_in_save(when):
     writes the names of all of its own to FILE-RANK.
     """
     rank, kill_at, file = when
-    checkpoint, here, saves, seen, removing = common.checkpoint, int(os.environ.get("RANK", 0)), [], {}, []
+    checkpoint, here, saves, seen, removing = common.checkpoint.save, int(os.environ.get("RANK", 0)), [], {}, []
 
     def step(name):
         name = re.sub(r"update-\d+", "update", name)
@@ -961,7 +987,8 @@ def lock_timeout(seconds):
 
 def no_redaction(_):
     """Secrets are written and printed as they come."""
-    common.launch.redact = common.tracking.redact = common.settings.redact = lambda value: value
+    for module in (common.parallel.connect, common.parallel.ending, common.report.tracking, common.report.settings):
+        module.redact = lambda value: value
 
 
 LEAKED = []
@@ -969,19 +996,21 @@ LEAKED = []
 
 def leak(_):
     """Keeps each update's losses with their graph's tensors, as `losses.append(loss)` would."""
-    original = common.accumulation.window_scale
+    original = common.training.accumulation.loss_scale
 
     def leaking(accelerator, num_targets):
         LEAKED.append(torch.zeros(1))
         return original(accelerator, num_targets)
 
-    common.accumulation.window_scale = leaking
+    common.training.accumulation.loss_scale = leaking
 
 
 def main():
     # A second process group on the launcher's store can meet the keys of the first: one group serves all runs.
-    ORIGINALS.append((common.launch, {"end_run": lambda accelerator, status=0: accelerator.wait_for_everyone()}))
-    vars(common.launch).update(ORIGINALS[-1][1])
+    ORIGINALS.append(
+        (common.parallel.ending, {"end_run": lambda accelerator, status=0: accelerator.wait_for_everyone()})
+    )
+    vars(common.parallel.ending).update(ORIGINALS[-1][1])
     for spec in json.loads(Path(sys.argv[1]).read_text()):
         undo = [globals()[name](value) for name, value in spec.get("changes", {}).items()]
         recipe = str(ROOT / spec.get("recipe", "recipes/lm.py"))

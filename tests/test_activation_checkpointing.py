@@ -26,16 +26,16 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-import common.activation_checkpointing
-import common.activation_offload
+import common.training.activation_checkpointing
+import common.training.activation_offload
 from common import arguments
-from common.activation_checkpointing import (
+from common.errors import UserError
+from common.training.activation_checkpointing import (
     ACTIVATION_CHECKPOINTING,
     _keep_matrix_products,
     apply_activation_checkpointing,
 )
-from common.activation_offload import HostOffload
-from common.errors import UserError
+from common.training.activation_offload import HostOffload
 
 CPU = torch.device("cpu")
 VOCABULARY, BATCH, LENGTH, WIDTH, LAYERS = 100, 2, 64, 48, 3

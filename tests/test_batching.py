@@ -1,4 +1,4 @@
-"""The samples of an update are arithmetic, and cutting and dealing them loses none, pads little and shares equally."""
+"""The samples of an update are arithmetic, and cutting and assigning them loses none, pads little, shares equally."""
 
 import ast
 import functools
@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from common.batching import (
-    WindowDataset,
+from common.training.batching import (
+    GlobalBatches,
     collate_tokens,
-    cut_window,
+    cut_global_batch,
     padded_length,
     permute,
+    sample_ids_of,
     updates_per_epoch,
-    window_sample_ids,
 )
 
 
@@ -37,7 +37,7 @@ class ListSamples:
             targets[-1] = -100
         return ids, targets
 
-    def filler(self):
+    def dummy_sample(self):
         return np.array([0]), np.array([-100])
 
     def lengths(self, ids):
@@ -80,9 +80,9 @@ def test_each_epoch_uses_each_sample_once(drop_last_window):
     assert per_epoch == (10 if drop_last_window else 11)
     orders = []
     for epoch in range(3):
-        windows = [window_sample_ids(epoch * per_epoch + w, 103, 10, 5, drop_last_window) for w in range(per_epoch)]
-        assert all(len(window) == 10 for window in windows[:10])
-        ids = np.concatenate(windows)
+        global_batches = [sample_ids_of(epoch * per_epoch + w, 103, 10, 5, drop_last_window) for w in range(per_epoch)]
+        assert all(len(global_batch) == 10 for global_batch in global_batches[:10])
+        ids = np.concatenate(global_batches)
         assert len(set(ids)) == len(ids) == (100 if drop_last_window else 103)
         orders.append(tuple(ids))
     assert len(set(orders)) == 3, "epochs must have orders of their own"
@@ -90,8 +90,8 @@ def test_each_epoch_uses_each_sample_once(drop_last_window):
 
 def test_position_needs_no_history():
     """Control against an iterator: update 1000 asked for alone is update 1000 of the sequence."""
-    alone = window_sample_ids(1000, 103, 10, seed=1)
-    assert (alone == [window_sample_ids(k, 103, 10, seed=1) for k in range(1001)][1000]).all()
+    alone = sample_ids_of(1000, 103, 10, seed=1)
+    assert (alone == [sample_ids_of(k, 103, 10, seed=1) for k in range(1001)][1000]).all()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
@@ -99,11 +99,11 @@ def test_position_needs_no_history():
 @pytest.mark.parametrize("num_samples", [1, 7, 32, 128])
 def test_cutting_loses_nothing_and_every_rank_takes_as_many_steps(world_size, how, num_samples):
     lengths = np.random.default_rng(num_samples).integers(1, 300, num_samples)
-    dealt = cut_window(lengths, world_size, **how)
-    assert len(dealt) == world_size and len({len(steps) for steps in dealt}) == 1
-    positions = [p for steps in dealt for batch in steps for p in batch]
+    assigned = cut_global_batch(lengths, world_size, **how)
+    assert len(assigned) == world_size and len({len(steps) for steps in assigned}) == 1
+    positions = [p for steps in assigned for batch in steps for p in batch]
     assert sorted(positions) == list(range(num_samples))
-    for batch in (batch for steps in dealt for batch in steps if len(batch)):
+    for batch in (batch for steps in assigned for batch in steps if len(batch)):
         if "micro_batch_size" in how:
             assert len(batch) <= how["micro_batch_size"]
         else:
@@ -117,9 +117,9 @@ def test_a_budget_holds_for_samples_of_two_sequences(world_size):
     lengths = np.stack([generator.integers(1, 200, 64), generator.integers(1, 90, 64)], 1)
 
     def sizes(lengths_to_cut):
-        dealt = cut_window(lengths_to_cut, world_size, micro_batch_tokens=900)
-        assert sorted(p for steps in dealt for batch in steps for p in batch) == list(range(64))
-        return [len(batch) * lengths[batch].max(0).sum() for steps in dealt for batch in steps if len(batch)]
+        assigned = cut_global_batch(lengths_to_cut, world_size, micro_batch_tokens=900)
+        assert sorted(p for steps in assigned for batch in steps for p in batch) == list(range(64))
+        return [len(batch) * lengths[batch].max(0).sum() for steps in assigned for batch in steps if len(batch)]
 
     assert max(sizes(lengths)) <= 900 < max(sizes(lengths.sum(1)))
     batch = np.array([[7, 2], [3, 5]])  # a row has room for 7 of the source and 5 of the target
@@ -142,10 +142,10 @@ def stdlib_function_lengths():
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("how", [{"micro_batch_tokens": 1024}, {"micro_batch_size": 8}])
-def test_sorted_windows_pad_little_and_share_equally(world_size, how):
-    """Windows of 128 functions: at most 12 % padding over an epoch, and at most 5 % between the ranks."""
+def test_sorted_global_batches_pad_little_and_share_equally(world_size, how):
+    """Global batches of 128 functions: at most 12 % padding over an epoch, and at most 5 % between the ranks."""
     lengths = stdlib_function_lengths()
-    padded, work = measure(lengths, world_size, how, cut_window)
+    padded, work = measure(lengths, world_size, how, cut_global_batch)
     padding, difference = 1 - lengths.sum() / padded, work.max() / work.min() - 1
     print(f"{how}, {world_size} ranks: padding {padding:.1%}, ranks differ by {difference:.2%}")
     assert padding <= 0.12 and difference <= 0.05
@@ -159,13 +159,13 @@ def test_sorted_windows_pad_little_and_share_equally(world_size, how):
 
 
 def measure(lengths, world_size, how, cut):
-    """Tokens with padding of all full windows of 128, in all and by rank."""
+    """Tokens with padding of all full global batches of 128, in all and by rank."""
     work = np.zeros(world_size)
     lengths = lengths[: len(lengths) // 128 * 128]
     for update in range(len(lengths) // 128):
-        window = lengths[window_sample_ids(update, len(lengths), 128, seed=0)]
-        for rank, steps in enumerate(cut(window, world_size, **how)):
-            work[rank] += sum(len(batch) * window[batch].max() for batch in steps if len(batch))
+        global_batch = lengths[sample_ids_of(update, len(lengths), 128, seed=0)]
+        for rank, steps in enumerate(cut(global_batch, world_size, **how)):
+            work[rank] += sum(len(batch) * global_batch[batch].max() for batch in steps if len(batch))
     return work.sum(), work
 
 
@@ -178,12 +178,12 @@ def test_a_collated_batch_predicts_each_next_token():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_window_counts_what_its_ranks_hold(world_size):
-    """The divisor, the token count and the digest of a window are those of all its micro-batches on all ranks."""
+def test_a_global_batch_counts_what_its_ranks_hold(world_size):
+    """The divisor, the token count and the digest of a global batch are those of all its micro-batches on all ranks."""
     samples = ListSamples(np.random.default_rng(0).integers(1, 50, 30), masked=True)
     for update in range(8):
-        windows = [
-            WindowDataset(
+        global_batches = [
+            GlobalBatches(
                 samples,
                 functools.partial(collate_tokens, pad_token_id=0),
                 global_batch_size=8,
@@ -195,14 +195,14 @@ def test_a_window_counts_what_its_ranks_hold(world_size):
             )[update]
             for rank in range(world_size)
         ]
-        assert len({(w.num_targets, w.num_tokens, w.sample_digest, len(w.micro_batches)) for w in windows}) == 1
-        batches = [batch for window in windows for batch in window.micro_batches]
-        assert sum(len(batch["targets"]) for batch in batches) == windows[0].num_targets
-        assert sum(batch["input_ids"].numel() for batch in batches) == windows[0].rank_work.sum()
+        assert len({(w.num_targets, w.num_tokens, w.sample_digest, len(w.micro_batches)) for w in global_batches}) == 1
+        batches = [batch for global_batch in global_batches for batch in global_batch.micro_batches]
+        assert sum(len(batch["targets"]) for batch in batches) == global_batches[0].num_targets
+        assert sum(batch["input_ids"].numel() for batch in batches) == global_batches[0].rank_work.sum()
 
 
 def test_a_rank_without_samples_gets_a_placeholder_without_targets():
-    dataset = WindowDataset(
+    dataset = GlobalBatches(
         ListSamples([5]),
         functools.partial(collate_tokens, pad_token_id=0),
         global_batch_size=4,

@@ -17,9 +17,9 @@ from conftest import BIN, ROOT, assert_refused, launch_command, make_model_dir, 
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.checkpoint import _best
-from common.checkpoint_format import DTYPE_NAMES, Position, find_damage, hash_of, list_checkpoints
-from common.optimizers import learning_rate
+from common.checkpoint.format import DTYPE_NAMES, TrainingState, find_damage, hash_of, list_checkpoints
+from common.checkpoint.save import find_best
+from common.training.optimizers import learning_rate
 
 # What of a line of metrics.jsonl does not depend on the clock.
 EXACT = ("update", "loss", "grad_norm", "learning_rate", "target_tokens", "skipped_updates", "sample_digest")
@@ -410,8 +410,8 @@ def test_a_loss_that_is_not_finite_is_never_the_best(finished, functions_file, m
     kept = {path.name for path in (out / "checkpoints").iterdir()}
     assert kept == {"update-000010", "update-000025", "update-000030"}
     found = [(Path(name), {"position": {"validation_loss": loss}}) for name, loss in (("b", math.nan), ("a", 3.0))]
-    assert _best(found) == Path("a") and _best(found[:1]) is None
-    position = Position()
+    assert find_best(found) == Path("a") and find_best(found[:1]) is None
+    position = TrainingState()
     for loss in (math.nan, 0.0, 1.0, math.inf):
         position.measured(loss)
     assert position.best_validation_loss == 0.0

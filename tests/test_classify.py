@@ -41,11 +41,14 @@ from transformers import (
     XLNetConfig,
 )
 
-from common import classification
-from common.data import Source, train_tokenizer
+from common.data import labels
+from common.data.rows import Source
+from common.data.tokenizer import train_tokenizer
 from common.errors import UserError
-from common.models import check_model
-from common.plots import save_confusion_matrix
+from common.models import classifiers
+from common.models.load import check_model
+from common.report import scores
+from common.report.plots import save_confusion_matrix
 
 SCRIPT = "recipes/classify.py"
 recipe = functools.partial(run_recipe_alone, "classify.py")
@@ -120,7 +123,7 @@ def flags(files, model, out, *more):
 
 # --- law 1 and resuming ----------------------------------------------------------------------------------------------
 
-# What is learned, and how a window of 16 texts is cut: processes, and texts or tokens at once.
+# What is learned, and how a global batch of 16 texts is cut: processes, and texts or tokens at once.
 TASKS = {
     "classes": [(1, "size", 16), (1, "size", 2), (1, "tokens", 100), (2, "size", 4), (2, "tokens", 300)],
     "decoder": [(1, "size", 16), (1, "tokens", 100), (2, "tokens", 200)],
@@ -159,7 +162,7 @@ def float64_runs(files, encoder, tmp_path_factory):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_update_is_the_same_however_the_window_is_cut(task, float64_runs):
+def test_the_update_is_the_same_however_the_global_batch_is_cut(task, float64_runs):
     """Law 1; it depends on padding that no model looks at, as the cuts pad the same text differently."""
     reference, expected, _ = float64_runs[task, *TASKS[task][0]]
     assert [line["target_tokens"] for line in expected] == [16, 16]  # texts, not tokens
@@ -179,7 +182,7 @@ def test_the_mean_of_micro_batch_means_is_another_update(float64_runs):
 
 
 def test_held_out_texts_are_counted_once_on_any_number_of_processes(float64_runs):
-    """13 of them, in windows of 16, dealt to one process and to two."""
+    """13 of them, in global batches of 16, assigned to one process and to two."""
     for task in ("classes", "numbers"):
         results = [results_of(float64_runs[task, *cut][2]) for cut in TASKS[task]]
         figures = ("accuracy", "macro_f1") if task == "classes" else ("r2", "pearson")
@@ -277,13 +280,13 @@ def test_the_figures_of_a_regression(float64_runs):
     """By their definitions, on numbers; and the run has them."""
     predictions, targets = np.array([0.5, 2.0, 1.0, 3.5]), np.array([1.0, 1.5, 0.5, 4.0])
     rest, deviation = predictions - targets, targets - targets.mean()
-    figures = classification.score(predictions, targets)
+    figures = scores.score(predictions, targets)
     assert figures["r2"] == pytest.approx(1 - (rest @ rest) / (deviation @ deviation))
     spread = predictions - predictions.mean()
     assert figures["pearson"] == pytest.approx(
         spread @ deviation / math.sqrt((spread @ spread) * (deviation @ deviation))
     )
-    assert math.isnan(classification.score(np.array([np.nan, 1.0]), targets[:2])["r2"])
+    assert math.isnan(scores.score(np.array([np.nan, 1.0]), targets[:2])["r2"])
     results = results_of(float64_runs["numbers", 1, "size", 16][2])
     assert {"validation_loss", "r2", "pearson"} <= results.keys() and "accuracy" not in results
 
@@ -316,7 +319,7 @@ def test_a_copied_recipe_runs_from_another_directory_on_the_standard_library(tmp
 
 
 def test_whole_files_are_held_out():
-    train, held_out = classification.read_packages()
+    train, held_out = labels.read_packages()
     assert not {example.where for example in train} & {example.where for example in held_out}
     assert {example.label for example in train} == {example.label for example in held_out}
     assert 0.1 < len(held_out) / len(train) < 0.3
@@ -329,25 +332,25 @@ def test_whole_files_are_held_out():
 def test_padding_does_not_change_an_answer(kind, files, encoder):
     """Or the model is refused: XLNet reads its answer at the last position. Control: BERT without its mask."""
     tokenizer = AutoTokenizer.from_pretrained(encoder)
-    _, examples, _ = classification.read_examples(Source(files=(str(files / "train.jsonl"),)), None, "label")
-    names = classification.label_names(examples)
-    targets = classification.encode_labels(examples, names)
-    samples = classification.LabelledTexts("", examples, targets, tokenizer, 64)
+    _, examples, _ = labels.read_examples(Source(files=(str(files / "train.jsonl"),)), None, "label")
+    names = labels.label_names(examples)
+    targets = labels.encode_labels(examples, names)
+    samples = labels.LabelledTexts("", examples, targets, tokenizer, 64)
     config = small_config(kind, len(tokenizer), **({"type_vocab_size": 1} if kind is RobertaConfig else {}))
-    classification.set_labels(config, names, "label", tokenizer.pad_token_id)
+    classifiers.set_labels(config, names, "label", tokenizer.pad_token_id)
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_config(config)
-    inputs = classification.find_inputs(model)
+    inputs = classifiers.find_inputs(model)
     accelerator = types.SimpleNamespace(device="cpu", mixed_precision="no", unwrap_model=lambda model: model)
 
     def check(*inputs):
         collate = functools.partial(
-            classification.collate_texts,
+            labels.collate_texts,
             pad_token_id=config.pad_token_id,
             inputs=inputs,
             target_dtype=torch.int64,
         )
-        classification.check_padding(model, collate, samples, accelerator)
+        classifiers.check_padding(model, collate, samples, accelerator)
 
     if kind is XLNetConfig:
         assert not check_model(config, tokenizer, 512)  # its -1 positions are no limit
@@ -363,8 +366,8 @@ def test_padding_does_not_change_an_answer(kind, files, encoder):
 
 def test_two_texts_are_told_apart(files, encoder):
     tokenizer = AutoTokenizer.from_pretrained(encoder)
-    _, examples, _ = classification.read_examples(Source(files=(str(files / "train.jsonl"),)), "second", "label")
-    samples = classification.LabelledTexts("", examples, np.zeros(48, np.int64), tokenizer, 64)
+    _, examples, _ = labels.read_examples(Source(files=(str(files / "train.jsonl"),)), "second", "label")
+    samples = labels.LabelledTexts("", examples, np.zeros(48, np.int64), tokenizer, 64)
     ids, types_, _ = samples[5]
     decoded = [tokenizer.decode(ids[types_ == number]) for number in (0, 1)]
     assert decoded[0].startswith("[CLS]") and examples[5].texts[0].startswith(decoded[0][5:-5])
@@ -373,8 +376,8 @@ def test_two_texts_are_told_apart(files, encoder):
 
 
 def test_cut_texts_are_counted_with_a_tokenizer_in_python_too():
-    examples = [classification.Example("", (text,), "") for text in ("four", "seven77", "eight888", "n" * 30)]
-    samples = classification.LabelledTexts("", examples, np.zeros(4, np.int64), ByT5Tokenizer(), 8)  # 7 and the end
+    examples = [labels.Example("", (text,), "") for text in ("four", "seven77", "eight888", "n" * 30)]
+    samples = labels.LabelledTexts("", examples, np.zeros(4, np.int64), ByT5Tokenizer(), 8)  # 7 and the end
     assert samples.max_length == 8 and samples.num_truncated == 2
 
 
@@ -394,8 +397,8 @@ def test_a_model_without_a_vocabulary(files, tmp_path):
 def test_class_names_of_a_data_set_are_the_labels(kind, tmp_path):
     """In the order of a head that has no names; a label that is hidden (-1) is none."""
     features = datasets.Features(text=datasets.Value("string"), label=datasets.ClassLabel(names=["pos", "neg"]))
-    for name, labels in {"good": [0, 1, 0], "hidden": [0, -1, 1]}.items():
-        rows = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "label": labels}, features=features)
+    for name, numbers in {"good": [0, 1, 0], "hidden": [0, -1, 1]}.items():
+        rows = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "label": numbers}, features=features)
         if kind == "saved":
             rows.save_to_disk(tmp_path / name)
             source = Source(dataset_name=str(tmp_path / name))
@@ -403,16 +406,16 @@ def test_class_names_of_a_data_set_are_the_labels(kind, tmp_path):
             rows.to_parquet(tmp_path / f"{name}.parquet")
             source = Source(files=(str(tmp_path / f"{name}.parquet"),))
         if name == "good":
-            _, examples, classes = classification.read_examples(source, None, "label")
+            _, examples, classes = labels.read_examples(source, None, "label")
         else:
             with pytest.raises(UserError, match=r"(row 2|\[1\]): column label is null"):
-                classification.read_examples(source, None, "label")
-    names = classification.label_names(examples)
+                labels.read_examples(source, None, "label")
+    names = labels.label_names(examples)
     assert [example.label for example in examples] == ["pos", "neg", "pos"] and names == ["neg", "pos"]
     unnamed = BertConfig(num_labels=2, architectures=["BertForSequenceClassification"])
-    assert classification.choose_labels(unnamed, names, False, classes) == ["pos", "neg"]
+    assert classifiers.choose_labels(unnamed, names, False, classes) == ["pos", "neg"]
     with pytest.raises(UserError, match="LABEL_0"):
-        classification.choose_labels(unnamed, names, False)
+        classifiers.choose_labels(unnamed, names, False)
 
 
 # --- mistakes --------------------------------------------------------------------------------------------------------

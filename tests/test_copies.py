@@ -9,24 +9,33 @@ import torch
 from conftest import BIN, ROOT, run
 from test_recipes import RECIPES
 
-from common import launch
 from common.errors import UserError
 from common.files import complete_or_absent
+from common.parallel.ending import user_mistakes_end_here
 
 LANGUAGE = {"lm.py", "moe.py", "long_sequence.py", "seq2seq.py", "classify.py"}
 # What only some recipes load. All other modules of common/ are for every recipe.
 OURS = {
-    "corpus": LANGUAGE,
-    "data": LANGUAGE,
-    "losses": {"lm.py", "moe.py", "long_sequence.py"},
-    "classification": {"classify.py"},
-    "pairs": {"seq2seq.py"},
-    "routing": {"moe.py"},
-    "long_sequences": {"long_sequence.py"},
-    "images": {"vision.py"},
-    "image_models": {"vision.py"},
-    "norms": {"vision.py"},
-    "plots": {"classify.py", "vision.py"},
+    "data.sources": LANGUAGE,
+    "data.readers": LANGUAGE,
+    "data.standard_library": LANGUAGE,
+    "data.tokenizer": LANGUAGE,
+    "data.text": {"lm.py", "moe.py", "long_sequence.py"},
+    "data.chats": {"lm.py", "moe.py", "long_sequence.py"},
+    "data.labels": {"classify.py"},
+    "data.pairs": {"seq2seq.py"},
+    "data.images": {"vision.py"},
+    "data.image_files": {"vision.py"},
+    "models.classifiers": {"classify.py", "vision.py"},
+    "models.experts": {"moe.py"},
+    "models.image_models": {"vision.py"},
+    "models.norms": {"vision.py"},
+    "models.recurrent": {"long_sequence.py"},
+    "report.plots": {"classify.py", "vision.py"},
+    "report.scores": {"classify.py", "seq2seq.py"},
+    "training.linear_cross_entropy": {"lm.py", "moe.py", "long_sequence.py"},
+    "training.losses": {"lm.py", "moe.py", "long_sequence.py"},
+    "training.output_head": {"lm.py", "moe.py", "long_sequence.py"},
 }
 # Packages that take seconds or that not everybody has.
 HEAVY = {
@@ -95,7 +104,7 @@ def run_copy(directory, name, after, bug, *flags):
 
 def test_a_bug_in_a_copied_loop_keeps_its_traceback(functions_file, model_dir, tmp_path):
     flags = ["--train_file", functions_file, "--model_name_or_path", model_dir]
-    result = run_copy(tmp_path, "lm.py", "for window in progress.windows(loader):", BUG, *flags)
+    result = run_copy(tmp_path, "lm.py", "for batch in progress.batches(loader):", BUG, *flags)
     assert result.stderr.splitlines()[-1].startswith("ValueError: too many values to unpack")
     status = json.loads((tmp_path / "run/run.json").read_text())["status"]
     assert status.startswith("failed at update 0: ValueError: too many values to unpack")
@@ -122,7 +131,7 @@ class Mistaken(torch.utils.data.Dataset):
 def test_a_mistake_that_a_data_worker_meets_is_told_in_its_own_lines(capsys):
     """Also where a line has the name of the class in it, as in a class of the reader's own."""
     for num_workers in (0, 1):
-        with pytest.raises(SystemExit) as ended, launch.user_mistakes_end_here():
+        with pytest.raises(SystemExit) as ended, user_mistakes_end_here():
             list(torch.utils.data.DataLoader(Mistaken(), batch_size=None, num_workers=num_workers))
         errors = capsys.readouterr().err.splitlines()
         assert ended.value.code == 2
@@ -132,11 +141,11 @@ def test_a_mistake_that_a_data_worker_meets_is_told_in_its_own_lines(capsys):
 def test_an_error_of_a_file_that_a_bug_provokes_keeps_its_traceback(tmp_path, capsys):
     """Only a disk that is full or broken is told in a line wherever it is met."""
     for read in (lambda: open(tmp_path / "nothing"), lambda: open(tmp_path)):
-        with pytest.raises(OSError, match="nothing|directory"), launch.user_mistakes_end_here():
+        with pytest.raises(OSError, match="nothing|directory"), user_mistakes_end_here():
             read()
     with pytest.raises(FileNotFoundError), complete_or_absent(tmp_path / "model"):
         open(tmp_path / "nothing")
     assert not list(tmp_path.iterdir()) and not capsys.readouterr().err
-    with pytest.raises(SystemExit), launch.user_mistakes_end_here():
+    with pytest.raises(SystemExit), user_mistakes_end_here():
         raise OSError(errno.ENOSPC, "No space left on device")
     assert "error: disk: a file could not be read or written: No space left" in capsys.readouterr().err

@@ -24,10 +24,16 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from common import corpus, data
 from common.arguments import text_sources
-from common.corpus import Source, check_sources, embedded_files, open_source, python_functions
-from common.data import Samples, load_tokenizer, tokenize, train_tokenizer
+from common.data import cache as cache_module
+from common.data import readers
+from common.data import text as text_module
+from common.data.cache import MANIFEST
+from common.data.rows import Source
+from common.data.sources import check_sources, open_source
+from common.data.standard_library import embedded_files, python_functions
+from common.data.text import Samples, tokenize
+from common.data.tokenizer import load_tokenizer, train_tokenizer
 from common.errors import UserError
 
 TEXTS = [
@@ -79,7 +85,8 @@ def test_the_split_is_by_name_disjoint_and_the_same_in_every_process():
     assert not any("test" in Path(name).parts or "site-packages" in name for name in names)
     # fixed by the name alone: these are what another machine computes, too
     assert "argparse.py" in dict(validation) and "calendar.py" in dict(train)
-    command = "from common.corpus import embedded_files as f; print(len(f('validation')), f('validation')[0][0])"
+    module = "common.data.standard_library"
+    command = f"from {module} import embedded_files as f; print(len(f('validation')), f('validation')[0][0])"
     env = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
     seen = subprocess.run([sys.executable, "-c", command], env=env, capture_output=True, text=True, check=True).stdout
     assert seen.split() == [str(len(validation)), validation[0][0]]
@@ -538,8 +545,8 @@ def test_all_problems_are_told_together(tmp_path):
 @pytest.fixture
 def work(monkeypatch):
     """A list that grows by one each time that a source is really tokenised."""
-    done, write = [], data._write_samples
-    monkeypatch.setattr(data, "_write_samples", lambda *args: (done.append(args[0]), write(*args))[1])
+    done, write = [], text_module._write_samples
+    monkeypatch.setattr(text_module, "_write_samples", lambda *args: (done.append(args[0]), write(*args))[1])
     return done
 
 
@@ -568,7 +575,7 @@ def test_a_damaged_cache_is_built_again(tokenizer, tmp_path, cache, work, damage
     elif damage == "gone":
         (samples.directory / "offsets.bin").unlink()
     else:
-        (samples.directory / data.MANIFEST).write_text('{"tok')
+        (samples.directory / MANIFEST).write_text('{"tok')
     samples = tokenize(source, tokenizer, 8, "examples", cache)
     assert [samples[i][1].tolist() for i in range(len(samples))] == expected and len(work) == 2
 
@@ -584,7 +591,7 @@ def test_samples_are_mapped_again_in_a_worker_process(tokenizer, tmp_path, cache
 
 
 def _tokenize_in_process(source, tokenizer, cache, log, barrier, locked):
-    write = data._write_samples
+    write = text_module._write_samples
 
     def slow_write(*args):
         with open(log, "a") as file:
@@ -592,9 +599,9 @@ def _tokenize_in_process(source, tokenizer, cache, log, barrier, locked):
         time.sleep(0.3)
         write(*args)
 
-    data._write_samples = slow_write
+    text_module._write_samples = slow_write
     if not locked:
-        data._only_one = lambda directory: nullcontext(directory.parent.mkdir(exist_ok=True))
+        cache_module._only_one = lambda directory: nullcontext(directory.parent.mkdir(exist_ok=True))
     barrier.wait()
     tokenize(source, tokenizer, 8, None, cache)
 
@@ -625,15 +632,15 @@ def test_an_unwritable_cache_is_one_line(tokenizer, tmp_path):
 
 PEAK = """
 import os, resource, sys
-from common import data
+from common.data import columns, text
 from transformers import PreTrainedTokenizerFast
 
 tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])
 for name, batch in (("small", None), ("large", None), ("large", 1 << 40)):
     if (child := os.fork()) == 0:  # a fresh peak for each, and the libraries are imported once
-        data.BATCH_CHARACTERS = batch or data.BATCH_CHARACTERS
-        source = data.Source(files=(f"{sys.argv[2]}/{name}.jsonl",))
-        data.tokenize(source, tokenizer, 512, "blocks", f"{sys.argv[2]}/cache-{batch}")
+        columns.BATCH_CHARACTERS = batch or columns.BATCH_CHARACTERS
+        source = text.Source(files=(f"{sys.argv[2]}/{name}.jsonl",))
+        text.tokenize(source, tokenizer, 512, "blocks", f"{sys.argv[2]}/cache-{batch}")
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, flush=True)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
@@ -661,7 +668,7 @@ def test_reading_a_large_file_keeps_no_more_than_a_piece(tmp_path):
     for _ in open_source(Source(files=(str(tmp_path / "a.txt"),))).rows(("text",), True):
         pass
     assert tracemalloc.get_traced_memory()[1] < 5e6
-    for _ in corpus._decoded_lines(str(tmp_path / "a.txt")):  # the control: by lines
+    for _ in readers._decoded_lines(str(tmp_path / "a.txt")):  # the control: by lines
         pass
     assert tracemalloc.get_traced_memory()[1] > 20e6
     tracemalloc.stop()

@@ -10,8 +10,8 @@ from accelerate.utils import DeepSpeedPlugin
 from conftest import equivalence_flags as flags
 from conftest import launch_command, read_metrics, recipe_arguments, run
 
-from common.deepspeed_files import WIDTH_KEYS, check_deepspeed, describe_settled, flatten, settle_deepspeed
-from common.launch import check_launch, parse_launch
+from common.parallel.deepspeed_files import WIDTH_KEYS, check_deepspeed, describe_settled, flatten, settle_deepspeed
+from common.parallel.launch import check_launch, parse_launch
 
 FLAGS = (
     "--global_batch_size",

@@ -93,7 +93,7 @@ def checkpointed_step(mode, tokens, num_layers=8):
     """A function that makes the gradients of a Llama on the GPU in bf16, and the model."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from common.activation_checkpointing import apply_activation_checkpointing
+    from common.training.activation_checkpointing import apply_activation_checkpointing
 
     torch.manual_seed(0)
     shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 16}

@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from common.host_memory import available_memory, pinned_bytes
+from common.memory import available_memory, pinned_bytes
 
 GIB = 2**30
 

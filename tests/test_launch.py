@@ -9,8 +9,10 @@ import torch
 import yaml
 from conftest import BIN, ROOT, assert_refused, launch_command, recipe_arguments, run
 
-import common.launch
-from common.launch import Launch, check_launch, find_unseen_gpu, make_accelerator, parse_launch
+import common.parallel.connect
+import common.parallel.launch
+from common.parallel.connect import make_accelerator
+from common.parallel.launch import Launch, check_launch, find_unseen_gpu, parse_launch
 
 
 @dataclass
@@ -238,7 +240,7 @@ def test_a_gpu_that_torch_does_not_see_is_no_rehearsal(node, tmp_path, monkeypat
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(common.launch, "find_unseen_gpu", lambda: find_unseen_gpu(tmp_path))
+    monkeypatch.setattr(common.parallel.launch, "find_unseen_gpu", lambda: find_unseen_gpu(tmp_path))
     (tmp_path / "dev").mkdir()
     for name in ("null", "nvidiactl"):  # of every machine; of the driver without a GPU
         (tmp_path / "dev" / name).touch()
@@ -267,7 +269,7 @@ def test_a_gpu_computes_what_is_left_in_float32_as_tf32(precision, sees_gpu, mon
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: sees_gpu)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: sees_gpu)
-    monkeypatch.setattr(common.launch, "Accelerator", accelerator)
+    monkeypatch.setattr(common.parallel.connect, "Accelerator", accelerator)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
     before = torch.get_float32_matmul_precision()
     try:

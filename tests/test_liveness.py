@@ -16,7 +16,7 @@ import psutil
 import pytest
 from conftest import ROOT, launch_command, run
 
-from common import liveness
+from common.parallel import liveness
 
 LINE = r"error: rank {rank} on host \S+ {what} at update \d+; this process \(rank \d+\) ends"
 

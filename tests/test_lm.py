@@ -17,7 +17,7 @@ def flags(functions_file, output_dir, *more, model_dir=None):
     return [str(part) for part in [*base, *(["--model_name_or_path", model_dir] if model_dir else []), *more]]
 
 
-# Micro-batches, accumulation steps and processes of one window of 16 samples.
+# Micro-batches, accumulation steps and processes of one global batch of 16 samples.
 COMBINATIONS = {
     1: [("size", 16), ("size", 8), ("size", 4), ("size", 1), ("tokens", 128), ("tokens", 64)],
     2: [("size", 8), ("size", 4), ("size", 2), ("size", 1), ("tokens", 96)],
@@ -56,7 +56,7 @@ def float64_spec(out, name, functions_file, model_dir, cut, **changes):
     return {"name": name, "flags": [str(part) for part in arguments], "changes": changes}
 
 
-def test_the_update_is_the_same_however_the_window_is_cut(float64_runs):
+def test_the_update_is_the_same_however_the_global_batch_is_cut(float64_runs):
     """Law 1: gradients agree to 1e-12, losses and samples too, over micro-batch, accumulation and 1, 2, 4 processes."""
     reference, metrics = float64_runs["1-size-16"]
     names = [name for name in float64_runs if name[0].isdigit()]
@@ -76,7 +76,7 @@ def test_the_mean_of_micro_batch_means_is_another_update(float64_runs):
     assert relative_difference(gradients, float64_runs["1-size-16"][0]) > 0.01
 
 
-def test_sorting_inside_a_window_does_not_change_the_update(float64_runs):
+def test_sorting_inside_a_global_batch_does_not_change_the_update(float64_runs):
     """Law 3, and less is computed for it."""
     gradients, metrics = float64_runs["unsorted"]
     assert relative_difference(gradients, float64_runs["1-size-4"][0]) < 1e-12
@@ -188,7 +188,7 @@ def test_a_compiled_model_makes_the_same_update(one_process, functions_file, mod
     assert [line["loss"] for line in read_metrics(tmp_path / "run")] == pytest.approx(expected, rel=1e-5)
 
 
-def test_sorted_windows_hardly_pad_and_load_the_ranks_alike(tmp_path):
+def test_sorted_global_batches_hardly_pad_and_load_the_ranks_alike(tmp_path):
     """128 of the standard library's functions an update, on two processes: the figures that the recipe prints."""
     more = ["--shape", "examples", "--global_batch_size", 128, "--num_updates", 2, "--output_dir", tmp_path / "run"]
     (tmp_path / "held_out.txt").write_text((ROOT / "LICENSE").read_text())

@@ -24,15 +24,15 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.errors import UserError
-from common.long_sequences import CELLS, RecurrentConfig, RecurrentLM, pieces_of, tile_mlps
-from common.losses import sum_token_losses
+from common.models.recurrent import CELLS, RecurrentConfig, RecurrentLM, pieces_of, tile_mlps
+from common.training.losses import sum_token_losses
 
 RECIPE = "recipes/long_sequence.py"
 TRANSFORMER = ["--architecture", "transformer", "--hidden_size", 32, "--num_layers", 1, "--mlp_rows", 100]
 
 
 def flags(functions_file, output_dir, *more):
-    """Blocks of 300 bytes, the last one shorter, and few updates; every window has several micro-batches."""
+    """Blocks of 300 bytes, the last one shorter, and few updates; every global batch has several micro-batches."""
     base = ["--train_file", functions_file, "--sequence_length", 300, "--global_batch_size", 4, "--num_updates", 4]
     base += ["--hidden_size", 16, "--learning_rate", 1e-2, "--save_every", 0, "--output_dir", output_dir]
     return [str(part) for part in [*base, *more]]
@@ -147,7 +147,7 @@ CUTS = {
 
 @pytest.fixture(scope="module")
 def float64_runs(functions_file, tmp_path_factory):
-    """Gradients and metrics of the real recipe in float64: a window of four sequences, one of them short."""
+    """Gradients and metrics of the real recipe in float64: a global batch of four sequences, one of them short."""
     out = tmp_path_factory.mktemp("float64")
     text = "".join(json.loads(line)["text"] for line in functions_file.read_text().splitlines())[:950]
     (out / "data.txt").write_text(text)  # three sequences of 300 bytes and a short one
@@ -165,7 +165,7 @@ def float64_runs(functions_file, tmp_path_factory):
     return runs
 
 
-def test_the_update_is_the_same_however_the_window_is_cut(float64_runs):
+def test_the_update_is_the_same_however_the_global_batch_is_cut(float64_runs):
     """Law 1, over micro-batches, segments and processes. Controls: the mean of means, the truncated gradient."""
     reference = {"transformer": float64_runs["transformer"], "recurrent": float64_runs["size-4"]}
     for name in ("size-1", "none", "levels", "2-size-2", "2-size-1", "2-transformer"):
@@ -187,7 +187,7 @@ def test_a_run_ends_with_figures_that_are_right(one_process, functions_file, tmp
     """The printed lines; the loss against one of the exported model's own logits; the checkpoint's export."""
     out, result = one_process
     assert "17 segments, computed again in backward; the gradient of the whole sequence" in result.stdout
-    assert "(common.long_sequences.RecurrentLM.from_pretrained loads it)" in result.stdout
+    assert "(common.models.recurrent.RecurrentLM.from_pretrained loads it)" in result.stdout
     model, text = AutoModelForCausalLM.from_pretrained(out / "model"), "def f(x):\n    return x\n" * 30
     (tmp_path / "held_out.txt").write_text(text)
     more = ["--model_name_or_path", out / "model", "--validation_file", tmp_path / "held_out.txt"]

@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common import losses
 from common.errors import UserError
-from common.losses import linear_cross_entropy, sum_token_losses
+from common.training import losses
+from common.training.linear_cross_entropy import linear_cross_entropy
+from common.training.losses import sum_token_losses
 
 SMALL = {
     "vocab_size": 101,

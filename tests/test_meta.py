@@ -19,8 +19,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, MixtralConfig, OlmoeConfig
 
-from common import classification, launch, losses
-from common.activation_checkpointing import ACTIVATION_CHECKPOINTING
+from common.models import classifiers
+from common.parallel import connect, launch
+from common.training import losses
+from common.training.activation_checkpointing import ACTIVATION_CHECKPOINTING
 
 META = torch.device("meta")
 NOT_ON_META = {"offload": "it copies to the host, and meta has nothing to copy"}
@@ -88,7 +90,7 @@ def step(recipe, flags, output_dir, device, precision):
     module, made = load(recipe), {"parameters": []}
     make, scale, sum_losses, compile_module = (
         module.make_optimizer,
-        module.window_scale,
+        module.loss_scale,
         module.sum_losses,
         torch.nn.Module.compile,
     )
@@ -130,7 +132,7 @@ def step(recipe, flags, output_dir, device, precision):
     def describe(tensor):
         return tuple(tensor.shape), tensor.dtype
 
-    def reduce_window(accelerator, loss_sums, grad_norm, window, news):
+    def reduce_update(accelerator, loss_sums, grad_norm, batch, news):
         watch.close()
         assert len(loss_sums) > 1
         made.update(losses=[describe(loss) for loss in loss_sums], norm=describe(grad_norm))
@@ -143,14 +145,14 @@ def step(recipe, flags, output_dir, device, precision):
             made["parameters"].append((describe(p), describe(p.grad), states))
         raise Stepped
 
-    vars(module).update(make_optimizer=make_optimizer, window_scale=begin, sum_losses=sum_and_check)
-    module.reduce_window = reduce_window
+    vars(module).update(make_optimizer=make_optimizer, loss_scale=begin, sum_losses=sum_and_check)
+    module.reduce_update = reduce_update
     flags = [*map(str, flags), "--num_updates", "1", "--warmup_updates", "0", "--output_dir", str(output_dir)]
     changes = [
         patch("sys.argv", [f"{recipe}.py", *flags]),
         patch.object(launch, "find_launch", lambda: launch.Launch(mode="plain", mixed_precision=precision)),
-        patch.object(launch, "make_accelerator", make_accelerator),
-        patch.object(classification, "check_padding", lambda *_: None),  # looks, before the first update
+        patch.object(connect, "make_accelerator", make_accelerator),
+        patch.object(classifiers, "check_padding", lambda *_: None),  # looks, before the first update
         # No code is made, but the graph is traced.
         patch("torch.nn.Module.compile", lambda self, **options: compile_module(self, backend="eager", **options)),
     ]

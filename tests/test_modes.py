@@ -25,8 +25,8 @@ from conftest import (
 from conftest import equivalence_flags as flags
 from safetensors.torch import load_file
 
-from common.deepspeed_files import check_deepspeed, check_nvme_space
 from common.errors import UserError
+from common.parallel.deepspeed_files import check_deepspeed, check_nvme_space
 
 CONFIGS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
 PROCESSES = {"cpu": 1, "single_gpu": 1, "hsdp": 4}  # else two

@@ -23,8 +23,9 @@ from conftest import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, JetMoeConfig, OlmoeConfig
 
-from common import data, routing
-from common.losses import sum_token_losses
+from common.data.rows import Source, tokenize
+from common.models import experts
+from common.training.losses import sum_token_losses
 
 RECIPE = "recipes/moe.py"
 BIAS = "mlp.moe_statics.e_score_correction_bias"
@@ -43,7 +44,7 @@ def save_model(path, config, model_dir):
     """A random model with the tokenizer of `model_dir`."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-    for layer in routing.find_layers(model):
+    for layer in experts.find_layers(model):
         torch.nn.init.normal_(layer.router.weight, std=0.2)
     model.save_pretrained(path)
     AutoTokenizer.from_pretrained(model_dir).save_pretrained(path)
@@ -53,7 +54,7 @@ def save_model(path, config, model_dir):
 @pytest.fixture(scope="module")
 def moe_dir(tmp_path_factory, model_dir):
     """Two layers of width 32 with eight experts, two for a token."""
-    config = routing.moe_config(SHAPE | {"head_dim": 8}, 8, 2, 24)
+    config = experts.moe_config(SHAPE | {"head_dim": 8}, 8, 2, 24)
     return save_model(tmp_path_factory.mktemp("moe"), config, model_dir)
 
 
@@ -73,7 +74,7 @@ def run_specs(specs, directory, config="cpu", processes=1):
     return result
 
 
-# Processes, and (balance, cut of a window of 16 samples, what is taken out).
+# Processes, and (balance, cut of a global batch of 16 samples, what is taken out).
 CUTS = {
     1: [
         *[("bias", cut, {}) for cut in (("size", 16), ("size", 4), ("tokens", 128))],
@@ -108,7 +109,7 @@ def float64_runs(functions_file, moe_dir, tmp_path_factory):
 
 
 @pytest.mark.parametrize("balance", ["bias", "exact"])
-def test_the_update_is_the_same_however_the_window_is_cut(balance, float64_runs):
+def test_the_update_is_the_same_however_the_global_batch_is_cut(balance, float64_runs):
     """Law 1 with a router: gradients, losses, counts and the moved bias, over micro-batch and processes."""
     gradients, metrics, weights = float64_runs[f"{balance}-1-size-16"]
     names = [name for name in float64_runs if name.startswith(balance) and not name.endswith("own_counts")]
@@ -160,7 +161,7 @@ def test_every_mode_makes_the_losses_and_the_bias_of_one_process(
     run_specs(specs, tmp_path, config, 2)
     for name in names:
         ours = our_collectives(tmp_path / f"n-{name}", 2)
-        before = ["routing.begin_window"] if name == "exact" else []  # what the loss needs before the first backward
+        before = ["routing.begin_update"] if name == "exact" else []  # what the loss needs before the first backward
         assert [ours[number] for number in (0, 1, 3, 4)] == 4 * [[*before, "accumulation.sum_over_ranks"]]
         lines, expected = read_metrics(tmp_path / name), read_metrics(one_process / name)
         assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], rel=1e-5)
@@ -197,7 +198,7 @@ def test_the_reported_figures_are_those_of_the_saved_model(functions_file, moe_d
     results = json.loads((out / "run.json").read_text())["results"]
     run([sys.executable, "-m", "common.checkpoint", "export", out / "checkpoints/update-000002", tmp_path / "export"])
     tokenizer = AutoTokenizer.from_pretrained(out / "model")
-    samples = data.tokenize(data.Source(files=(str(functions_file),)), tokenizer, 64, "examples")
+    samples = tokenize(Source(files=(str(functions_file),)), tokenizer, 64, "examples")
     for path in (out / "model", tmp_path / "export"):
         model = AutoModelForCausalLM.from_pretrained(path)
         biases = [
@@ -226,7 +227,7 @@ def test_the_exact_loss_is_the_mean_of_the_layers_losses(moe_dir):
     shares = [torch.bincount(layer.topk(2).indices.flatten(), minlength=8) / (2 * ids.numel()) for layer in logits]
     expected = sum(8 * (share * mean).sum().item() / 2 for share, mean in zip(shares, means, strict=True))
     sum_token_losses(model)
-    router = routing.Routing(model, "exact", 1.0)
+    router = experts.Routing(model, "exact", 1.0)
     router.logits, router.shares = list(logits), torch.stack(shares)
     rows = torch.arange(ids.numel())
     assert router._loss_sum(rows).item() / len(rows) == pytest.approx(expected, rel=1e-5)
@@ -238,17 +239,17 @@ def test_what_a_token_meets(model_dir, moe_dir):
     """Active parameters: all, less the experts that a token does not meet."""
     model = AutoModelForCausalLM.from_pretrained(moe_dir)
     total, one_expert = sum(p.numel() for p in model.parameters()), 3 * 32 * 24
-    layers = routing.find_layers(model)
-    assert routing.count_active(layers, total) == total - 2 * 6 * one_expert
+    layers = experts.find_layers(model)
+    assert experts.count_active(layers, total) == total - 2 * 6 * one_expert
     assert [(layer.num_experts, layer.top_k) for layer in layers] == [(8, 2)] * 2
 
 
 def test_an_upcycled_model_computes_what_the_dense_one_does(model_dir):
     """The same logits, whichever experts the routers choose. Control: without turning the heads' halves, others."""
     dense = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    model = AutoModelForCausalLM.from_config(routing.upcycled_config(dense.config, 4, 2))
+    model = AutoModelForCausalLM.from_config(experts.upcycled_config(dense.config, 4, 2))
     ids = torch.randint(0, 384, (2, 48), generator=torch.Generator().manual_seed(0))
-    routing.upcycle(dense, model)
+    experts.upcycle(dense, model)
     with torch.no_grad():
         assert (model(ids).logits - dense(ids).logits).abs().max() < 1e-5
         model.model.layers[0].self_attn.k_proj.weight.copy_(dense.model.layers[0].self_attn.k_proj.weight)
@@ -313,7 +314,7 @@ def test_deepspeed_in_bf16_leaves_the_bias_its_small_steps(moe_dir):
     """DeepSpeed casts a model, buffers too. Control: in bf16 a step of 0.001 beside 0.5 is lost."""
     model = AutoModelForCausalLM.from_pretrained(moe_dir)
     sum_token_losses(model)
-    router = routing.Routing(model, "bias", 1e-3)
+    router = experts.Routing(model, "bias", 1e-3)
     model.bfloat16()
     assert router.layers[0].bias.dtype == torch.bfloat16
     assert torch.tensor(0.5, dtype=torch.bfloat16) + 1e-3 == 0.5
@@ -335,8 +336,8 @@ def test_a_copied_recipe_runs_and_the_dense_peer_has_as_many_active_parameters(f
     shape = dict(num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, num_key_value_heads=kv_heads)
     shape |= dict(head_dim=width // heads, vocab_size=vocabulary, intermediate_size=1)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(routing.moe_config(shape, num_experts, top_k, expert_width))
-    active = routing.count_active(
-        routing.find_layers(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
+        model = AutoModelForCausalLM.from_config(experts.moe_config(shape, num_experts, top_k, expert_width))
+    active = experts.count_active(
+        experts.find_layers(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
     )
     assert active - dense == layers * num_experts * width  # the routers

@@ -604,7 +604,7 @@ def slow_recipe(directory):
     """A copy of the recipe whose updates last as many seconds as the file says that is returned too."""
     (directory / "recipes").mkdir()
     (directory / "common").symlink_to(ROOT / "common")
-    seconds, line = directory / "seconds", "        for window in progress.windows(loader):\n"
+    seconds, line = directory / "seconds", "        for batch in progress.batches(loader):\n"
     text = (ROOT / "recipes/lm.py").read_text()
     assert line in text
     slow = f"{line}            time.sleep(float(Path({str(seconds)!r}).read_text()))\n"

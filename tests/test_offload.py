@@ -5,10 +5,10 @@ import json
 import pytest
 from conftest import ROOT, equivalence_flags, launch_command, need, recipe_arguments, run
 
-from common import extensions
-from common.deepspeed_files import check_deepspeed, settle_deepspeed, size_nvme_buffers
 from common.errors import UserError
-from common.launch import names_threads, parse_launch
+from common.parallel import extensions
+from common.parallel.deepspeed_files import check_deepspeed, settle_deepspeed, size_nvme_buffers
+from common.parallel.launch import names_threads, parse_launch
 
 pytestmark = pytest.mark.usefixtures("extensions")
 

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from common.errors import UserError
-from common.optimizers import (
+from common.training.optimizers import (
     OPTIMIZERS,
     SCHEDULES,
     learning_rate,
@@ -277,7 +277,7 @@ def test_adamw_is_fused():
 
 
 def test_bitsandbytes_is_imported_only_when_asked_for():
-    program = "import sys, common.optimizers as o; o.optimizers_help(); print('bitsandbytes' in sys.modules)"
+    program = "import sys, common.training.optimizers as o; o.optimizers_help(); print('bitsandbytes' in sys.modules)"
     path = f"import sys; sys.path.insert(0, {str(parent())!r}); "
     done = subprocess.run([sys.executable, "-c", path + program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
@@ -287,9 +287,9 @@ def test_bitsandbytes_is_imported_only_when_asked_for():
 
 
 def parent() -> str:
-    import common.optimizers
+    import common.training.optimizers
 
-    return common.optimizers.__file__.rpartition("/common/")[0]
+    return common.training.optimizers.__file__.rpartition("/common/")[0]
 
 
 def test_a_missing_bitsandbytes_is_one_line(monkeypatch):

@@ -8,10 +8,11 @@ from conftest import launch_command, read_metrics, run, told
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForImageClassification
 
-from common import models, routing
-from common.checkpoint_format import Reader, list_checkpoints
-from common.long_sequences import RecurrentConfig, RecurrentLM
-from common.losses import linear_cross_entropy
+from common.checkpoint.format import Reader, list_checkpoints
+from common.models import experts
+from common.models.load import build_model
+from common.models.recurrent import RecurrentConfig, RecurrentLM
+from common.training.linear_cross_entropy import linear_cross_entropy
 
 CONFIGS = ("multi_gpu", "fsdp2", "hsdp", "fsdp2_offload", "zero1", "zero2", "zero3", "zero3_offload_cpu")
 SAMPLES = 256  # of one length, in one update
@@ -134,8 +135,8 @@ def test_every_image_model_trains_in_bf16(config, tmp_path):
 
 def test_inputs_that_are_whole_numbers_stay(monkeypatch):
     seen = {}
-    config = routing.moe_config(SHAPE, 4, 2, 32)
-    model = models.build_model(config).bfloat16()
+    config = experts.moe_config(SHAPE, 4, 2, 32)
+    model = build_model(config).bfloat16()
     monkeypatch.setattr(model, "forward", lambda **inputs: seen.update(inputs))
     model(input_ids=torch.arange(3)[None], inputs_embeds=torch.ones(1, 3, 32), mask=torch.ones(3, dtype=torch.bool))
     assert [tensor.dtype for tensor in seen.values()] == [torch.int64, torch.bfloat16, torch.bool]
@@ -173,7 +174,7 @@ def test_experts_compute_in_autocasts_type(dtype, kernel, monkeypatch):
 
     if kernel == "loop":
         monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_: False)
-    model = models.build_model(routing.moe_config(SHAPE, 4, 2, 32))
+    model = build_model(experts.moe_config(SHAPE, 4, 2, 32))
     products, ids = Products(), torch.arange(16)[None]
     with products, torch.autocast("cpu", dtype, enabled=dtype is not None):
         model(input_ids=ids, labels=ids).loss.backward()
@@ -204,7 +205,7 @@ def test_the_chunked_loss_sums_the_weights_gradient_in_float32(monkeypatch):
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_a_recurrence_computes_in_float32(cell):
     """With weights in bf16 and under autocast: the loss of the same weights in float32, in every bit."""
-    model = models.build_model(RecurrentConfig(cell, vocab_size=17, hidden_size=8), model_class=RecurrentLM)
+    model = build_model(RecurrentConfig(cell, vocab_size=17, hidden_size=8), model_class=RecurrentLM)
     model = model.bfloat16().float()
     ids = torch.arange(60)[None] % 17
     rows = {"targets": ids[0, 1:], "target_rows": torch.arange(59)}
@@ -220,7 +221,7 @@ def test_images_of_float32_meet_weights_of_bf16():
     from transformers import ResNetConfig
 
     config = ResNetConfig(num_channels=1, embedding_size=8, hidden_sizes=[8], depths=[1])
-    model = models.build_model(config, model_class=AutoModelForImageClassification).bfloat16()
+    model = build_model(config, model_class=AutoModelForImageClassification).bfloat16()
     norm = model.resnet.embedder.embedder.normalization
     norm.running_mean, norm.running_var = norm.running_mean.float(), norm.running_var.float()
     assert model(pixel_values=torch.ones(2, 1, 16, 16)).logits.dtype == torch.bfloat16

@@ -15,9 +15,16 @@ import pytest
 import torch
 from conftest import BIN, ROOT, launch_command, run
 
-from common import checkpoint, corpus, data, models
-from common.checkpoint_format import find_damage, hash_of, list_checkpoints
+from common.checkpoint.__main__ import main
+from common.checkpoint.export import export
+from common.checkpoint.format import find_damage, hash_of, list_checkpoints
+from common.data.rows import Source
+from common.data.sources import open_source
+from common.data.text import tokenize
+from common.data.tokenizer import load_tokenizer
 from common.errors import UserError
+from common.files import write_file
+from common.models.load import build_model, load_config
 from common.redaction import HIDDEN, redact
 
 
@@ -154,9 +161,7 @@ def sign(directory, update=None):
             manifest["update"] = manifest["position"]["update"] = update
         if isinstance(manifest["files"], dict):
             for name in [name for name in manifest["files"] if (directory / name).is_file() and ".." not in name]:
-                manifest["files"] |= {
-                    name: checkpoint.write_file(directory / "copy", [(directory / name).read_bytes()])
-                }
+                manifest["files"] |= {name: write_file(directory / "copy", [(directory / name).read_bytes()])}
             (directory / "copy").unlink()
         path.write_text(json.dumps(manifest | {"sha256": hash_of(manifest)}))
 
@@ -177,7 +182,7 @@ def one_line_refusal(*command):
     argv, sys.argv = sys.argv, ["checkpoint", *map(str, command)]
     try:
         with pytest.raises(SystemExit) as ended:
-            checkpoint.main()
+            main()
     finally:
         sys.argv = argv
     assert ended.value.code == 2
@@ -190,7 +195,7 @@ def test_an_attacked_checkpoint_is_refused_in_one_line(name, finished, tmp_path,
     lines = problems + [line for path, manifest in found if (line := find_damage(path, manifest))]
     assert len(lines) == (name is not None) and not any("\n" in line for line in lines), lines
     if name is None:  # the control: the same copy without an attack
-        checkpoint.export(directory, tmp_path / "exported")
+        export(directory, tmp_path / "exported")
         return
     one_line_refusal("export", directory, tmp_path / "exported")
     errors = capsys.readouterr().err
@@ -244,7 +249,7 @@ def test_an_export_takes_no_code_and_nothing_that_only_lies_there(finished, tmp_
     sign(directory)
     (directory / "model/secret.json").symlink_to("/etc/hostname")
     (directory / "model/added.json").write_text("{}")
-    checkpoint.export(directory, tmp_path / "exported")
+    export(directory, tmp_path / "exported")
     names = {path.name for path in (tmp_path / "exported").iterdir()}
     assert "model.safetensors" in names and "tokenizer.json" in names and not canary.exists()
     assert not names & {*brought, "secret.json", "added.json"}
@@ -329,11 +334,11 @@ def use_model(path, directory, trust_remote_code=False):
     chat = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello, world"}]
     chats.write_text(json.dumps({"messages": chat}) + "\n")
     try:
-        config = models.load_config(str(path), trust_remote_code)
-        tokenizer = data.load_tokenizer(str(path), trust_remote_code)
-        model = models.build_model(config, str(path), trust_remote_code)
+        config = load_config(str(path), trust_remote_code)
+        tokenizer = load_tokenizer(str(path), trust_remote_code)
+        model = build_model(config, str(path), trust_remote_code)
         model.generate(torch.ones(1, 2, dtype=torch.long), max_new_tokens=2)
-        data.tokenize(corpus.Source(files=(str(chats),)), tokenizer, 64)
+        tokenize(Source(files=(str(chats),)), tokenizer, 64)
     except UserError as error:
         return str(error)
     return None
@@ -362,11 +367,11 @@ def test_no_data_set_is_executed(tmp_path):
     schema = pa.schema([pa.field("text", pa.string(), metadata=kind)])
     pa.parquet.write_table(pa.table([["some text"] * 9], schema=schema), tmp_path / "train.parquet")
     for source in (
-        corpus.Source(dataset_name=str(folder)),
-        corpus.Source(files=(str(tmp_path / "train.parquet"),)),
+        Source(dataset_name=str(folder)),
+        Source(files=(str(tmp_path / "train.parquet"),)),
     ):
         with contextlib.suppress(UserError, ValueError):
-            opened = corpus.open_source(source)
+            opened = open_source(source)
             list(opened.rows(("text",), False))
     assert not canary.exists()
 

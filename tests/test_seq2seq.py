@@ -33,10 +33,11 @@ from transformers import (
     T5Config,
 )
 
-from common.corpus import open_source
-from common.data import Source, train_tokenizer
+from common.data.pairs import collate_pairs, docstring_corpus, split_docstring, tokenize_pairs
+from common.data.rows import Source
+from common.data.sources import open_source
+from common.data.tokenizer import train_tokenizer
 from common.errors import UserError
-from common.pairs import collate_pairs, docstring_corpus, split_docstring, tokenize_pairs
 
 RECIPE = "recipes/seq2seq.py"
 
@@ -199,11 +200,11 @@ def test_padding_does_not_change_the_loss_which_is_the_models_own(config_class, 
     assert recipe.sum_losses(model, unmasked).item() != pytest.approx(expected, rel=1e-4)
 
 
-def test_a_filler_has_no_loss_and_gives_every_parameter_a_gradient(recipe, files, tokenizer):
+def test_a_dummy_sample_has_no_loss_and_gives_every_parameter_a_gradient(recipe, files, tokenizer):
     """A rank with nothing left joins the step's collectives with it."""
     model = make_model(T5Config, tokenizer)
     pairs = tokenize_pairs(Source(files=(str(files[0]),)), ("source", "target"), tokenizer, 64, 24)
-    loss = recipe.sum_losses(model, collate_pairs([pairs.filler()], tokenizer.pad_token_id, 0))
+    loss = recipe.sum_losses(model, collate_pairs([pairs.dummy_sample()], tokenizer.pad_token_id, 0))
     loss.backward()
     assert loss.item() == 0
     assert all(p.grad is not None and p.grad.abs().max() == 0 for p in model.parameters())
@@ -244,7 +245,7 @@ def results(out):
     return json.loads((out / "run.json").read_text())["results"]
 
 
-def test_the_update_is_the_same_however_the_window_is_cut(float64_runs):
+def test_the_update_is_the_same_however_the_global_batch_is_cut(float64_runs):
     """Law 1, where both lengths vary: gradients, losses, the held-out loss and what is written in the end."""
     reference, metrics, figures = float64_runs["1-size-16"]
     names = [name for name in float64_runs if name[0].isdigit()]

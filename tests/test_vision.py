@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
 
-from common import images
-from common import launch as launching
-from common.batching import make_loader
+from common.data import image_files, images
 from common.errors import UserError
+from common.parallel import ending
+from common.training.batching import make_loader
 from recipes import vision
 
 CLASSES = ("one", "seven", "zero")
@@ -39,7 +39,7 @@ def write_folder(directory, digits, count, first=0):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """42 images to train on (windows of 16, 16 and 10) and 21 held out (16 and 5), in three classes."""
+    """42 images to train on (global batches of 16, 16 and 10) and 21 held out (16 and 5), in three classes."""
     root = tmp_path_factory.mktemp("images")
     write_folder(root / "train", (1, 7, 0), 14)
     write_folder(root / "validation", (1, 7, 0), 7, first=14)
@@ -54,7 +54,7 @@ def convnet_dir(tmp_path_factory, data):
     config = vision.ConvNetConfig(image_size=(8, 8), hidden_size=16, dropout=0.0, id2label=labels)
     torch.manual_seed(0)
     vision.ConvNet(config).save_pretrained(path)
-    images.preprocess(images.folder(data / "train")).save_pretrained(path)
+    images.preprocess(image_files.folder(data / "train")).save_pretrained(path)
     return path
 
 
@@ -72,7 +72,7 @@ def run_specs(path, specs, config="cpu", processes=None):
 
 
 MODELS = {"group": ["--model_config", "resnet"], "batch": ["--model_config", "resnet", "--norm", "batch"]}
-CUTS = {1: (16, 8, 2), 2: (8, 4, 1)}  # with 8 on two processes, one has nothing left in the short window
+CUTS = {1: (16, 8, 2), 2: (8, 4, 1)}  # with 8 on two processes, one has nothing left in the short global batch
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +107,8 @@ def differences(runs, name, reference):
     return math.sqrt(difference / sum(b.square().sum() for b in others)), max(losses)
 
 
-def test_the_update_is_the_same_however_the_window_is_cut(float64_runs):
-    """Law 1, with augmentation, a short window and a rank without an image. Group norm and no norm are exact."""
+def test_the_update_is_the_same_however_the_global_batch_is_cut(float64_runs):
+    """Law 1, with augmentation, a short global batch and a rank without an image. Group norm and no norm are exact."""
     for model, number in (("group", 6), ("convnet", 4)):
         names = [name for name in float64_runs if name.startswith(model)]
         assert len(names) == number
@@ -118,7 +118,7 @@ def test_the_update_is_the_same_however_the_window_is_cut(float64_runs):
 
 
 def test_the_mean_of_micro_batch_means_is_another_update(float64_runs):
-    """Control: images of the short window's short micro-batch would count more."""
+    """Control: images of the short global batch's short micro-batch would count more."""
     assert differences(float64_runs, "means", "convnet-1-16")[1] > 1e-3
 
 
@@ -127,7 +127,7 @@ def test_batch_norm_makes_another_update_of_another_cut(float64_runs):
     assert min(differences(float64_runs, "batch-1-8", "batch-1-16")) > 1e-3
     assert min(differences(float64_runs, "batch-2-8", "batch-1-16")) > 1e-3
     assert max(differences(float64_runs, "batch-2-8", "batch-1-8")) < 1e-12  # two parts of eight in both
-    assert [line["target_tokens"] for line in float64_runs["batch-1-16"][1]] == [16] * 4  # no short window
+    assert [line["target_tokens"] for line in float64_runs["batch-1-16"][1]] == [16] * 4  # no short global batch
 
 
 def test_resume_is_bit_for_bit(data, tmp_path):
@@ -229,8 +229,8 @@ def test_the_confusion_matrix_counts_true_by_predicted(data, convnet_dir, tmp_pa
     shutil.copytree(convnet_dir, tmp_path / "model")
     _, _, expected = measure(tmp_path, data / "validation")
     model = vision.ConvNet.from_pretrained(convnet_dir)
-    held_out = images.folder(data / "validation")
-    preprocessing = images.preprocess(images.folder(data / "train"))
+    held_out = image_files.folder(data / "validation")
+    preprocessing = images.preprocess(image_files.folder(data / "train"))
     accelerator = Accelerator(cpu=True)
     args = argparse.Namespace(
         global_batch_size=8, micro_batch_size=3, micro_batch_tokens=None, num_workers=0, seed=0, drop_last_window=False
@@ -272,7 +272,7 @@ def test_sharded_processes_evaluate_with_the_statistics_that_are_saved(data, tmp
         specs.append({"recipe": "recipes/vision.py", "flags": arguments, "changes": changes})
     (tmp_path / "spec.json").write_text(json.dumps(specs))
     result = launch_float32("fsdp2", "tests/run_recipe.py", tmp_path / "spec.json")
-    assert "WARNING: it sees a window in 2 parts" in result.stdout
+    assert "WARNING: it sees a global batch in 2 parts" in result.stdout
 
     def figures(name):
         saved = json.loads((tmp_path / name / "run.json").read_text())["results"]["validation_loss"]
@@ -316,7 +316,7 @@ def loss_by_name(output_dir, directory):
 
 def test_augmentation_depends_on_seed_epoch_and_image_only(data):
     """Not on what was drawn before, in which order, or in which process; and it draws nothing from dropout's stream."""
-    found = images.folder(data / "train")
+    found = image_files.folder(data / "train")
     preprocessing = images.preprocess(found)
     samples = images.ImageSamples(found, preprocessing, ("shift", "flip"), seed=3)
     before = torch.get_rng_state()
@@ -332,7 +332,7 @@ def test_augmentation_depends_on_seed_epoch_and_image_only(data):
 def test_the_torchvision_augmentations_are_a_function_of_the_image_too(data):
     reason = "needs torchvision, of which the package index has no wheel for a CPU build of torch"
     pytest.importorskip("torchvision", reason=reason, exc_type=ImportError)
-    found = images.folder(data / "train")
+    found = image_files.folder(data / "train")
     samples = images.ImageSamples(found, images.preprocess(found), ("crop", "rand"), seed=3)
     first = [samples.of_epoch(1)[i][0] for i in range(10)]
     assert all((samples.of_epoch(1)[i][0] == first[i]).all() for i in reversed(range(10)))
@@ -340,7 +340,7 @@ def test_the_torchvision_augmentations_are_a_function_of_the_image_too(data):
 
 
 def test_pixels_are_normalised_to_mean_zero_and_deviation_one(data):
-    found = images.folder(data / "train")
+    found = image_files.folder(data / "train")
     preprocessing = images.preprocess(found)
     samples = images.ImageSamples(found, preprocessing)
     pixels = images.collate_images([samples[i] for i in range(42)], preprocessing)["pixel_values"]
@@ -360,36 +360,38 @@ def test_images_of_every_mode_are_read(tmp_path):
     red.save(tmp_path / "turned.jpg", exif=exif)
     Image.fromarray(np.full((2, 4), 4000, np.uint16)).save(tmp_path / "deep.png")
     names = ("rgb.png", "palette.png", "clear.png", "gray.png", "turned.jpg", "deep.png")
-    found = images.Images("d", "", ("a",), np.zeros(6, np.int64), lambda i: tmp_path / names[i], lambda i: names[i])
-    opened = [images.open_image(found, i) for i in range(5)]
+    found = image_files.Images(
+        "d", "", ("a",), np.zeros(6, np.int64), lambda i: tmp_path / names[i], lambda i: names[i]
+    )
+    opened = [image_files.open_image(found, i) for i in range(5)]
     assert [image.mode for image in opened] == ["RGB", "RGB", "RGB", "L", "RGB"]
     assert [image.getpixel((0, 0)) for image in opened[:4]] == [(255, 0, 0), (255, 0, 0), (255, 255, 255), 128]
     assert opened[4].size == (2, 4)
     assert images.to_array(opened[3], 2, 4, 3).shape == (3, 2, 4)
     with pytest.raises(UserError, match="deep.png.*8 bits"):
-        images.open_image(found, 5)
+        image_files.open_image(found, 5)
 
 
 def test_a_saved_data_set_is_read(data, tmp_path):
     """What `save_to_disk` of `datasets` wrote: images and classes by their columns' kinds, test is held out."""
     parts = {}
     for split in ("train", "test"):
-        found = images.folder(data / ("train" if split == "train" else "validation"))
+        found = image_files.folder(data / ("train" if split == "train" else "validation"))
         rows = {"img": [found.read(i) for i in range(len(found.labels))], "kind": found.labels.tolist()}
         features = datasets.Features(img=datasets.Image(), kind=datasets.ClassLabel(names=list(CLASSES)))
         parts[split] = datasets.Dataset.from_dict(rows, features=features)
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
     name = str(tmp_path / "saved")
-    assert images.held_out(name, None).name.endswith("[test]")
+    assert image_files.held_out(name, None).name.endswith("[test]")
     parts["train"].save_to_disk(tmp_path / "one")
-    assert images.held_out(str(tmp_path / "one"), None) is None
-    assert (images.hub(str(tmp_path / "one"), None, "train").labels == parts["train"]["kind"]).all()
-    train, expected = images.hub(name, None, "train"), images.folder(data / "train")
+    assert image_files.held_out(str(tmp_path / "one"), None) is None
+    assert (image_files.hub(str(tmp_path / "one"), None, "train").labels == parts["train"]["kind"]).all()
+    train, expected = image_files.hub(name, None, "train"), image_files.folder(data / "train")
     assert train.classes == CLASSES and (train.labels == expected.labels).all()
     for i in (0, 41):
-        assert images.open_image(train, i).tobytes() == images.open_image(expected, i).tobytes()
+        assert image_files.open_image(train, i).tobytes() == image_files.open_image(expected, i).tobytes()
     with pytest.raises(UserError, match="no column nothing; there are: img, kind"):
-        images.hub(name, None, "train", "nothing")
+        image_files.hub(name, None, "train", "nothing")
 
 
 @pytest.mark.parametrize(
@@ -416,11 +418,11 @@ def test_a_data_set_without_good_labels(labels, kind, pattern, tmp_path):
     name = str(tmp_path / "saved")
     datasets.DatasetDict(parts).save_to_disk(name)
     with pytest.raises(UserError, match=pattern):
-        images.check_labels(images.hub(name, None, "train", "label"))
+        image_files.check_labels(image_files.hub(name, None, "train", "label"))
     with pytest.raises(UserError, match="column image holds no classes"):
-        images.hub(name, None, "train", "image")
+        image_files.hub(name, None, "train", "image")
     if -1 in labels:
-        assert images.held_out(name, None) is None
+        assert image_files.held_out(name, None) is None
 
 
 def test_bad_data_is_named(data, tmp_path):
@@ -431,39 +433,39 @@ def test_bad_data_is_named(data, tmp_path):
             function(*args)
         assert "\n" not in str(caught.value)
 
-    good = images.folder(data / "train")
-    refused("nowhere: no such directory", images.folder, str(tmp_path / "nowhere"))
-    refused("has no subfolder", images.folder, str(data / "train/one"))
+    good = image_files.folder(data / "train")
+    refused("nowhere: no such directory", image_files.folder, str(tmp_path / "nowhere"))
+    refused("has no subfolder", image_files.folder, str(data / "train/one"))
     broken = tmp_path / "broken"
     shutil.copytree(data / "train", broken)
     path = broken / "seven/003.png"
     path.write_bytes(path.read_bytes()[:-40])
-    refused("seven/003.png: cannot be read as an image.*replace", images.preprocess, images.folder(str(broken)))
+    refused("seven/003.png: cannot be read as an image.*replace", images.preprocess, image_files.folder(str(broken)))
     path.write_text("no image")
-    refused("seven/003.png: cannot be read as an image", images.preprocess, images.folder(str(broken)))
+    refused("seven/003.png: cannot be read as an image", images.preprocess, image_files.folder(str(broken)))
     Image.new("L", (9, 8)).save(path)
-    refused(r"003.png of 9 x 8 and .* of 8 x 8; give --image_size", images.preprocess, images.folder(str(broken)))
-    assert images.preprocess(images.folder(str(broken)), (16, 16)).height == 16
+    refused(r"003.png of 9 x 8 and .* of 8 x 8; give --image_size", images.preprocess, image_files.folder(str(broken)))
+    assert images.preprocess(image_files.folder(str(broken)), (16, 16)).height == 16
     shutil.rmtree(broken / "one")
     (broken / "one").mkdir()
-    refused("one: the class has no image", images.folder, str(broken))
+    refused("one: the class has no image", image_files.folder, str(broken))
     for name in ("one", "zero"):
         shutil.rmtree(broken / name)
-    refused("all images are of one class, seven", images.check_classes, images.folder(str(broken)), None)
+    refused("all images are of one class, seven", image_files.check_classes, image_files.folder(str(broken)), None)
     (broken / "seven").rename(broken / "nine")
-    refused("class nine is not in", images.check_classes, good, images.folder(str(broken)))
+    refused("class nine is not in", image_files.check_classes, good, image_files.folder(str(broken)))
     held_out = write_folder(tmp_path / "two", (1, 7, 0), 2)
     shutil.rmtree(held_out / "one")
-    assert images.check_classes(good, images.folder(str(held_out))).labels.tolist() == [1, 1, 2, 2]
+    assert image_files.check_classes(good, image_files.folder(str(held_out))).labels.tolist() == [1, 1, 2, 2]
 
 
 def test_a_broken_image_that_a_data_worker_meets_is_one_line(data, tmp_path, capsys):
     """Beyond the 1000 images that are looked at first, it is met in the loop, maybe in another process."""
     shutil.copytree(data / "train", tmp_path / "train")
-    found = images.folder(str(tmp_path / "train"))
+    found = image_files.folder(str(tmp_path / "train"))
     samples = images.ImageSamples(found, images.preprocess(found))
     (tmp_path / "train/one/001.png").write_text("no image")
-    with pytest.raises(SystemExit) as ended, launching.user_mistakes_end_here():
+    with pytest.raises(SystemExit) as ended, ending.user_mistakes_end_here():
         list(torch.utils.data.DataLoader(samples, batch_size=None, num_workers=1))
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert ended.value.code == 2 and len(errors) == 1

@@ -1,0 +1,50 @@
+"""Looks at and exports checkpoints: `python -m common.checkpoint list` and `export`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from common.checkpoint.export import export
+from common.checkpoint.format import (
+    find_damage,
+    list_checkpoints,
+)
+from common.checkpoint.save import find_best
+from common.errors import UserError
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m common.checkpoint", description="Looks at and exports checkpoints."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("list", help="the checkpoints of a run, and whether they are sound: else status 1")
+    one.add_argument("output_dir", type=Path)
+    one = commands.add_parser("export", help="one checkpoint as a model that from_pretrained loads")
+    one.add_argument("checkpoint", type=Path)
+    one.add_argument("target", type=Path)
+    args = parser.parse_args()
+    try:
+        if args.command == "export":
+            export(args.checkpoint, args.target)
+            print(f"{args.target} (from_pretrained loads it)")
+            return
+        found, problems = list_checkpoints(args.output_dir)
+        damages = {path: find_damage(path, manifest) for path, manifest in found}
+        best = find_best([(path, manifest) for path, manifest in found if not damages[path]])
+        for path, manifest in found:
+            size = sum(facts["bytes"] for facts in manifest["files"].values())
+            measured = manifest["position"]["validation_loss"]
+            loss = f", validation loss {measured:.4f}" if measured is not None else ""
+            state = f"{damages[path] or 'sound'}{', the best' if path == best else ''}"
+            print(f"{path}: {manifest['mode']}, {manifest['world_size']} processes, {size:,} bytes{loss}, {state}")
+        for line in problems or ([] if found else [f"{args.output_dir}: no checkpoint"]):
+            print(line)
+        sys.exit(1 if problems or not found or any(damages.values()) else 0)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

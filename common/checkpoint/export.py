@@ -1,0 +1,85 @@
+"""A checkpoint, of any mode, as a model that `from_pretrained` loads."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from common.checkpoint.format import FORMAT, Reader, find_damage, newer_line, own_file, read_manifest, require
+from common.errors import UserError, one_line
+from common.files import PARTIAL, complete_or_absent
+
+# Files of model/ that an export takes: settings, and the tokenizer's own formats, but never code or pickles.
+EXPORTED = (".json", ".jinja", ".txt", ".model", ".spm", ".bpe", ".codes", ".tiktoken")
+
+
+def export(directory: Path, target: Path) -> None:
+    """Writes the weights of a checkpoint as a model that `from_pretrained` loads, with its tokenizer; or nothing.
+
+    Raises:
+        UserError: no sound checkpoint there, or something else where the model should go; one line.
+    """
+    import transformers
+
+    try:
+        manifest = read_manifest(directory)
+    except UserError as error:
+        raise UserError(f"{directory} is no checkpoint: {error}; name one of OUTPUT_DIR/checkpoints") from error
+    if manifest["format"] > FORMAT:
+        raise UserError(f"{directory}: {newer_line(manifest)}")
+    if damage := find_damage(directory, manifest):
+        raise UserError(f"{directory}: {damage}; export another checkpoint")
+    target = Path(os.path.abspath(target))
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} is there already; name another directory")
+    if target.is_mount():
+        raise UserError(f"{target} is a disk's own directory; name one below it")
+    if (partial := target.with_name(target.name + PARTIAL)).exists():
+        raise UserError(f"{partial} is there already, of a killed export perhaps; remove it, or name another")
+    reader = Reader(directory, manifest)
+    model_class = getattr(transformers, manifest["architecture"], None)
+    weights = {
+        name.partition("/")[2]: reader.read(name) for name in reader.tensors if name.startswith(("weight/", "buffer/"))
+    }
+    # Not what merely lies there: only what the manifest names, and of that no code.
+    files = [name.removeprefix("model/") for name in manifest["files"] if name.startswith("model/")]
+    files = [name for name in files if "/" not in name and name.endswith(EXPORTED) and ".index." not in name]
+    if model_class is None:  # a recipe's own class: its configuration, and the weights under its own names
+
+        def write(partial: Path) -> None:
+            shutil.copyfile(own_file(directory, "model/config.json"), partial / "config.json")
+            save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+
+    else:
+        try:
+            write = _whole_model(directory, weights, model_class).save_pretrained
+        except Exception as error:  # of transformers and torch, by what does not fit
+            raise UserError(
+                f"{directory}: its weights and model/config.json do not make a {manifest['architecture']} "
+                f"({one_line(error)}); export another checkpoint"
+            ) from error
+    with complete_or_absent(target, "export again") as partial:
+        write(partial)
+        for name in files:
+            if name != "config.json":
+                shutil.copyfile(own_file(directory, f"model/{name}"), partial / name)
+
+
+def _whole_model(directory: Path, weights: dict[str, torch.Tensor], model_class: Any) -> Any:
+    """A checkpoint's weights in the model of transformers that they belong to; no code that the checkpoint brings."""
+    import transformers
+
+    is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
+    require(is_model, "that is no model of transformers")
+    dtype = next(value.dtype for value in weights.values() if value.is_floating_point())
+    config = model_class.config_class.from_pretrained(directory / "model", local_files_only=True)
+    with torch.device("meta"):  # no memory, and no time, for weights that are replaced
+        model = model_class._from_config(config, dtype=dtype)
+    _, unexpected = model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+    missing = sorted(name for name, p in model.named_parameters(remove_duplicate=False) if p.is_meta)
+    require(not unexpected and not missing, f"unexpected: {unexpected[:3]}, missing: {missing[:3]}")
+    return model

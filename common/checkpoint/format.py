@@ -1,0 +1,289 @@
+"""The format of a checkpoint: what is written, how it is read in parts, and how one that is damaged or forged is told.
+
+    manifest.json           format, update, settings, fingerprints, versions, and size and SHA-256 of every other file
+    rank-00000.safetensors  the ranges of weights and optimizer state that rank 0 writes, flattened (see layouts.py)
+    rank-00000.json         where in which tensor these ranges lie; counts of the optimizer; the rank's random states
+    model/                  configuration and tokenizer, for the export
+
+Nothing in it is ever executed, whoever wrote it: what is read is checked for its form too, files that the manifest does
+not name are not looked at, and links are not followed.
+"""
+
+import hashlib
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import _TYPES as DTYPES
+
+from common.checkpoint.random_states import check_random_states
+from common.errors import UserError, one_line
+from common.files import PARTIAL
+
+FORMAT = 1
+
+
+MANIFEST = "manifest.json"
+
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+MASTER_DTYPES = (torch.float32, torch.float64)  # of what is trained, whatever computes
+
+
+CHUNK = 16 << 20  # bytes written and hashed at a time
+
+
+@dataclass
+class TrainingState:
+    """Where a run stands, and what it counts; the same on all ranks."""
+
+    update: int = 0  # updates done: the number of the next one
+    samples: int = 0  # that these updates consumed
+    skipped_updates: int = 0
+    skipped_in_a_row: int = 0
+    best_validation_loss: float | None = None
+    validation_loss: float | None = None  # where the last update ended with an evaluation
+    tracker_runs: dict[str, str] = field(default_factory=dict)  # by which a tracker continues its own run
+
+    def measured(self, validation_loss: float) -> None:
+        """The last update ended with an evaluation. A loss that is not finite is never the best one."""
+        self.validation_loss, best = validation_loss, self.best_validation_loss
+        if math.isfinite(validation_loss) and (best is None or validation_loss < best):
+            self.best_validation_loss = validation_loss
+
+
+def safetensors_parts(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Any]:
+    """The bytes of a safetensors file, in chunks.
+
+    Not `safetensors.torch.save_file`: it keeps Python's lock while it writes, so that training would wait for the
+    thread that writes, and the hash would need a second pass. The library reads what this writes.
+    """
+    header, offset = {}, 0
+    for name, tensor in tensors:
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": [tensor.numel()],
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for _, tensor in tensors:
+        content = memoryview(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+        for start in range(0, len(content), CHUNK):
+            yield content[start : start + CHUNK]
+
+
+def hash_of(manifest: dict[str, Any]) -> str:
+    rest = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def own_file(directory: Path, name: str) -> Path:
+    """A file of the checkpoint by its name in the manifest; an error of one line for a link, a pipe, another place."""
+    root = os.path.realpath(directory)
+    path = os.path.join(root, name)
+    if os.path.realpath(path) != path or not path.startswith(root + os.sep):
+        raise UserError(f"{name} lies outside, or is a link")
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise UserError(f"{name} is no file")
+    return directory / name
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Raises UserError, one line without the directory's name, where it is not there, not whole or malformed."""
+    try:
+        manifest = json.loads(own_file(directory, MANIFEST).read_text())
+    except OSError as error:
+        raise UserError(f"{MANIFEST}: {error.strerror}") from error
+    except (UserError, ValueError, RecursionError) as error:
+        raise UserError(f"{MANIFEST} is damaged: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("sha256") != hash_of(manifest):
+        raise UserError(f"{MANIFEST} is damaged: its own SHA-256 differs")
+    try:
+        _check_manifest(manifest)
+    except (KeyError, TypeError, AttributeError, AssertionError) as error:
+        raise UserError(f"{MANIFEST} is malformed: {one_line(error)}") from error
+    return manifest
+
+
+def require(condition: bool, what: str) -> None:
+    if not condition:
+        raise UserError(what)
+
+
+def is_number(value: Any, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _check_manifest(manifest: dict[str, Any]) -> None:
+    """Its hash shows that it is whole, not who wrote it: raises an error where a part is not of the form expected."""
+    for name, least in {"format": 1, "update": 0, "world_size": 1}.items():
+        require(is_number(manifest[name], least=least), f"{MANIFEST} is malformed: its {name} is {manifest[name]!r}")
+    if manifest["format"] > FORMAT:
+        return  # of which we cannot judge
+    texts = (manifest["mode"], manifest["architecture"], *manifest["files"])
+    require(all(text.isprintable() for text in texts), f"{MANIFEST} is malformed: a name is not printable")
+    for facts in manifest["files"].values():
+        require(is_number(facts["bytes"]) and isinstance(facts["sha256"], str), f"{MANIFEST} is malformed: its files")
+    position, identity = TrainingState(**manifest["position"]), manifest["identity"]
+    is_sound = position.update == manifest["update"] and is_number(position.samples)
+    is_sound &= is_number(position.skipped_updates) and is_number(position.skipped_in_a_row)
+    for loss in (position.best_validation_loss, position.validation_loss):
+        is_sound &= loss is None or isinstance(loss, float)
+    is_sound &= all(isinstance(run, str) for run in position.tracker_runs.values())
+    is_sound &= all(isinstance(value, bool | int | float) for value in manifest["scaler"].values())
+    is_sound &= all(isinstance(name, str) for name in manifest.get("untrained", []))
+    is_sound &= all(isinstance(identity[name], dict) for name in ("model", "settings"))
+    is_sound &= all(isinstance(identity[name], str) for name in ("tokenizer", "dataset"))
+    require(is_sound, f"{MANIFEST} is malformed: its position, scaler or identity")
+
+
+def newer_line(manifest: dict[str, Any]) -> str:
+    return f"its format is {manifest['format']}, newer than this code's {FORMAT}; take the code that wrote it, or newer"
+
+
+def find_damage(directory: Path, manifest: dict[str, Any], rank: int = 0, world: int = 1) -> str | None:
+    """What is wrong with this rank's share of the files, or None."""
+    name = MANIFEST
+    try:
+        for name, facts in list(manifest["files"].items())[rank::world]:
+            path = own_file(directory, name)
+            if path.stat().st_size != facts["bytes"]:
+                return f"{name} has {path.stat().st_size} bytes in the place of {facts['bytes']}"
+            with open(path, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != facts["sha256"]:
+                    return f"{name} is damaged: its SHA-256 differs"
+        if manifest["format"] <= FORMAT:
+            Reader(directory, manifest).check(rank, world)
+    except OSError as error:
+        return f"{name}: {error.strerror}"
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def list_checkpoints(output_dir: Path) -> tuple[list[tuple[Path, dict[str, Any]]], list[str]]:
+    """The checkpoints whose manifest is whole, the newest first; and a line for each directory without one."""
+    found, problems = [], []
+    directory = output_dir / "checkpoints"
+    for path in sorted(directory.iterdir(), reverse=True) if directory.is_dir() else []:
+        if path.name.endswith(PARTIAL) or not path.is_dir():
+            continue
+        try:
+            found.append((path, read_manifest(path)))
+        except UserError as error:
+            problems.append(f"{path}: {error}")
+    return sorted(found, key=lambda one: one[1].get("update", -1), reverse=True), problems
+
+
+class Reader:
+    """The tensors of a checkpoint, whole or in part, however they were cut when they were saved.
+
+    Raises UserError, one line, where the files of the ranks do not make whole tensors.
+    """
+
+    def __init__(self, directory: Path, manifest: dict[str, Any]):
+        self.directory, self.manifest = directory, manifest
+        self.ranks: list[dict[str, Any]] = []
+        self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        self.scalar_state: dict[str, Any] = {}
+        self._where: dict[str, list[tuple[int, int, str]]] = {}
+        self._open: dict[str, Any] = {}
+        for number in range(manifest["world_size"]):
+            name = f"rank-{number:05}"
+            try:
+                self._add_rank(name)
+            except (UserError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise UserError(f"{name}.json is malformed: {one_line(error)}") from error
+        for name, (_, shape) in self.tensors.items():
+            filled = 0
+            for first, last, _ in sorted(one for one in self._where[name] if one[0] < one[1]):
+                require(first == filled, f"{name} has a gap or an overlap at its element {min(first, filled)}")
+                filled = last
+            require(filled == math.prod(shape), f"{name} has {filled} of {math.prod(shape)} elements")
+        self._require_training_state()
+
+    def _require_training_state(self) -> None:
+        """Every weight that is trained has its master's precision, and the state that the optimizer keeps for it."""
+        kept: dict[str, set[str]] = {}
+        for name in (*self.tensors, *self.scalar_state):
+            kind, _, weight = name.partition("/")
+            if kind.startswith("optimizer."):
+                kept.setdefault(weight, set()).add(kind)
+        trained = {name.removeprefix("weight/") for name in self.tensors if name.startswith("weight/")}
+        if "untrained" in self.manifest:
+            trained -= set(self.manifest["untrained"])
+        elif self.manifest["mode"] != "FSDP":  # as written before this was: only there a state could be missing
+            trained &= kept.keys()
+        every = set().union(*kept.values())
+        is_uniform = self.manifest["identity"]["settings"].get("optimizer") in ("adamw", "sgd")
+        for name in sorted(trained):
+            dtype = self.tensors[f"weight/{name}"][0]
+            require(dtype in MASTER_DTYPES, f"weight/{name} is {DTYPE_NAMES[dtype]}, where what is trained is F32")
+            missing = sorted(every - kept.get(name, set())) if is_uniform or name not in kept else []
+            require(not missing, f"weight/{name} is there without its {', '.join(missing)}")
+
+    def _add_rank(self, name: str) -> None:
+        listed = self.manifest["files"]
+        require({f"{name}.json", f"{name}.safetensors"} <= listed.keys(), "the manifest does not name its files")
+        rank = json.loads(own_file(self.directory, f"{name}.json").read_text())
+        for number, value in rank["numbers"].items():
+            require(isinstance(value, int | float), f"{number} is no number")
+            is_step = number.startswith("optimizer.step/")
+            require(not is_step or 0 <= value <= self.manifest["update"] + 1, f"{number} is {value}")
+        self.ranks.append(rank)
+        self.scalar_state |= rank["numbers"]
+        for tensor, one in rank["tensors"].items():
+            facts = (DTYPES[one["dtype"]], tuple(one["shape"]))
+            sizes = (*facts[1], one["start"], one["elements"])
+            require(all(is_number(size) for size in sizes), f"{tensor}: its sizes")
+            require(self.tensors.setdefault(tensor, facts) == facts, f"{tensor} is another one than in other ranks")
+            where = (one["start"], one["start"] + one["elements"], f"{name}.safetensors")
+            self._where.setdefault(tensor, []).append(where)
+
+    def check(self, rank: int = 0, world: int = 1) -> None:
+        """Raises UserError where a file of this rank's share holds something else than its JSON says."""
+        for number in range(rank, len(self.ranks), world):
+            name, facts = f"rank-{number:05}", self.ranks[number]
+            try:
+                file = self._file(f"{name}.safetensors")
+                slices = {tensor: file.get_slice(tensor) for tensor in file.keys()}
+                found = {tensor: (one.get_dtype(), one.get_shape()) for tensor, one in slices.items()}
+                told = {tensor: (one["dtype"], [one["elements"]]) for tensor, one in facts["tensors"].items()}
+                require(found == told, f"its tensors are not those of {name}.json")
+            except Exception as error:  # SafetensorError, by what the header says
+                raise UserError(f"{name}.safetensors is malformed: {one_line(error)}") from error
+            try:
+                check_random_states(facts["random"])
+            except Exception as error:  # KeyError, TypeError, RuntimeError, ...
+                raise UserError(f"{name}.json is malformed: its random states ({one_line(error)})") from error
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = safe_open(own_file(self.directory, name), "pt")
+        return self._open[name]
+
+    def read(self, name: str, start: int = 0, elements: int | None = None) -> torch.Tensor:
+        """A range of a tensor's flattened elements, on the CPU; without a range, the tensor in its shape."""
+        dtype, shape = self.tensors[name]
+        stop = start + (math.prod(shape) if elements is None else elements)
+        result, filled = torch.empty(stop - start, dtype=dtype), 0
+        for first, last, file in self._where[name]:
+            low, high = max(first, start), min(last, stop)
+            if low < high:
+                result[low - start : high - start] = self._file(file).get_slice(name)[low - first : high - first]
+                filled += high - low
+        assert filled == stop - start, f"{self.directory}: {name} has {filled} of the elements {start} to {stop}"
+        return result.view(shape) if elements is None else result

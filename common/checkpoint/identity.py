@@ -1,0 +1,88 @@
+"""What must be the same when a run is continued: model, tokenizer, data and settings."""
+
+import argparse
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from accelerate import Accelerator
+
+# What an update depends on besides samples and weights; another value than the checkpoint's is refused. False: also
+# with --allow_changed, since the saved state would not fit.
+SETTINGS = {
+    "global_batch_size": False,  # by which an update's samples are found
+    "num_updates": True,
+    "seed": True,
+    "drop_last_window": True,
+    "optimizer": False,
+    "learning_rate": True,
+    "weight_decay": True,
+    "warmup_updates": True,
+    "lr_schedule": True,
+    "max_grad_norm": True,
+    "mixed_precision": True,
+}
+
+
+CHANGEABLE = ("dataset", *(name for name, can_change in SETTINGS.items() if can_change))
+
+
+def identify(
+    args: argparse.Namespace, accelerator: Accelerator, config: Any, tokenizer: Any, dataset: str, *own_flags: str
+) -> dict:
+    """What must be the same when a run is continued.
+
+    Args:
+        config: the model's configuration. tokenizer: of transformers, or None. dataset: a fingerprint of the samples.
+        own_flags: names of the recipe's own flags that an update depends on.
+    """
+    model = {
+        key: value
+        for key, value in json.loads(config.to_json_string(use_diff=False)).items()
+        if not key.startswith("_") and key not in ("transformers_version", "dtype", "torch_dtype", "architectures")
+    }
+    words = ""
+    if tokenizer is not None:
+        words = json.dumps(
+            [sorted(tokenizer.get_vocab().items()), str(tokenizer.chat_template), tokenizer.eos_token_id]
+        )
+    settings = {name: getattr(args, name) for name in (*SETTINGS, *own_flags) if hasattr(args, name)}
+    settings["mixed_precision"] = accelerator.mixed_precision
+    return {
+        "model": model,
+        "tokenizer": hashlib.sha256(words.encode()).hexdigest()[:16],
+        "dataset": dataset,
+        "settings": settings,
+    }
+
+
+def differences(saved: dict, now: dict, allowed: Iterable[str]) -> Iterator[str]:
+    """One line for each thing that is not what the checkpoint was made with."""
+    keys = sorted(saved["model"].keys() | now["model"].keys(), key=lambda key: (key != "model_type", key))
+    pairs = {key: (now["model"].get(key), saved["model"].get(key)) for key in keys}
+    if different := [
+        f"its {key} is {is_now}, the checkpoint's is {was}" for key, (is_now, was) in pairs.items() if is_now != was
+    ]:
+        more = f"; {len(different) - 3} more differ" if len(different) > 3 else ""
+        yield f"another model: {'; '.join(different[:3])}{more}; give the run's own model"
+    if saved["tokenizer"] != now["tokenizer"]:
+        yield (
+            f"another tokenizer: its fingerprint is {now['tokenizer']}, the checkpoint's is {saved['tokenizer']}; give "
+            "the run's own; one that was trained on the text needs the same text (on another text, train what "
+            "`python -m common.checkpoint export` makes, with --model_name_or_path)"
+        )
+    elif saved["dataset"] != now["dataset"] and "dataset" not in allowed:
+        yield (
+            f"other training data: their fingerprint is {now['dataset']}, the checkpoint's is {saved['dataset']}; give "
+            "the same files and --sequence_length, or --allow_changed dataset to go on with these"
+        )
+    own_flags = dict.fromkeys(now["settings"].keys() - SETTINGS.keys(), False)
+    for name, can_change in (SETTINGS | own_flags).items():
+        was, is_now = saved["settings"].get(name), now["settings"].get(name)
+        if was != is_now and name not in allowed:
+            how = f", or --allow_changed {name}" if can_change else ""
+            flag = "--mixed_precision of the launch" if name == "mixed_precision" else f"--{name}"
+            is_now, was = (" ".join(map(str, value)) if isinstance(value, list) else value for value in (is_now, was))
+            advice = "take it out" if was is None else f"give {was}"
+            yield f"{flag} is {is_now}, the checkpoint's is {was}; {advice}{how}"

@@ -1,0 +1,295 @@
+"""Which part of the weights and of the optimizer's state a rank holds, in every mode, under the parameters' own names.
+
+What makes one checkpoint format serve all modes: each layout cuts a tensor into ranges of its flattened elements. FSDP2
+cuts the first dimension, ZeRO-3 each parameter, ZeRO-1 and 2 the parameters laid end to end; DDP does not cut. So a
+part is (name, start, elements), and any layout is read back from the parts of any other.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+class Piece(NamedTuple):
+    """A range of a tensor's flattened elements that this rank holds."""
+
+    name: str  # "weight/NAME", "buffer/NAME" or "optimizer.KEY/NAME", by the model's own names
+    tensor: torch.Tensor  # the elements; a view of what trains, in row-major order of its own shape
+    start: int  # of its first element in the flattened whole
+    shape: tuple[int, ...]  # of the whole
+    is_owner: bool  # whether this rank writes it: of equal copies, one is written
+
+
+@dataclass
+class _Part:
+    """What this rank holds of a parameter, and where the optimizer keeps the state for it."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    weight: torch.Tensor
+    # The tensor that the inner optimizer knows: the parameter, or a flat stretch of many; None if it is not trained.
+    holder: torch.Tensor | None
+    cut: Callable[[torch.Tensor], torch.Tensor]  # of a state tensor as large as the holder, the elements of this part
+    is_owner: bool
+
+
+def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that keeps the state, below the wrappers of Accelerate and DeepSpeed."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+# Where DeepSpeed's optimizers keep the groups of parameters, and this rank's stretch of each in float32.
+ZERO_NAMES = (
+    ("fp16_groups", "fp32_partitioned_groups_flat"),  # ZeRO-3
+    ("bit16_groups", "single_partition_of_fp32_groups"),  # ZeRO-2, and ZeRO-1 but in bf16
+    ("bf16_groups", "fp32_groups_flat_partition"),  # BF16_Optimizer: ZeRO-1 in bf16
+)
+
+
+def _zero_optimizer(optimizer: Any) -> Any | None:
+    """DeepSpeed's ZeRO optimizer among the wrappers, or None."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+        if any(hasattr(optimizer, groups) for groups, _ in ZERO_NAMES):
+            return optimizer
+    return None
+
+
+class _Owners:
+    """Deals what every rank holds alike to the ranks, so that they write about as many bytes each."""
+
+    def __init__(self, accelerator: Accelerator):
+        self.rank, self.bytes = accelerator.process_index, [0] * accelerator.num_processes
+
+    def is_mine(self, num_bytes: int) -> bool:
+        owner = self.bytes.index(min(self.bytes))
+        self.bytes[owner] += num_bytes
+        return owner == self.rank
+
+
+def _if_trained(p: torch.Tensor) -> torch.Tensor | None:
+    return p if p.requires_grad else None
+
+
+def _whole(name: str, p: torch.Tensor, owners: _Owners) -> _Part:
+    is_owner = owners.is_mine(p.numel() * p.element_size())
+    return _Part(name, tuple(p.shape), 0, p.detach(), _if_trained(p), lambda state: state, is_owner)
+
+
+def _dtensor_part(name: str, p: DTensor) -> _Part:
+    placements, mesh = p.placements, p.device_mesh
+    assert all(one in (Replicate(), Shard(0)) for one in placements), f"{name} is cut as {placements}"
+    _, offset = compute_local_shape_and_global_offset(p.shape, mesh, placements)
+    # Of the copies that HSDP keeps, the first one is written.
+    is_owner = all(mesh.get_local_rank(dim) == 0 for dim, one in enumerate(placements) if one == Replicate())
+    start = offset[0] * (p.numel() // p.shape[0]) if p.ndim else 0
+    local = p.detach().to_local()
+    return _Part(name, tuple(p.shape), start, local, _if_trained(p), lambda state: state.to_local(), is_owner)
+
+
+def _reshard(model: torch.nn.Module) -> None:
+    """Makes every parameter the one that is trained again.
+
+    After a forward that no backward followed, as an evaluation's, FSDP2 leaves those of its root gathered: plain
+    tensors in the dtype that computes, which no optimizer knows.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _parts(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Iterator[_Part]:
+    _reshard(model)
+    named = {name: p for name, p in accelerator.unwrap_model(model).named_parameters()}
+    owners, zero = _Owners(accelerator), _zero_optimizer(optimizer)
+    if zero is not None:
+        names = {id(p): name for name, p in named.items()}
+        parts = _zero3_parts if hasattr(zero, "fp16_partitioned_groups") else _zero12_parts
+        yield from parts(zero, names)
+        trained = {id(p) for group, _ in _zero_groups(zero) for p in group}
+        named = {name: p for name, p in named.items() if id(p) not in trained}  # the frozen ones
+    known = {id(p) for group in inner_optimizer(optimizer).param_groups for p in group["params"]}
+    for name, p in named.items():
+        assert not p.requires_grad or id(p) in known, f"{name} requires a gradient, and the optimizer does not hold it"
+        if hasattr(p, "ds_tensor"):
+            yield _ds_part(name, p, p.ds_tensor.detach(), None, lambda state: state)
+        elif isinstance(p, DTensor):
+            yield _dtensor_part(name, p)
+        else:
+            yield _whole(name, p, owners)
+
+
+def _zero_groups(zero: Any) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
+    """Each group of parameters, and this rank's stretch of it in float32."""
+    groups, stretches = next(names for names in ZERO_NAMES if hasattr(zero, names[0]))
+    return zip(getattr(zero, groups), getattr(zero, stretches), strict=True)
+
+
+def _zero12_parts(zero: Any, names: dict[int, str]) -> Iterator[_Part]:
+    """ZeRO-1 and 2: the parameters of a group are laid end to end."""
+    for group, flat in _zero_groups(zero):
+        for p in group:
+            fragment = p._hp_mapping
+            if fragment is None:  # lies in another rank's stretch
+                continue
+            at = fragment.hp_fragment_address
+
+            def cut(state: torch.Tensor, at: Any = at) -> torch.Tensor:
+                return state.narrow(0, at.start, at.numel)
+
+            start = fragment.lp_fragment_address.start
+            yield _Part(names[id(p)], tuple(p.shape), start, cut(flat).detach(), flat, cut, is_owner=True)
+
+
+def _ds_part(name: str, p: Any, weight: torch.Tensor, holder: torch.Tensor | None, cut: Callable) -> _Part:
+    """ZeRO-3's share of one parameter: equal shares, the last ones filled up with zeros that are not kept."""
+    share = p.ds_tensor.ds_numel
+    start = min(torch.distributed.get_rank(p.ds_process_group) * share, p.ds_numel)
+    held = min(share, p.ds_numel - start)
+    return _Part(
+        name, tuple(p.ds_shape), start, weight.narrow(0, 0, held), holder, lambda s: cut(s).narrow(0, 0, held), True
+    )
+
+
+def _zero3_parts(zero: Any, names: dict[int, str]) -> Iterator[_Part]:
+    """ZeRO-3: this rank's share of each parameter, in float32; a group that lies in files is read for its turn."""
+    for group, flat in _zero_groups(zero):
+        offset = 0
+        for p in group:
+
+            def cut(state: torch.Tensor, offset: int = offset, size: int = p.ds_tensor.ds_numel) -> torch.Tensor:
+                return state.narrow(0, offset, size)
+
+            yield _ds_part(names[id(p)], p, cut(flat).detach(), flat, cut)
+            offset += p.ds_tensor.ds_numel
+
+
+def _buffers(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[Piece]:
+    for prefix, module in accelerator.unwrap_model(model).named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                full = f"buffer/{prefix}.{name}" if prefix else f"buffer/{name}"
+                yield Piece(full, buffer.detach(), 0, tuple(buffer.shape), accelerator.is_main_process)
+
+
+def _state_pieces(part: _Part, state: dict[str, Any]) -> Iterator[Piece]:
+    for key, value in state.items():
+        if torch.is_tensor(value) and value.ndim:
+            name = f"optimizer.{key}/{part.name}"
+            if value.shape == part.holder.shape:
+                yield Piece(name, part.cut(value).detach(), part.start, part.shape, part.is_owner)
+            else:  # factored or block-wise: belongs to a parameter that is not cut
+                assert part.weight.shape == part.shape, f"{name} does not follow its parameter's cut"
+                yield Piece(name, value.detach(), 0, tuple(value.shape), part.is_owner)
+
+
+def pieces(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Iterator[Piece]:
+    """All that this rank holds: float32 weights, persistent buffers, optimizer state. No communication."""
+    inner = inner_optimizer(optimizer)
+    for part in _parts(accelerator, model, optimizer):
+        yield Piece(f"weight/{part.name}", part.weight, part.start, part.shape, part.is_owner)
+        yield from _state_pieces(part, inner.state.get(part.holder, {}))
+    yield from _buffers(accelerator, model)
+
+
+def scalar_state(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+    """The optimizer state that is a number (a count of steps), by "optimizer.KEY/NAME", of what this rank writes."""
+    inner, found = inner_optimizer(optimizer), {}
+    for part in _parts(accelerator, model, optimizer):
+        for key, value in inner.state.get(part.holder, {}).items():
+            if part.is_owner and not (torch.is_tensor(value) and value.ndim):
+                found[f"optimizer.{key}/{part.name}"] = value
+    on_device = [name for name, value in found.items() if torch.is_tensor(value)]
+    if on_device:  # one transfer for all
+        values = torch.stack([found[name].detach().double() for name in on_device]).tolist()
+        found |= dict(zip(on_device, values, strict=True))
+    return found
+
+
+def untrained(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> list[str]:
+    """Names of the parameters without optimizer state: frozen ones, and those that never had a gradient."""
+    state = inner_optimizer(optimizer).state
+    holders = {part.name: part.holder for part in _parts(accelerator, model, optimizer)}
+    return [name for name, holder in holders.items() if holder is None or (state and holder not in state)]
+
+
+def make_state(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: Any,
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+    saved_scalars: dict[str, Any],
+) -> None:
+    """Makes the optimizer's state, which a new optimizer has not yet, so that `pieces` has where to read it into.
+
+    Args:
+        tensors: dtype and shape of the whole of every tensor that was saved, by the names of `pieces`.
+        saved_scalars: as `scalar_state` gave them.
+    """
+    inner = inner_optimizer(optimizer)
+    by_parameter: dict[str, dict[str, Any]] = {}
+    for name, value in (tensors | saved_scalars).items():
+        kind, _, parameter = name.partition("/")
+        if kind.startswith("optimizer."):
+            by_parameter.setdefault(parameter, {})[kind.removeprefix("optimizer.")] = value
+    is_torchs = type(inner).__module__.startswith("torch.optim")
+    for part in _parts(accelerator, model, optimizer):
+        if part.holder is None or part.holder in inner.state:
+            continue
+        state: dict[str, Any] = {}
+        for key, value in by_parameter.get(part.name, {}).items():
+            if isinstance(value, tuple):
+                dtype, shape = value
+                if shape == part.shape:
+                    state[key] = torch.zeros_like(part.holder, dtype=dtype, requires_grad=False)
+                else:
+                    state[key] = torch.zeros(shape, dtype=dtype, device=part.holder.device)
+            elif key == "step" and is_torchs:  # torch counts in a tensor, others (DeepSpeed's CPU Adam) in an int
+                state[key] = torch.tensor(float(value), dtype=torch.float32, device=part.holder.device)
+            else:
+                state[key] = int(value) if key == "step" else value
+        if state:
+            inner.state[part.holder] = state
+    if hasattr(inner, "ds_opt_adam"):
+        _replay_steps(inner)
+
+
+def _replay_steps(cpu_adam: Any) -> None:
+    """DeepSpeed's CPU Adam keeps its powers of beta out of Python's sight, as products that grow with each step.
+
+    Computed at once they would differ in the last bit: steps of one element that nobody looks at make them again.
+    """
+    group = cpu_adam.param_groups[0]
+    settings = (group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"])
+    for step in range(1, 1 + max((state["step"] for state in cpu_adam.state.values()), default=0)):
+        cpu_adam.ds_opt_adam.adam_update(cpu_adam.opt_id, step, *settings, *(torch.zeros(1) for _ in range(4)))
+
+
+@torch.no_grad()
+def refresh(optimizer: Any) -> None:
+    """After `pieces` were read into: brings the weights that compute up to the float32 ones, where these are apart."""
+    zero = _zero_optimizer(optimizer)
+    if zero is None:
+        return
+    if not hasattr(zero, "fp16_partitioned_groups"):
+        zero.update_lp_params()
+        return
+    zero.empty_partition_cache()  # what a forward before has gathered is of the weights before
+    for index in range(len(zero.fp16_groups)):
+        zero._reassign_or_swap_out_partitioned_parameters(index)
+    if zero.persistent_parameters:  # small ones, which every rank keeps whole
+        zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+def num_bytes(found: Iterable[Piece]) -> int:
+    """Bytes that this rank would write."""
+    return sum(piece.tensor.numel() * piece.tensor.element_size() for piece in found if piece.is_owner)

@@ -1,0 +1,93 @@
+"""Conversations become tokens as the chat template writes them; the assistant's turns are learned."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from common.data.columns import messages_of, utf8_length
+from common.data.rows import Row
+from common.data.tokenizer import encode_plain
+from common.errors import UserError, one_line
+
+GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")  # by which a chat template marks what the assistant says
+
+
+Encoded = tuple[list[int], list[bool], int]  # a sample's tokens, which of them may be targets, bytes of its text
+
+
+def with_end_of_text(ids: list[int], eos: int) -> list[int]:
+    """With the eos token at its end, which some tokenizers put there by themselves."""
+    return ids if ids[-1:] == [eos] else [*ids, eos]
+
+
+def encode_chats(batch: list[Row], tokenizer: PreTrainedTokenizerBase, counts: Counter) -> Iterator[Encoded]:
+    """The tokenizer's chat template decides every token; the targets are those that lie in the assistant's turns.
+
+    `counts` gets, by its number, the token with which each turn ends.
+    """
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{batch[0].where}: messages need a chat template and the tokenizer has none; give one that has"
+        )
+    if not tokenizer.is_fast:
+        raise UserError(f"{type(tokenizer).__name__} does not tell where a token lies in a text; use a fast tokenizer")
+    chats = [_render(row, tokenizer) for row in batch]
+    encoded = encode_plain(tokenizer, [text for text, _ in chats], return_offsets_mapping=True)
+    for row, (text, spans), ids, offsets in zip(
+        batch, chats, encoded["input_ids"], encoded["offset_mapping"], strict=True
+    ):
+        is_target = np.zeros(len(ids), bool)
+        starts = np.array([start for start, _ in offsets])
+        for start, end in spans:  # a token that begins before the turn belongs to what the model is given
+            turn = (starts >= start) & (starts < end)
+            is_target |= turn
+            tokens = [ids[place] for place in np.flatnonzero(turn)]
+            while tokens and not tokenizer.decode(tokens[-1:]).strip():  # many templates end a turn with a line's end
+                tokens.pop()
+            if tokens and tokens[-1] in tokenizer.added_tokens_decoder:  # else it is text, at which nothing stops
+                counts[tokens[-1]] += 1
+        counts["empty"] += any(
+            message["role"] == "assistant" and not (message.get("content") or message.get("tool_calls"))
+            for message in messages_of(row)
+        )
+        yield ids, is_target.tolist(), utf8_length(text, row.where)
+
+
+def _render(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[tuple[int, int]]]:
+    """The conversation as text, and the spans of characters that the assistant says.
+
+    A template says itself which these are with {% generation %}. Without that: a turn is what its rendering adds to the
+    rendering of the turns before it together with the prompt for an answer.
+    """
+    messages = messages_of(row)
+    template = tokenizer.get_chat_template()
+
+    cannot = f"{row.where}: the chat template cannot be used"
+
+    def render(messages: list[dict[str, Any]], **options: Any) -> tuple[str, list[tuple[int, int]]]:
+        try:
+            texts, spans = render_jinja_template(
+                [messages], chat_template=template, **options, **tokenizer.special_tokens_map
+            )
+        except Exception as error:  # templates raise jinja2's errors, and what Python raises for a missing key
+            raise UserError(f"{cannot}: {one_line(error)}") from error
+        return texts[0], spans[0] if spans else []
+
+    if GENERATION_TAG.search(template):
+        return render(messages, return_assistant_tokens_mask=True)
+    text, spans = render(messages)[0], []
+    for turn, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before = render(messages[:turn], add_generation_prompt=True)[0] if turn else ""
+            after = render(messages[: turn + 1])[0]
+            if not (turn and after.startswith(before) and text.startswith(after)):
+                raise UserError(
+                    f"{cannot}: what the assistant says is not a plain addition; mark it with {{% generation %}}"
+                )
+            spans.append((len(before), len(after)))
+    return text, spans

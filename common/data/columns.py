@@ -1,0 +1,110 @@
+"""Which columns of a row are text, and that they are text."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from common.data.rows import Corpus, Row, Source
+from common.errors import UserError, missing_column
+
+SHAPES = ("blocks", "examples")
+
+
+PAIR = ("prompt", "completion")
+
+
+# What other data sets call these two.
+PAIRS_ELSEWHERE = (
+    ("prompt", "instruction", "question", "query", "problem", "input", "user", "source"),
+    ("completion", "output", "response", "answer", "solution", "chosen", "assistant", "target"),
+)
+
+
+BATCH_CHARACTERS = 1 << 20  # text handed to the tokenizer at once: it needs some 100 bytes a token for the time being
+
+
+def choose_columns(corpus: Corpus, source: Source, shape: str | None) -> tuple[str, tuple[str, ...]]:
+    """(shape, columns): messages before prompt and completion before text, unless blocks or a column was asked for."""
+    if shape not in (None, *SHAPES):
+        raise UserError(f"no shape {shape!r}; there are: {', '.join(SHAPES)}")
+    pair = (source.prompt_column or PAIR[0], source.completion_column or PAIR[1])
+    if source.prompt_column or source.completion_column:
+        if missing := [column for column in pair if column not in corpus.columns]:
+            message = missing_column(corpus.name, missing, corpus.columns)
+            raise UserError(f"{message} (--prompt_column, --completion_column)")
+        return "examples", pair
+    if shape != "blocks" and source.text_column == "text":
+        for columns in (("messages",), pair):
+            if set(columns) <= set(corpus.columns):
+                return "examples", columns
+    if source.text_column not in corpus.columns:
+        message = missing_column(corpus.name, [source.text_column], corpus.columns)
+        raise UserError(f"{message} (--text_column{_hint(corpus.columns)})")
+    return shape or "blocks", (source.text_column,)
+
+
+def _hint(columns: tuple[str, ...]) -> str:
+    """How to name columns that other data sets use for what `messages`, `prompt` and `completion` are here."""
+    if found := [column for column in ("conversations", "conversation") if column in columns]:
+        return (
+            f"; {found[0]} are messages here: rename the column, and in it `from` to `role`, `value` to `content`, the "
+            "roles human and gpt to user and assistant"
+        )
+    names = {column.lower(): column for column in columns}
+    prompt, completion = (next((names[name] for name in known if name in names), None) for known in PAIRS_ELSEWHERE)
+    if not (prompt or completion):
+        return ""
+    return f"; for examples --prompt_column {prompt or 'NAME'} --completion_column {completion or 'NAME'}"
+
+
+def text_of(row: Row, column: str) -> str:
+    if column not in row.values:
+        raise UserError(missing_column(row.where, [column], tuple(row.values)))
+    text = row.values[column]
+    if not isinstance(text, str):
+        found = "null" if text is None else f"of type {type(text).__name__}"
+        raise UserError(f"{row.where}: column {column} is {found}, not a string; mend or remove the row")
+    return text
+
+
+def checked_text(row: Row, column: str) -> str:
+    """A row's text. Raises UserError, one line, where it is missing, no string, or not to be written in UTF-8."""
+    text = text_of(row, column)
+    utf8_length(text, row.where)
+    return text
+
+
+def utf8_length(text: str, where: str) -> int:
+    """Length in UTF-8. JSON's escapes can spell half a surrogate pair, which no tokenizer takes."""
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        half = f"U+{ord(text[error.start]):04X}"
+        raise UserError(f"{where}: half a surrogate pair ({half}) is not text; mend or remove the row") from error
+
+
+def texts_of(row: Row, columns: tuple[str, ...]) -> list[str]:
+    if columns != ("messages",):
+        return [text_of(row, column) for column in columns]
+    contents = [message.get("content") for message in messages_of(row)]
+    return [content for content in contents if isinstance(content, str)]
+
+
+def batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Rows in batches of bounded text, so that memory depends on neither the rows' length nor their number."""
+    batch, size = [], 0
+    for row in rows:
+        batch.append(row)
+        size += sum(len(value) if isinstance(value, str) else len(str(value)) for value in row.values.values())
+        if size >= BATCH_CHARACTERS or len(batch) == 4096:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def messages_of(row: Row) -> list[dict[str, Any]]:
+    messages = row.values.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise UserError(f'{row.where}: column messages is not a list of {{"role": ..., "content": ...}}; mend the row')
+    # Parquet gives every message the keys of all; templates ask whether a key is there.
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]

@@ -1,0 +1,230 @@
+"""Where images and their classes come from: folders, data sets of the hub, scikit-learn's digits."""
+
+import argparse
+import hashlib
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from common.data.hub import held_out_splits, is_saved, load_from_hub, load_saved
+from common.errors import UserError, one_line
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+
+
+DIGITS = "scikit-learn's digits"
+
+
+NUM_HELD_OUT_DIGITS = 360  # a fifth, the last ones: by other writers than the first ones
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images that were found and not yet decoded, with their classes."""
+
+    name: str  # for messages
+    fingerprint: str  # equal where all images and labels are
+    classes: tuple[str, ...]
+    labels: np.ndarray  # int64, of each image, into `classes`
+    read: Callable[[int], Any]  # what PIL opens (a path, a file in memory), or an image
+    where: Callable[[int], str]  # the image's name for messages
+
+
+def find(args: argparse.Namespace) -> tuple[Images, Images | None]:
+    """Training and held-out images, as the recipe's flags say; without any, scikit-learn's digits.
+
+    Raises:
+        UserError: they are not there, or make no classes to learn; a line each.
+    """
+    if not (args.train_dir or args.dataset_name):
+        return digits("train"), digits("validation")
+    validation = folder(args.validation_dir) if args.validation_dir else None
+    if args.train_dir:
+        train = folder(args.train_dir)
+    else:
+        train = hub(args.dataset_name, args.dataset_config, "train", args.label_column)
+        check_labels(train)
+        validation = validation or held_out(args.dataset_name, args.dataset_config, args.label_column)
+    return train, check_classes(train, validation)
+
+
+def folder(directory: str) -> Images:
+    """A folder with one subfolder a class, searched to any depth. No image is opened.
+
+    Raises:
+        UserError: a line for each class without an image, or what else makes it no data set.
+    """
+    root = Path(directory).expanduser()
+    if not root.is_dir():
+        raise UserError(f"{directory}: no such directory; it should have one subfolder a class")
+    classes = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if not classes:
+        raise UserError(f"{directory}: has no subfolder; put the images of each class into one of its own")
+    paths, labels, problems = [], [], []
+    for label, name in enumerate(classes):
+        found = sorted(path for path in (root / name).rglob("*") if path.suffix.lower() in SUFFIXES)
+        if not found:
+            problems.append(
+                f"{root / name}: the class has no image ({' '.join(SUFFIXES)}); fill the folder or remove it"
+            )
+        paths += found
+        labels += [label] * len(found)
+    if problems:
+        raise UserError("\n".join(problems))
+    stats = [(path.relative_to(root).as_posix(), path.stat()) for path in paths]
+    # The size, not the contents: hashing a large data set takes longer than many a run. A copy has the same.
+    fingerprint = fingerprint_of([[name, stat.st_size] for name, stat in stats])
+    names = [str(path) for path in paths]
+    return Images(
+        directory, fingerprint, tuple(classes), np.array(labels, np.int64), names.__getitem__, names.__getitem__
+    )
+
+
+def hub(name: str, config: str | None, split: str, label_column: str | None = None) -> Images:
+    """A split of a data set of the hub, or of a directory that `save_to_disk` of `datasets` wrote.
+
+    The images are in its first column of that kind; the classes in `label_column`, or the first ClassLabel. Labels that
+    are hidden stay -1.
+
+    Raises:
+        UserError: it is not there, or has no such columns; one line.
+    """
+    import datasets
+
+    where = f"{name}[{split}]"
+    data = load_saved(name, split) if is_saved(Path(name).expanduser()) else load_from_hub(name, config, split)
+    if not len(data):
+        raise UserError(f"{where}: the data set holds no row; take another one")
+    features = data.features
+    images = [column for column, feature in features.items() if isinstance(feature, datasets.Image)]
+    labels = [column for column, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
+    if not images:
+        raise UserError(f"{where}: no column holds images; there are: {', '.join(features)}; take another one")
+    if label_column is None and not labels:
+        raise UserError(f"{where}: no column of classes; name it with --label_column; there are: {', '.join(features)}")
+    column = label_column or labels[0]
+    if column not in features:
+        raise UserError(f"{where}: no column {column}; there are: {', '.join(features)}; name one of them")
+    kind = features[column]
+    if not getattr(kind, "dtype", "").startswith(("string", "large_string", "int", "uint", "bool")):
+        raise UserError(
+            f"{where}: column {column} holds no classes (names or whole numbers); name another --label_column; "
+            f"there are: {', '.join(features)}"
+        )
+    values = list(data[column])
+    if None in values:
+        raise UserError(f"{where}, row {values.index(None)}: column {column} is null; mend or remove the row")
+    if column in labels:
+        classes, numbers = tuple(kind.names), np.array(values, np.int64)
+    else:
+        classes = tuple(sorted({str(value) for value in values}))
+        numbers = np.array([classes.index(str(value)) for value in values], np.int64)
+    encoded = data.select_columns([images[0]]).cast_column(images[0], datasets.Image(decode=False))
+
+    def read(index: int) -> Any:
+        image = encoded[index][images[0]]
+        return io.BytesIO(image["bytes"]) if image["bytes"] is not None else image["path"]
+
+    return Images(
+        where,
+        fingerprint_of([data._fingerprint, column]),
+        classes,
+        numbers,
+        read,
+        lambda index: f"{where}, row {index}",
+    )
+
+
+def held_out(name: str, config: str | None, label_column: str | None = None) -> Images | None:
+    """The split of a data set to measure on: its validation split, else test, else none; not one of hidden labels."""
+    for split in held_out_splits(name, config):
+        images = hub(name, config, split, label_column)
+        if (images.labels >= 0).any():
+            check_labels(images)
+            return images
+    return None
+
+
+def check_labels(images: Images) -> None:
+    """Raises UserError, one line, where a label is hidden."""
+    if (images.labels < 0).any():
+        first = int((images.labels < 0).argmax())
+        raise UserError(f"{images.where(first)}: its label is hidden (-1); remove such rows, or name another data set")
+
+
+def digits(part: str) -> Images:
+    """scikit-learn's 1,797 digits of 8 x 8 pixels, which it carries; `part` is "train" or "validation"."""
+    from sklearn.datasets import load_digits  # here because it takes seconds
+
+    data = load_digits()
+    chosen = slice(-NUM_HELD_OUT_DIGITS) if part == "train" else slice(-NUM_HELD_OUT_DIGITS, None)
+    pixels = np.round(data.images[chosen] * (255 / 16)).astype(np.uint8)
+    labels = data.target[chosen].astype(np.int64)
+    name = f"{DIGITS}, {part}"
+    classes = tuple(str(digit) for digit in range(10))
+    fingerprint = hashlib.blake2b(pixels.tobytes() + labels.tobytes(), digest_size=8).hexdigest()
+    return Images(
+        name, fingerprint, classes, labels, lambda i: Image.fromarray(pixels[i]), lambda i: f"{name}, image {i}"
+    )
+
+
+def check_classes(train: Images, validation: Images | None) -> Images | None:
+    """The held-out images with the training classes' numbers.
+
+    Raises:
+        UserError: the training data have one class only, or the held-out ones a class that they have not.
+    """
+    if len(set(train.labels.tolist())) < 2:
+        raise UserError(f"{train.name}: all images are of one class, {train.classes[train.labels[0]]}; add another")
+    if validation is None or validation.classes == train.classes:
+        return validation
+    used = [validation.classes[label] for label in sorted(set(validation.labels.tolist()))]
+    if unknown := [name for name in used if name not in train.classes]:
+        raise UserError(
+            f"{validation.name}: class {', '.join(unknown)} is not in {train.name}, which has "
+            f"{', '.join(train.classes[:20])}; rename or remove it"
+        )
+    return with_classes(validation, train.classes)
+
+
+def with_classes(images: Images, classes: tuple[str, ...]) -> Images:
+    """The images with other classes' numbers; each class that an image has is one of them."""
+    numbers = np.array([classes.index(name) if name in classes else -1 for name in images.classes], np.int64)
+    return replace(images, classes=classes, labels=numbers[images.labels])
+
+
+def fingerprint_of(facts: Any) -> str:
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
+
+
+def open_image(images: Images, index: int) -> Image.Image:
+    """An image of mode L (gray) or RGB, decoded, turned as its EXIF says; what is transparent lies on white.
+
+    Raises:
+        UserError: it cannot be read or decoded, or has more than 8 bits a channel.
+    """
+    source = images.read(index)
+    try:
+        if isinstance(source, Image.Image):
+            image = source
+        else:
+            image = ImageOps.exif_transpose(Image.open(source))
+            image.load()
+    except Exception as error:  # OSError, SyntaxError, ValueError, struct.error, ...: by the format
+        raise UserError(
+            f"{images.where(index)}: cannot be read as an image ({one_line(error)}); replace or remove it"
+        ) from error
+    if image.mode.startswith(("I", "F")):
+        raise UserError(f"{images.where(index)}: its pixels ({image.mode}) have more than 8 bits; save it with 8")
+    if image.mode in ("1", "L"):
+        return image.convert("L")
+    if image.mode in ("LA", "PA", "RGBA", "La", "RGBa") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")

@@ -1,0 +1,261 @@
+"""Pairs of texts become samples of an encoder-decoder model: a source that is read, and a target that is learned.
+
+    pairs = tokenize_pairs(Source(files=("train.jsonl",)), ("source", "target"), tokenizer, 512, 128)
+    source, target = pairs[0]
+    micro_batch = collate_pairs([pairs[0], pairs[1]], tokenizer.pad_token_id, config.decoder_start_token_id)
+
+Tokenised once into the cache of common.data: one flat int32 file of tokens, source and target by turns, and where each
+begins.
+"""
+
+import ast
+import inspect
+import json
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from common.data.cache import cached, hash_files, with_progress
+from common.data.columns import batches, checked_text
+from common.data.rows import Corpus, Row, Source
+from common.data.sources import open_source
+from common.data.tokenizer import tokenizer_identity
+from common.errors import UserError, missing_column
+
+FORMAT = 3  # in every fingerprint: raise it when the files' meaning changes
+
+
+def tokenize_pairs(
+    source: Source,
+    columns: tuple[str, str],
+    tokenizer: PreTrainedTokenizerBase,
+    source_length: int,
+    target_length: int,
+    cache_dir: str | Path | None = None,
+) -> "Pairs":
+    """Tokenises the rows of a source once and opens the result; of many processes one works and the others wait.
+
+    columns: of a row, its source and its target. In their place the embedded corpus has a function without its
+        docstring, and the docstring's first line.
+    source_length, target_length: most tokens of each, special ones included; what is longer is cut at its end.
+
+    Special tokens are the tokenizer's own. A target without the eos token gets one, or a model would never stop.
+
+    Raises UserError that names file and place for whatever cannot be read, and for a source or target that is empty.
+    """
+    corpus = open_source(source)
+    if source.embedded:
+        corpus = docstring_corpus(corpus, source.text_column, columns)
+    if missing := [column for column in columns if column not in corpus.columns]:
+        message = missing_column(corpus.name, missing, corpus.columns)
+        raise UserError(f"{message} (--source_column, --target_column)")
+    lengths = (source_length, target_length)
+    directory = cached(
+        "pairs",
+        ["pairs", FORMAT, corpus.identity, columns, tokenizer_identity(tokenizer), lengths],
+        lambda partial: _write_pairs(partial, corpus, columns, tokenizer, lengths),
+        cache_dir,
+    )
+    # Without this each DataLoader worker that is forked after the tokenizer used its threads would print a warning.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return Pairs(directory)
+
+
+def docstring_corpus(corpus: Corpus, text_column: str, columns: tuple[str, str]) -> Corpus:
+    """The embedded corpus as pairs: each function without its docstring, and the docstring's first line."""
+
+    def rows(wanted: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
+        for row in corpus.rows((text_column,), False):
+            if pair := split_docstring(row.values[text_column]):
+                yield Row(row.where, dict(zip(columns, pair, strict=True)))
+
+    return replace(corpus, columns=columns, rows=rows)
+
+
+def split_docstring(function: str) -> tuple[str, str] | None:
+    """(a Python function's source without its docstring, the docstring's first line), or None where there is none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes in somebody else's strings
+        try:
+            node = ast.parse(function).body[0]
+        except SyntaxError:  # indented text inside a string defeats the removal of the indent
+            return None
+    docstring = ast.get_docstring(node, clean=False)
+    if not (docstring and docstring.strip()) or len(node.body) == 1:  # without a body nothing is left to read
+        return None
+    lines, expression = function.split("\n"), node.body[0]
+    if node.lineno == expression.lineno or node.body[1].lineno == expression.end_lineno:  # all on one line
+        return None
+    rest = lines[: expression.lineno - 1] + lines[expression.end_lineno :]
+    return "\n".join(rest), inspect.cleandoc(docstring).split("\n")[0].strip()
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], length: int, is_target: bool
+) -> tuple[list[list[int]], int]:
+    """The tokens of each text, at most `length`, and how many texts were cut."""
+
+    def tokens(texts: list[str], **options: Any) -> list[list[int]]:
+        # Of some models (Marian) the target's language has a vocabulary of its own.
+        given = {"text_target" if is_target else "text": texts}
+        return tokenizer(**given, return_attention_mask=False, verbose=False, **options)["input_ids"]
+
+    eos = tokenizer.eos_token_id
+    ids, num_cut = tokens(texts), 0
+    for number, text in enumerate(texts):
+        has_eos = not is_target or eos in ids[number][1:]  # some tokenizers begin with it
+        if len(ids[number]) + (not has_eos) > length:
+            num_cut += 1  # by the tokenizer, which keeps its special tokens where they belong
+            ids[number] = tokens([text], truncation=True, max_length=length - (not has_eos))[0]
+        ids[number] = ids[number] if has_eos else [*ids[number], eos]
+    return ids, num_cut
+
+
+def _write_pairs(
+    directory: Path,
+    corpus: Corpus,
+    columns: tuple[str, str],
+    tokenizer: PreTrainedTokenizerBase,
+    lengths: tuple[int, int],
+) -> None:
+    """tokens.bin (int32), offsets.bin (int64; the ends of source and target by turns, after a 0), and meta.json."""
+    counts: Counter[str] = Counter()
+    with open(directory / "tokens.bin", "wb") as tokens, open(directory / "offsets.bin", "wb") as offsets:
+        offsets.write(bytes(8))
+        for batch in batches(with_progress(corpus.rows(columns, False), corpus.name)):
+            encoded = []
+            for column, length, is_target in zip(columns, lengths, (False, True), strict=True):
+                texts = [checked_text(row, column) for row in batch]
+                for row, text in zip(batch, texts, strict=True):
+                    if not text.strip():
+                        raise UserError(f"{row.where}: column {column} is empty; fill it or remove the row")
+                ids, num_cut = _encode(tokenizer, texts, length, is_target)
+                counts["targets_cut" if is_target else "sources_cut"] += num_cut
+                encoded.append(ids)
+            for row, *pair in zip(batch, *encoded, strict=True):
+                if not pair[0]:
+                    raise UserError(f"{row.where}: column {columns[0]} makes no token; mend or remove the row")
+                for ids, name in zip(pair, ("sources", "targets"), strict=True):
+                    tokens.write(np.array(ids, np.int32).tobytes())
+                    counts[name] += len(ids)
+                    offsets.write(np.int64(counts["sources"] + counts["targets"]).tobytes())
+                counts["pairs"] += 1
+                counts["max_length"] = max(counts["max_length"], len(pair[0]) + len(pair[1]))
+    if not counts["pairs"]:
+        raise UserError(f"{corpus.name}: no pair of {' and '.join(columns)} in it; give other data")
+    meta = {
+        "name": corpus.name,
+        "columns": columns,
+        "lengths": lengths,
+        "content": hash_files(directory),
+        **counts,
+    }
+    (directory / "meta.json").write_text(json.dumps(meta, indent=1))
+
+
+Pair = tuple[np.ndarray, np.ndarray]
+
+
+class Pairs:
+    """Memory-mapped pairs, `batching.Samples`. Item i is (source, target), int64 (length,) each; eos included.
+
+    The work of a pair is that of its source and its target together.
+    """
+
+    unit = "tokens"
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self.meta: Counter = Counter(json.loads((self.directory / "meta.json").read_text()))
+        self._tokens = np.memmap(self.directory / "tokens.bin", np.int32, "r")
+        self._offsets = np.memmap(self.directory / "offsets.bin", np.int64, "r")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Pairs, (self.directory,)  # a DataLoader's worker maps the files itself
+
+    def __len__(self) -> int:
+        return self.meta["pairs"]
+
+    def __getitem__(self, index: int) -> Pair:
+        if not 0 <= index < len(self):
+            raise IndexError(f"pair {index} of {len(self)}")
+        start, middle, end = (int(offset) for offset in self._offsets[2 * index : 2 * index + 3])
+        return self._tokens[start:middle].astype(np.int64), self._tokens[middle:end].astype(np.int64)
+
+    def dummy_sample(self) -> Pair:
+        """A source of one token, and no target."""
+        return self[0][0][:1], np.zeros(0, np.int64)
+
+    def lengths(self, ids: np.ndarray) -> np.ndarray:
+        """Tokens of source and target of each pair, int64 (n, 2), without reading a token."""
+        ends = self._offsets[2 * np.asarray(ids, np.int64)[:, None] + np.arange(3)]
+        return np.diff(ends, axis=1)
+
+    def num_targets(self, ids: np.ndarray) -> np.ndarray:
+        """Target tokens of each pair, int64."""
+        return self.lengths(ids)[:, 1]
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Target tokens of all pairs."""
+        return self.meta["targets"]
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest pair, source and target together."""
+        return self.meta["max_length"]
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal where every pair is equal, wherever the text lies."""
+        return self.meta["content"]
+
+    def describe(self) -> str:
+        """One line for people."""
+        meta = self.meta
+        line = f"{meta['name']} ({' to '.join(meta['columns'])}): {len(self):,} pairs of "
+        line += f"{meta['sources'] / len(self):,.0f} and {meta['targets'] / len(self):,.1f} tokens on average"
+        line += f"; {self.num_target_tokens:,} targets"
+        for number, name in enumerate(("sources", "targets")):
+            if meta[f"{name}_cut"]:
+                line += f"; {meta[f'{name}_cut']:,} {name} cut at {meta['lengths'][number]}"
+        return line
+
+
+def collate_pairs(samples: list[Pair], pad_token_id: int, decoder_start_token_id: int) -> dict[str, torch.Tensor]:
+    """Pads sources and targets on the right, each to their longest, into one micro-batch; all int64.
+
+    `input_ids` (B, S) and, where there is padding, `attention_mask` (B, S); `decoder_input_ids` (B, T): the targets one
+    place to the right, behind the token that starts the decoder. `targets` (N,), and `target_rows` (N,): where in the
+    flattened (B * T,) decoder each is predicted. The encoder looks both ways and needs the mask; no real token of a
+    causal decoder sees its padding.
+    """
+    source_length = max(len(source) for source, _ in samples)
+    target_length = max(
+        1, *(len(target) for _, target in samples)
+    )  # a dummy sample has no target, and one place for none
+    input_ids = np.full((len(samples), source_length), pad_token_id, np.int64)
+    decoder_input_ids = np.full((len(samples), target_length), pad_token_id, np.int64)
+    decoder_input_ids[:, 0] = decoder_start_token_id
+    is_target = np.zeros((len(samples), target_length), bool)
+    for row, (source, target) in enumerate(samples):
+        input_ids[row, : len(source)] = source
+        decoder_input_ids[row, 1 : len(target)] = target[:-1]
+        is_target[row, : len(target)] = True
+    attention_mask = np.arange(source_length) < np.array([[len(source)] for source, _ in samples])
+    padding = {} if attention_mask.all() else {"attention_mask": torch.from_numpy(attention_mask.astype(np.int64))}
+    return {
+        "input_ids": torch.from_numpy(input_ids),
+        **padding,
+        "decoder_input_ids": torch.from_numpy(decoder_input_ids),
+        "targets": torch.from_numpy(np.concatenate([target for _, target in samples])),
+        "target_rows": torch.from_numpy(np.flatnonzero(is_target)),
+    }

@@ -1,0 +1,197 @@
+"""The rows of one file: .txt, .jsonl, .json, .csv, .parquet, and what gzip, bzip2, xz and Zstandard made of them."""
+
+import codecs
+import csv
+import json
+import lzma
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+import pyarrow
+import pyarrow.parquet
+from fsspec.compression import compr
+
+from common.data.rows import Row, file_type
+from common.errors import UserError, missing_column, one_line
+
+PIECE_BYTES = 1 << 18  # a document in a .txt file is handed on in pieces of this size, each cut at a line's end
+
+
+MAX_JSON_ARRAY_BYTES = 256 << 20  # the standard library cannot stream a JSON array: it is held in memory
+
+
+MAX_CSV_FIELD_BYTES = 64 << 20  # csv's own 128 KiB is too little for a document; an unclosed quote must still end
+
+
+def read_file(path: str, text_column: str, wanted: tuple[str, ...] | None, whole_files: bool) -> Iterator[Row]:
+    """The rows of one file; wanted = None means all columns. Raises UserError, also where the file holds no row."""
+    extension, _ = file_type(path)
+    if extension == ".txt":
+        reader = _read_pieces(path, text_column) if whole_files else _read_lines(path, text_column)
+    elif extension == ".parquet":
+        reader = _read_parquet(path, wanted)
+    elif extension == ".csv":
+        reader = _read_csv(path)
+    else:
+        reader = _read_json(path)
+    row = None
+    try:
+        for row in reader:
+            yield row
+    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        raise UserError(f"{path}: cannot be read or unpacked ({one_line(error)}); replace it") from error
+    if row is None:
+        raise UserError(f"{path}: the file holds no row; leave it out or fill it")
+
+
+@contextmanager
+def _open(path: str) -> Iterator[IO[bytes]]:
+    with open(path, "rb") as raw, compr[file_type(path)[1]](raw, mode="rb") as file:
+        yield file
+
+
+def _not_utf8(path: str, offset: int, error: UnicodeDecodeError) -> UserError:
+    byte = f"0x{error.object[error.start]:02x}, {error.reason}"
+    return UserError(f"{path}: not UTF-8 at byte offset {offset} ({byte}); save the file as UTF-8")
+
+
+def _decoded(path: str, size: int) -> Iterator[str]:
+    """The text of a file in pieces that end with a line, as long as lines are shorter than `size` bytes."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()  # it drops the byte order mark that Windows editors put first
+    position = 0
+    with _open(path) as file:
+        while True:
+            raw = file.read(size)
+            raw += file.readline(size)
+            position += len(raw)
+            try:
+                text = decoder.decode(raw, final=not raw)
+            except UnicodeDecodeError as error:  # error.object: the rest of the piece before, and this one
+                raise _not_utf8(path, position - len(error.object) + error.start, error) from error
+            if text:
+                yield text
+            if not raw:
+                return
+
+
+def _decoded_lines(path: str) -> Iterator[str]:
+    """Lines with their ends. Only b"\\n" ends a line: str.splitlines would also cut at U+2028 or a form feed."""
+    position = 0
+    with _open(path) as file:
+        for raw in file:
+            try:
+                yield raw.decode("utf-8-sig" if position == 0 else "utf-8")
+            except UnicodeDecodeError as error:
+                offset = position + len(raw) - len(error.object) + error.start
+                raise _not_utf8(path, offset, error) from error
+            position += len(raw)
+
+
+def _read_pieces(path: str, text_column: str) -> Iterator[Row]:
+    previous = None
+    for text in _decoded(path, PIECE_BYTES):
+        if previous is not None:
+            yield Row(path, {text_column: previous}, continues=True)
+        previous = text
+    if previous is not None:
+        yield Row(path, {text_column: previous})
+
+
+def _read_lines(path: str, text_column: str) -> Iterator[Row]:
+    for number, line in enumerate(_decoded_lines(path), 1):
+        if line.strip():
+            yield Row(f"{path}, line {number}", {text_column: line.rstrip("\r\n")})
+
+
+def _read_json(path: str) -> Iterator[Row]:
+    """JSON Lines, or one array of objects."""
+    with _open(path) as file:
+        is_array = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+    if is_array and file_type(path)[0] == ".json":
+        yield from _read_json_array(path)
+        return
+    for number, line in enumerate(_decoded_lines(path), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where}: malformed JSON ({one_line(error)}); each line is one object") from error
+        yield Row(where, _object(values, where))
+
+
+def _read_json_array(path: str) -> Iterator[Row]:
+    parts, size = [], 0
+    for part in _decoded(path, PIECE_BYTES):
+        parts.append(part)
+        size += len(part)
+        if size > MAX_JSON_ARRAY_BYTES:
+            raise UserError(f"{path}: an array over {MAX_JSON_ARRAY_BYTES >> 20} MiB; write it as JSON Lines (.jsonl)")
+    try:
+        items = json.loads("".join(parts))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: malformed JSON ({one_line(error)}); correct it or write JSON Lines") from error
+    for number, values in enumerate(items, 1):
+        where = f"{path}, item {number}"
+        yield Row(where, _object(values, where))
+
+
+def _object(values: Any, where: str) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise UserError(f'{where}: is a {type(values).__name__}, not an object; write {{"column": value, ...}}')
+    return values
+
+
+def _read_csv(path: str) -> Iterator[Row]:
+    csv.field_size_limit(MAX_CSV_FIELD_BYTES)
+    reader = csv.DictReader(_decoded_lines(path), strict=True)
+    try:
+        for values in reader:
+            where = f"{path}, line {reader.line_num}"
+            if None in values or None in values.values():
+                fields = len(reader.fieldnames or ())
+                raise UserError(f"{where}: the row has not {fields} fields as the header has; check commas and quotes")
+            yield Row(where, values)
+    except csv.Error as error:
+        where = f"{path}, in the row after line {reader.line_num}"
+        raise UserError(f"{where}: malformed CSV ({error}); check the quotes") from error
+
+
+def _read_parquet(path: str, wanted: tuple[str, ...] | None) -> Iterator[Row]:
+    number = 0
+    try:
+        # pre_buffer would read whole row groups ahead, and some writers make a file one row group
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+            names = file.schema_arrow.names
+            if missing := [name for name in wanted or () if name not in names]:
+                raise UserError(missing_column(path, missing, names))
+            classes = parquet_classes(file.schema_arrow)
+            for batch in file.iter_batches(batch_size=64, columns=list(wanted or names)):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield Row(f"{path}, row {number}", with_class_names(values, classes))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}, after row {number}: text that is not UTF-8 ({error.reason}); mend it") from error
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{path}: cannot be read as Parquet ({one_line(error)}); check the file") from error
+
+
+def parquet_classes(schema: pyarrow.Schema) -> dict[str, list[str]]:
+    """Names of each ClassLabel, from what `datasets` writes beside a Parquet file's schema."""
+    facts = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    features = (facts.get("info") or {}).get("features") or {}
+    return {
+        column: feature["names"]
+        for column, feature in features.items()
+        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
+    }
+
+
+def with_class_names(values: dict[str, Any], classes: dict[str, list[str]]) -> dict[str, Any]:
+    named = {column: values[column] for column in classes.keys() & values.keys()}
+    return values | {
+        column: None if number is None or number < 0 else classes[column][number] for column, number in named.items()
+    }

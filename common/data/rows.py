@@ -1,0 +1,69 @@
+"""What every source of text is once it is opened: rows of named columns, with the place of each for messages."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FILE_TYPES = (".txt", ".jsonl", ".json", ".parquet", ".csv")
+
+
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where text comes from: exactly one of `files`, `dataset_name` and `embedded`.
+
+    files: paths or globs of .txt, .jsonl, .json, .parquet, .csv; all but .parquet also with .gz, .bz2, .xz or .zst.
+    dataset_name: a name on the hub (`dataset_config` is its configuration), or a directory: what `save_to_disk` wrote,
+        or a folder of files. `split` is the split of any of these.
+    embedded: "train" or "validation": the source files of the running Python's standard library.
+    text_column: the column that holds the text (.txt files and the embedded corpus have only this one).
+    prompt_column, completion_column: of rows that have these two in its place, where they are not called so.
+    """
+
+    files: tuple[str, ...] = ()
+    dataset_name: str | None = None
+    dataset_config: str | None = None
+    split: str = "train"
+    embedded: str | None = None
+    text_column: str = "text"
+    prompt_column: str | None = None
+    completion_column: str | None = None
+
+
+class Row(NamedTuple):
+    """One row. `where` is for messages ("a.jsonl, line 3"). `continues`: the document goes on in the next row."""
+
+    where: str
+    values: dict[str, Any]
+    continues: bool = False
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A source that was found: its name for messages, what identifies its contents, its columns, and its rows.
+
+    classes: by the column that `datasets` calls a ClassLabel, its names in their order. A row holds the name in the
+    place of the number, and None in the place of -1, a label that is hidden.
+
+
+    rows(wanted, whole_files) yields Rows; a wanted column that a row does not hold is for the caller to report.
+    whole_files: a .txt file is one document and so is a file of the embedded corpus; otherwise each line that is not
+    blank, or each function, is a row.
+    """
+
+    name: str
+    identity: list[Any]
+    columns: tuple[str, ...]
+    rows: Callable[[tuple[str, ...], bool], Iterator[Row]]
+    classes: dict[str, list[str]] = field(default_factory=dict)
+
+
+def file_type(path: str) -> tuple[str, str | None]:
+    """(extension, compression): "a.txt.gz" -> (".txt", "gzip")."""
+    suffixes = [suffix.lower() for suffix in Path(path).suffixes]
+    if suffixes and suffixes[-1] in COMPRESSIONS:
+        return (suffixes[-2] if len(suffixes) > 1 else "", COMPRESSIONS[suffixes[-1]])
+    return (suffixes[-1] if suffixes else "", None)

@@ -1,0 +1,143 @@
+"""Where text comes from: files, datasets of the hub or of a local directory, and the corpus that every Python carries.
+
+    corpus = open_source(Source(files=("books/*.txt.gz",)))
+    for row in corpus.rows(("text",), True): ...
+
+Everything is read as a stream: the memory needed does not grow with the size of a file. JSON Lines and CSV are read
+with the standard library and not with `datasets.load_dataset`, which guesses types (the string "2020-01-01" arrives as
+a datetime, the CSV field "003" as 3 and "NA" as None) and names neither the file nor the line of what it cannot read.
+"""
+
+import glob
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+from fsspec.compression import available_compressions
+
+from common.data.hub import is_saved, load_from_hub, load_saved
+from common.data.readers import parquet_classes, read_file, with_class_names
+from common.data.rows import COMPRESSIONS, FILE_TYPES, Corpus, Row, Source, file_type
+from common.data.standard_library import open_embedded
+from common.errors import UserError, one_line
+
+logger = logging.getLogger(__name__)
+
+
+def check_sources(*sources: Source | None) -> None:
+    """Raise one UserError, one line a problem, with every problem of all sources that shows without reading a file."""
+    problems = [problem for source in sources if source is not None for problem in _problems(source)]
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def open_source(source: Source) -> Corpus:
+    """Find the source and look at its first row. Raises UserError for whatever does not let it be read."""
+    check_sources(source)
+    if source.embedded:
+        return open_embedded(source)
+    if source.files:
+        return _open_files([path for pattern in source.files for path in _expand(pattern)], source)
+    return _open_dataset(source)
+
+
+def _problems(source: Source) -> Iterator[str]:
+    given = [name for name in ("files", "dataset_name", "embedded") if getattr(source, name)]
+    if len(given) != 1:
+        yield f"give exactly one of files, a dataset and the embedded corpus (given: {', '.join(given) or 'none'})"
+    if source.embedded not in (None, "train", "validation"):
+        yield f"the embedded corpus has no part {source.embedded!r}; there are: train, validation"
+    for pattern in source.files:
+        paths = _expand(pattern)
+        if not paths and glob.has_magic(pattern):
+            yield f"{pattern}: no file matches; correct the pattern (it is relative to {Path.cwd()})"
+        elif not paths:
+            yield f"{pattern}: no such file; correct the path (it is relative to {Path.cwd()})"
+        for path in paths:
+            if problem := _file_problem(path):
+                yield problem
+
+
+def _expand(pattern: str) -> list[str]:
+    """The files of a path or glob, sorted, so that their order does not depend on the file system."""
+    path = Path(pattern).expanduser()
+    if path.exists():  # before globbing: a name may hold brackets
+        return [str(path)]
+    return sorted(name for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+
+
+def _file_problem(path: str) -> str | None:
+    extension, compression = file_type(path)
+    if Path(path).is_dir():
+        return f"{path}: is a directory; give its files ({path}/*.txt), or give it as a dataset's name"
+    if extension not in FILE_TYPES:
+        return f"{path}: unknown extension; there are {' '.join(FILE_TYPES)}, and {' '.join(COMPRESSIONS)} behind these"
+    if extension == ".parquet" and compression:
+        return f"{path}: a Parquet file is read from its end and is compressed inside; unpack it"
+    if compression and compression not in available_compressions():
+        return f"{path}: this Python cannot unpack {Path(path).suffix}; pip install zstandard, or unpack the file"
+    if Path(path).stat().st_size == 0:
+        return f"{path}: the file is empty; leave it out or fill it"
+    return None
+
+
+def _open_files(paths: list[str], source: Source) -> Corpus:
+    paths = list(dict.fromkeys(paths))  # two globs may overlap
+    # Path, size and time, not the contents: hashing 1 TB takes longer than many a training run.
+    stats = [(str(Path(path).resolve()), Path(path).stat()) for path in paths]
+    identity = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+    name = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+    columns = tuple(next(read_file(paths[0], source.text_column, None, True)).values)
+
+    def rows(wanted: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
+        for path in paths:
+            yield from read_file(path, source.text_column, wanted, whole_files)
+
+    classes = parquet_classes(pyarrow.parquet.read_schema(paths[0])) if file_type(paths[0])[0] == ".parquet" else {}
+    return Corpus(name, identity, columns, rows, classes)
+
+
+def _open_dataset(source: Source) -> Corpus:
+    from datasets import ClassLabel
+
+    name, path = source.dataset_name or "", Path(source.dataset_name or "").expanduser()
+    if not path.is_dir():
+        dataset = load_from_hub(name, source.dataset_config, source.split)
+    elif is_saved(path):
+        dataset = load_saved(name, source.split)
+    else:
+        return _open_files(_folder_files(path, source), source)
+    if not len(dataset):
+        raise UserError(f"{name}[{source.split}]: the dataset holds no row; choose another split")
+    where = f"{name}[{source.split}]"
+    classes = {column: kind.names for column, kind in dataset.features.items() if isinstance(kind, ClassLabel)}
+
+    def rows(wanted: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
+        columns = dataset.select_columns(list(wanted))  # leave images and the like on the disk
+        for start in range(0, len(columns), 64):
+            batch = columns[start : start + 64]
+            for offset, values in enumerate(zip(*batch.values(), strict=True)):
+                row = dict(zip(batch, values, strict=True))
+                yield Row(f"{where}[{start + offset}]", with_class_names(row, classes))
+
+    return Corpus(where, [where, dataset._fingerprint, len(dataset)], tuple(dataset.column_names), rows, classes)
+
+
+def _folder_files(path: Path, source: Source) -> list[str]:
+    """The files of a split, found by `datasets` (names such as train.jsonl, data/test-*.parquet, a README's list)."""
+    from datasets import load_dataset_builder
+
+    try:
+        files = load_dataset_builder(str(path), source.dataset_config).config.data_files or {}
+    except Exception as error:
+        raise UserError(f"{path}: no data files found in this directory ({one_line(error)})") from error
+    if source.split not in files:
+        raise UserError(f"{path}: no split {source.split}; there are: {', '.join(map(str, files))}; name one of them")
+    used = {Path(name).resolve() for names in files.values() for name in names}
+    unused = [p for p in sorted(path.rglob("*")) if file_type(str(p))[0] in FILE_TYPES and p.resolve() not in used]
+    if unused:  # datasets takes the commonest type of a folder and says nothing about the others
+        logger.warning("%s: %d files are in no split and are not read, such as %s", path, len(unused), unused[0].name)
+    check_sources(Source(files=tuple(files[source.split])))
+    return sorted(files[source.split])

@@ -1,0 +1,344 @@
+"""Text becomes samples: the tokenizer, tokenising once into a cache, and memory-mapped samples.
+
+    tokenizer = train_tokenizer(Source(embedded="train"), vocab_size=8192)
+    samples = tokenize(Source(embedded="train"), tokenizer, sequence_length=512)
+    input_ids, targets = samples[0]
+
+The cache holds one flat int32 file of tokens. A token that is not a target (a prompt's, a user's turn's, the first of
+all) is stored as its bitwise complement ~token, which is negative: one file says both what is read and what is learned.
+"""
+
+import json
+import lzma
+import os
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from common.data.cache import cached, hash_files, with_progress
+from common.data.chats import Encoded, encode_chats, with_end_of_text
+from common.data.columns import batches, choose_columns, text_of, utf8_length
+from common.data.rows import Corpus, Row, Source
+from common.data.sources import open_source
+from common.data.tokenizer import check_end_of_text, encode_plain, special_tokens_around, tokenizer_identity
+from common.errors import UserError
+
+FORMAT = 3  # in every fingerprint: raise it when the files' meaning changes
+
+
+COMPRESSED_BYTES = 64 << 20  # xz takes a minute for this; more held-out text than that is not compressed
+
+
+def _encode_stream(rows: Iterable[Row], column: str, tokenizer: PreTrainedTokenizerBase, counts: Counter) -> Iterator:
+    """(tokens, text) pieces of the stream of documents, each as `tokenizer(document)` makes it, and eos.
+
+    Where nothing else stands before a document, or eos, it is the eos of the one before. Every token is a target but
+    the first of all.
+    """
+    begin, end = special_tokens_around(tokenizer)
+    end = with_end_of_text(end, tokenizer.eos_token_id)
+    inside = False  # a document has begun
+    if begin[:1] in ([], [tokenizer.eos_token_id]):
+        begin = begin[1:]
+        yield [tokenizer.eos_token_id], ""
+    for batch in batches(rows):
+        texts = [text_of(row, column) for row in batch]
+        counts["bytes"] += sum(utf8_length(text, row.where) for text, row in zip(texts, batch, strict=True))
+        for row, text, ids in zip(batch, texts, encode_plain(tokenizer, texts)["input_ids"], strict=True):
+            if not text and not inside and not row.continues:
+                counts["dropped"] += 1
+                continue
+            yield (ids if inside else begin + ids) + ([] if row.continues else end), text
+            inside = row.continues
+            counts["documents"] += not row.continues
+
+
+def _encode_texts(
+    batch: list[Row], columns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase, counts: Counter
+) -> Iterator[Encoded]:
+    """Text and eos, all targets; with two columns prompt, completion and eos, the completion and eos targets.
+
+    The text, or the prompt, as `tokenizer(text)` makes it: what this puts before a text is no target. Prompt and
+    completion are tokenised apart: when the model is used, the prompt is tokenised without the completion, so a token
+    that reaches over the boundary would never be seen there.
+    """
+    before, behind = special_tokens_around(tokenizer)
+    texts = [[text_of(row, column) for row in batch] for column in columns]
+    ids = [encode_plain(tokenizer, column)["input_ids"] for column in texts]
+    for number, row in enumerate(batch):
+        size = sum(utf8_length(column[number], row.where) for column in texts)
+        given, learned = before, ids[0][number] + behind
+        if len(columns) == 2:
+            given, learned = before + ids[0][number] + behind, ids[1][number]
+            counts["empty"] += bool(size) and not texts[1][number]
+        learned = with_end_of_text(learned, tokenizer.eos_token_id) if size else []
+        yield given + learned, [False] * len(given) + [True] * len(learned), size
+
+
+def tokenize(
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    sequence_length: int,
+    shape: str | None = None,
+    cache_dir: str | Path | None = None,
+    measure_compression: bool = False,
+) -> "Samples":
+    """Tokenises a source once and opens the result; of many processes that call this one works and the others wait.
+
+    sequence_length: input tokens of a sample at most.
+    shape: "blocks" joins the documents and cuts the stream: every token but the very first is a target once; "examples"
+        makes one sample of each row, cut at sequence_length; None is examples for the columns `messages` or `prompt`
+        and `completion`, else blocks.
+    measure_compression: for held-out text: what gzip -9 and xz -9 make of it, if it is at most 64 MiB.
+
+    Raises UserError that names file and place for whatever cannot be read or makes no sample.
+    """
+    if sequence_length < 1:
+        raise UserError(f"a sequence length of {sequence_length} holds no token; use at least 1")
+    check_end_of_text(tokenizer)
+    corpus = open_source(source)
+    shape, columns = choose_columns(corpus, source, shape)
+    directory = cached(
+        "samples",
+        ["samples", FORMAT, corpus.identity, shape, columns, tokenizer_identity(tokenizer), measure_compression]
+        + ([sequence_length] if shape == "examples" else []),  # blocks are cut when they are read
+        lambda partial: _write_samples(
+            partial, corpus, shape, columns, tokenizer, sequence_length, measure_compression
+        ),
+        cache_dir,
+    )
+    # Without this each DataLoader worker that is forked after the tokenizer used its threads would print a warning.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return Samples(directory, sequence_length)
+
+
+class _Compression:
+    """What gzip -9 and xz -9 make of a text, while it streams by; None beyond 64 MiB and if not wanted."""
+
+    def __init__(self, wanted: bool) -> None:
+        self.left = COMPRESSED_BYTES if wanted else -1
+        if wanted:
+            self.compressors = {"gzip": zlib.compressobj(9, zlib.DEFLATED, 31), "xz": lzma.LZMACompressor(preset=9)}
+        self.sizes: Counter[str] = Counter()
+
+    def add(self, text: str) -> None:
+        if self.left < 0:
+            return
+        data = text.encode()
+        self.left -= len(data)
+        for name, compressor in self.compressors.items():
+            self.sizes[name] += len(compressor.compress(data))
+
+    def finish(self) -> dict[str, int | None]:
+        if self.left < 0:
+            return {"gzip": None, "xz": None}
+        return {name: self.sizes[name] + len(compressor.flush()) for name, compressor in self.compressors.items()}
+
+
+def _write_samples(
+    directory: Path,
+    corpus: Corpus,
+    shape: str,
+    columns: tuple[str, ...],
+    tokenizer: PreTrainedTokenizerBase,
+    sequence_length: int,
+    measure_compression: bool,
+) -> None:
+    """tokens.bin (int32), for examples also offsets.bin and target_counts.bin (int64, running sums), and meta.json."""
+    is_text = len(columns) == 1 and columns != ("messages",)
+    counts, compression = Counter(), _Compression(measure_compression and is_text)
+    rows = with_progress(corpus.rows(columns, shape == "blocks"), corpus.name)
+    if shape == "blocks":
+        _write_blocks(directory, _encode_stream(rows, columns[0], tokenizer, counts), counts, compression)
+    else:
+        _write_examples(directory, rows, columns, tokenizer, sequence_length, counts, compression)
+    if counts["targets"] == 0:
+        raise UserError(
+            f"{corpus.name}: no sample with a target in it ({counts['dropped']} rows were empty or all prompt); "
+            "give more text, or a longer sequence length"
+        )
+    names = ("documents", "tokens", "targets", "bytes", "truncated", "dropped", "empty")
+    meta = {name: counts[name] for name in names}
+    # Is each byte of the text paid for by exactly one target? Then a loss can be told in bits per byte.
+    is_whole = is_text and not counts["truncated"] and (shape == "blocks" or bool(special_tokens_around(tokenizer)[0]))
+    ends = [token for token, _ in counts.most_common() if isinstance(token, int)]
+    meta |= {
+        "end_tokens": ends if columns == ("messages",) else [tokenizer.eos_token_id],
+        "whole_text": is_whole,
+        "name": corpus.name,
+        "shape": shape,
+        "columns": columns,
+        "max_length": counts["max_length"],
+    }
+    meta |= {f"{name}_bytes": size for name, size in compression.finish().items()}
+    meta["content"] = hash_files(directory)
+    (directory / "meta.json").write_text(json.dumps(meta, indent=1))
+
+
+def _write_blocks(directory: Path, pieces: Iterator, counts: Counter, compression: _Compression) -> None:
+    with open(directory / "tokens.bin", "wb") as file:
+        for ids, text in pieces:
+            tokens = np.array(ids, np.int32)
+            if counts["tokens"] == 0:
+                tokens[:1] = ~tokens[:1]
+            file.write(tokens.tobytes())
+            counts["tokens"] += len(tokens)
+            compression.add(text)
+    counts["targets"] = max(0, counts["tokens"] - 1) if counts["documents"] else 0
+
+
+def _write_examples(
+    directory: Path,
+    rows: Iterator[Row],
+    columns: tuple[str, ...],
+    tokenizer: PreTrainedTokenizerBase,
+    sequence_length: int,
+    counts: Counter,
+    compression: _Compression,
+) -> None:
+    names = ("tokens.bin", "offsets.bin", "target_counts.bin")
+    with open(directory / names[0], "wb") as tokens, open(directory / names[1], "wb") as offsets:
+        with open(directory / names[2], "wb") as targets:
+            offsets.write(bytes(8))
+            targets.write(bytes(8))
+            for batch in batches(rows):
+                is_chat = columns == ("messages",)
+                if is_chat:
+                    encoded = encode_chats(batch, tokenizer, counts)
+                else:
+                    encoded = _encode_texts(batch, columns, tokenizer, counts)
+                for row, (ids, is_target, num_bytes) in zip(batch, encoded, strict=True):
+                    sample = np.array(ids[: sequence_length + 1], np.int32)
+                    mask = np.array(is_target[: sequence_length + 1], bool)
+                    mask[:1] = False  # nothing comes before it
+                    if not mask.any():
+                        counts["dropped"] += 1
+                        continue
+                    tokens.write(np.where(mask, sample, ~sample).tobytes())
+                    counts["documents"] += 1
+                    counts["tokens"] += len(sample)
+                    counts["targets"] += int(mask.sum())
+                    counts["bytes"] += num_bytes
+                    counts["truncated"] += len(ids) > len(sample)
+                    counts["max_length"] = max(counts["max_length"], len(sample) - 1)
+                    offsets.write(np.int64(counts["tokens"]).tobytes())
+                    targets.write(np.int64(counts["targets"]).tobytes())
+                    if len(columns) == 1 and not is_chat:
+                        compression.add(text_of(row, columns[0]))
+
+
+class Samples:
+    """Memory-mapped samples. Item i is (input_ids, targets), int64 (length,) each, -100 where there is no target.
+
+    Block b reads stream[b*S : (b+1)*S] and predicts stream[b*S+1 : (b+1)*S+1]; the last one is shorter.
+    """
+
+    unit = "tokens"
+
+    def __init__(self, directory: str | Path, sequence_length: int) -> None:
+        self.directory, self.sequence_length = Path(directory), sequence_length
+        self.meta: dict[str, Any] = json.loads((self.directory / "meta.json").read_text())
+        self.is_blocks = self.meta["shape"] == "blocks"
+        self._tokens = np.memmap(self.directory / "tokens.bin", np.int32, "r")
+        if not self.is_blocks:
+            self._offsets = np.memmap(self.directory / "offsets.bin", np.int64, "r")
+            self._target_counts = np.memmap(self.directory / "target_counts.bin", np.int64, "r")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Samples, (self.directory, self.sequence_length)  # a DataLoader's worker maps the files itself
+
+    def __len__(self) -> int:
+        return -(-self.num_tokens // self.sequence_length) if self.is_blocks else self.meta["documents"]
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        index = int(index)
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        if self.is_blocks:
+            start, end = index * self.sequence_length, (index + 1) * self.sequence_length + 1
+        else:
+            start, end = int(self._offsets[index]), int(self._offsets[index + 1])
+        stored = np.array(self._tokens[start:end], np.int64)
+        return np.where(stored < 0, ~stored, stored)[:-1], np.where(stored < 0, -100, stored)[1:]
+
+    def dummy_sample(self) -> tuple[np.ndarray, np.ndarray]:
+        """A sample of one token that has no target."""
+        return self[0][0][:1], np.array([-100])
+
+    def lengths(self, ids: np.ndarray) -> np.ndarray:
+        """Input tokens of each sample, int64, without reading a token."""
+        ids = np.asarray(ids, np.int64)
+        if self.is_blocks:
+            return np.minimum(self.sequence_length, self.num_tokens - ids * self.sequence_length)
+        return np.asarray(self._offsets[ids + 1] - self._offsets[ids] - 1)
+
+    def num_targets(self, ids: np.ndarray) -> np.ndarray:
+        """Targets of each sample, int64, without reading a token."""
+        if self.is_blocks:
+            return self.lengths(ids)
+        ids = np.asarray(ids, np.int64)
+        return np.asarray(self._target_counts[ids + 1] - self._target_counts[ids])
+
+    @property
+    def num_tokens(self) -> int:
+        """Input tokens of all samples."""
+        return self.meta["tokens"] - (1 if self.is_blocks else self.meta["documents"])
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Targets of all samples."""
+        return self.meta["targets"]
+
+    @property
+    def num_bytes(self) -> int | None:
+        """UTF-8 bytes of the text, by which a loss becomes bits per byte; None where not all of it is predicted."""
+        return self.meta["bytes"] if self.meta["whole_text"] else None
+
+    @property
+    def gzip_bytes(self) -> int | None:
+        """Size of the text under gzip -9, or None if it was not measured."""
+        return self.meta["gzip_bytes"]
+
+    @property
+    def xz_bytes(self) -> int | None:
+        """Size of the text under xz -9, or None if it was not measured."""
+        return self.meta["xz_bytes"]
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """The tokens that were taught to end a text or an answer, the most frequent one first."""
+        return self.meta["end_tokens"]
+
+    @property
+    def max_length(self) -> int:
+        """Input tokens of the longest sample."""
+        return min(self.sequence_length, self.num_tokens) if self.is_blocks else self.meta["max_length"]
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal where every sample is equal, wherever the text lies."""
+        return f"{self.meta['content']}-{self.sequence_length}"
+
+    def describe(self) -> str:
+        """One line for people."""
+        meta = self.meta
+        what = (
+            f"blocks of {self.sequence_length} tokens from {meta['documents']:,} documents"
+            if self.is_blocks
+            else (f"examples of {self.num_tokens / len(self):,.0f} tokens on average, at most {self.max_length}")
+        )
+        losses = [f"{meta['truncated']:,} cut at {self.sequence_length}"] if meta["truncated"] else []
+        losses += [f"{meta['dropped']:,} empty or without a target left out"] if meta["dropped"] else []
+        line = f"{meta['name']} ({', '.join(meta['columns'])}): {len(self):,} {what}; "
+        line += f"{self.num_target_tokens:,} targets, {self.meta['bytes']:,} bytes of text"
+        lines = ["; ".join([line, *losses])]
+        if meta["empty"]:
+            lines.append(f"{meta['empty']:,} rows have an empty completion: nothing but its end is learned of it")
+        if not meta["end_tokens"]:
+            lines.append("no answer ends with a token of its own: the model will not know where to stop")
+        return f"\n{'':12}".join(lines)

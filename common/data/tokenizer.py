@@ -1,0 +1,143 @@
+"""The tokenizer: a pretrained model's, or a byte-level BPE of the training text."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from common.data.cache import cached
+from common.data.columns import choose_columns, texts_of, utf8_length
+from common.data.hub import locate_pretrained
+from common.data.rows import Corpus, Source
+from common.data.sources import open_source
+from common.errors import UserError, missing_column, one_line
+
+FORMAT = 3  # in every fingerprint: raise it when the files' meaning changes
+END_OF_TEXT = "<|endoftext|>"
+
+
+TOKENIZER_BYTES = 200_000_000  # a tokenizer is trained on at most this much text
+
+
+def load_tokenizer(
+    name_or_path: str, trust_remote_code: bool = False, needs_end_of_text: bool = True
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local directory or of the hub, with a pad token (the end-of-text token if it has none).
+
+    Raises UserError, one line, where it is not found, cannot be loaded, or has no end-of-text token. An encoder's
+    needs none (`needs_end_of_text`) if it has a pad token.
+    """
+    where, problem = locate_pretrained(name_or_path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=trust_remote_code)
+    except Exception as error:  # a dozen types, by what is missing
+        raise UserError(f"tokenizer {name_or_path}: {problem or one_line(error)}") from error
+    if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):  # the library makes an empty one of no files
+        raise UserError(f"tokenizer {name_or_path}: its files are missing; save it there (tokenizer.save_pretrained)")
+    if needs_end_of_text or tokenizer.pad_token_id is None:
+        check_end_of_text(tokenizer)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def train_tokenizer(
+    source: Source, vocab_size: int, cache_dir: str | Path | None = None, columns: tuple[str, ...] | None = None
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of the source's text (of its first 200 MB): every text survives encoding and decoding.
+
+    columns: that hold the text; without them, those of which `tokenize` makes samples.
+
+    The same text gives the same tokenizer, whatever the number of threads. <|endoftext|> is bos, eos and pad, and the
+    tokenizer puts it before every text, as it stands between the documents of a block. Kept in the cache.
+
+    Raises UserError for a vocabulary that cannot hold the 256 bytes, and for what is wrong with the source.
+    """
+    if vocab_size < 257:
+        raise UserError(f"a vocabulary of {vocab_size} does not hold 256 bytes and {END_OF_TEXT}; use at least 257")
+    corpus = open_source(source)
+    if columns is None:
+        _, columns = choose_columns(corpus, source, None)
+    elif missing := [column for column in columns if column not in corpus.columns]:
+        raise UserError(missing_column(corpus.name, missing, corpus.columns))
+    directory = cached(
+        "tokenizer",
+        ["tokenizer", FORMAT, corpus.identity, columns, vocab_size],
+        lambda partial: _train_bpe(corpus, columns, vocab_size).save_pretrained(partial),
+        cache_dir,
+    )
+    return PreTrainedTokenizerFast.from_pretrained(directory)
+
+
+def _train_bpe(corpus: Corpus, columns: tuple[str, ...], vocab_size: int) -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # all 256 bytes, in an order that does not change
+        show_progress=False,
+    )
+
+    def texts() -> Iterator[str]:
+        left = TOKENIZER_BYTES
+        for row in corpus.rows(columns, True):
+            for text in texts_of(row, columns):
+                left -= utf8_length(text, row.where)
+                # the library gathers 256 items before it works on them: keep each small
+                yield from (text[start : start + 65536] for start in range(0, len(text), 65536))
+            if left < 0:
+                return
+
+    bpe.train_from_iterator(texts(), trainer)
+    bpe.post_processor = processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, bpe.token_to_id(END_OF_TEXT))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
+    )
+
+
+def check_end_of_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"the tokenizer {tokenizer.name_or_path} has no eos token to end a document or to pad with; "
+            "set eos_token in its tokenizer_config.json"
+        )
+
+
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    """What decides which tokens a text becomes."""
+    if tokenizer.is_fast:
+        settings = json.loads(tokenizer.backend_tokenizer.to_str())
+        settings.pop("padding"), settings.pop("truncation")  # left over from whichever call came last
+    else:
+        settings = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
+    return [settings, special_tokens_around(tokenizer), tokenizer.eos_token_id, tokenizer.chat_template]
+
+
+def encode_plain(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options: Any) -> Any:
+    """Token ids without the special tokens that most tokenizers add by themselves (see `special_tokens_around`)."""
+    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False, **options)
+
+
+def special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """What `tokenizer(text)` puts before a text's own tokens, and behind them.
+
+    It is put there in training too, and nothing else: so a model meets what it was taught wherever its tokenizer is
+    called as it is. That a tokenizer has a bos token does not say that it uses it.
+    """
+    texts = itertools.chain(["a"], (tokenizer.decode([token]) for token in range(len(tokenizer))))
+    text = next(text for text in texts if encode_plain(tokenizer, [text])["input_ids"][0])
+    own, whole = encode_plain(tokenizer, [text])["input_ids"][0], tokenizer(text)["input_ids"]
+    for start in range(len(whole) - len(own) + 1):
+        if whole[start : start + len(own)] == own:
+            return whole[:start], whole[start + len(own) :]
+    raise UserError(
+        f"{type(tokenizer).__name__} makes other tokens of a text where it adds special ones; take another tokenizer"
+    )

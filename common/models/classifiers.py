@@ -1,0 +1,184 @@
+"""A model with a head for labels: which labels, which weights start at random, whether padding changes its answer."""
+
+import copy
+import inspect
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from common.data.labels import LabelledTexts
+from common.errors import UserError, shorten
+from common.models.load import build_model
+from common.training.batching import Collate
+
+HEAD = "ForSequenceClassification"  # how transformers' classes end that have a head for labels
+
+
+def choose_labels(
+    config: PreTrainedConfig, names: list[str] | None, new_head: bool, classes: list[str] | None = None
+) -> list[str] | None:
+    """The labels that a pretrained model's head is to have: its own, if they hold the data's, else the data's.
+
+    Args:
+        classes: the data's in the order of their numbers, where they have such: those of a head without names.
+
+    Raises:
+        UserError: the model has a head for other labels and is to keep it, or has none and is to replace it.
+    """
+    has_head = any(name.endswith(HEAD) for name in config.architectures or ())
+    if new_head and not has_head:
+        raise UserError("--new_head has no effect on a model that has no head for labels; take it out")
+    if new_head or not has_head:
+        return names
+    own = [config.id2label[number] for number in range(config.num_labels)]
+    if names is None and len(own) == 1:
+        return None
+    if names is not None and set(names) <= set(own):
+        return own
+    unnamed = own == [f"LABEL_{number}" for number in range(len(own))] and len(own) > 1
+    if names is not None and unnamed and set(names) <= {str(number) for number in range(len(own))}:
+        return [str(number) for number in range(len(own))]
+    if names is not None and unnamed and classes and len(classes) == len(own):
+        return classes
+    wanted = "a number is to be learned" if names is None else f"the data have {len(names)}: {shorten(names)}"
+    raise UserError(
+        f"the model has a head for {len(own)} labels ({shorten(own)}), but {wanted}; give data with its labels, or "
+        "--new_head to replace the head"
+    )
+
+
+def set_labels(config: PreTrainedConfig, names: list[str] | None, label_column: str, pad_token_id: int) -> None:
+    """Writes into the configuration what the head is to be, and the padding that a decoder has to recognise."""
+    config.id2label = dict(enumerate(names or [label_column]))
+    config.label2id = {name: number for number, name in config.id2label.items()}
+    config.problem_type = "regression" if names is None else "single_label_classification"
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        part.pad_token_id = pad_token_id  # a decoder's answer stands at its last token that is none
+        if hasattr(part, "use_cache"):
+            part.use_cache = False  # of keys and values, for writing text
+
+
+def build_classifier(
+    config: PreTrainedConfig, name_or_path: str | None, trust_remote_code: bool, new_head: bool
+) -> tuple[PreTrainedModel, list[str]]:
+    """The model, and the names of those weights that its checkpoint does not have and that start at random."""
+    if name_or_path is None:
+        model = build_model(config, None, trust_remote_code, AutoModelForSequenceClassification)
+        new_weights = []
+    else:
+        model, new_weights = build_labeller(
+            config, name_or_path, trust_remote_code, AutoModelForSequenceClassification, new_head
+        )
+    return model, new_weights
+
+
+def find_inputs(model: PreTrainedModel) -> tuple[str, ...]:
+    """Which tensors the model takes beside `input_ids`. (Some tokenizers tell of token types that a model has not.)"""
+    accepted = inspect.signature(model.forward).parameters
+    inputs = ["attention_mask"] if "attention_mask" in accepted else []
+    if "token_type_ids" in accepted and getattr(model.config, "type_vocab_size", 0) > 1:
+        inputs.append("token_type_ids")
+    return tuple(inputs)
+
+
+@torch.no_grad()
+def check_padding(model: torch.nn.Module, collate: Collate, samples: LabelledTexts, accelerator: Accelerator) -> None:
+    """Whether the shortest text has the same logits by itself and padded; call it on all ranks, after `prepare`.
+
+    Raises:
+        UserError: it has not, as with a model that reads its answer at the last token, padding or not. An update
+            would then depend on how its global batch is cut.
+    """
+    lengths = samples.lengths(np.arange(len(samples)))
+    short, long = samples[int(lengths.argmin())], samples[int(lengths.argmax())]
+    model.eval()
+    logits = []
+    for batch in ([short], [short, long]):
+        inputs = {
+            name: tensor.to(accelerator.device) for name, tensor in collate(batch).items() if "target" not in name
+        }
+        logits.append(model(**inputs).logits[:1].float())
+    model.train()
+    alone, padded = logits
+    allowed = 1e-3 if accelerator.mixed_precision == "no" else 0.1
+    if (alone - padded).abs().max() > allowed * alone.abs().max() + 1e-6:
+        raise UserError(
+            f"{accelerator.unwrap_model(model).config.model_type}: padding on the right changes this model's answer; "
+            "take another one"
+        )
+
+
+def choose_classes(config: PreTrainedConfig, classes: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
+    """The data's classes in the order of a pretrained model's head, and whether it needs a new head for them.
+
+    It keeps its own where that is for the same names. LABEL_0, LABEL_1, ... are no names: they stand for numbers.
+    """
+    own = tuple(config.id2label[number] for number in range(config.num_labels))
+    if own == tuple(f"LABEL_{number}" for number in range(len(own))):
+        own = tuple(str(number) for number in range(len(own)))
+    return (own, False) if sorted(own) == sorted(classes) else (classes, True)
+
+
+def build_labeller(
+    config: PreTrainedConfig, name_or_path: str, trust_remote_code: bool, model_class: Any, new_head: bool
+) -> tuple[PreTrainedModel, list[str]]:
+    """A pretrained model with a head for `config`'s labels, and the names of the weights that start at random.
+
+    Args:
+        new_head: the checkpoint's head is of other labels, as many or not; else it is kept, if there is one.
+    """
+    model, loaded = build_model(
+        config,
+        name_or_path,
+        trust_remote_code,
+        model_class,
+        output_loading_info=True,
+        ignore_mismatched_sizes=new_head,
+    )
+    new_weights = {*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])}
+    if new_head:  # one for as many labels fits, and was loaded
+        kept = set(_head_parameters(config, trust_remote_code, model_class)) - new_weights
+        _draw_again(model, kept)
+        new_weights |= kept
+    return model, sorted(new_weights)
+
+
+def _head_parameters(config: PreTrainedConfig, trust_remote_code: bool, model_class: Any) -> list[str]:
+    """The parameters whose shape follows from the number of labels."""
+    larger, shapes = copy.deepcopy(config), []
+    larger.num_labels = config.num_labels + 1
+    for one in (config, larger):
+        with torch.device("meta"):
+            model = build_model(one, trust_remote_code=trust_remote_code, model_class=model_class)
+        shapes.append({name: parameter.shape for name, parameter in model.named_parameters()})
+    return [name for name, shape in shapes[0].items() if shape != shapes[1][name]]
+
+
+@torch.no_grad()
+def _draw_again(model: PreTrainedModel, names: set[str]) -> None:
+    """Random weights, as of a new model, in the layers that these parameters belong to."""
+    for layer in sorted({name.rpartition(".")[0] for name in names}):
+        module = model.get_submodule(layer)
+        parameters = list(module.parameters(recurse=False))
+        for one in (module, *parameters):
+            one._is_hf_initialized = False  # else transformers takes them for loaded
+        whole = nullcontext()
+        if any(hasattr(one, "ds_id") for one in parameters):  # cut by ZeRO-3 while the model was loaded
+            import deepspeed
+
+            whole = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
+        with whole:
+            model._init_weights(module)
+
+
+def describe_new_weights(names: list[str]) -> str:
+    """One line for people."""
+    return f"a new head: {shorten(names)} start at random"

@@ -1,0 +1,359 @@
+"""The routers of a mixture of experts: which expert gets which token, and ways to balance them that keep law 1.
+
+The usual balancing loss of a layer is E x sum over the experts of (share of the tokens) x (mean probability): a product
+of two means. Taken per micro-batch it is no sum over tokens, so the update would depend on how its global batch is cut.
+Here the counts are those of the whole global batch on all ranks, and a token counts where its next token is a target:
+padding and dummy samples are none.
+
+`exact` is the mean of the layers' losses. transformers takes both means over all layers before the product, so that one
+layer's excess can hide in another's lack: `exact` is not its loss over the whole batch.
+"""
+
+import inspect
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, send_to_device
+from torch import Tensor, nn
+from transformers import Ernie4_5_MoeConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from common.errors import UserError
+from common.training.batching import GlobalBatch
+
+BALANCE = {
+    "bias": "no loss: a bias on each expert's score, for the choice only, moves once an update, up where the expert "
+    "had less than its share of the whole global batch, down where more (arXiv:2408.15664)",
+    "exact": "the loss of the global batch, on all ranks, of each layer (arXiv:2501.11873): a first forward without "
+    "gradients counts; the probabilities are the softmax of the logits, for a sigmoid router too",
+    "usual": "transformers' loss of each micro-batch, all layers pooled: approximate, the update depends on how its "
+    "global batch is cut",
+    "none": "the routers are left alone",
+}
+
+
+UPCYCLED = ("llama", "mistral")  # what can be up-cycled
+
+
+BIAS_NAME = "e_score_correction_bias"  # in every model of transformers that has one
+
+
+CHOICE_NAMES = ("top_k_index", "router_indices")  # what a layer's experts are called with; the second is GPT-OSS'
+
+
+@dataclass
+class Layer:
+    """A sparse layer: its router chooses `top_k` of `num_experts` for each token."""
+
+    block: nn.Module
+    router: nn.Module
+    experts: nn.Module
+    choice: str  # the argument of `experts` that says which of them a token goes to: int64 (tokens, top_k)
+    bias_holder: nn.Module | None  # where BIAS_NAME lies
+    num_experts: int
+    top_k: int
+
+    @property
+    def bias(self) -> Tensor:
+        return getattr(self.bias_holder, BIAS_NAME)
+
+
+def find_layers(model: PreTrainedModel) -> list[Layer]:
+    """The sparse layers of a model of transformers, in order; none in a dense one.
+
+    Known by their experts, which are one module and are called with the choice. UserError: another kind.
+    """
+    recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+    config, layers = model.config.get_text_config(), []
+    for block in model.modules() if recorded else ():
+        experts = next((child for child in block.children() if _choice(child)), None)
+        if experts is None:
+            continue
+        router = next((m for m in block.modules() if isinstance(m, recorded.target_class)), None)
+        if router is None:
+            continue
+        holder = next((m for m in block.modules() if hasattr(m, BIAS_NAME)), None)
+        sizes = (experts.num_experts, config.num_experts_per_tok)
+        layers.append(Layer(block, router, experts, _choice(experts), holder, *sizes))
+    if recorded and not layers:
+        raise UserError(
+            f"{type(model).__name__}: its experts are not one module that is called with the choice of each token, so "
+            "nothing can be counted or balanced; take another mixture, such as a Mixtral, or recipes/lm.py"
+        )
+    return layers
+
+
+def _choice(module: nn.Module) -> str | None:
+    """The name of the argument that says which experts are chosen, or None: these are no experts."""
+    accepted = inspect.signature(module.forward).parameters
+    return next((name for name in CHOICE_NAMES if name in accepted), None)
+
+
+def count_active(layers: list[Layer], total: int) -> int:
+    """Of `total` parameters, those that a token meets."""
+    sizes = [sum(getattr(p, "ds_numel", p.numel()) for p in layer.experts.parameters()) for layer in layers]
+    return total - sum(
+        size - size * layer.top_k // layer.num_experts for layer, size in zip(layers, sizes, strict=True)
+    )
+
+
+def check_routers(model: PreTrainedModel, balance: str) -> None:
+    """UserError if the model has no experts, or routers that cannot be balanced in this way."""
+    layers = find_layers(model)
+    if not layers:
+        raise UserError(
+            f"{type(model).__name__} is a dense model, without experts: give it some with --upcycle, or train it with "
+            "recipes/lm.py"
+        )
+    without = next((layer for layer in layers if layer.bias_holder is None), None)
+    if balance == "bias" and without is not None:
+        raise UserError(
+            f"--balance bias: {type(without.router).__name__} has no {BIAS_NAME} for its model to keep; use --balance "
+            "exact, usual or none"
+        )
+
+
+class Routing:
+    """Counts where the tokens go, and balances it. Made on the bare model after `sum_token_losses`.
+
+    From then on `model(**micro_batch)` has the gradient of its balancing loss too; its value is the sum of the token
+    losses alone. `begin_update` and `end_update` go around the micro-batches of an update.
+    """
+
+    def __init__(self, model: PreTrainedModel, balance: str, strength: float):
+        self.layers, self.balance, self.strength = find_layers(model), balance, strength
+        self.counts: dict[bool, Tensor] = {}  # int64 (layers, experts), of this rank: in training, and in evaluation
+        self.shares: Tensor | None = None  # `exact`: the shares of the global batch, (layers, experts)
+        self.listening = False
+        self.logits: list[Tensor | None] = [None] * len(self.layers)  # (tokens, experts), of the last forward
+        self.chosen: list[Tensor | None] = [None] * len(self.layers)  # (tokens, top_k)
+        for index, layer in enumerate(self.layers):
+            if layer.bias_holder is not None:
+                _make_buffer(layer.bias_holder)
+            self._listen(model, index, layer)
+        if self.layers:
+            self._wrap(model)
+
+    def describe(self, model: PreTrainedModel) -> dict[str, str]:
+        """Lines for the first printed block."""
+        if not self.layers:
+            return {"experts": "none: a dense model"}
+        layer, total = self.layers[0], sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+        experts = f"{layer.num_experts} in each of {len(self.layers)} layers, {layer.top_k} of them for a token: "
+        experts += f"{count_active(self.layers, total):,} of {total:,} parameters are active"
+        strength = {"bias": "step", "none": ""}.get(self.balance, "factor")
+        approximate = "; approximate: it depends on how a global batch is cut" * (self.balance == "usual")
+        balance = self.balance + (f", {strength} {self.strength:g}" if strength else "") + approximate
+        return {"experts": experts, "balance": balance}
+
+    def _listen(self, model: PreTrainedModel, index: int, layer: Layer) -> None:
+        recorded = model._can_record_outputs["router_logits"]
+        parameters = list(inspect.signature(layer.experts.forward).parameters)
+
+        # Nothing is computed here: activation checkpointing would miss it, as it runs these again without listening.
+        def take_logits(_, args, output):
+            if self.listening:
+                self.logits[index] = output[recorded.index] if isinstance(output, tuple) else output
+
+        def take_chosen(_, args, kwargs):
+            if self.listening:
+                self.chosen[index] = (dict(zip(parameters, args, strict=False)) | kwargs)[layer.choice]
+
+        layer.router.register_forward_hook(take_logits)
+        layer.experts.register_forward_pre_hook(take_chosen, with_kwargs=True)
+
+    def _wrap(self, model: PreTrainedModel) -> None:
+        original = model.forward.__func__
+
+        def forward(model, *args, targets=None, target_rows=None, only_count=False, **kwargs):
+            if targets is None:
+                return original(model, *args, **kwargs)
+            kept = slice(0, 0) if only_count else slice(None)  # no target: no work in the output head
+            self.listening = True
+            try:
+                loss = original(model, *args, targets=targets[kept], target_rows=target_rows[kept], **kwargs)
+            finally:
+                self.listening = False
+            self._count(target_rows, model.training)
+            if torch.is_grad_enabled() and self.balance in ("exact", "usual"):
+                auxiliary = self.strength * self._loss_sum(target_rows).to(loss.dtype)
+                loss = loss + (auxiliary - auxiliary.detach())
+            self.logits, self.chosen = [None] * len(self.layers), [None] * len(self.layers)
+            return loss
+
+        forward.__signature__ = inspect.signature(original)
+        model.forward = types.MethodType(forward, model)  # as in sum_token_losses
+
+    @torch.no_grad()
+    def _count(self, rows: Tensor, training: bool) -> None:
+        counts = []
+        for layer, chosen in zip(self.layers, self.chosen, strict=True):
+            chosen = chosen[rows].flatten()
+            counts.append(chosen.new_zeros(layer.num_experts).scatter_add_(0, chosen, torch.ones_like(chosen)))
+        self.counts[training] = self.counts.get(training, 0) + torch.stack(counts)
+
+    def _loss_sum(self, rows: Tensor) -> Tensor:
+        """The balancing loss of a micro-batch, times its targets; the probabilities are the softmax of the logits."""
+        logits = [x[rows].to(torch.promote_types(x.dtype, torch.float32)) for x in self.logits]
+        if self.balance == "usual":
+            if not len(rows):
+                return sum(x.sum() for x in logits)  # 0, with a gradient for every rank to reduce
+            layer = self.layers[0]
+            return load_balancing_loss_func(tuple(logits), layer.num_experts, layer.top_k) / layer.top_k * len(rows)
+        probabilities = [x.softmax(-1).sum(0) for x in logits]
+        terms = torch.stack(probabilities) * self.shares  # (layers, experts): a sum over the tokens, as law 1 wants it
+        return terms.sum(1).mean() * terms.shape[1]
+
+    def prepared(self) -> None:
+        """After `accelerator.prepare`, before a checkpoint is read: in bf16 DeepSpeed would round the bias away."""
+        for layer in self.layers:
+            if layer.bias_holder is not None:
+                dtype = torch.promote_types(layer.bias.dtype, torch.float32)
+                setattr(layer.bias_holder, BIAS_NAME, layer.bias.to(dtype))
+
+    @torch.no_grad()
+    def begin_update(self, accelerator: Accelerator, model: nn.Module, batch: GlobalBatch) -> None:
+        """Before the first backward of a global batch; `exact` counts here, with a forward of each micro-batch."""
+        self.counts.clear()
+        if self.balance != "exact" or not self.layers:
+            return
+        for micro_batch in batch.micro_batches:
+            model(**send_to_device(micro_batch, accelerator.device, non_blocking=True), only_count=True)
+        counts = accelerator.reduce(self.counts.pop(True), reduction="sum")
+        dtype = torch.promote_types(self.layers[0].router.weight.dtype, torch.float32)
+        self.shares = counts.to(dtype) / (batch.num_targets * self.layers[0].top_k)
+
+    def news(self) -> dict[str, Tensor]:
+        """What travels with the global batch's loss (`reduce_update`): where this rank's tokens went."""
+        return {"expert_counts": self.counts[True]} if self.layers else {}
+
+    @torch.no_grad()
+    def end_update(self, finite: bool, news: dict[str, Any]) -> dict[str, float]:
+        """After the optimizer's step: `bias` moves, the same on all ranks. Returns figures for the global batch's
+        record.
+
+        Args:
+            news: what `news` gave, summed over the ranks and on the host.
+        """
+        if not self.layers:
+            return {}
+        counts = news["expert_counts"]
+        if finite and self.balance == "bias":
+            bias, steps = self.layers[0].bias, self.strength * (counts.mean(1, keepdim=True) - counts).sign()
+            steps = steps.to(bias.dtype).to(bias.device, non_blocking=True)  # one copy, without a wait for the device
+            for layer, step in zip(self.layers, steps, strict=True):
+                layer.bias.add_(step.view_as(layer.bias))
+        return {"busiest_expert": _busiest(counts).item(), "dead_experts": int((counts == 0).sum())}
+
+    def report(self, accelerator: Accelerator) -> dict[str, Any]:
+        """Of the held-out tokens, or without any of the last global batch: each layer's share of tokens by expert."""
+        if not self.layers:
+            return {}
+        counts = accelerator.reduce(self.counts[False if False in self.counts else True], reduction="sum")
+        shares = counts.double() / counts.sum(1, keepdim=True)
+        return {
+            "expert_shares": shares.tolist(),
+            "busiest_expert": _busiest(counts).item(),
+            "dead_experts": int((counts == 0).sum()),
+        }
+
+
+def _busiest(counts: Tensor) -> Tensor:
+    """How many times its equal share the busiest expert gets, the mean of the layers."""
+    return (counts.amax(1) / counts.double().mean(1)).mean()
+
+
+def describe_results(results: dict[str, Any]) -> list[str]:
+    """The lines of a finished run about its experts."""
+    shares = results.get("expert_shares")
+    if not shares:
+        return []
+    total, where = (
+        sum(len(row) for row in shares),
+        "held-out" if "validation_loss" in results else "last global batch's",
+    )
+    lines = [
+        f"experts: the busiest of a layer gets {results['busiest_expert']:.2f} times its equal share of the {where} "
+        f"tokens; {results['dead_experts']} of {total} get none"
+    ]
+    if total <= 256:
+        for number, row in enumerate(shares):
+            lines.append(f"  layer {number}: " + " ".join(f"{share:6.1%}" for share in sorted(row, reverse=True)))
+    return lines
+
+
+def moe_config(shape: dict[str, Any], num_experts: int, top_k: int, expert_width: int) -> Ernie4_5_MoeConfig:
+    """A mixture in every layer, without shared experts; `shape` is that of the dense model, an Ernie4_5Config's."""
+    experts = dict(moe_num_experts=num_experts, moe_k=top_k, moe_intermediate_size=expert_width)
+    return Ernie4_5_MoeConfig(**shape, **experts, moe_num_shared_experts=0, moe_layer_start_index=0)
+
+
+def upcycled_config(dense: PreTrainedConfig, num_experts: int, top_k: int) -> Ernie4_5_MoeConfig:
+    """The configuration of what `upcycle` makes of a dense model. UserError if it cannot."""
+    name = f"--upcycle: --model_name_or_path is a {dense.model_type}"
+    if hasattr(dense.get_text_config(), "num_experts_per_tok"):
+        raise UserError(f"{name}, a mixture of experts already; take --upcycle out")
+    if dense.model_type not in UPCYCLED:
+        raise UserError(f"{name}, which is not one of {', '.join(UPCYCLED)}; take one of these")
+    if getattr(dense, "attention_bias", False) or getattr(dense, "mlp_bias", False):
+        raise UserError(f"{name} with biases, for which the mixture has no place; take one without")
+    if getattr(dense, "sliding_window", None):
+        raise UserError(f"{name} with a sliding window, which the mixture does not have; take one without")
+    names = "vocab_size num_hidden_layers hidden_size num_attention_heads num_key_value_heads intermediate_size"
+    names += " hidden_act max_position_embeddings initializer_range rms_norm_eps tie_word_embeddings rope_parameters"
+    names += " bos_token_id eos_token_id pad_token_id"
+    shape = {name: getattr(dense, name) for name in names.split()}
+    shape["head_dim"] = getattr(dense, "head_dim", None) or dense.hidden_size // dense.num_attention_heads
+    return moe_config(shape, num_experts, top_k, dense.intermediate_size)
+
+
+@torch.no_grad()
+def upcycle(dense: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
+    """The dense model's MLP in every expert, its other weights in their places; the routers stay as they are.
+
+    It computes what the dense model computes, since the weights of a token's experts sum to 1 (Komatsuzaki et al.,
+    arXiv:2212.05055). `model` is of `upcycled_config`, and is returned.
+    """
+    weights = dense.state_dict()
+    for name, into in model.state_dict().items():
+        if ".mlp.experts." in name:
+            mlp = name.partition("experts.")[0]
+            gate_up = [weights[f"{mlp}{part}_proj.weight"] for part in ("gate", "up")]
+            into.copy_(torch.cat(gate_up) if name.endswith("gate_up_proj") else weights[f"{mlp}down_proj.weight"])
+        elif "q_proj" in name or "k_proj" in name:
+            # Llama turns the halves of a head against each other, ERNIE each two neighbours.
+            half = model.config.head_dim // 2
+            into.copy_(weights[name].unflatten(0, (-1, 2, half)).transpose(1, 2).flatten(0, 2))
+        elif name in weights:
+            into.copy_(weights[name])
+    return model
+
+
+def _make_buffer(holder: nn.Module) -> None:
+    """A bias that is a frozen parameter becomes a buffer of its name: no mode cuts it, no optimizer sees it."""
+    bias = getattr(holder, BIAS_NAME)
+    if not isinstance(bias, nn.Parameter):
+        return
+    if hasattr(bias, "ds_id"):  # cut by ZeRO-3 while the model was loaded
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([bias]):
+            value = bias.detach().clone()
+    else:
+        value = bias.detach().clone()
+    delattr(holder, BIAS_NAME)
+    holder.register_buffer(BIAS_NAME, value)
+
+
+def gather_whole_blocks(accelerator: Accelerator, layers: list[Layer]) -> None:
+    """ZeRO-3 then fetches a sparse block's weights together, whichever experts a rank's tokens go to.
+
+    Experts that are modules of their own would otherwise be fetched by some ranks only, and all would wait for ever.
+    Call it before `accelerator.prepare`.
+    """
+    if accelerator.distributed_type == DistributedType.DEEPSPEED and layers:
+        names = sorted({type(layer.block).__name__ for layer in layers})
+        accelerator.deepspeed_plugin.transformer_moe_cls_names = ",".join(names)

@@ -1,0 +1,230 @@
+"""Loads a model, pretrained or from scratch, and checks that it fits its tokenizer and the data."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pickle import UnpicklingError
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.state import AcceleratorState, is_initialized
+from safetensors import SafetensorError
+from transformers import (
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.integrations import unset_hf_deepspeed_config
+
+from common.data.hub import locate_pretrained
+from common.errors import UserError, one_line
+from common.models.masks import decide_on_the_host
+from common.parallel import loading
+from common.training.precision import follow_precision
+
+
+def prepare_encoder_decoder(model: PreTrainedModel) -> None:
+    """Makes embeddings that have one weight one module; call it on the bare model.
+
+    transformers gives encoder and decoder a module each, and FSDP2 refuses a weight that is in two of its groups.
+
+    Raises:
+        UserError: the model begins its targets otherwise than `collate_pairs` does (mBART: with their language).
+    """
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        labels, start = torch.arange(2, 6), model.config.decoder_start_token_id
+        if model.prepare_decoder_input_ids_from_labels(labels.unsqueeze(0))[0].tolist() != [start, 2, 3, 4]:
+            raise UserError(
+                f"{type(model).__name__} does not begin all targets with its decoder_start_token_id; take another model"
+            )
+    embeddings = model.get_input_embeddings()
+    if sum(getattr(module, "weight", None) is embeddings.weight for module in model.modules()) > 1:
+        model.set_input_embeddings(embeddings)
+
+
+def load_config(
+    name_or_path: str, trust_remote_code: bool = False, model_class: Any = AutoModelForCausalLM, **changes: Any
+) -> PreTrainedConfig:
+    """The configuration of a pretrained model of an Auto class: a local directory or a hub name.
+
+    Args:
+        changes: settings of the configuration that the recipe decides, such as `num_labels`.
+
+    Raises:
+        UserError: there is none, or `model_class` has no model of its type.
+    """
+    where, problem = locate_pretrained(name_or_path)
+    try:
+        config = AutoConfig.from_pretrained(**where, trust_remote_code=trust_remote_code, **changes)
+    except Exception as error:  # a dozen types, by what is missing
+        reason = problem or f"its config.json cannot be loaded: {one_line(error)}"
+        raise UserError(f"--model_name_or_path {name_or_path}: {reason}") from error
+    remote = model_class.__name__ in (getattr(config, "auto_map", None) or {})
+    if type(config) not in model_class._model_mapping and not remote:
+        kind = "causal language model" if model_class is AutoModelForCausalLM else model_class.__name__
+        raise UserError(f"--model_name_or_path {name_or_path}: {config.model_type} has no {kind} in transformers")
+    if model_class is not AutoModelForCausalLM:
+        return config
+    if getattr(config, "is_decoder", True) is False and type(config) in MODEL_FOR_MASKED_LM_MAPPING:
+        raise UserError(
+            f"--model_name_or_path {name_or_path}: this {config.model_type} looks at the tokens that it is to predict; "
+            'put "is_decoder": true into its config.json, or take a causal model'
+        )
+    return config
+
+
+def check_model(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> list[str]:
+    """One line for each way in which tokenizer and sequence length do not fit the model."""
+    problems = []
+    text = config.get_text_config()
+    rows = getattr(text, "vocab_size", None)  # CANINE hashes characters: it has no vocabulary
+    if rows and len(tokenizer) > rows:
+        problems.append(
+            f"the tokenizer has {len(tokenizer)} tokens, but the model's embedding has {rows} rows: take "
+            "the model's own tokenizer, or resize the embedding (model.resize_token_embeddings) and save the model"
+        )
+    # `max_position_embeddings` also names GPT-2's n_positions and the like; a model without positions has neither, or
+    # says -1 (XLNet).
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions and 0 < positions < sequence_length:
+        problems.append(
+            f"--sequence_length {sequence_length} is beyond the model's {positions} positions; use at most {positions}"
+        )
+    return problems
+
+
+@contextmanager
+def whole_weights() -> Iterator[None]:
+    """ZeRO-3 cuts weights while a model is made, and then draws others than one process would: here they are whole.
+
+    Each process then holds a model from scratch for a moment. Pretrained weights are cut as they are loaded.
+    """
+    plugin = AcceleratorState().deepspeed_plugin if is_initialized() else None
+    if plugin is None:
+        yield
+        return
+    # Not the plugin's own zero3_init_context_manager(enable=False): transformers 5.23 cuts the weights all the same.
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        plugin.set_deepspeed_weakref()
+
+
+def count_parameters(
+    config: PreTrainedConfig, trust_remote_code: bool = False, model_class: Any = AutoModelForCausalLM
+) -> int:
+    """The number of a model's parameters, tied ones once; allocates none of them."""
+    return sum(parameter_sizes(config, trust_remote_code, model_class))
+
+
+def parameter_sizes(
+    config: PreTrainedConfig, trust_remote_code: bool = False, model_class: Any = AutoModelForCausalLM
+) -> list[int]:
+    """The number of elements of each parameter, tied ones once; allocates none of them."""
+    with torch.device("meta"):
+        model = build_model(config, trust_remote_code=trust_remote_code, model_class=model_class)
+    return [parameter.numel() for parameter in model.parameters()]
+
+
+def build_model(
+    config: PreTrainedConfig,
+    name_or_path: str | None = None,
+    trust_remote_code: bool = False,
+    model_class: Any = AutoModelForCausalLM,
+    **options: Any,
+) -> PreTrainedModel:
+    """The model in float32 (torch's default dtype): loaded from `name_or_path`, or with random weights from `config`.
+
+    Weights saved in half precision are loaded as float32 too, since the optimizer's small steps would be lost in
+    them; the precision of the matrix products is Accelerate's business. Attention is SDPA where the model has it.
+    Under FSDP2 a process other than the main one makes a model without data, for `loading.prepare` to fill.
+
+    Args:
+        model_class: an Auto class, or a model's own class.
+        options: more of its `from_pretrained`, such as `ignore_mismatched_sizes`.
+
+    Raises:
+        UserError: there are no weights, they cannot be read, or they are of other shapes than the configuration's.
+    """
+    dtype = torch.get_default_dtype()
+    if name_or_path is not None and not loading.holds_weights():
+        model = build_model(copy.deepcopy(config), None, trust_remote_code, model_class).eval()
+        return (model, {"missing_keys": [], "mismatched_keys": []}) if "output_loading_info" in options else model
+    if name_or_path is None:
+        with whole_weights(), nullcontext() if loading.holds_weights() else torch.device("meta"):
+            if not hasattr(model_class, "from_config"):
+                model = model_class._from_config(config, dtype=dtype)
+            else:
+                model = model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        return _ready(model)
+    where, _ = locate_pretrained(name_or_path)
+    try:
+        loaded = model_class.from_pretrained(
+            **where, config=config, dtype=dtype, trust_remote_code=trust_remote_code, **options
+        )
+    except (OSError, RuntimeError, ValueError, ImportError, EOFError, UnpicklingError, SafetensorError) as error:
+        # What the files provoke: torn or of other shapes, of an unknown kind, in need of a package that is not there.
+        raise UserError(
+            f"--model_name_or_path {name_or_path}: its weights cannot be loaded ({one_line(error)}); save the model "
+            "again, or download it again"
+        ) from error
+    _ready(loaded[0] if isinstance(loaded, tuple) else loaded)
+    return loaded
+
+
+def _ready(model: PreTrainedModel) -> PreTrainedModel:
+    """Makes a new model one that every mode can take, and returns it."""
+    follow_precision(model)
+    decide_on_the_host()
+    try:
+        embedding = model.get_input_embeddings()
+    except NotImplementedError:  # CANINE has several
+        return model
+    # Of the modules that FSDP2 is to shard as a whole, leave out what contains the input embedding (BertEmbeddings,
+    # ViTEmbeddings): Accelerate 1.15 shards that by itself, after these, and fails where it has been sharded already.
+    kinds = {type(module).__name__ for module in model.modules() if embedding not in module.modules()}
+    model._no_split_modules = kinds & set(model._no_split_modules or ())
+    return model
+
+
+def describe_use(
+    model: PreTrainedModel, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, end_tokens: list[int]
+) -> None:
+    """Writes into what is saved beside the weights how the model is to be used: where it stops, how much it takes.
+
+    Args:
+        end_tokens: those that it is taught to end with, the most frequent one first. What it had been told to stop at
+            before stays, where that is a special token of this tokenizer. Empty: there is none, and nothing changes.
+    """
+    generation, text = getattr(model, "generation_config", None), config.get_text_config()
+    # from_pretrained gives the model a copy of the configuration.
+    parts = [config, text, model.config, model.config.get_text_config(), generation] if end_tokens else []
+    for part in {id(part): part for part in parts if part is not None}.values():
+        before = getattr(part, "eos_token_id", None)
+        before = before if isinstance(before, list) else [before]
+        stops = end_tokens + [one for one in before if one in tokenizer.added_tokens_decoder and one not in end_tokens]
+        part.eos_token_id = stops if part is generation and len(stops) > 1 else stops[0]
+    if (positions := getattr(text, "max_position_embeddings", None) or 0) > 0:
+        tokenizer.model_max_length = min(tokenizer.model_max_length, positions)
+
+
+@torch.no_grad()
+def write_sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: np.ndarray) -> str:
+    """Text that the model writes after the tokens of `prompt`, int64 (length,); in one process, which has it whole."""
+    input_ids = torch.from_numpy(prompt).unsqueeze(0).to(model.device)
+    model.eval()
+    written = model.generate(
+        input_ids,
+        max_new_tokens=100,
+        do_sample=True,
+        temperature=0.8,
+        top_p=0.95,
+        attention_mask=torch.ones_like(input_ids),
+        remove_invalid_values=True,  # of weights that have become NaN
+    )
+    return tokenizer.decode(written[0], skip_special_tokens=True)

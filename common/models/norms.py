@@ -1,0 +1,64 @@
+"""Batch norm and what takes its place: which of them keeps an update the same however its global batch is cut.
+
+Batch norm's statistics are those of a micro-batch, on one rank. So the update depends on the layout, unlike everything
+else here. Group norm's are those of one image.
+"""
+
+import argparse
+import math
+
+from torch import nn
+
+from common.errors import UserError
+
+NORMS = {
+    "group": "statistics of each image: the update is the same however it is cut; from scratch only, the default there",
+    "batch": "statistics of each micro-batch: another layout is another update; what pretrained ResNets have",
+    "sync_batch": "statistics of a micro-batch over all ranks: exact over ranks, not over accumulation; GPUs only",
+}
+
+
+def use_group_norm(model: nn.Module) -> None:
+    """Replaces batch norm by group norm of 16 channels a group (Wu and He, 2018, arXiv:1803.08494), in place."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.BatchNorm2d):
+                channels = child.num_features
+                setattr(module, name, nn.GroupNorm(math.gcd(channels, max(1, channels // 16)), channels))
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether a layer's output for one image depends on the other images of its micro-batch."""
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
+def settle_norm(args: argparse.Namespace, model: nn.Module) -> None:
+    """Fills in `args.norm` by what the model has, and what follows from it for `args.drop_last_window`.
+
+    Raises:
+        UserError: --norm has no effect on the model, or a micro-batch is too small for it; one line.
+    """
+    if not has_batch_norm(model):
+        if args.norm in ("batch", "sync_batch"):
+            raise UserError(f"--norm {args.norm}: {type(model).__name__} has no batch norm; take it out")
+        return
+    args.norm = args.norm or "batch"
+    if args.micro_batch_size == 1 and args.norm == "batch":
+        raise UserError("--micro_batch_size 1: batch norm needs several images for its statistics; use at least 2")
+    # In the short global batch micro-batches are smaller, and a rank with nothing left computes an empty image, which
+    # would enter the statistics.
+    args.drop_last_window = True
+
+
+def describe_norm(args: argparse.Namespace, world_size: int) -> dict[str, str]:
+    """What batch norm does to the update, for `common.report.tracking.print_run`; nothing where there is none."""
+    if args.norm not in ("batch", "sync_batch"):
+        return {}
+    at_once = args.micro_batch_size * (world_size if args.norm == "sync_batch" else 1)
+    text = f"{args.norm}, over {at_once} images at once; an epoch's short last global batch is dropped"
+    if at_once < args.global_batch_size:
+        shares = args.global_batch_size // at_once
+        text += (
+            f"\n{'':>10}  WARNING: it sees a global batch in {shares} parts; cut otherwise, the update is another one"
+        )
+    return {"norm": text}

@@ -1,0 +1,122 @@
+"""From what was asked to connected processes: the Accelerator."""
+
+import argparse
+import os
+import socket
+import warnings
+from collections.abc import Callable
+
+import psutil
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, set_seed
+
+from common.errors import UserError
+from common.parallel import deepspeed_files, liveness, sharding
+from common.parallel.launch import Launch, names_threads, runs_on_cpu, started_world_size
+from common.parallel.mode import running_mode
+from common.redaction import redact
+
+
+def check_space(launch: Launch, parameter_sizes: Callable[[], list[int]]) -> None:
+    """Whether what a mode keeps in files has room for them, and in its buffers, before the model is built.
+
+    Args:
+        parameter_sizes: makes the number of elements of each parameter.
+
+    Raises:
+        UserError: a line for each path with too little space, and one for buffers that the file makes too small.
+    """
+    if launch.mode != "DeepSpeed":
+        return
+    deepspeed_files.check_nvme_space(launch.deepspeed_config, parameter_sizes, launch.num_machines)
+    plugin = AcceleratorState().deepspeed_plugin
+    if deepspeed_files.size_nvme_buffers(plugin.deepspeed_config, parameter_sizes, launch.num_processes):
+        plugin.set_deepspeed_weakref()  # what transformers makes a model by
+
+
+def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs) -> Accelerator:
+    """The Accelerator of what was asked; call `check_launch` before. `kwargs` go to `Accelerator`.
+
+    Processes wait for each other for `args.connect_timeout` seconds. From then on, the loss of one ends all.
+
+    Raises:
+        UserError: the mode, world size or precision that runs is not the one that was asked.
+    """
+    liveness.start(args.connect_timeout)
+    is_sharded_on_cpu = runs_on_cpu(launch) and launch.mode in ("FSDP", "DeepSpeed")
+    if is_sharded_on_cpu:
+        sharding.prepare_rehearsal(launch.mode)
+    elif runs_on_cpu(launch):
+        # Read by Accelerate when its state is made: CPU, and gloo in the place of NCCL. Without it, the processes of
+        # a MULTI_GPU launch on a machine without a GPU are not connected and each is a run of its own.
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, once imported, warns that it looked for a GPU
+    elif torch.cuda.is_available():
+        # TF32 matrix products: float32 range, 10-bit mantissa, several times faster. Mixed precision leaves some in
+        # float32 too, as those of a recurrence. NVIDIA_TF32_OVERRIDE=0 turns them off.
+        torch.set_float32_matmul_precision("high")
+    _name_interface()
+    settled = None
+    if launch.mode == "DeepSpeed":
+        settled = deepspeed_files.settle_deepspeed(
+            launch.deepspeed_config, args, launch.mixed_precision, launch.num_processes
+        )
+        # What the launcher says beside a file, Accelerate refuses, or takes for itself; `check_launch` has seen to it.
+        os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
+        os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"
+        kwargs["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=settled.config)
+    # DDP: gradients lie in the buckets that are sent, and not beside them once more.
+    kwargs["kwargs_handlers"] = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
+    threads = sharding.share_of_cores()  # before Accelerate may bind each process to some
+    with liveness.connecting(args.connect_timeout):
+        if is_sharded_on_cpu:
+            sharding.connect_rehearsal(launch.mode)
+        accelerator = Accelerator(**kwargs)
+        accelerator.wait_for_everyone()  # NCCL connects at the first collective
+    runs = running_mode(accelerator)
+    # One process of DDP has nothing to reduce, and Accelerate may call it plain.
+    if runs != launch.mode and not (launch.num_processes == 1 and {runs, launch.mode} <= {"plain", "DDP"}):
+        raise UserError(f"{launch.source} asks for {launch.mode}, but {runs} would run on {accelerator.device.type}")
+    if accelerator.num_processes != launch.num_processes:
+        raise UserError(
+            f"{launch.source} asks for {launch.num_processes} connected processes, but this one sees "
+            f"{accelerator.num_processes}"
+        )
+    sharding.configure_plugins(accelerator, args.max_grad_norm)
+    if sharding.updates_on_host(accelerator) and not names_threads(launch):
+        torch.set_num_threads(threads)  # of DeepSpeed's CPU Adam too: it takes torch's OpenMP
+    if accelerator.mixed_precision != launch.mixed_precision:
+        raise UserError(
+            f"{launch.source} asks for mixed precision {launch.mixed_precision}, but {accelerator.mixed_precision} "
+            "would run"
+        )
+    if settled is not None:
+        is_file = isinstance(launch.deepspeed_config, str)
+        where = launch.deepspeed_config if is_file else launch.source
+        accelerator.print(redact(deepspeed_files.describe_settled(where, settled)), flush=True)
+        if settled.idle and accelerator.is_main_process:
+            warnings.warn(f"{where}: no effect here: {', '.join(settled.idle)}", stacklevel=2)
+    return accelerator
+
+
+def _name_interface() -> None:
+    """Names gloo the network that leads to the main machine, where there are several machines and the user named none.
+
+    By itself gloo takes the address that the host's name stands for, which on many systems is one of the loopback.
+    """
+    if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == started_world_size() or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    family, kind, _, _, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # of UDP: sends nothing, and finds the way
+        mine = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if mine in [interface.address.split("%")[0] for interface in addresses]:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def seed_everything(seed: int, accelerator: Accelerator | None = None) -> None:
+    """Seeds Python, numpy and torch: alike on all ranks without `accelerator`, unlike (for dropout) with it."""
+    set_seed(seed, device_specific=accelerator is not None)

@@ -1,0 +1,89 @@
+"""How a run ends: finished, stopped, by a user's mistake or by an error; all ranks together."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from common.errors import UserError
+from common.files import FULL_OR_BROKEN, disk_error_number, disk_line
+from common.parallel import liveness
+from common.parallel.liveness import wait_for_all
+from common.redaction import print_exception, redact
+from common.training.stopping import keep_requests
+
+
+def end_run(accelerator: Accelerator, status: int = 0) -> None:
+    """Ends a finished or stopped run on all ranks together; nothing after it runs where there are several.
+
+    A rank that leaves while another still works can leave that one hanging. And once everything is written, Python's
+    own end must not be able to spoil the run: gloo's threads race with it (pytorch#179291), and once in some hundred
+    runs a process hung there, or was aborted.
+    """
+    wait_for_all()  # rank 0 writes the model
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    liveness.leave()
+    if accelerator.num_processes > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    if status:
+        sys.exit(status)
+
+
+@contextmanager
+def user_mistakes_end_here() -> Iterator[None]:
+    """Around a whole run: it ends on all ranks together, and a user's mistake ends in lines on stderr with status 2.
+
+    A mistake is a `UserError`. Every other exception keeps its traceback.
+    """
+    sys.excepthook = print_exception
+    keep_requests()
+    try:
+        yield
+    except UserError as error:
+        _end_data_workers()
+        exit_with_mistakes(str(error).splitlines())
+    except BaseException as error:
+        _end_data_workers()
+        if disk_error_number(error) in FULL_OR_BROKEN:
+            where = Path(getattr(error, "filename", None) or ".")
+            advice = "start again; a run goes on from its last checkpoint with --resume"
+            exit_with_mistakes([disk_line(error, "a file could not be read or written", where, 0, advice)])
+        is_end = isinstance(error, SystemExit) and not error.code
+        liveness.leave(None if is_end else redact(f"{type(error).__name__}: {error}"))
+        raise
+    liveness.leave()
+
+
+def _end_data_workers() -> None:
+    """They ignore the signal by which Python ends them (see common.stopping), and it would wait for ever.
+
+    In a run that ends well the loader's iterator has ended them; an error's traceback holds it.
+    """
+    workers = multiprocessing.active_children()
+    if workers:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise another error for each
+    for worker in workers:
+        worker.kill()
+
+
+def exit_with_mistakes(problems: list[str]) -> None:
+    """Prints each problem on a line of stderr, once on each host, and ends the process with status 2."""
+    problems = [redact(problem) for problem in problems]
+    # Without torch's launcher there are no others on this host, whatever variables are left in the environment.
+    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0 or "TORCHELASTIC_RUN_ID" not in os.environ
+    if is_first:
+        print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr, flush=True)
+    liveness.leave("\n".join(problems), liveness.MISTAKE_STATUS)
+    if not is_first:
+        # A launcher ends all ranks of its host when the first one ends: that one must have printed by then.
+        time.sleep(10)
+    sys.exit(liveness.MISTAKE_STATUS)

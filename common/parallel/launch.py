@@ -1,0 +1,315 @@
+"""Makes the Accelerator, and checks that what was asked is what runs.
+
+`accelerate launch` starts something else than was asked in some cases, without a word: one process where two were asked
+for, two unconnected runs of one process each, float32 in the place of fp16. So before a model is built, the recipe
+compares what the launcher was told (its config file and flags) with what this process finds.
+"""
+
+import argparse
+import difflib
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import yaml
+from accelerate.commands.config.config_args import default_config_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+from common.parallel import deepspeed_files, sharding
+
+
+@dataclass
+class Launch:
+    """What `accelerate launch` was told, or what the environment says where another launcher started this process."""
+
+    source: str = "the environment"  # what to name in an error
+    config_file: str | None = None
+    num_processes: int = field(default_factory=lambda: int(os.environ.get("WORLD_SIZE", 1)))
+    mode: str = "plain"  # plain, DDP, FSDP, DeepSpeed
+    mixed_precision: str = field(default_factory=lambda: os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
+    use_cpu: bool = field(default_factory=lambda: _is_true("ACCELERATE_USE_CPU"))
+    gradient_accumulation_steps: str = field(
+        default_factory=lambda: os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    )
+    deepspeed_config: str | dict = field(default_factory=dict)  # DeepSpeed: the file's name, or what the launcher says
+    settings: dict[str, Any] = field(default_factory=dict)  # of the launcher, by the names of its flags
+    given: set[str] = field(default_factory=set)  # those that were given as flags
+    file_settings: dict[str, Any] = field(default_factory=dict)  # those that the config file names
+    file_problems: list[str] = field(default_factory=list)  # keys in its sections that the launcher does not take
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))  # before the launcher added its own
+    num_machines: int = 1
+    machine_rank: int = 0
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+    multinode_launcher: str = "standard"  # DeepSpeed: pdsh and others start the other machines themselves
+
+
+def _is_true(name: str) -> bool:
+    return os.environ.get(name, "false").lower() in ("1", "true", "yes")
+
+
+def started_world_size() -> int:
+    """Number of processes that the launcher started; known before any of them is connected."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def find_launch() -> Launch:
+    """What was asked, from the command line of the `accelerate launch` that is an ancestor of this process.
+
+    Nothing in the environment tells how many processes were asked for, only how many were started; the two differ.
+    The launcher's own parser reads its command line, so flags, config file and their precedence are the launcher's.
+    """
+    for process in psutil.Process().parents():
+        try:
+            command = process.cmdline()
+        except psutil.Error:  # ended, or another user's
+            continue
+        for at, part in enumerate(command):
+            if part.endswith("accelerate") and command[at + 1 : at + 2] == ["launch"]:
+                return parse_launch(command[at + 2 :], process.environ())
+            if part.endswith("accelerate-launch") or part == "accelerate.commands.launch":
+                return parse_launch(command[at + 1 :], process.environ())
+    return Launch(mode="DDP" if started_world_size() > 1 else "plain")
+
+
+def parse_launch(argv: list[str], environment: dict[str, str] | None = None) -> Launch:
+    """What the words after `accelerate launch` ask for; `environment` is that of the launcher."""
+    parser = launch_command_parser()
+    with open(os.devnull, "w") as null:  # the launcher has printed its warnings already
+        stderr, sys.stderr = sys.stderr, null
+        try:
+            args, defaults, _ = _validate_launch_command(parser.parse_args(argv))
+        finally:
+            sys.stderr = stderr
+    config_file = args.config_file or (default_config_file if defaults is not None else None)
+    asked_cpu = bool(args.cpu or args.use_cpu)
+    if args.use_deepspeed and not args.cpu:
+        mode = "DeepSpeed"
+    elif args.use_fsdp and not args.cpu:
+        mode = "FSDP"
+    elif args.use_megatron_lm or args.tpu:
+        mode = "Megatron-LM" if args.use_megatron_lm else "TPU"
+    else:
+        mode = "DDP" if args.multi_gpu or (args.num_processes or 1) > 1 else "plain"
+    launch = Launch(
+        source=f"`accelerate launch` with {config_file}" if config_file else "`accelerate launch`",
+        config_file=config_file,
+        # Without a config, the launcher counts GPUs: zero of them is still one process.
+        num_processes=max(1, args.num_processes or 1),
+        mode=mode,
+        mixed_precision=args.mixed_precision or "no",
+        use_cpu=asked_cpu,
+        gradient_accumulation_steps=str(args.gradient_accumulation_steps or 1),
+        deepspeed_config=args.deepspeed_config_file or deepspeed_files.inline_deepspeed_config(vars(args)),
+        settings=vars(args),
+        given=getattr(args, "nondefault", set()),
+        environment=dict(os.environ) if environment is None else environment,
+        num_machines=args.num_machines or 1,
+        machine_rank=int(args.machine_rank or 0),
+        main_process_ip=args.main_process_ip,
+        main_process_port=args.main_process_port,
+        multinode_launcher=args.deepspeed_multinode_launcher or "pdsh",
+    )
+    if args.cpu and (
+        dropped := {args.use_fsdp: "FSDP", args.use_deepspeed: "DeepSpeed", args.multi_gpu: "DDP"}.get(True)
+    ):
+        launch.file_problems.append(
+            f"--cpu makes the launcher drop {dropped}, which {config_file} asks for; take the flag out: where there is "
+            "no GPU, the same config runs on the CPU"
+        )
+    if config_file:
+        _read_config_file(launch, known={action.dest for action in parser._actions})
+    if (
+        mode == "DeepSpeed"
+        and "mixed_precision" not in launch.given
+        and not launch.file_settings.get("mixed_precision")
+    ):
+        launch.mixed_precision = deepspeed_files.file_precision(launch.deepspeed_config) or launch.mixed_precision
+    return launch
+
+
+def _read_config_file(launch: Launch, known: set[str]) -> None:
+    """Which settings the config file names. The launcher takes unknown keys within a section without a word."""
+    for key, value in (yaml.safe_load(Path(launch.config_file).read_text()) or {}).items():
+        if not isinstance(value, dict):
+            launch.file_settings[key] = value
+            continue
+        prefix = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_", "fp8_config": "fp8_"}.get(key, "")
+        for name, entry in value.items():
+            setting = name if name.startswith(prefix) else prefix + name
+            launch.file_settings[setting] = entry
+            if setting not in known:
+                nearest = difflib.get_close_matches(setting, known, n=1)
+                hint = f"did you mean {nearest[0]}? Else take it out" if nearest else "take it out"
+                launch.file_problems.append(f"{launch.config_file}: {key} has the unknown key {name}; {hint}")
+
+
+def check_machines(launch: Launch) -> list[str]:
+    """One line for each mistake in how several machines are to find each other."""
+    problems = []
+    machines, processes = launch.num_machines, launch.num_processes
+    if machines == 1:
+        return problems
+    if processes % machines:
+        problems.append(
+            f"{launch.source} asks for {processes} processes on {machines} machines, which does not divide; "
+            f"--num_processes is the total: use {max(1, processes // machines) * machines}, or another multiple"
+        )
+    if not 0 <= launch.machine_rank < machines:
+        problems.append(
+            f"--machine_rank {launch.machine_rank} is not one of 0 to {machines - 1}; --num_machines is {machines}"
+        )
+    if not launch.main_process_ip:
+        problems.append("several machines need --main_process_ip, an address of the machine with --machine_rank 0")
+    if launch.main_process_port == 0:
+        problems.append(
+            "--main_process_port 0 is a free port, which the other machines cannot know; give one, such as 29500"
+        )
+    if launch.mode == "DeepSpeed" and launch.multinode_launcher != "standard":
+        problems.append(
+            f"DeepSpeed would start the other machines itself, by {launch.multinode_launcher}; use "
+            "--deepspeed_multinode_launcher standard"
+        )
+    return problems
+
+
+DEEPSPEED_FLAGS = {"zero_stage", "gradient_clipping", "offload_optimizer_device", "offload_param_device"}
+
+
+DEEPSPEED_FLAGS |= {"offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model"}
+
+
+def check_deepspeed_flags(launch: Launch) -> list[str]:
+    """One line for each flag of the launcher that a DeepSpeed file beside it makes void, or that changes its `auto`."""
+    if not isinstance(launch.deepspeed_config, str):
+        return []
+    problems = [
+        f"--{name} {launch.settings[name]} beside {launch.deepspeed_config}: what the file says runs; take the flag "
+        "out, or name another file with --deepspeed_config_file"
+        for name in sorted(DEEPSPEED_FLAGS & launch.given)
+    ]
+    problems += [
+        f"{launch.config_file}: {name} beside {launch.deepspeed_config}: what that file says runs; take one out"
+        for name in sorted(DEEPSPEED_FLAGS & launch.file_settings.keys() - launch.given)
+    ]
+    if "ACCELERATE_GRADIENT_CLIPPING" in launch.environment:
+        problems.append("ACCELERATE_GRADIENT_CLIPPING in the environment has no effect; unset it, use --max_grad_norm")
+    return problems
+
+
+def check_environment(launch: Launch) -> list[str]:
+    """One line if variables of another run's processes are left, which this one would take for its own."""
+    if "WORLD_SIZE" in launch.environment and launch.settings and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ["WORLD_SIZE is set in the environment, of another launch; unset WORLD_SIZE RANK LOCAL_RANK"]
+    if started_world_size() > 1 and "MASTER_ADDR" not in os.environ:
+        return ["WORLD_SIZE is set without MASTER_ADDR; unset WORLD_SIZE RANK LOCAL_RANK, or use accelerate launch"]
+    return []
+
+
+def check_launch(launch: Launch, args: argparse.Namespace) -> list[str]:
+    """One line for each difference between what was asked and what this process finds; needs no process group.
+
+    Also for what the mode cannot take of the recipe's flags; `arguments.check_arguments` has filled in their defaults.
+    """
+    machine_problems, environment_problems = check_machines(launch), check_environment(launch)
+    problems = launch.file_problems + machine_problems + environment_problems
+    on_cpu = runs_on_cpu(launch)
+    world = started_world_size()
+    if launch.mode not in ("plain", "DDP", "FSDP", "DeepSpeed"):
+        problems.append(
+            f"{launch.source} asks for {launch.mode}, which no recipe runs; take a file of accelerate_configs/"
+        )
+    if launch.mode == "FSDP":
+        problems += sharding.check_fsdp(launch.source, launch.settings, launch.num_processes, args.optimizer)
+    if launch.mode == "DeepSpeed":
+        problems += check_deepspeed_flags(launch)
+        problems += deepspeed_files.check_deepspeed(
+            launch.deepspeed_config, args, launch.mixed_precision, launch.num_processes
+        )
+    if world != launch.num_processes and launch.num_machines > 1:
+        if not machine_problems:
+            problems.append(
+                f"{launch.source} asks on machine {launch.machine_rank} for {launch.num_processes} processes in all, "
+                f"but {world} started; give the same --num_processes, the total, on every machine"
+            )
+    elif world != launch.num_processes and not environment_problems:
+        problems.append(
+            f"{launch.source} asks for {launch.num_processes} processes, but {world} started: Accelerate starts one "
+            "process on a CPU for MULTI_CPU or 'NO'; use accelerate_configs/multi_cpu.yaml (distributed_type: "
+            "MULTI_GPU with use_cpu: true) or --num_processes 1"
+        )
+    if launch.mixed_precision not in ("no", "bf16", "fp16"):
+        problems.append(f"{launch.source}: mixed_precision {launch.mixed_precision} is not one of no, bf16, fp16")
+    if launch.mixed_precision == "fp16" and on_cpu:
+        problems.append(
+            f"{launch.source} asks for fp16, which does not train on a CPU (Accelerate would train in float32 without "
+            "a word); use --mixed_precision no or bf16"
+        )
+    if launch.mixed_precision == "bf16" and not on_cpu and torch.cuda.is_available():
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            name = torch.cuda.get_device_name()
+            problems.append(f"{launch.source} asks for bf16, which {name} does not have; use --mixed_precision fp16")
+    if on_cpu and not launch.use_cpu and (gpu := find_unseen_gpu()):
+        problems.append(
+            f"this machine has a GPU ({gpu}) that torch {torch.__version__} does not see ({_why_no_cuda()}); install a "
+            "torch for its driver (`nvidia-smi` names the CUDA version that it takes) or give this job or container "
+            "its GPUs; to rehearse on the CPU all the same, set CUDA_VISIBLE_DEVICES=''"
+        )
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if not on_cpu and torch.cuda.is_available() and local_world > torch.cuda.device_count():
+        problems.append(
+            f"{launch.source} starts {local_world} processes on this machine, which has {torch.cuda.device_count()} "
+            f"GPUs; use --num_processes {torch.cuda.device_count() * launch.num_machines}"
+        )
+    in_environment = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    known_steps, arithmetic = deepspeed_files.accumulation_steps(args, launch.num_processes)
+    for source, steps in ((launch.source, launch.gradient_accumulation_steps), ("the environment", in_environment)):
+        is_known = launch.mode == "DeepSpeed" and known_steps is not None and steps == f"{known_steps:g}"
+        if steps not in ("1", "auto") and not is_known:
+            problems.append(
+                f"{source} sets gradient_accumulation_steps to {steps}; take it out: accumulation follows from "
+                f"{arithmetic}"
+            )
+            break
+    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
+        problems.append("the launch turns on torch.compile (dynamo_backend); take it out and use --compile")
+    return problems
+
+
+def find_unseen_gpu(root: Path = Path("/")) -> str | None:
+    """What shows that this machine has an NVIDIA GPU; None where nothing does, or where its GPUs are hidden on purpose.
+
+    Ask where torch sees none. `root` is where `dev` and `proc` are.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return None
+    found = [path for pattern in ("dev/nvidia[0-9]*", "proc/driver/nvidia/gpus/*") for path in root.glob(pattern)]
+    return str(min(found)) if found else None
+
+
+def _why_no_cuda() -> str:
+    """Why torch sees no CUDA device, in its own words; call it where it sees none."""
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:
+        return (str(error).splitlines() or [""])[0].split(". ")[0].removesuffix(".")
+    return "it gives no reason"
+
+
+def runs_on_cpu(launch: Launch) -> bool:
+    """Whether the CPU computes: asked for, or the only device there is."""
+    return launch.use_cpu or not torch.accelerator.is_available()
+
+
+def is_rehearsal(launch: Launch) -> bool:
+    """Whether a config for GPUs runs on a CPU."""
+    return runs_on_cpu(launch) and not launch.use_cpu and launch.config_file is not None
+
+
+def names_threads(launch: Launch) -> bool:
+    """Whether the user said how many threads a process is to have; else the launcher gives each of several one."""
+    return "num_cpu_threads_per_process" in launch.given or "OMP_NUM_THREADS" in launch.environment

@@ -1,0 +1,109 @@
+"""FSDP2 from one copy of the weights: the main process makes the model, the others are given their shards of it.
+
+Without it, each process of a machine would hold the whole model until it is sharded. In the place of Accelerate's own
+way, which finds an optimizer's parameters by their addresses (tensors without data have none), ties weights again that
+a checkpoint keeps apart, and does not know buffers that are saved. transformers 5.23 reads the weights on every rank.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState, is_initialized
+from accelerate.utils import DistributedType, broadcast_object_list
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import distribute_tensor
+
+from common.parallel.liveness import wait_for_all
+
+
+def has_one_copy() -> bool:
+    """Whether only the main process makes the weights: FSDP2 with `fsdp_cpu_ram_efficient_loading`."""
+    if not is_initialized() or AcceleratorState().distributed_type != DistributedType.FSDP:
+        return False
+    return AcceleratorState().fsdp_plugin.cpu_ram_efficient_loading
+
+
+def holds_weights() -> bool:
+    """Whether a model that this process makes has weights; else it is one of the `meta` device."""
+    return not has_one_copy() or PartialState().is_main_process
+
+
+def decided_once(decide: Callable[[], Any]) -> Any:
+    """What `decide` returns; where only the main process has the weights to decide by, what it returned there."""
+    if not has_one_copy():
+        return decide()
+    decided = [decide() if holds_weights() else None]
+    wait_for_all()  # however long the main process read the weights
+    return broadcast_object_list(decided)[0]
+
+
+def prepare(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """`accelerator.prepare` of a model that `models.build_model` made; call it on all ranks together."""
+    if not has_one_copy():
+        wait_for_all()  # however long one of them read its data or its model
+        return accelerator.prepare(model, optimizer)
+    tied, groups, buffers, generation = decided_once(lambda: _describe(model, optimizer))
+    if generation is not None:  # of the files that only the main process has read
+        model.generation_config = generation
+    weights = {name: p.detach() for name, p in model.named_parameters()} if holds_weights() else {}
+    empty = _empty(model, tied, buffers)
+    for group, names in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [empty[name] for name in names]
+    plugin = accelerator.state.fsdp_plugin
+    plugin.cpu_ram_efficient_loading = False
+    try:
+        model, optimizer = accelerator.prepare(model, optimizer)  # cuts what is empty, and so copies nothing
+    finally:
+        plugin.cpu_ram_efficient_loading = True
+    _give_shards(model, tied, weights, to_host=isinstance(plugin.cpu_offload, CPUOffloadPolicy))
+    named = dict(model.named_parameters())
+    for group, names in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [named[name] for name in names]
+    return model, optimizer
+
+
+def _describe(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, str], list[list[str]], dict[str, torch.Tensor], Any]:
+    """What a rank without weights does not know, or knows otherwise.
+
+    Under which name each parameter comes first (tied ones have several), the optimizer's groups, the buffers, and how
+    the model generates, if it can.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    tied = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    return tied, groups, buffers, getattr(model, "generation_config", None)
+
+
+def _empty(model: nn.Module, tied: dict[str, str], buffers: dict[str, torch.Tensor]) -> dict[str, nn.Parameter]:
+    """Takes the parameters' data out of the model, gives it the buffers; the parameters by name, tied ones once."""
+    empty: dict[str, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        prefix += "." if prefix else ""
+        for name, p in module._parameters.items():
+            if p is not None:
+                new = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+                module._parameters[name] = empty.setdefault(tied[prefix + name], new)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffers[prefix + name]
+    return empty
+
+
+@torch.no_grad()
+def _give_shards(model: nn.Module, tied: dict[str, str], weights: dict[str, torch.Tensor], to_host: bool) -> None:
+    """Gives each rank its part of each parameter, one after the other; empties `weights`, the main process's."""
+    shards: dict[str, nn.Parameter] = {}
+    for name, p in model.named_parameters():
+        device = p.device_mesh.device_type
+        whole = weights.pop(name).to(device) if weights else torch.empty(p.shape, dtype=p.dtype, device=device)
+        shard = distribute_tensor(whole, p.device_mesh, p.placements)
+        shards[name] = nn.Parameter(shard.cpu() if to_host else shard, requires_grad=p.requires_grad)
+    model.load_state_dict({name: shards[first] for name, first in tied.items()}, strict=False, assign=True)

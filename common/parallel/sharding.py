@@ -1,0 +1,119 @@
+"""FSDP2 and DeepSpeed: what FSDP2 can take, and how both run without a GPU. DeepSpeed's files: `deepspeed_files`."""
+
+import dataclasses
+import importlib
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from common.parallel.deepspeed_files import offload_devices
+from common.parallel.extensions import build_extensions
+
+
+def check_fsdp(source: str, settings: dict[str, Any], num_processes: int, optimizer: str) -> list[str]:
+    """One line for each FSDP setting of the launcher that would be another run than the recipe's."""
+    problems = []
+    if optimizer not in ("adamw", "sgd"):
+        # Their steps mix the shards (DTensor) with plain tensors, and raise.
+        problems.append(
+            f"--optimizer {optimizer} does not work on the shards of FSDP2; use adamw or sgd, or multi_gpu.yaml"
+        )
+    version = settings.get("fsdp_version")
+    if str(version) != "2":
+        problems.append(f"{source} asks for FSDP {version}; set fsdp_version: 2, which the recipes are tested with")
+    if str(settings.get("fsdp_activation_checkpointing")).lower() == "true":
+        problems.append(
+            f"{source} sets fsdp_activation_checkpointing; take it out and use --activation_checkpointing full, which "
+            "works in every mode"
+        )
+    if settings.get("use_parallelism_config"):
+        sizes = {
+            name: settings.get(f"parallelism_config_{name}_size") or 1
+            for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+        }
+        for name in ("tp", "cp", "sp"):
+            if sizes[name] > 1:
+                problems.append(
+                    f"{source} sets parallelism_config_{name}_size to {sizes[name]}; set it to 1: each process of a "
+                    "recipe takes samples of its own"
+                )
+        product = sizes["dp_replicate"] * sizes["dp_shard"]
+        if product != num_processes and max(sizes["tp"], sizes["cp"], sizes["sp"]) == 1:
+            problems.append(
+                f"{source} asks for {num_processes} processes, but for {sizes['dp_replicate']} copies "
+                f"(parallelism_config_dp_replicate_size) in {sizes['dp_shard']} shards "
+                f"(parallelism_config_dp_shard_size) = {product}; make the product the number of processes"
+            )
+    return problems
+
+
+def prepare_rehearsal(mode: str) -> None:
+    """What sharding on a CPU needs before the processes connect."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # also where there is a GPU and the config says use_cpu
+    # With ACCELERATE_USE_CPU, Accelerate would drop FSDP and DeepSpeed. Without, it finds no backend on a machine that
+    # has no GPU, unless told.
+    os.environ["ACCELERATE_USE_CPU"] = "false"
+    if mode == "DeepSpeed":
+        build_extensions([])  # DeepSpeed's collectives want theirs when the processes connect
+
+
+def connect_rehearsal(mode: str) -> None:
+    """Lets Accelerate shard on a CPU, over gloo: the state that it would make by itself has no sharding there."""
+    state = PartialState(backend="gloo")
+    if mode == "FSDP":
+        state.distributed_type = DistributedType.MULTI_GPU  # the only types for which Accelerate looks at FSDP
+
+
+def share_of_cores() -> int:
+    """The cores that each process of this host has for itself: those that they may use, divided among them."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else sys.maxsize  # not on macOS
+    cores = min(allowed, psutil.cpu_count(logical=False) or os.cpu_count() or 1)
+    limit = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of computing in so many
+    quota, period = limit.read_text().split() if limit.is_file() else ("max", "1")
+    cores = cores if quota == "max" else min(cores, int(quota) // int(period))
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def updates_on_host(accelerator: Accelerator) -> bool:
+    """Whether the optimizer's state is offloaded, so that the CPU makes the updates."""
+    if accelerator.deepspeed_plugin is not None:
+        zero = accelerator.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
+        return offload_devices(zero)["offload_optimizer"] != "none"
+    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+    return fsdp is not None and isinstance(fsdp.cpu_offload, CPUOffloadPolicy)
+
+
+def configure_plugins(accelerator: Accelerator, max_grad_norm: float) -> None:
+    """Tells FSDP2 and DeepSpeed what the recipe knows, before `accelerator.prepare`."""
+    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+    if accelerator.device.type == "cpu" and fsdp is not None and isinstance(fsdp.cpu_offload, CPUOffloadPolicy):
+        fsdp.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinned memory is for copies to a GPU
+    if fsdp is not None and fsdp.mixed_precision_policy is not None:
+        # Accelerate would sum gradients over the ranks, and round the loss, in the type that computes. No output is
+        # cast: the policy is every layer's, whose hidden states stay in that type, and a loss is float32 by itself.
+        sums = {"reduce_dtype": torch.float32, "output_dtype": None}
+        fsdp.mixed_precision_policy = dataclasses.replace(fsdp.mixed_precision_policy, **sums)
+    if accelerator.deepspeed_plugin is not None:
+        # DeepSpeed calls collectives under names that torch 2.13 deprecates: a warning for each call.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+        config = accelerator.deepspeed_plugin.deepspeed_config
+        build_extensions(offload_devices(config.get("zero_optimization", {})).values())
+        config["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed wants a number; nothing is divided by it
+        if config.get("gradient_clipping", "auto") == "auto":
+            # Never 0: DeepSpeed would compute no norm then, and so would not see that a gradient is not finite.
+            config["gradient_clipping"] = max_grad_norm or 1e30
+        # In every precision gradients are summed in float32, over micro-batches and over ranks.
+        config["data_types"], config["communication_data_type"] = {"grad_accum_dtype": "fp32"}, "fp32"
+        # With that, ZeRO-1 in bf16 runs another optimizer of DeepSpeed's. By itself it keeps each gradient a second
+        # time, in bf16, and prints eighteen lines on memory.
+        config.setdefault("bf16", {})["immediate_grad_update"] = True
+        importlib.import_module("deepspeed.runtime.bf16_optimizer").see_memory_usage = lambda *_, **__: None

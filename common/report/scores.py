@@ -1,0 +1,105 @@
+"""Figures of what a model predicts or writes, beside what needs no model."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import datasets
+import evaluate
+import numpy as np
+from sacrebleu.metrics import CHRF
+from sklearn.metrics import accuracy_score, f1_score, r2_score
+from transformers import PreTrainedTokenizerBase
+
+from common.data.pairs import Pairs
+
+
+def score_targets(
+    written: dict[int, list[int]], samples: Pairs, train: Pairs, tokenizer: PreTrainedTokenizerBase
+) -> tuple[dict[str, Any], list[str]]:
+    """chrF (0 to 100) of what a model wrote for some of `samples`, beside two baselines, how much of it is exactly its
+    target, and lines to print.
+
+    The baselines: the most frequent target of the (first 100,000) training pairs for every sample, and the first tokens
+    of each source, as many as a training target has on average. All against the targets as the tokenizer decodes them.
+    """
+
+    def texts(sequences: Iterable[Any]) -> list[str]:
+        return [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in sequences]
+
+    def chrf(answers: list[str]) -> float:
+        return CHRF().corpus_score(answers, [targets]).score
+
+    pairs = [samples[index] for index in written]
+    answers, targets = texts(written.values()), texts(target for _, target in pairs)
+    counts = Counter(train[index][1].tobytes() for index in range(min(len(train), 100_000)))
+    frequent = texts([np.frombuffer(counts.most_common(1)[0][0], np.int64)])
+    num_copied = train.num_target_tokens // len(train)
+    figures = {
+        "num_generated": len(written),
+        "chrf": chrf(answers),
+        "exact": sum(answer == target for answer, target in zip(answers, targets, strict=True)) / len(written),
+        "chrf_of_most_frequent_target": chrf(frequent * len(pairs)),
+        "chrf_of_copied_source": chrf(texts(source[:num_copied] for source, _ in pairs)),
+        "examples": [{"target": target, "written": answer} for target, answer in zip(targets, answers, strict=True)][
+            -4:
+        ],
+    }
+    lines = [
+        f"\nchrF of {len(written)} held-out targets, written greedily: {figures['chrf']:.1f}, {figures['exact']:.1%} "
+        f"of them exact; of always {frequent[0]!r}: {figures['chrf_of_most_frequent_target']:.1f}; of the first "
+        f"{num_copied} tokens of each source: {figures['chrf_of_copied_source']:.1f}"
+    ]
+    return figures, lines + [f"{name:>11}  {text}" for one in figures["examples"] for name, text in one.items()]
+
+
+class ClassificationScores(evaluate.Metric):
+    """accuracy; macro_f1, the plain mean of the F1 of every label that is there or was predicted; and majority_share,
+    the accuracy of always answering with the most frequent label."""
+
+    def _info(self) -> evaluate.MetricInfo:
+        return _info(self, "int64")
+
+    def _compute(self, predictions: list[int], references: list[int]) -> dict[str, float]:
+        return {
+            "accuracy": float(accuracy_score(references, predictions)),
+            "macro_f1": float(f1_score(references, predictions, average="macro", zero_division=0)),
+            "majority_share": max(Counter(references).values()) / len(references),
+        }
+
+
+class RegressionScores(evaluate.Metric):
+    """r2, the share of the variance that is explained (0 is always answering with the mean), and Pearson's r."""
+
+    def _info(self) -> evaluate.MetricInfo:
+        return _info(self, "float64")
+
+    def _compute(self, predictions: list[float], references: list[float]) -> dict[str, float]:
+        if len(references) < 2 or not np.isfinite(predictions).all():
+            return {"r2": math.nan, "pearson": math.nan}
+        with np.errstate(invalid="ignore"):  # of equal predictions there is no correlation: nan
+            pearson = np.corrcoef(predictions, references)[0, 1]
+        return {"r2": float(r2_score(references, predictions)), "pearson": float(pearson)}
+
+
+def _info(metric: evaluate.Metric, dtype: str) -> evaluate.MetricInfo:
+    value = datasets.Value(dtype)
+    features = datasets.Features({"predictions": value, "references": value})
+    return evaluate.MetricInfo(type(metric).__doc__, citation="", features=features)
+
+
+def score(predictions: np.ndarray, targets: np.ndarray) -> dict[str, float]:
+    """The figures of predictions (N,), for int targets those of classification, else of regression."""
+    metric = ClassificationScores if targets.dtype.kind == "i" else RegressionScores
+    return metric(keep_in_memory=True).compute(predictions=predictions, references=targets)
+
+
+def describe_scores(results: dict[str, float]) -> str:
+    """The figures beside what needs no model."""
+    if "r2" in results:
+        return f"R2 {results['r2']:.3f} (0: always the mean), Pearson {results['pearson']:.3f}"
+    return (
+        f"accuracy {results['accuracy']:.1%}, macro-F1 {results['macro_f1']:.1%}; always the most frequent label: "
+        f"accuracy {results['majority_share']:.1%}"
+    )

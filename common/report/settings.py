@@ -1,0 +1,84 @@
+"""One view of every effective setting, its value, and which file, flag, variable or default it comes from."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+
+from common.parallel.deepspeed_files import BATCH_KEYS, flatten, read_deepspeed_config
+from common.parallel.launch import Launch
+from common.parallel.mode import describe_mode, describe_precision
+from common.redaction import redact
+
+# Variables that change what a run does or where it reads and writes.
+PREFIXES = ("ACCELERATE_", "CUDA_", "DS_", "FSDP_", "GLOO_", "HF_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "PYTORCH_")
+
+
+PREFIXES += ("TOKENIZERS_", "TORCH", "TRANSFORMERS_", "XDG_CACHE_HOME")
+
+
+LAUNCH_SETTINGS = ("num_machines", "machine_rank", "main_process_ip", "main_process_port", "num_processes")
+
+
+LAUNCH_SETTINGS += ("mixed_precision", "use_cpu", "gpu_ids", "num_cpu_threads_per_process")
+
+
+class Setting(NamedTuple):
+    name: str
+    value: Any
+    source: str
+
+
+def list_settings(args: argparse.Namespace, launch: Launch, accelerator: Accelerator) -> Iterator[Setting]:
+    """Every setting that this run has; call it after `accelerator.prepare`, which resolves DeepSpeed's `auto`."""
+    yield Setting("mode", describe_mode(accelerator), "what runs")
+    yield Setting("device", accelerator.device, "what runs")
+    yield Setting("precision", describe_precision(accelerator), "what runs")
+    yield Setting("processes", accelerator.num_processes, "what runs")
+    yield Setting("CPU threads of a process", torch.get_num_threads(), "what runs")
+
+    for name in sorted(launch.settings):
+        is_fsdp = name.startswith("fsdp_") and launch.mode == "FSDP"
+        is_parallel = name.startswith("parallelism_config_") and launch.settings.get("use_parallelism_config")
+        if name in LAUNCH_SETTINGS or is_fsdp or is_parallel:
+            yield Setting(name, launch.settings[name], _source(launch, name))
+
+    if accelerator.deepspeed_plugin is not None:
+        source = launch.deepspeed_config if isinstance(launch.deepspeed_config, str) else launch.source
+        asked = dict(flatten(read_deepspeed_config(launch.deepspeed_config)))
+        for name, value in flatten(accelerator.deepspeed_plugin.deepspeed_config):
+            if name in asked and asked[name] == value:
+                yield Setting(name, value, source)
+            elif name in asked and asked[name] == "auto" and name not in BATCH_KEYS:
+                yield Setting(name, value, f"{source}: auto, resolved")
+            else:
+                yield Setting(name, value, "set by Accelerate or the recipe")
+
+    # An argument's name is its flag's, and no flag may be shortened.
+    given = {word.split("=")[0] for word in sys.argv[1:] if word.startswith("--")}
+    for name, value in vars(args).items():
+        yield Setting(f"--{name}", value, "flag" if f"--{name}" in given else "default")
+
+    for name, value in sorted(launch.environment.items()):
+        if name.startswith(PREFIXES):
+            yield Setting(name, value, "environment")
+
+
+def _source(launch: Launch, name: str) -> str:
+    if name in launch.given:
+        return f"flag --{name} of accelerate launch"
+    if launch.file_settings.get(name) is not None:
+        return str(launch.config_file)
+    return "default of accelerate launch"
+
+
+def print_settings(args: argparse.Namespace, launch: Launch, accelerator: Accelerator) -> None:
+    """The view as three columns: name, value, source; without secrets."""
+    settings = list_settings(args, launch, accelerator)
+    rows = [[name, str(redact({name: value})[name]), redact(source)] for name, value, source in settings]
+    widths = [min(limit, max(len(row[column]) for row in rows)) for column, limit in ((0, 60), (1, 40))]
+    lines = [f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows]
+    accelerator.print("\n".join(["every setting, its value, and where it comes from:", *lines]), flush=True)

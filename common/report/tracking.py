@@ -1,0 +1,373 @@
+"""Progress bar, metrics.jsonl, run.json, trackers: what a run shows and what it leaves behind about itself."""
+
+import argparse
+import json
+import math
+import os
+import platform
+import resource
+import shutil
+import sys
+import time
+from contextlib import suppress
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from accelerate import Accelerator
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from common.errors import UserError
+from common.parallel import liveness
+from common.parallel.mode import describe_mode, describe_precision, running_mode
+from common.redaction import redact
+from common.training.batching import GlobalBatches
+
+PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "bitsandbytes", "deepspeed", "numpy")
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most that this process has held so far: allocated GPU memory, or resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+def memory_in_use_bytes(device: torch.device) -> int:
+    """What this process holds now, measured as in `peak_memory_bytes`."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that shape a result."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def to_json_line(record: dict[str, Any]) -> str:
+    """One line of JSON, floats with 17 significant digits (which name a double exactly), non-finite ones as null."""
+
+    def value(item: Any) -> str:
+        if isinstance(item, float):
+            return format(item, ".17g") if abs(item) < float("inf") else "null"
+        return json.dumps(item)
+
+    return "{" + ", ".join(f"{json.dumps(key)}: {value(item)}" for key, item in record.items()) + "}\n"
+
+
+def write_run(output_dir: Path, facts: dict[str, Any]) -> None:
+    """Writes run.json, without secrets, beside its name and renames it: it is never half there."""
+    unfinished = output_dir / "run.json.partial"
+    unfinished.write_text(json.dumps(redact(facts), indent=2, default=lambda one: redact(str(one))) + "\n")
+    os.replace(unfinished, output_dir / "run.json")
+
+
+def start_run(args: argparse.Namespace, accelerator: Accelerator, output_dir: Path, state: Any, **facts: Any) -> None:
+    """Writes run.json (what was asked, what runs, with which versions) and starts the trackers of --report_to.
+
+    A resumed run's metrics go back to `state`, a `common.checkpoint.format.TrainingState`, and its trackers go on.
+    """
+    if accelerator.is_main_process:
+        cut_metrics(output_dir / "metrics.jsonl", state.update)
+        is_cuda = accelerator.device.type == "cuda"
+        run = {
+            "arguments": vars(args),
+            "command": sys.argv,
+            "world_size": accelerator.num_processes,
+            "mode": running_mode(accelerator),
+            "mixed_precision": accelerator.mixed_precision,
+            "device": torch.cuda.get_device_name() if is_cuda else accelerator.device.type,
+            "versions": versions(),
+            "slurm_job": os.environ.get("SLURM_JOB_ID"),
+            "status": "running",
+            "resumed_at": state.update,
+        }
+        write_run(output_dir, run | facts)
+    liveness.note_failure = partial(_end_failed, output_dir)
+    if args.report_to:
+        flags = {
+            key: value if isinstance(value, int | float | str) else str(value)
+            for key, value in redact(vars(args)).items()
+        }
+        accelerator.init_trackers(
+            Path(sys.argv[0]).stem,
+            config=flags,
+            init_kwargs={
+                name: {"id": run, "resume": "allow"} if name == "wandb" else {"name": run, "resume": "allow"}
+                for name, run in state.tracker_runs.items()
+            },
+        )
+        state.tracker_runs = {
+            tracker.name: str(getattr(tracker.tracker, "id" if tracker.name == "wandb" else "name"))
+            for tracker in accelerator.trackers
+            if tracker.name in ("wandb", "trackio")  # the others go on in the same directory or experiment
+        }
+
+
+def _end_failed(output_dir: Path, status: str) -> None:
+    """For `liveness.note_failure`: run.json of a run that has not ended says how it did."""
+    path = output_dir / "run.json"
+    if path.is_file() and (run := json.loads(path.read_text()))["status"] == "running":  # seen from this host
+        write_run(output_dir, run | {"status": status})
+
+
+def cut_metrics(path: Path, num_updates: int) -> None:
+    """Leaves the lines of the first `num_updates` updates: those after the checkpoint are made once more."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"disk: {path} is no file; move it away, then start again with --resume")
+    kept: dict[int, str] = {}
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    for line in text.splitlines(keepends=True):
+        try:
+            update = json.loads(line)["update"]
+        except (ValueError, TypeError, KeyError):  # torn or damaged, after a power cut
+            continue
+        if line.endswith("\n") and update in range(num_updates):
+            kept.setdefault(update, line)
+    if lost := [update for update in range(num_updates) if update not in kept]:
+        lines = f"line of update {lost[0]}" + (f" and {len(lost) - 1} more" if len(lost) > 1 else "")
+        print(f"{path}: the {lines} before update {num_updates} are lost or damaged", flush=True)
+    unfinished = path.with_name(path.name + ".partial")
+    unfinished.write_text("".join(kept[update] for update in sorted(kept)))
+    os.replace(unfinished, path)
+
+
+def end_early(accelerator: Accelerator, output_dir: Path, state: Any) -> None:
+    """A run that was asked to stop: says so, and how to go on; run.json has it as `status`."""
+    if accelerator.is_main_process:
+        run = json.loads((output_dir / "run.json").read_text())
+        write_run(output_dir, run | {"status": f"stopped after update {state.update}"})
+        print(f"stopped after update {state.update}, checkpoint written; the same command with --resume goes on")
+
+
+def print_run(
+    args: argparse.Namespace,
+    accelerator: Accelerator,
+    model: PreTrainedModel,
+    train: GlobalBatches,
+    validation: GlobalBatches | None,
+    rehearsal: bool = False,
+    **lines: str,
+) -> None:
+    """What will run, in one block, before it runs.
+
+    `rehearsal`: a config for GPUs runs on a CPU. `lines` are the recipe's own, each a name and a text.
+    """
+    world = accelerator.num_processes
+    # Parameters that ZeRO-3 has cut while the model was made have no elements of their own.
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    total, trainable = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    if args.micro_batch_size:
+        steps = args.global_batch_size // (args.micro_batch_size * world)
+        batch = f"{args.global_batch_size} = {args.micro_batch_size} micro x {steps} accumulation x {world} processes"
+    else:
+        batch = (
+            f"{args.global_batch_size} in micro-batches of up to {args.micro_batch_tokens} tokens, accumulated as each "
+            f"global batch needs, x {world} processes"
+        )
+    batch = train[0]
+    targets = f"{train.samples.num_target_tokens / len(train):,.0f} an update on average; the first: "
+    targets += f"{batch.num_targets:,} in {len(batch.micro_batches)} micro-steps on each process"
+    epochs = args.num_updates / len(train)
+    block = {
+        "model": f"{type(model).__name__}, {total:,} parameters"
+        + (f", {trainable:,} of them trained" if trainable < total else ""),
+        "precision": describe_precision(accelerator),
+        "mode": f"{describe_mode(accelerator)}, {world} process{'es' * (world > 1)} on {accelerator.device.type}"
+        + (", a rehearsal of its GPUs" if rehearsal else ""),
+        "optimizer": f"{args.optimizer}, learning rate {args.learning_rate:g}, {args.lr_schedule}",
+        "batch": batch,
+        "targets": targets,
+        "updates": f"{args.num_updates:,} = {epochs:.2f} epochs of {len(train):,} updates",
+        "data": train.samples.describe(),
+        "held out": validation.samples.describe() if validation else "none; name a --validation_file to measure",
+        **lines,
+        "output": "nothing (dry run)" if args.dry_run else args.output_dir,
+    }
+    accelerator.print(redact("\n".join(f"{name:>10}  {text}" for name, text in block.items())), flush=True)
+
+
+class Progress:
+    """Shows and records one update after the other, on the main process; the other ranks only keep time.
+
+    A `with` block; `waiting()` goes around the wait for data, `update(...)` ends an update.
+    """
+
+    def __init__(self, accelerator: Accelerator, output_dir: Path | None, num_updates: int, state: Any):
+        self.accelerator, self.is_main, self.state = accelerator, accelerator.is_main_process, state
+        self.bar = tqdm(total=num_updates, initial=state.update, unit="update", disable=not self.is_main, smoothing=0.1)
+        # Line buffered: a killed run leaves whole lines.
+        self.file = open(output_dir / "metrics.jsonl", "a", buffering=1) if self.is_main and output_dir else None
+        self.memory_at_start = memory_in_use_bytes(accelerator.device)
+        self.waited = 0.0
+        self.started = self.last = time.perf_counter()
+        self.ended: float | None = None
+        self.num_tokens = self.num_processed = 0
+        self.unit = "tokens"
+        self.held_out = ""
+        self.rank_work: Any = 0
+
+    def batches(self, loader):
+        """The loader's global batches, with the time that the loop waits for each."""
+        self.unit = loader.dataset.samples.unit
+        iterator = iter(loader)
+        while True:
+            before = time.perf_counter()
+            batch = next(iterator, None)
+            self.waited += time.perf_counter() - before
+            if batch is None:
+                self.ended = time.perf_counter()  # what comes now, a checkpoint, is no training
+                return
+            liveness.update = batch.update
+            yield batch
+
+    def update(self, batch, **record: Any) -> None:
+        """Ends an update: one line of metrics.jsonl, the bar, the trackers. `record` is printed in its order."""
+        now = time.perf_counter()
+        tokens_per_second = batch.num_tokens / (now - self.last)
+        self.last = now
+        self.num_tokens += batch.num_tokens
+        self.num_processed += int(batch.rank_work.sum())
+        self.rank_work = self.rank_work + batch.rank_work
+        if not self.is_main:
+            return
+        memory = peak_memory_bytes(self.accelerator.device)
+        record |= {
+            "target_tokens": batch.num_targets,
+            "tokens_per_second": tokens_per_second,
+            "peak_memory_bytes": memory,
+            "waiting_for_data": self.waiting_share,
+            "skipped_updates": self.state.skipped_updates,
+            "sample_digest": batch.sample_digest,
+        }
+        if self.file:
+            try:
+                self.file.write(to_json_line(record))
+            except OSError as error:
+                free = shutil.disk_usage(Path(self.file.name).parent).free
+                raise UserError(
+                    f"disk: {self.file.name} could not be written after update {record['update']}: {error.strerror}; "
+                    f"{free:,} bytes free; make room, then start again with --resume"
+                ) from error
+            numbers = {key: value for key, value in record.items() if isinstance(value, int | float)}
+            self.accelerator.log(numbers, step=record["update"])
+        if "validation_loss" in record:
+            self._tell_evaluation(record)
+        self.bar.set_postfix_str(
+            f"loss {record['loss']:.3f}, {self.held_out}{tokens_per_second:,.0f} {self.unit}/s, "
+            f"{memory / 2**30:.2f} GiB, waiting {self.waiting_share:.0%}"
+            + (f", {self.state.skipped_updates} skipped" if self.state.skipped_updates else ""),
+            refresh=False,
+        )
+        self.bar.update()
+
+    def _tell_evaluation(self, record: dict[str, Any]) -> None:
+        """One line above the bar, which shows the loss too from here on."""
+        loss = record["validation_loss"]
+        self.held_out = f"held out {loss:.3f}, "
+        line = f"update {self.state.update}: validation loss {loss:.4f}"
+        line += f", accuracy {record['accuracy']:.2%}" if "accuracy" in record else ""
+        self.bar.write(line + (", the lowest so far" if loss == self.state.best_validation_loss else ""))
+        sys.stdout.flush()
+
+    @property
+    def waiting_share(self) -> float:
+        """Share of the time so far that the loop waited for data."""
+        return self.waited / max(time.perf_counter() - self.started, 1e-9)
+
+    @property
+    def padding_share(self) -> float:
+        """Share of the processed tokens so far that were padding, over all ranks."""
+        return 1 - self.num_tokens / max(self.num_processed, 1)
+
+    @property
+    def work_difference(self) -> float:
+        """How much more the busiest rank computed than the idlest, in tokens with padding, as a share."""
+        return float(self.rank_work.max() / self.rank_work.min() - 1) if self.num_tokens else 0.0
+
+    def results(self) -> dict[str, Any]:
+        """What the training took, for the summary."""
+        seconds = (self.ended or time.perf_counter()) - self.started
+        return {
+            "training_seconds": seconds,
+            "unit": self.unit,
+            "tokens_per_second": self.num_tokens / seconds,
+            "padding_share": self.padding_share,
+            "work_difference": self.work_difference,
+            "waiting_for_data": self.waiting_share,
+            "skipped_updates": self.state.skipped_updates,
+            "peak_memory_bytes": peak_memory_bytes(self.accelerator.device),
+            # Over what the loaded model held. (On a CPU an upper bound: a peak before the loop counts too.)
+            "memory_growth_bytes": peak_memory_bytes(self.accelerator.device) - self.memory_at_start,
+        }
+
+    def __enter__(self) -> "Progress":
+        liveness.in_loop = True
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        liveness.in_loop = False
+        self.bar.close()
+        if self.file:
+            with suppress(OSError):  # of a full disk, which the last line has met already
+                self.file.close()
+
+
+def held_out_results(loss: float, samples: Any) -> dict[str, float | None]:
+    """Perplexity and bits per byte of held-out text, beside what gzip -9 and xz -9 reach on the same text."""
+    results = {"perplexity": math.exp(min(loss, 700))}
+    if samples.num_bytes:  # every token of the text is a target, once
+        results["bits_per_byte"] = loss * samples.num_target_tokens / math.log(2) / samples.num_bytes
+        for name, size in (("gzip", samples.gzip_bytes), ("xz", samples.xz_bytes)):
+            if size:
+                results[f"{name}_bits_per_byte"] = 8 * size / samples.num_bytes
+    return results
+
+
+def describe_best(best: dict[str, Any] | None, output_dir: Path) -> str:
+    """One line on what `Checkpoints.best_at_end` found; the held-out figures of the run are those of model/."""
+    if best is None:
+        return "best       no checkpoint was measured: model/ is the last one"
+    line = f"best       {best['checkpoint']}, validation loss {best['loss']:.4f}: "
+    if best["is_model"]:
+        return line + f"{output_dir / 'model'} is this one"
+    return line + (
+        f"{output_dir / 'model'} is the last one; for this one: python -m common.checkpoint export "
+        f"{best['checkpoint']} {output_dir / 'best'}, or --load_best_at_end next time"
+    )
+
+
+def print_results(results: dict[str, Any], output_dir: Path, model_class: str, *lines: str) -> None:
+    """The end of a run: figures, the recipe's own `lines`, and where everything lies; figures also go into run.json."""
+    run = json.loads((output_dir / "run.json").read_text())
+    write_run(output_dir, run | {"results": results, "status": "finished"})
+    print(
+        f"\ntrained in {results['training_seconds']:.0f} s, {results['tokens_per_second']:,.0f} {results['unit']}/s "
+        f"without padding; padding {results['padding_share']:.1%} of what was computed; the busiest process computed "
+        f"{results['work_difference']:.1%} more than the idlest; waiting for data {results['waiting_for_data']:.1%}"
+    )
+    if "validation_loss" in results:
+        perplexity = f", perplexity {results['perplexity']:.2f}" if "perplexity" in results else ""
+        print(f"held-out loss {results['validation_loss']:.4f}{perplexity}")
+    if "bits_per_byte" in results:
+        others = [
+            f"{n} -9 {results[f'{n}_bits_per_byte']:.3f}" for n in ("gzip", "xz") if f"{n}_bits_per_byte" in results
+        ]
+        print(f"bits per byte of held-out text: this model {results['bits_per_byte']:.3f}, {', '.join(others)}")
+    for line in lines:
+        print(line)
+    if "best" in results:
+        print(describe_best(results["best"], output_dir))
+    print(f"model      {output_dir / 'model'} ({model_class}.from_pretrained loads it)")
+    print(f"metrics    {output_dir / 'metrics.jsonl'}")
+    print(f"settings   {output_dir / 'run.json'}")

@@ -1,0 +1,107 @@
+"""The global batch: how its loss is scaled, when its gradients synchronise, when its update is skipped.
+
+The loss of a global batch is (sum of the losses of its target tokens) / (number of its target tokens), over every
+micro-batch on every rank. The count is known before the first backward, because a global batch's samples are (see
+`batching`).
+"""
+
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
+
+from common.training.batching import GlobalBatch
+
+
+@contextmanager
+def synchronize_gradients(accelerator: Accelerator, model: torch.nn.Module, now: bool):
+    """Around one micro-batch's forward and backward: gradients are reduced over the ranks only if `now`.
+
+    `accelerator.accumulate` does this too, but counts the steps itself, divides the loss by a fixed number of them and
+    closes the global batch early at the end of a data loader; here a global batch has as many micro-steps as it needs.
+
+    FSDP reduces after each micro-batch, as ZeRO-2 and 3 do: between micro-batches that are not reduced, every process
+    would hold the whole model's gradients.
+    """
+    accelerator.gradient_state._set_sync_gradients(now)  # what AcceleratedOptimizer.step and DeepSpeed's engine ask
+    keeps_whole_gradients = not now and accelerator.distributed_type != DistributedType.FSDP
+    with accelerator.no_sync(model) if keeps_whole_gradients else nullcontext():
+        yield
+
+
+def loss_scale(accelerator: Accelerator, num_targets: int) -> float:
+    """What a micro-batch's SUM of losses is multiplied by, so that the reduced gradient is that of the global batch's
+    mean.
+
+    1 / num_targets makes the mean; the world size undoes the averaging over ranks by DDP, FSDP and ZeRO.
+    """
+    assert num_targets > 0, "a global batch without a target has no loss"
+    assert accelerator.gradient_accumulation_steps == 1, "Accelerate would divide the loss once more"
+    return accelerator.num_processes / num_targets
+
+
+def _widest(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def sum_over_ranks(accelerator: Accelerator, *figures: torch.Tensor | float) -> list[Any]:
+    """Each figure summed over the ranks, in float64 where the device has it, by one collective.
+
+    A scalar comes back as a float, another tensor as one of its shape on the host. Only the first must be a tensor on
+    the device: what the host knows goes there as a kernel's argument, since a copy would wait for the device. The host
+    waits for it once, at the end.
+    """
+    device = figures[0].device
+    options = {"dtype": _widest(device), "device": device}
+    parts = [
+        figure.detach().to(**options)
+        if torch.is_tensor(figure) and figure.device == device
+        # What the host knows, a norm of gradients that are offloaded too.
+        else torch.full((), float(figure), **options)
+        for figure in figures
+    ]
+    sums = accelerator.reduce(torch.cat([part.flatten() for part in parts]), reduction="sum").cpu()
+    sums = [one.view(part.shape) for one, part in zip(sums.split([p.numel() for p in parts]), parts, strict=True)]
+    return [one if one.ndim else one.item() for one in sums]
+
+
+def reduce_update(
+    accelerator: Accelerator,
+    loss_sums: list[torch.Tensor],
+    grad_norm: torch.Tensor | float,
+    batch: GlobalBatch,
+    news: dict[str, torch.Tensor | float],
+) -> tuple[float, float, dict[str, Any]]:
+    """The global batch's loss (mean over its targets on all ranks), the norm of its gradient, and the news of all
+    ranks.
+
+    All that the ranks must agree on travels in this one collective, an update's only one besides its mode's own (a
+    save, an evaluation and `--balance exact` have theirs), and its only wait for the device. Each figure is an element
+    of its own: a loss that is not finite spoils no other.
+
+    Args:
+        loss_sums: this rank's sums of token losses, one scalar a micro-batch.
+        grad_norm: scalar, norm of the reduced gradient before clipping, equal on all ranks.
+        batch: what was computed; AssertionError if the ranks saw another number of targets than it was divided by.
+        news: of this rank, the same names and shapes on all. They come back summed, as `sum_over_ranks` says.
+    """
+    loss_sum = torch.stack(loss_sums).sum(dtype=_widest(loss_sums[0].device))
+    num_targets = sum(len(micro_batch["targets"]) for micro_batch in batch.micro_batches)
+    if isinstance(grad_norm, DTensor):  # FSDP2; the clip has summed it over the shards
+        grad_norm = grad_norm.full_tensor()
+    total_loss, total_targets, norm_sum, *sums = sum_over_ranks(
+        accelerator, loss_sum, num_targets, grad_norm, *news.values()
+    )
+    assert total_targets == batch.num_targets, f"divided by {batch.num_targets}, but ranks saw {total_targets:.0f}"
+    news = dict(zip(news, sums, strict=True))
+    return total_loss / batch.num_targets, norm_sum / accelerator.num_processes, news
+
+
+def skip_step(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
+    """Drops the global batch's gradients, leaves weights and optimizer state as they were; lowers fp16's scale."""
+    if accelerator.scaler is not None:
+        accelerator.scaler.update()  # has seen the overflow in unscale_, and halves
+    optimizer.zero_grad()

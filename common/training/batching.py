@@ -1,0 +1,314 @@
+"""Which samples make update k, and how they are cut into micro-batches and assigned to the ranks.
+
+Position is arithmetic: the samples of update k are a pure function of (seed, number of samples, global batch size, k).
+Nothing is iterated, so a run can start at any update at once, and any number of ranks sees the same samples.
+
+A *global batch* is all that one update consumes, on all ranks. Its samples are sorted by length before they are cut,
+because the order inside a global batch does not change the update: neighbours then have about the same length (little
+padding), and the ranks get equal work at every micro-step.
+"""
+
+import argparse
+import hashlib
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+from common.training.stopping import ignore_signals
+
+
+class Samples(Protocol):
+    """A data set as the recipes use it; `data.text.Samples` is one. What a sample is, only its `collate` knows."""
+
+    unit: str  # of a length: "tokens", "images"
+    fingerprint: str  # equal where every sample is equal
+    num_target_tokens: int  # targets of all samples
+    max_length: int
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Any: ...
+    def dummy_sample(self) -> Any: ...  # a sample of the least work, without a target
+    def lengths(self, ids: np.ndarray) -> np.ndarray: ...  # int64, of each sample; (n, 2) if it has two sequences
+    def num_targets(self, ids: np.ndarray) -> np.ndarray: ...  # int64, of each sample
+    def describe(self) -> str: ...
+
+
+# Samples to one micro-batch: tensors, `targets` among them, which holds the real targets only.
+Collate = Callable[[list[Any]], dict[str, torch.Tensor]]
+
+
+class GlobalBatch(NamedTuple):
+    """One rank's share of one update, with the counts of the whole global batch (all micro-batches on all ranks)."""
+
+    update: int
+    micro_batches: list[dict[str, torch.Tensor]]  # this rank's, in order; every rank has the same number
+    num_samples: int  # over all ranks
+    num_targets: int  # over all ranks: what the global batch's loss is divided by
+    num_tokens: int  # input tokens without padding, over all ranks
+    rank_work: torch.Tensor  # int64 (world,), input tokens with padding that each rank computes
+    sample_digest: str  # hash of the sorted sample ids: equal where the samples are equal
+
+
+def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
+    """The images of `index` (int64, any shape, values in [0, size)) under a pseudo-random permutation of range(size).
+
+    A Feistel network over the smallest power of four that holds `size`, walked along its cycle until the value falls
+    into the range (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). It needs no table, so a data set
+    of any size is shuffled in constant memory, and the result depends on no library's random stream.
+    """
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = np.uint64((1 << half_bits) - 1)
+    round_keys = [
+        np.frombuffer(hashlib.blake2b(f"{key}/{r}".encode(), digest_size=8).digest(), "<u8")[0] for r in range(6)
+    ]
+
+    def encrypt(value: np.ndarray) -> np.ndarray:
+        left, right = value >> np.uint64(half_bits), value & mask
+        for round_key in round_keys:
+            mixed = (right ^ round_key) * np.uint64(0x9E3779B97F4A7C15)  # splitmix64's finaliser, wrapping on purpose
+            mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
+        return (left << np.uint64(half_bits)) | right
+
+    value = encrypt(np.asarray(index).astype(np.uint64))
+    while (outside := value >= size).any():
+        value[outside] = encrypt(value[outside])
+    return value.astype(np.int64)
+
+
+def updates_per_epoch(num_samples: int, global_batch_size: int, drop_last_window: bool = False) -> int:
+    """Global batches in one pass over the data; the last one is shorter where there is a rest, unless dropped."""
+    return num_samples // global_batch_size if drop_last_window else -(-num_samples // global_batch_size)
+
+
+def sample_ids_of(
+    update: int, num_samples: int, global_batch_size: int, seed: int | None, drop_last_window: bool = False
+) -> np.ndarray:
+    """Ids (int64) of the samples that update `update` (0-based) consumes; every epoch has its own permutation.
+
+    `seed=None` keeps the data's own order (evaluation). The last global batch of an epoch holds the rest and is
+    shorter.
+    """
+    epoch, number = divmod(update, updates_per_epoch(num_samples, global_batch_size, drop_last_window))
+    start = number * global_batch_size
+    ids = np.arange(start, min(start + global_batch_size, num_samples))
+    return ids if seed is None else permute(ids, num_samples, key=hash_key(seed, epoch))
+
+
+def hash_key(seed: int, epoch: int) -> int:
+    """A key for `permute`: seeds and epochs that lie side by side give unrelated permutations."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=8).digest(), "little")
+
+
+def cut_global_batch(
+    lengths: np.ndarray, world_size: int, micro_batch_size: int | None = None, micro_batch_tokens: int | None = None
+) -> list[list[np.ndarray]]:
+    """Cuts a global batch into micro-batches and assigns them: `result[rank][step]` holds positions into `lengths`.
+
+    Either `micro_batch_size` samples at once, or at most as many as fit `micro_batch_tokens` tokens with their
+    padding. Every rank gets the same number of steps; where the micro-batches do not go round, an empty array.
+
+    `lengths` is (n,), or (n, 2) where a sample has two sequences that are padded apart, a source and a target: they are
+    sorted by their sum, and a micro-batch is as long as its longest source and its longest target together.
+    """
+    lengths = lengths.reshape(len(lengths), -1)
+    totals = lengths.sum(1)
+    order = np.argsort(-totals, kind="stable")
+    if micro_batch_size is not None:
+        starts = list(range(0, len(order), micro_batch_size))
+    else:
+        assert micro_batch_tokens is not None and totals.max() <= micro_batch_tokens, "a sample exceeds the budget"
+        starts = _cheapest_starts(lengths[order], micro_batch_tokens)
+    batches = [[int(position) for position in batch] for batch in np.split(order, starts[1:])]
+
+    def fits(num_samples: int, length: int) -> bool:
+        return num_samples <= micro_batch_size if micro_batch_size else num_samples * length <= micro_batch_tokens
+
+    assigned = _assign(batches, lengths, world_size, fits)
+    return [[np.array(batch, np.int64) for batch in steps] for steps in assigned]
+
+
+def padded_length(lengths: np.ndarray) -> int:
+    """Tokens of a row of a micro-batch, of samples of these lengths, (n,) or (n, 2)."""
+    return int(lengths.max(0).sum())
+
+
+def _cheapest_starts(descending: np.ndarray, budget: int) -> list[int]:
+    """Where to cut lengths (n, k) whose sums descend: the tokens with padding, plus a price for each cut, are fewest.
+
+    A micro-batch costs some time whatever it holds, so a cut must save a sixteenth of the budget in padding. Exact, by
+    dynamic programming from the longest sample on.
+    """
+    num_samples, price = len(descending), budget / 16
+    cost, previous = np.full(num_samples + 1, np.inf), np.zeros(num_samples + 1, np.int64)
+    cost[0] = 0
+    for start in range(num_samples):
+        most = descending[start : start + budget // int(descending[start].sum())]
+        sizes = np.maximum.accumulate(most).sum(1) * np.arange(1, len(most) + 1)  # of the first, the first two, ...
+        sizes = sizes[sizes <= budget]
+        ends = np.arange(start + 1, start + len(sizes) + 1)
+        candidate = cost[start] + sizes + price
+        better = ends[candidate < cost[ends]]
+        cost[better], previous[better] = candidate[better - start - 1], start
+    starts = [int(previous[num_samples])]
+    while starts[-1] > 0:
+        starts.append(int(previous[starts[-1]]))
+    return starts[::-1]
+
+
+def _assign(
+    batches: list[list[int]], lengths: np.ndarray, world_size: int, fits: Callable[[int, int], bool]
+) -> list[list[list[int]]]:
+    """Gives every rank as many micro-batches and as equal work as can be; each rank's largest come first.
+
+    Work is tokens with padding. The largest micro-batch goes to the rank that has least, and so on; then the busiest
+    rank and the idlest exchange while that helps and `fits(samples, padded length)`.
+    """
+
+    totals, columns = lengths.sum(1).tolist(), lengths.T.tolist()
+
+    def length(batch: list[int]) -> int:  # of one column it is the first sample's, since batches are sorted
+        return totals[batch[0]] if len(columns) == 1 else sum(max(map(column.__getitem__, batch)) for column in columns)
+
+    def work(batch: list[int]) -> int:
+        return len(batch) * length(batch) if batch else 0
+
+    steps = -(-len(batches) // world_size)
+    assigned: list[list[list[int]]] = [[] for _ in range(world_size)]
+    done = [0] * world_size
+    for batch in sorted(batches, key=work, reverse=True):
+        rank = min((rank for rank in range(world_size) if len(assigned[rank]) < steps), key=done.__getitem__)
+        assigned[rank].append(batch)
+        done[rank] += work(batch)
+    for share in assigned:
+        share += [[] for _ in range(steps - len(share))]
+
+    for _ in range(8 * world_size):
+        busiest, idlest = done.index(max(done)), done.index(min(done))
+        best, exchange = done[busiest], None
+        for source in filter(None, assigned[busiest]):
+            for target in assigned[idlest]:
+                grown = sorted([*target, source[-1]], key=lambda position: -totals[position])
+                for given, taken in ((source[:-1], grown), (target, source)):  # move one sample, or swap them whole
+                    less, more = work(source) - work(given), work(taken) - work(target)
+                    after = max(done[busiest] - less, done[idlest] + more)
+                    if after < best and fits(len(taken), length(taken)):
+                        best, exchange = after, (source, target, list(given), list(taken), less, more)
+        if exchange is None:
+            break
+        source, target, source_after, target_after, less, more = exchange
+        source[:], target[:] = source_after, target_after
+        done[busiest] -= less
+        done[idlest] += more
+    for share in assigned:
+        share.sort(key=work, reverse=True)  # what does not fit the memory fails at once, and steps are alike
+    return assigned
+
+
+def collate_tokens(samples: list[tuple[np.ndarray, np.ndarray]], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """Pads samples on the right into one micro-batch: `input_ids` (B, L), `targets` (N,), `target_rows` (N,), int64.
+
+    `target_rows[i]` is the position in the flattened input that predicts `targets[i]`. They are found here, on the CPU,
+    because finding them on a GPU would make the host wait for it at every micro-step. A causal model needs no mask
+    for padding on the right: no real token looks at it, and it is no target.
+    """
+    length = max(len(ids) for ids, _ in samples)
+    input_ids = np.full((len(samples), length), pad_token_id, np.int64)
+    targets = np.full((len(samples), length), -100, np.int64)
+    for row, (ids, target) in enumerate(samples):
+        input_ids[row, : len(ids)] = ids
+        targets[row, : len(ids)] = target
+    rows = np.flatnonzero(targets.reshape(-1) != -100)
+    return {
+        "input_ids": torch.from_numpy(input_ids),
+        "targets": torch.from_numpy(targets.reshape(-1)[rows]),
+        "target_rows": torch.from_numpy(rows),
+    }
+
+
+class GlobalBatches(torch.utils.data.Dataset):
+    """Item k is this rank's share of update k, so `DataLoader(dataset, sampler=range(k, n), batch_size=None)` is a run.
+
+    Exactly one of `micro_batch_size` and `micro_batch_tokens` is given. `seed=None` keeps the data's order.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        collate: Collate,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int | None,
+        micro_batch_tokens: int | None,
+        rank: int,
+        world_size: int,
+        seed: int | None,
+        drop_last_window: bool = False,
+    ):
+        self.samples, self.collate, self.global_batch_size = samples, collate, global_batch_size
+        self.micro_batch_size, self.micro_batch_tokens = micro_batch_size, micro_batch_tokens
+        self.rank, self.world_size, self.seed = rank, world_size, seed
+        self.drop_last_window = drop_last_window
+
+    def __len__(self) -> int:
+        """Global batches in an epoch; items beyond it are the next epochs'."""
+        return updates_per_epoch(len(self.samples), self.global_batch_size, self.drop_last_window)
+
+    def __getitem__(self, update: int) -> GlobalBatch:
+        ids = sample_ids_of(
+            update, len(self.samples), self.global_batch_size, self.seed, drop_last_window=self.drop_last_window
+        )
+        lengths = self.samples.lengths(ids)
+        assigned = cut_global_batch(lengths, self.world_size, self.micro_batch_size, self.micro_batch_tokens)
+        # Samples that are augmented are others in each epoch.
+        samples = self.samples.of_epoch(update // len(self)) if hasattr(self.samples, "of_epoch") else self.samples
+        micro_batches = []
+        for positions in assigned[self.rank]:
+            # Where nothing is left for this rank it computes a dummy sample, so that it joins the step's collectives.
+            chosen = [samples[ids[p]] for p in positions] if len(positions) else [samples.dummy_sample()]
+            micro_batches.append(self.collate(chosen))
+        work = [sum(padded_length(lengths[p]) * len(p) if len(p) else 1 for p in steps) for steps in assigned]
+        return GlobalBatch(
+            update=update,
+            micro_batches=micro_batches,
+            num_samples=len(ids),
+            num_targets=int(self.samples.num_targets(ids).sum()),
+            num_tokens=int(lengths.sum()),
+            rank_work=torch.tensor(work),
+            sample_digest=hashlib.blake2b(np.sort(ids).astype("<i8").tobytes(), digest_size=8).hexdigest(),
+        )
+
+
+def make_loader(
+    args: argparse.Namespace,
+    samples: Samples,
+    accelerator: Accelerator,
+    collate: Collate,
+    updates: range | None = None,
+) -> DataLoader:
+    """This rank's share of the global batches `updates` of training, or of all samples in order, to evaluate."""
+    dataset = GlobalBatches(
+        samples,
+        collate,
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
+        micro_batch_tokens=args.micro_batch_tokens,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        seed=None if updates is None else args.seed,
+        drop_last_window=args.drop_last_window and updates is not None,
+    )
+    return DataLoader(
+        dataset,
+        sampler=range(len(dataset)) if updates is None else updates,
+        batch_size=None,  # an item is a whole global batch
+        num_workers=args.num_workers,
+        pin_memory=accelerator.device.type == "cuda",
+        worker_init_fn=ignore_signals,  # a signal to all processes stops the run, which then stops its workers
+        generator=torch.Generator().manual_seed(args.seed),  # else each iterator draws from the model's random stream
+    )

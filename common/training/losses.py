@@ -1,0 +1,127 @@
+"""The sum of a language model's token losses, without its full logits.
+
+Logits are the largest tensor of a training step: 8 x 1024 positions over a vocabulary of 128,000 take 4 GB in
+float32, and cross-entropy wants several of them. `sum_token_losses(model)` makes a transformers causal LM compute its
+loss over a few hundred rows at a time. Some models do more between their last hidden state and their logits than one
+matrix product, so what the model does is measured first, on random numbers; a model that cannot be reproduced keeps
+its own logits.
+"""
+
+import inspect
+import types
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from common.parallel.loading import decided_once
+from common.training.linear_cross_entropy import linear_cross_entropy
+from common.training.output_head import (
+    Head,
+    check_own_loss_takes_shifted_targets,
+    examine_head,
+    left_unchanged,
+    own_loss_has_more_terms,
+    own_loss_is_cross_entropy,
+)
+
+
+def sum_token_losses(model: PreTrainedModel, chunk_rows: int = 512) -> str:
+    """Make `model(input_ids=..., targets=..., target_rows=...)` return the sum of its token losses.
+
+    Call it on the bare model, before `Accelerator.prepare`. Without `targets` the model works as before.
+
+    Args:
+        model: a causal LM. Its `forward`, and its output layer's, are replaced on these two instances.
+        chunk_rows: how many rows of logits exist at once. More than 256 gains little on a CPU.
+
+    The model is then called with `input_ids` (B, L), `targets` (N,) and `target_rows` (N,): position `target_rows[i]`
+    of the flattened (B * L,) input predicts token `targets[i]`; nothing is shifted inside. It returns a scalar tensor:
+    the sum of the N cross-entropies in nats, in float32 (float64 for a float64 model). N may be 0: the loss is 0 and
+    every parameter's gradient is zero, not missing. A model whose own loss has more terms (a router's load balancing,
+    ...) returns N times its own mean loss instead.
+
+    Returns: one line that says what will run.
+    Raises: UserError where the model's own loss has to be kept and cannot be told which positions predict what.
+    """
+    if not hasattr(model.forward, "__func__"):
+        raise ValueError(f"{type(model).__name__}.forward is wrapped already: call sum_token_losses(model) first")
+    original = model.forward.__func__
+    with left_unchanged(model):
+        way, message = decided_once(lambda: _choose(model, chunk_rows))
+    if isinstance(way, Head):
+        _give_head_a_loss(model.get_output_embeddings())
+    loss_sum = _chunked_loss_sum(way, chunk_rows) if isinstance(way, Head) else way
+
+    def forward(self, *args, targets: Tensor | None = None, target_rows: Tensor | None = None, **kwargs):
+        if targets is None:
+            return original(self, *args, **kwargs)
+        return loss_sum(self, original, targets, target_rows, **no_cache, **kwargs)
+
+    signature = inspect.signature(original)
+    no_cache = {"use_cache": False} if "use_cache" in signature.parameters else {}
+    # generate() looks up the names of forward's arguments. No functools.wraps: accelerate's unwrap_model would follow
+    # its __wrapped__ down to the original forward.
+    forward.__signature__ = signature
+    model.forward = types.MethodType(forward, model)  # a bound method, which accelerate's prepare() relies on
+    return message
+
+
+def _choose(model: PreTrainedModel, chunk_rows: int) -> tuple[Head | Callable[..., Tensor], str]:
+    """The head to compute the loss sum by, or the function that returns it; and the line that says so."""
+    reason = own_loss_has_more_terms(model)
+    try:
+        if not reason:
+            plan = examine_head(model)
+            message = f"chunked linear cross-entropy, {chunk_rows} rows at once"
+            message += f", logits times {plan.scale:g}" if plan.scale != 1 else ""
+            message += f", soft-capped at {plan.softcap:g}" if plan.softcap is not None else ""
+            return plan, message
+    except Exception as error:  # whatever a foreign forward raises: it cannot be reproduced, and has logits of its own
+        reason = " ".join(f"{error}".split())[:200] or type(error).__name__
+    if not own_loss_has_more_terms(model) and own_loss_is_cross_entropy(model):
+        return _full_logits_loss_sum, f"cross-entropy over the model's own full logits (because {reason})"
+    check_own_loss_takes_shifted_targets(model)
+    message = f"the model's own loss over full logits (because {reason}); it is a mean of each micro-batch, so that "
+    return _own_loss_sum, message + "the update depends, a little, on how its global batch is cut"
+
+
+def _chunked_loss_sum(plan: Head, chunk_rows: int) -> Callable[..., Tensor]:
+    def loss_sum(model, original, targets, target_rows, input_ids, **kwargs):
+        backbone = model.get_submodule(plan.backbone)
+        hidden = backbone(input_ids=input_ids, **(plan.backbone_arguments | kwargs))[0]
+        hidden = hidden.flatten(0, 1).index_select(0, target_rows)
+        # Through the layer's own call, so that hooks which gather its weight (ZeRO-3, FSDP) see it used.
+        return model.get_output_embeddings()(
+            hidden, targets=targets, scale=plan.scale, softcap=plan.softcap, chunk_rows=chunk_rows
+        )
+
+    return loss_sum
+
+
+def _give_head_a_loss(head: nn.Linear) -> None:
+    original = head.forward.__func__
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, **kwargs) -> Tensor:
+        if targets is None:
+            return original(self, hidden)
+        return linear_cross_entropy(hidden, self.weight, self.bias, targets, **kwargs)
+
+    head.forward = types.MethodType(forward, head)
+
+
+def _full_logits_loss_sum(model, original, targets, target_rows, **kwargs) -> Tensor:
+    logits = original(model, **kwargs)[0].flatten(0, 1).index_select(0, target_rows)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, targets, reduction="sum")
+
+
+def _own_loss_sum(model, original, targets, target_rows, input_ids, **kwargs) -> Tensor:
+    count = len(targets)
+    labels = targets.new_full((input_ids.numel(),), -100).index_copy(0, target_rows, targets)
+    if count == 0:
+        labels[0] = 0  # a mean over nothing is NaN; this one is multiplied by 0
+    labels = labels.view_as(input_ids)
+    return original(model, input_ids=input_ids, labels=labels, shift_labels=labels, **kwargs).loss * count

@@ -1,0 +1,219 @@
+"""Which parameters are decayed, which optimizer moves them, and at which learning rate.
+
+Make the optimizer before `accelerator.prepare`, from the plain model, and set the rate before each step:
+
+    optimizer = make_optimizer("adamw", model, learning_rate=1e-3, weight_decay=0.1)
+    rate = learning_rate(update, schedule="cosine", peak=1e-3, num_updates=1000, warmup_updates=50)
+    set_learning_rate(optimizer, rate)
+"""
+
+import difflib
+import math
+import warnings
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from common.errors import UserError
+
+# The modules whose weight is a matrix whatever its sizes: the head of a regression has shape (1, width) and is decayed.
+MATRIX_MODULES = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
+
+
+# (0.9, 0.95) is what language models are trained with (GPT-3, LLaMA, nanoGPT). torch's 0.999 averages the squared
+# gradient over 1000 updates, which is longer than many of these runs, and makes one bad batch felt for as long.
+ADAM_BETAS = (0.9, 0.95)
+
+
+SGD_MOMENTUM = 0.9
+
+
+COSINE_FLOOR = 0.1  # of the peak: the last rate of Chinchilla (arXiv:2203.15556), LLaMA and nanoGPT
+
+
+WSD_DECAY = 5  # the last fifth of all updates; not 0.2, whose rounding error would add an update to 35 / 5
+
+
+class OptimizerFacts(NamedTuple):
+    """What `--help` says of an optimizer: one line, and bytes of state per float32 parameter of a weight matrix."""
+
+    description: str
+    state_bytes: float
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerFacts("AdamW in one fused kernel; the default", 8),
+    "adamw8bit": OptimizerFacts("AdamW with 8-bit states (bitsandbytes); embeddings keep 8 bytes; slow on CPU", 2.03),
+    "adafactor": OptimizerFacts("row and column averages in place of the states; takes AdamW's learning rate", 0.01),
+    "sgd": OptimizerFacts("momentum 0.9; needs a learning rate some 30 times AdamW's", 4),
+}
+
+
+# No percent signs: argparse would read them as format codes.
+SCHEDULES = {
+    "constant": "warm-up, then the peak to the end",
+    "linear": "warm-up, then straight towards 0",
+    "cosine": "warm-up, then half a cosine towards a tenth of the peak",
+    "wsd": "warm-up, stable at the peak, straight towards 0 over the last fifth of the updates",
+}
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Splits the trainable parameters into those that weight decay pulls towards 0 and those that it leaves alone.
+
+    Decayed: matrices, convolutions, stacked expert weights and embeddings. Not decayed: everything in a norm layer,
+    biases, and what is at most a vector (scales, gates, a class token). Embeddings are decayed as in nanoGPT and
+    `transformers.Trainer`: where they are tied they also are the head, which must not grow without bound. A tied
+    weight appears once, a frozen one nowhere.
+
+    Call it before `accelerator.prepare`, while parameters still have their shapes; those that DeepSpeed has already
+    partitioned (ZeRO-3 makes the model in pieces) tell theirs in `ds_shape`.
+
+    Returns:
+        One dict each for `decay` and `no_decay`, with keys `name`, `params` (in the model's order) and `weight_decay`.
+        A group without parameters is left out, because DeepSpeed cannot flatten it.
+    Raises:
+        UserError: the model has no trainable parameter, or `weight_decay` is negative or not finite.
+    """
+    if not 0 <= weight_decay < math.inf:
+        raise UserError(f"--weight_decay {weight_decay}: it must be 0 or more, and finite")
+    groups: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": []}
+    seen = set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                groups["decay" if _is_decayed(module, name, parameter) else "no_decay"].append(parameter)
+    if not seen:
+        raise UserError(
+            "the model has no trainable parameter: unfreeze some (requires_grad) before the optimizer is made"
+        )
+    grouped = [id(parameter) for parameters in groups.values() for parameter in parameters]
+    trainable = [id(parameter) for parameter in model.parameters() if parameter.requires_grad]
+    assert sorted(grouped) == sorted(trainable), "a trainable parameter is in no group, or in two"
+    decay_of_group = {"decay": weight_decay, "no_decay": 0.0}
+    return [
+        {"name": name, "params": parameters, "weight_decay": decay_of_group[name]}
+        for name, parameters in groups.items()
+        if parameters
+    ]
+
+
+def _is_decayed(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Whether weight decay applies to `parameter`, which `module` owns itself under `name`."""
+    shape = getattr(parameter, "ds_shape", parameter.shape)
+    if isinstance(module, MATRIX_MODULES):
+        return len(shape) > 1
+    # A norm over several dimensions has a weight of as many (Cohere's and Chameleon's norm of each head). Every model
+    # of transformers defines its own class, most of them unrelated to torch's, so only the name of the class tells.
+    if "norm" in type(module).__name__.lower():
+        return False
+    # Mamba's time constants, one for each channel and state: a matrix only by its shape. Its authors exclude it.
+    if name == "A_log":
+        return False
+    # What a model owns outright: a router or a stack of experts has several sizes above 1; a class token (1, 1, width)
+    # and a scale per channel (1, channels, 1, 1) are vectors in disguise.
+    return sum(size > 1 for size in shape) > 1
+
+
+def make_optimizer(name: str, model: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
+    """Makes one of `OPTIMIZERS` over the two groups of `parameter_groups`. Call it before `accelerator.prepare`.
+
+    Weight decay is decoupled: an update takes learning_rate x weight_decay of each decayed parameter away
+    (arXiv:1711.05101). Only in sgd it is added to the gradient, and so passes through the momentum.
+
+    Raises:
+        UserError: an unknown name, a rate that is not positive, negative decay, nothing to train, or no bitsandbytes.
+    """
+    _check_name("--optimizer", name, OPTIMIZERS)
+    if not 0 < learning_rate < math.inf:
+        raise UserError(f"--learning_rate {learning_rate}: it must be above 0 and finite")
+    groups = parameter_groups(model, weight_decay)
+    if weight_decay > 0 and groups[0]["name"] != "decay":
+        warnings.warn(
+            f"--weight_decay {weight_decay} has no effect: only norms, biases and vectors train", stacklevel=2
+        )
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=ADAM_BETAS, fused=True)
+    if name == "adamw8bit":
+        return _adamw_8bit(groups, model, learning_rate)
+    if name == "adafactor":
+        # Not torch.optim.Adafactor: there the update is learning_rate x RMS(parameter), so that AdamW's rates barely
+        # move the model, and it is cut to 1/sqrt(update), which overrules the schedule. These settings switch both off.
+        from transformers.optimization import Adafactor
+
+        return Adafactor(groups, lr=learning_rate, scale_parameter=False, relative_step=False, warmup_init=False)
+    return torch.optim.SGD(groups, lr=learning_rate, momentum=SGD_MOMENTUM, fused=True)
+
+
+def _adamw_8bit(groups: list[dict[str, Any]], model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    """bitsandbytes' AdamW (arXiv:2110.02861), the states of embeddings in 32 bits as its authors ask."""
+    try:
+        import bitsandbytes  # here because it takes seconds to import, and not every machine has it
+    except ImportError as error:
+        raise UserError(f"--optimizer adamw8bit needs bitsandbytes ({error}): pip install bitsandbytes") from error
+    optimizer = bitsandbytes.optim.AdamW8bit(groups, lr=learning_rate, betas=ADAM_BETAS)
+    # The documented manager is one for the process: it remembers overrides by position (group, index), so the optimizer
+    # of a second model inherits the first one's, and it keeps every model alive. Hence a manager of its own.
+    optimizer.mng = bitsandbytes.optim.GlobalOptimManager.__new__(bitsandbytes.optim.GlobalOptimManager)
+    optimizer.mng.initialize()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            optimizer.mng.register_module_override(module, "weight", {"optim_bits": 32})
+    return optimizer
+
+
+def optimizers_help() -> str:
+    """The text of `--help`, one line an optimizer, with its bytes of state per parameter. No percent signs."""
+    lines = [f"{name} ({facts.state_bytes:g} bytes): {facts.description}" for name, facts in OPTIMIZERS.items()]
+    return "the optimizer, with its bytes of state per float32 parameter.\n" + ".\n".join(lines)
+
+
+def learning_rate(update: int, *, schedule: str, peak: float, num_updates: int, warmup_updates: int) -> float:
+    """The learning rate of update `update`, from 0 to `num_updates` - 1: a pure function, with nothing to save.
+
+    Warm-up: peak x (update + 1) / (warmup_updates + 1); the first update counts, update `warmup_updates` has the peak.
+    Then with r = (num_updates - update) / (num_updates - warmup_updates), from 1 down to above 0 at the last update:
+    - linear: peak x r
+    - cosine: peak x (0.1 + 0.9 x (1 - cos(pi r)) / 2) (arXiv:1608.03983)
+    - wsd: the peak, then over the last 20 % of the updates a straight line towards 0. From MiniCPM (arXiv:2404.06395),
+      which decays over 10 %; 20 % is where arXiv:2405.18392 finds it level with cosine.
+
+    Raises:
+        UserError: an unknown schedule, a peak that is not positive, or a warm-up that does not end within the run.
+    """
+    # Not transformers.get_scheduler: its warm-up starts with an update at rate 0 (shifted by one update, its decays
+    # would end at 0), and it wants an optimizer, and a state to save, for what is a function of one number.
+    _check_name("--lr_schedule", schedule, SCHEDULES)
+    if not 0 < peak < math.inf:
+        raise UserError(f"--learning_rate {peak}: it must be above 0 and finite")
+    if not 0 <= warmup_updates < num_updates:
+        raise UserError(f"--warmup_updates {warmup_updates} must be 0 or more and below --num_updates {num_updates}")
+    assert 0 <= update < num_updates, f"update {update} of {num_updates}"
+    if update < warmup_updates:
+        return peak * (update + 1) / (warmup_updates + 1)
+    remaining = (num_updates - update) / (num_updates - warmup_updates)
+    if schedule == "linear":
+        return peak * remaining
+    if schedule == "cosine":
+        return peak * (COSINE_FLOOR + (1 - COSINE_FLOOR) * (1 - math.cos(math.pi * remaining)) / 2)
+    if schedule == "wsd":
+        decay_updates = min(math.ceil(num_updates / WSD_DECAY), num_updates - warmup_updates)
+        return peak * min(1.0, (num_updates - update) / decay_updates)
+    return peak
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Sets the rate of every parameter group; `optimizer` may be what `accelerator.prepare` returned."""
+    for group in optimizer.param_groups:
+        group["lr"] = value
+
+
+def _check_name(flag: str, name: str, known: Iterable[str]) -> None:
+    """Raises a UserError that lists what is known, and the nearest to what was asked."""
+    if name not in known:
+        nearest = difflib.get_close_matches(name, known, n=1)
+        hint = f" (did you mean {nearest[0]}?)" if nearest else ""
+        raise UserError(f"{flag} {name} is unknown{hint}: choose from {', '.join(known)}")

@@ -1,0 +1,196 @@
+"""The output head of a causal language model: which module it is, and what the model does with its logits."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from common.errors import UserError
+from common.training.precision import without_autocast
+
+# Where transformers' configs keep a factor on the logits (Cohere, Granite, Falcon-H1, ...). Some models multiply by it
+# and some divide, under the same name, so both are tried and the model's own logits decide.
+SCALE_NAMES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+
+
+SOFTCAP_NAME = "final_logit_softcapping"
+
+
+class Head(NamedTuple):
+    """What a model does from token ids to logits: `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`."""
+
+    backbone: str  # the name of the module that makes the last hidden state
+    backbone_arguments: dict[str, Any]  # constants that the model passes to it beside the token ids
+    scale: float
+    softcap: float | None  # None: no tanh
+
+
+def own_loss_has_more_terms(model: PreTrainedModel) -> str:
+    """Why the model's loss is more than a cross-entropy, as far as its config says; else an empty string."""
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        return "its config has output_router_logits, which adds a router loss"
+    if model.loss_function is not ForCausalLMLoss:
+        return f"its loss_function is {getattr(model.loss_function, '__name__', 'its own')}"
+    return ""
+
+
+def examine_head(model: PreTrainedModel) -> Head:
+    """Find how the model computes logits: run its forward on a random last hidden state and random head weights.
+
+    Random weights, because a bias that is still zero would hide, and because weights may not be there yet (FSDP loads
+    them on one rank only). The hidden rows go from 0 (nothing but the bias is left) to logits in the hundreds (a
+    soft-cap bends them). The backbone is replaced by a stub: it costs the head on eight positions, and for that time
+    the memory of a float32 copy of the head's weight.
+    Raises: ValueError that says what cannot be reproduced, or whatever the model raises.
+    """
+    head, backbone = model.get_output_embeddings(), model.get_decoder()
+    if type(head) is not nn.Linear:
+        raise ValueError(f"its output layer is a {type(head).__name__}")
+    if backbone is model:
+        raise ValueError("its backbone is not a module of its own")
+    known = {id(p) for p in [*backbone.parameters(), head.weight, head.bias]}
+    foreign = [name for name, p in model.named_parameters() if id(p) not in known]
+    if foreign:
+        raise ValueError(f"{foreign[0]} is neither in its backbone nor its output layer")
+
+    vocabulary, width = head.out_features, head.in_features
+    device = torch.device("cpu") if head.weight.is_meta else head.weight.device
+    generator = torch.Generator().manual_seed(0)
+    block = torch.randn(min(vocabulary, 1021), width, generator=generator) / width**0.5
+    weight = block[torch.arange(vocabulary) % len(block)].to(device)
+    bias = None if head.bias is None else torch.randn(vocabulary, generator=generator).to(device)
+    sizes = torch.tensor([0, 0.1, 1, 3, 10, 30, 100, 300]).unsqueeze(1)
+    hidden = (sizes * torch.randn(len(sizes), width, generator=generator)).to(device)
+
+    names = {id(p): name for name, p in model.named_parameters()}  # a tied weight has one name here, that is enough
+    random_head = {names[id(head.weight)]: weight} | ({} if bias is None else {names[id(head.bias)]: bias})
+    ids = torch.zeros(1, len(sizes), dtype=torch.int64, device=device)
+    with torch.no_grad(), _stubbed(backbone, hidden.unsqueeze(0)) as calls:
+        logits = torch.func.functional_call(model, random_head, kwargs={"input_ids": ids})[0].squeeze(0)
+        arguments = _constant_arguments(calls, ids)
+        if not own_loss_is_cross_entropy(model, ids, random_head):
+            raise ValueError("its own loss is not the cross-entropy of its logits")
+    scale, softcap = _fit(logits, F.linear(hidden, weight, bias), model.config.get_text_config())
+    backbone_name = next(name for name, module in model.named_modules() if module is backbone)
+    return Head(backbone_name, arguments, scale, softcap)
+
+
+def _fit(logits: Tensor, products: Tensor, config: Any) -> tuple[float, float | None]:
+    """The scale and soft-cap that turn `products` into the model's `logits`, both (rows, V). ValueError if none do."""
+    numbers = [getattr(config, name, None) for name in SCALE_NAMES]
+    numbers = [x for x in numbers if isinstance(x, int | float) and x]
+    scales = [1.0, *numbers, *(1 / x for x in numbers)]
+    softcap = getattr(config, SOFTCAP_NAME, None)
+    errors = {}
+    for scale in scales:
+        for cap in {None, softcap}:
+            guess = products * scale if cap is None else torch.tanh(products * scale / cap) * cap
+            largest = logits.abs().amax(1) + 1e-3  # each row by its own size, or the large ones would hide the small
+            errors[scale, cap] = ((logits - guess).abs().amax(1) / largest).max().item()
+    best = min(errors, key=errors.__getitem__)
+    if not errors[best] < 1e-4:  # float32 rounding is 1e-6; this way round NaN is refused too
+        raise ValueError(f"its logits differ by {errors[best]:.1%} from a linear map of its last hidden state")
+    return best
+
+
+def _constant_arguments(calls: list[tuple[tuple, dict[str, Any]]], ids: Tensor) -> dict[str, Any]:
+    """What the model passes to its backbone beside the token ids; ValueError if that is more than constants."""
+    if len(calls) != 1:
+        raise ValueError(f"it calls its backbone {len(calls)} times")
+    positional, named = calls[0]
+    named = {"input_ids": positional[0], **named} if positional else dict(named)
+    if named.pop("input_ids", None) is not ids or any(x is not None for x in positional[1:]):
+        raise ValueError("its backbone gets something else than the token ids")
+    constants = {name: value for name, value in named.items() if value is not None}
+    for name, value in constants.items():
+        if not isinstance(value, bool | int | float | str) or (name == "output_router_logits" and value):
+            raise ValueError(f"its backbone gets {name} beside the token ids")
+    return constants
+
+
+def own_loss_is_cross_entropy(
+    model: PreTrainedModel, ids: Tensor | None = None, weights: dict[str, Tensor] | None = None
+) -> bool:
+    """Whether the model's loss is the mean cross-entropy of its logits.
+
+    All labels are the same token, so that it does not matter whether the model shifts them by one or not at all. A loss
+    that cannot run (a vocabulary padded beyond config.vocab_size, no labels argument) has nothing that could be lost.
+    """
+    ids = _few_tokens(model) if ids is None else ids
+    with torch.no_grad():
+        try:
+            output = torch.func.functional_call(
+                model, weights or {}, kwargs={"input_ids": ids, "labels": torch.ones_like(ids)}
+            )
+            loss, logits = output.loss, output.logits[0]
+        except Exception:
+            return True
+        losses = F.cross_entropy(logits.float(), torch.ones_like(ids[0]), reduction="none")
+    return any(torch.isclose(loss.float(), mean, rtol=1e-4).item() for mean in (losses.mean(), losses[:-1].mean()))
+
+
+def check_own_loss_takes_shifted_targets(model: PreTrainedModel) -> None:
+    """Raise UserError unless a target changes the own loss's gradient at exactly the row that it was given for."""
+    ids, rows = _few_tokens(model), [1, 2, 5]
+    model.eval()  # two runs are compared: no dropout, no router noise
+
+    def logits_gradient(target: int) -> Tensor:
+        labels = torch.full_like(ids, -100)
+        labels[0, rows] = target
+        output = model(input_ids=ids, labels=labels, shift_labels=labels)
+        return torch.autograd.grad(output.loss, output.logits)[0][0]
+
+    try:
+        with torch.enable_grad():  # a difference, for terms that look at all rows (a z-loss) are the same in both
+            change = (logits_gradient(1) - logits_gradient(2)).abs().amax(1)
+        changed = (change > 1e-3 * change.max()).nonzero().flatten().tolist()
+    except Exception as error:
+        raise UserError(f"{type(model).__name__}: cannot run its own loss with shift_labels: {error}") from error
+    if changed != rows:
+        raise UserError(f"{type(model).__name__}: its own loss ignores shift_labels; give it one that takes them")
+
+
+def _few_tokens(model: PreTrainedModel) -> Tensor:
+    return torch.arange(8, device=model.device).unsqueeze(0) % model.config.get_text_config().vocab_size
+
+
+@contextmanager
+def _stubbed(backbone: nn.Module, hidden: Tensor) -> Iterator[list[tuple[tuple, dict[str, Any]]]]:
+    """While open, `backbone` returns `hidden` and records its arguments."""
+    calls = []
+
+    def stub(*args, **kwargs) -> BaseModelOutputWithPast:
+        calls.append((args, kwargs))
+        output = BaseModelOutputWithPast(last_hidden_state=hidden)
+        for name in ("cross_attentions", "router_logits", "cache_params", "state"):  # which some models pass on
+            setattr(output, name, None)
+        return output
+
+    before = backbone.__dict__.get("forward")
+    backbone.forward = stub
+    try:
+        yield calls
+    finally:
+        del backbone.forward
+        if before is not None:
+            backbone.forward = before
+
+
+@contextmanager
+def left_unchanged(model: PreTrainedModel) -> Iterator[None]:
+    """While open, the model is in train mode (dropout in a head must show), without autocast; then all is as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    device = model.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), without_autocast(device):
+        try:
+            model.train()
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
