@@ -14,7 +14,7 @@ train: $(VENV)/installed
 	$(BIN)/accelerate launch --config_file accelerate_configs/$(CONFIG).yaml recipes/$(RECIPE).py $(ARGS)
 
 test: $(VENV)/installed
-	$(BIN)/python -m common.extensions
+	$(BIN)/python -m common.parallel.extensions
 	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations 25 $(TESTS)
 
 bench: $(VENV)/installed-bench
@@ -26,7 +26,7 @@ GPU_TESTS := tests/test_gpu.py tests/test_activation_checkpointing.py::test_on_c
 gpu: $(VENV)/installed-bench
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
 	  { echo "error: torch sees no GPU here, and make gpu needs one; compare torch's CUDA version with the driver's in nvidia-smi" >&2; exit 2; }
-	$(BIN)/python -m common.extensions
+	$(BIN)/python -m common.parallel.extensions
 	$(BIN)/python -m pytest -v --no-header --tb=short --durations 10 $(GPU_TESTS) 2>&1 | sed 's|$(CURDIR)/||g' | \
 	  tee benchmarks/results/tests-gpu.txt
 	$(BIN)/python benchmarks/throughput.py

@@ -305,7 +305,7 @@ def make_model_dir(path, text_file, **settings):
 def extensions():
     """DeepSpeed's extensions, built before a test waits for them; `make test` has done it."""
     need("g++")
-    result = run([BIN / "python", "-m", "common.extensions"], timeout=1500)
+    result = run([BIN / "python", "-m", "common.parallel.extensions"], timeout=1500)
     assert result.returncode == 0, told(result)
 
 

@@ -141,7 +141,7 @@ def test_a_copied_recipe_runs_from_another_directory(functions_file, model_dir, 
     """`cp -r recipes/lm.py common elsewhere/`: its own common/ is used, not the repository's."""
     shutil.copy(ROOT / "recipes/lm.py", tmp_path)
     shutil.copytree(ROOT / "common", tmp_path / "common")
-    marker = tmp_path / "common/batching.py"
+    marker = tmp_path / "common/training/batching.py"
     marker.write_text(marker.read_text() + "\nprint('the copy of common/')\n")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.errors import UserError
-from common.training import losses
+from common.training import losses, output_head
 from common.training.linear_cross_entropy import linear_cross_entropy
 from common.training.losses import sum_token_losses
 
@@ -131,13 +131,13 @@ def test_the_test_above_fails_where_detection_is_off(family, monkeypatch):
     model = build(family)
     reference = copy.deepcopy(model)
     blind = copy.deepcopy(model)
-    monkeypatch.setattr(losses, "_fit", lambda *_: (1.0, None))
+    monkeypatch.setattr(output_head, "_fit", lambda *_: (1.0, None))
     assert sum_token_losses(blind).startswith(CHUNKED)
     assert difference(blind, blind(**batch()), reference, own_loss_sum(reference, **batch())) > 0.05
 
     monkeypatch.undo()  # a name that we do not know: not chunked, but right
-    monkeypatch.setattr(losses, "SCALE_NAMES", ())
-    monkeypatch.setattr(losses, "SOFTCAP_NAME", "unknown")
+    monkeypatch.setattr(output_head, "SCALE_NAMES", ())
+    monkeypatch.setattr(output_head, "SOFTCAP_NAME", "unknown")
     message = sum_token_losses(model)
     assert message.startswith(FULL_LOGITS) and "differ by" in message
     assert difference(model, model(**batch()), reference, own_loss_sum(reference, **batch())) < 3e-6

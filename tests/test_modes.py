@@ -315,7 +315,7 @@ def test_a_copied_recipe_runs_under_zero(functions_file, model_dir, tmp_path):
     """DeepSpeed's launcher adds the current directory to the path: the copy's common/ wins all the same."""
     shutil.copy(ROOT / "recipes/lm.py", tmp_path)
     shutil.copytree(ROOT / "common", tmp_path / "common")
-    marker = tmp_path / "common/batching.py"
+    marker = tmp_path / "common/training/batching.py"
     marker.write_text(marker.read_text() + "\nprint('the copy of common/')\n")
     result = launch(
         *flags(functions_file, model_dir, tmp_path / "run", "--num_updates", 2),

@@ -388,7 +388,7 @@ def test_a_copied_recipe_runs_from_another_directory_and_from_scratch(files, tmp
     """With a tokenizer of both columns; nothing is written."""
     shutil.copy(ROOT / RECIPE, tmp_path)
     shutil.copytree(ROOT / "common", tmp_path / "common")
-    marker = tmp_path / "common/pairs.py"
+    marker = tmp_path / "common/data/pairs.py"
     marker.write_text(marker.read_text() + "\nprint('the copy of common/')\n")
     given = ["--train_file", files[0], "--micro_batch_tokens", 512, "--output_dir", tmp_path / "run", "--dry_run"]
     finished = launch(*given, script=tmp_path / "seq2seq.py", cwd=tmp_path)
