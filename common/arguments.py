@@ -149,30 +149,52 @@ def recipe_parser(description: str, lengths_vary: bool = True) -> ArgumentParser
 
 def _add_run(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("run")
-    group.add_argument("--output_dir", help="everything the run writes (default: runs/ and the time)")
+    group.add_argument("--output_dir", help="directory for all that the run writes (default: runs/ and the time)")
     group.add_argument("--overwrite", action="store_true", help="delete the run that --output_dir holds")
-    group.add_argument("--dry_run", action="store_true", help="all up to the first update, checked; writes no run")
-    group.add_argument("--seed", type=seed, default=0, help="of weights, order of samples and dropout")
     group.add_argument(
-        "--eval_every", type=not_negative, default=0, metavar="N", help="updates, and after the last one; 0: only then"
+        "--dry_run", action="store_true", help="check everything up to the first update and write nothing"
+    )
+    group.add_argument("--seed", type=seed, default=0, help="seed of the weights, the order of the samples and dropout")
+    group.add_argument(
+        "--eval_every",
+        type=not_negative,
+        default=0,
+        metavar="N",
+        help="measure the held-out data every N updates and at the end; 0: only at the end",
     )
     group.add_argument(
         "--connect_timeout",
         type=positive_float,
         default=60.0,
         metavar="SECONDS",
-        help="that processes wait for each other",
+        help="how long the processes wait for each other at the start",
     )
     group.add_argument(
-        "--report_to", nargs="+", default=[], metavar="TRACKER", help=f"also: {', '.join(LOGGER_TYPE_TO_CLASS)}"
+        "--report_to",
+        nargs="+",
+        default=[],
+        metavar="TRACKER",
+        help=f"send the metrics to these too: {', '.join(LOGGER_TYPE_TO_CLASS)}",
     )
 
     group = parser.add_argument_group("stop and resume")
-    group.add_argument("--save_every", type=not_negative, default=500, metavar="N", help="updates; 0: only on a stop")
-    group.add_argument("--keep_last", type=positive, default=2, metavar="K", help="newest checkpoints kept, at least 2")
-    group.add_argument("--keep_best", action="store_true", help="and the one of the lowest validation loss")
     group.add_argument(
-        "--load_best_at_end", action="store_true", help="with --keep_best: model/ is that one, not the last"
+        "--save_every",
+        type=not_negative,
+        default=500,
+        metavar="N",
+        help="write a checkpoint every N updates; 0: only when asked to stop",
+    )
+    group.add_argument(
+        "--keep_last", type=positive, default=2, metavar="K", help="keep the K newest checkpoints, at least 2"
+    )
+    group.add_argument(
+        "--keep_best", action="store_true", help="keep the checkpoint with the lowest validation loss too"
+    )
+    group.add_argument(
+        "--load_best_at_end",
+        action="store_true",
+        help="with --keep_best: write the best checkpoint as model/, not the last one",
     )
     group.add_argument(
         "--resume", action="store_true", help="continue from the newest sound checkpoint in --output_dir"
@@ -183,41 +205,55 @@ def _add_run(parser: ArgumentParser) -> None:
         default=[],
         choices=CHANGEABLE,
         metavar="NAME",
-        help=f"with --resume: another value than the checkpoint's is meant; of {', '.join(CHANGEABLE)}",
+        help=f"with --resume: go on although these differ from the checkpoint's; of {', '.join(CHANGEABLE)}",
     )
 
 
 def _add_batch(parser: ArgumentParser, lengths_vary: bool) -> None:
     group = parser.add_argument_group("batch (the update is the same however it is cut; only dropout differs)")
-    group.add_argument("--num_updates", type=positive, default=1000, help="optimizer updates in all")
-    group.add_argument("--global_batch_size", type=positive, default=8, help="samples an update, over all ranks")
-    group.add_argument("--micro_batch_size", type=positive, metavar="M", help="samples a device computes at once")
+    group.add_argument("--num_updates", type=positive, default=1000, help="number of optimizer updates")
+    group.add_argument("--global_batch_size", type=positive, default=8, help="samples in an update, over all ranks")
+    group.add_argument("--micro_batch_size", type=positive, metavar="M", help="samples that a device computes at once")
     if lengths_vary:
         group.add_argument(
             "--micro_batch_tokens",
             type=positive,
             metavar="T",
-            help="instead: as many samples at once as fit T tokens with their padding\n"
+            help="in its place: as many samples at once as fit T tokens with their padding\n"
             "(default: 1024 on a CPU, 8192 on a GPU, at least one sample; lower it if memory runs out)",
         )
     else:
         parser.set_defaults(micro_batch_tokens=None)
     group.add_argument("--drop_last_window", action="store_true", help="drop the short last global batch of an epoch")
-    group.add_argument("--num_workers", type=not_negative, metavar="W", help="data processes (default: GPU 2, CPU 0)")
+    group.add_argument(
+        "--num_workers",
+        type=not_negative,
+        metavar="W",
+        help="processes that load data (default: 2 with a GPU, 0 without)",
+    )
 
 
 def _add_optimizer(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("optimizer")
     group.add_argument("--optimizer", default="adamw", help=optimizers_help(), **one_of(OPTIMIZERS))
-    group.add_argument("--learning_rate", type=positive_float, help="at its peak (default: the model's)")
-    group.add_argument("--weight_decay", type=not_negative_float, default=0.1, help="of matrices and embeddings")
+    group.add_argument("--learning_rate", type=positive_float, help="peak of the learning rate (default: by the model)")
     group.add_argument(
-        "--warmup_updates", type=not_negative, help="(default: a twentieth of --num_updates as the run began)"
+        "--weight_decay", type=not_negative_float, default=0.1, help="weight decay of matrices and embeddings"
+    )
+    group.add_argument(
+        "--warmup_updates",
+        type=not_negative,
+        help="updates in which the rate rises to its peak (default: a twentieth of the run)",
     )
     group.add_argument("--lr_schedule", default="cosine", **one_of(SCHEDULES))
-    group.add_argument("--max_grad_norm", type=not_negative_float, default=1.0, help="0: no clipping")
     group.add_argument(
-        "--max_skipped_updates", type=positive, default=20, help="in a row, for a loss or gradient not finite"
+        "--max_grad_norm", type=not_negative_float, default=1.0, help="clip the gradient to this norm; 0: no clipping"
+    )
+    group.add_argument(
+        "--max_skipped_updates",
+        type=positive,
+        default=20,
+        help="end after so many updates in a row whose loss or gradient is not finite",
     )
 
     group = parser.add_argument_group("memory and speed")
@@ -232,21 +268,30 @@ def add_language_arguments(parser: argparse.ArgumentParser, one_text: bool = Tru
         one_text: a row has one, in `--text_column`. examples: or a prompt and a completion.
     """
     group = parser.add_argument_group("data (default: the source code of Python's standard library)")
-    formats = ".txt .jsonl .parquet .csv, also compressed; several, or a glob"
+    formats = "training text: .txt .jsonl .parquet .csv files, also compressed, or globs of them"
     group.add_argument("--train_file", nargs="+", default=[], metavar="FILE", help=formats)
-    group.add_argument("--validation_file", nargs="+", default=[], metavar="FILE", help="held-out text, likewise")
-    group.add_argument("--dataset_name", help="of the hub, or a local directory; validation, else test, is held out")
+    group.add_argument(
+        "--validation_file", nargs="+", default=[], metavar="FILE", help="held-out text, in the same formats"
+    )
+    group.add_argument(
+        "--dataset_name",
+        help="in their place: a data set of the hub, or a local directory; its validation or test split is held out",
+    )
     group.add_argument("--dataset_config", help="the data set's configuration, where it has several")
     if one_text:
-        group.add_argument("--text_column", default="text", help="of a row, where it has no prompt or messages")
+        group.add_argument(
+            "--text_column", default="text", help="column with the text, where rows have no prompt or messages"
+        )
     else:
         parser.set_defaults(text_column="text")
     if examples:
-        group.add_argument("--prompt_column", help="of a row: what is given (default: prompt)")
-        group.add_argument("--completion_column", help="of a row: what is learned (default: completion)")
+        group.add_argument("--prompt_column", help="column with what is given (default: prompt)")
+        shape = "cut the joined texts into blocks, or take each row as an example (default: by the columns)"
+        group.add_argument("--shape", choices=("blocks", "examples"), help=shape)
+        group.add_argument("--completion_column", help="column with what is learned (default: completion)")
     else:
         parser.set_defaults(prompt_column=None, completion_column=None)
-    group.add_argument("--sequence_length", type=positive, default=256, help="most tokens of a sample")
+    group.add_argument("--sequence_length", type=positive, default=256, help="most tokens in a sample")
 
     add_model_arguments(parser)
 
