@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, MixtralConfig, OlmoeConfig
 
 from common.parallel import connect, launch
-from common.training import accumulation, losses
+from common.training import accumulation, linear_cross_entropy
 from common.training.activation_checkpointing import ACTIVATION_CHECKPOINTING
 
 META = torch.device("meta")
@@ -158,7 +158,7 @@ def step(recipe, flags, output_dir, device, precision):
     ]
     if device == META and precision == "bf16":
         changes.append(patch("accelerate.accelerator.get_mixed_precision_context_manager", lambda *_: Nothing()))
-        changes.append(patch.object(losses, "autocast_dtype", lambda _: torch.bfloat16))
+        changes.append(patch.object(linear_cross_entropy, "autocast_dtype", lambda _: torch.bfloat16))
         run_backward = torch.autograd._engine_run_backward  # which Python calls without the mode
         changes.append(patch("torch.autograd._engine_run_backward", Autocast.around(run_backward)))
     if device == META and precision == "no":  # torch's meta kernel takes bf16 only

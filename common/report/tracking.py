@@ -169,15 +169,15 @@ def print_run(
     total, trainable = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
     if args.micro_batch_size:
         steps = args.global_batch_size // (args.micro_batch_size * world)
-        batch = f"{args.global_batch_size} = {args.micro_batch_size} micro x {steps} accumulation x {world} processes"
+        cut = f"{args.global_batch_size} = {args.micro_batch_size} micro x {steps} accumulation x {world} processes"
     else:
-        batch = (
+        cut = (
             f"{args.global_batch_size} in micro-batches of up to {args.micro_batch_tokens} tokens, accumulated as each "
             f"global batch needs, x {world} processes"
         )
-    batch = train[0]
+    first = train[0]
     targets = f"{train.samples.num_target_tokens / len(train):,.0f} an update on average; the first: "
-    targets += f"{batch.num_targets:,} in {len(batch.micro_batches)} micro-steps on each process"
+    targets += f"{first.num_targets:,} in {len(first.micro_batches)} micro-steps on each process"
     epochs = args.num_updates / len(train)
     block = {
         "model": f"{type(model).__name__}, {total:,} parameters"
@@ -186,7 +186,7 @@ def print_run(
         "mode": f"{describe_mode(accelerator)}, {world} process{'es' * (world > 1)} on {accelerator.device.type}"
         + (", a rehearsal of its GPUs" if rehearsal else ""),
         "optimizer": f"{args.optimizer}, learning rate {args.learning_rate:g}, {args.lr_schedule}",
-        "batch": batch,
+        "batch": cut,
         "targets": targets,
         "updates": f"{args.num_updates:,} = {epochs:.2f} epochs of {len(train):,} updates",
         "data": train.samples.describe(),
