@@ -1,0 +1,54 @@
+"""Runs the tests of what has changed since origin's main branch, or the core if nothing has, in under three minutes.
+
+A test file belongs to a changed file if it is that, has its name (test_batching.py for batching.py), or names its path
+or module. What has not begun in time is skipped, and counted at the end.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CORE = ("batching", "losses", "recipes", "docs", "lm")
+SECONDS = 110  # after them no test begins
+
+
+def git(*arguments: str) -> list[str]:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+
+
+def changed_files() -> list[str]:
+    """Committed here and not on main, or not committed yet."""
+    base = next(commit for name in ("origin/main", "main", "HEAD") for commit in git("merge-base", "HEAD", name))
+    return git("diff", "--name-only", base) + git("ls-files", "--others", "--exclude-standard")
+
+
+def tests_of(changed: list[str], tests: dict[str, str]) -> list[str]:
+    """The names of the files that belong to what has changed, out of `tests` (name to text): those of its name first.
+
+    A module is named as `common.data.text` or as `from common.data import ..., text`.
+    """
+    namesakes, others = [], []
+    for path in map(Path, changed):
+        module, package = ".".join(path.with_suffix("").parts), ".".join(path.parent.parts)
+        names = rf"{re.escape(str(path))}|{re.escape(module)}\b|from {re.escape(package)} import .*\b{path.stem}\b"
+        namesakes += [name for name in tests if name in (path.name, f"test_{path.stem}.py")]
+        if path.suffix in (".py", ".yaml", ".json", ".sh", ".sbatch") and path.parent.name != "tests":
+            others += [name for name, text in tests.items() if re.search(names, text)]
+    return list(dict.fromkeys(namesakes + others))
+
+
+def main() -> int:
+    tests = {path.name: path.read_text() for path in sorted((ROOT / "tests").glob("test_*.py"))}
+    chosen = tests_of(changed_files(), tests) or [f"test_{name}.py" for name in CORE]
+    print("tests of what has changed:", *chosen, flush=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+    env = os.environ | {"NO_TEST_BEGINS_AFTER": str(time.time() + SECONDS)}
+    return subprocess.run([*command, *(f"tests/{name}" for name in chosen)], cwd=ROOT, env=env).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
