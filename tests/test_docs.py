@@ -9,7 +9,18 @@ import sys
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
-from conftest import ROOT, launch_command, make_model_dir, run, stdlib_functions, write_rows
+from conftest import (
+    BIN,
+    ROOT,
+    base_env,
+    launch_command,
+    make_model_dir,
+    read_metrics,
+    run,
+    server,
+    stdlib_functions,
+    write_rows,
+)
 
 sys.path.append(str(ROOT / "benchmarks"))
 import first_run
@@ -133,7 +144,7 @@ def recipe_commands(text):
     found = []
     for words in commands(text):
         at = next((at for at, word in enumerate(words) if re.fullmatch(r"recipes/\w+\.py", word)), None)
-        if at is not None and words[0] != "cp":
+        if at is not None and words[0] != "cp" and words[at] != "recipes/mine.py":  # see the worked example
             found.append((words[:at], words[at], tuple(words[at + 1 :])))
     return found
 
@@ -188,3 +199,51 @@ def test_the_commands_of_a_page_run(page, place):
 def test_a_broken_command_is_noticed(broken, place):
     (command,) = recipe_commands(f"    {broken}\n")
     assert what_fails(*command, place) != []
+
+
+# --- the worked example of docs/new_recipe.md
+
+
+def patched(text, diff):
+    for hunk in re.split(r"^@@.*\n", diff, flags=re.M)[1:]:
+        lines = hunk.splitlines()
+        before, after = ("\n".join(line[1:] for line in lines if line[:1] in (" ", "", sign)) for sign in "-+")
+        assert text.count(before) == 1, hunk
+        text = text.replace(before, after)
+    return text
+
+
+def losses_of(place, recipe, name, size):
+    """Of a few updates of a copied recipe beside a link to common/, on samples of many lengths, `size` at once."""
+    directory = place / "copies" / f"{name}-{size}"
+    (directory / "recipes").mkdir(parents=True)
+    (directory / "recipes/mine.py").write_text(recipe)
+    (directory / "common").symlink_to(ROOT / "common")
+    flags = ["--train_file", "my.jsonl", "--validation_file", "held_out.jsonl", "--shape", "examples"]
+    flags += [
+        "--sequence_length",
+        "64",
+        "--num_updates",
+        "5",
+        "--micro_batch_size",
+        size,
+        "--output_dir",
+        directory / "run",
+    ]
+    launcher = [str(part) for part in launch_command("cpu")]
+    launcher[:2] = [str(BIN / "accelerate-launch")]
+    command = [str(part) for part in (directory / "recipes/mine.py", *flags)]
+    result = server(*launcher).run(command, base_env(), 300, place)
+    assert result.returncode == 0, result.stderr
+    return [line["loss"] for line in read_metrics(directory / "run")]
+
+
+def test_the_worked_example_is_short_and_makes_the_same_update_however_cut(place):
+    """Control: without the mask for padding, it does not."""
+    (diff,) = re.findall(r"```diff\n(.*?)```", PAGES["docs/new_recipe.md"], re.S)
+    assert 0 < len(re.findall(r"^\+.*\S", diff, re.M)) <= 40
+    recipe = patched((ROOT / "recipes/lm.py").read_text(), diff)
+    one, four = (losses_of(place, recipe, "masked", size) for size in ("1", "4"))
+    assert one == pytest.approx(four, rel=1e-5) and one[-1] < one[0] - 0.5
+    unmasked = recipe.replace("< lengths[:, None]", "< lengths.max() + 0 * lengths[:, None]")
+    assert one != pytest.approx(losses_of(place, unmasked, "unmasked", "4"), rel=1e-5)
