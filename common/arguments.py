@@ -57,6 +57,12 @@ class ArgumentParser(argparse.ArgumentParser):
     def __init__(self, **kwargs):
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
 
+    def parse_args(self, *args, **kwargs) -> argparse.Namespace:
+        """Without --output_dir it is runs/, the recipe's name and the time."""
+        parsed = super().parse_args(*args, **kwargs)
+        parsed.output_dir = parsed.output_dir or time.strftime(f"runs/{Path(self.prog).stem}-%Y%m%d-%H%M%S")
+        return parsed
+
     def error(self, message: str) -> None:
         if match := re.match(r"unrecognized arguments: (.*)", message):
             flags = {option.lstrip("-"): option for action in self._actions for option in action.option_strings}
@@ -118,8 +124,12 @@ def positive_float(text: str) -> float:
     return value
 
 
-def one_of(table: dict) -> dict:
-    """argparse keywords for a choice from a table, whose error suggests the nearest name."""
+def one_of(table: dict, first: str = "") -> dict:
+    """argparse keywords for a choice from a table, whose error suggests the nearest name.
+
+    Args:
+        first: of the help text; where the table tells what each name means, that follows.
+    """
 
     def name(text: str) -> str:
         if text not in table:
@@ -128,11 +138,14 @@ def one_of(table: dict) -> dict:
             raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(table)}{hint}")
         return text
 
-    return {"type": name, "metavar": "|".join(table)}
+    meanings = [f"{name}: {text}" for name, text in table.items() if isinstance(text, str)]
+    help = {"help": "\n".join([first, *meanings]).lstrip() + "\n" * bool(meanings)} if first or meanings else {}
+    return {"type": name, "metavar": "|".join(table)} | help
 
 
-def add_shared_arguments(parser: argparse.ArgumentParser, lengths_vary: bool = True) -> None:
-    """The flags of every recipe; `lengths_vary` says whether its samples are of different lengths."""
+def recipe_parser(description: str, lengths_vary: bool = True) -> ArgumentParser:
+    """With the flags of every recipe; `lengths_vary` says whether its samples are of different lengths."""
+    parser = ArgumentParser(description=description)
     group = parser.add_argument_group("run")
     group.add_argument("--output_dir", help="everything the run writes (default: runs/ and the time)")
     group.add_argument("--overwrite", action="store_true", help="delete the run that --output_dir holds")
@@ -195,19 +208,16 @@ def add_shared_arguments(parser: argparse.ArgumentParser, lengths_vary: bool = T
     group.add_argument(
         "--warmup_updates", type=not_negative, help="(default: a twentieth of --num_updates as the run began)"
     )
-    schedules = "\n".join(f"{name}: {text}" for name, text in SCHEDULES.items())
-    group.add_argument("--lr_schedule", default="cosine", help=schedules + "\n", **one_of(SCHEDULES))
+    group.add_argument("--lr_schedule", default="cosine", **one_of(SCHEDULES))
     group.add_argument("--max_grad_norm", type=not_negative_float, default=1.0, help="0: no clipping")
     group.add_argument(
         "--max_skipped_updates", type=positive, default=20, help="in a row, for a loss or gradient not finite"
     )
 
     group = parser.add_argument_group("memory and speed")
-    modes = "\n".join(f"{name}: {text}" for name, text in ACTIVATION_CHECKPOINTING.items())
-    group.add_argument(
-        "--activation_checkpointing", default="none", help=modes + "\n", **one_of(ACTIVATION_CHECKPOINTING)
-    )
+    group.add_argument("--activation_checkpointing", default="none", **one_of(ACTIVATION_CHECKPOINTING))
     group.add_argument("--compile", action="store_true", help="torch.compile the model: slow first updates, then fast")
+    return parser
 
 
 def add_language_arguments(parser: argparse.ArgumentParser, one_text: bool = True, examples: bool = False) -> None:
@@ -246,7 +256,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def choose_model(
     parser: argparse.ArgumentParser, args: argparse.Namespace, model_configs: dict, fine_tuning_rate: float
 ) -> None:
-    """Fills in --model_config, --learning_rate and --output_dir, where they were not given.
+    """Fills in --model_config and --learning_rate, where they were not given.
 
     Args:
         model_configs: models to train from scratch, the default first; a row ends with AdamW's learning rate.
@@ -258,7 +268,6 @@ def choose_model(
         args.model_config = args.model_config or next(iter(model_configs))
     row = model_configs[args.model_config] if args.model_config else (fine_tuning_rate,)
     args.learning_rate = args.learning_rate or row[-1]
-    args.output_dir = args.output_dir or time.strftime(f"runs/{Path(parser.prog).stem}-%Y%m%d-%H%M%S")
 
 
 def check_arguments(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool = True) -> list[str]:

@@ -1,6 +1,7 @@
 """A user's mistake, told in lines; everything else is a bug and keeps its traceback."""
 
 import textwrap
+from collections.abc import Iterable
 
 
 class UserError(Exception):
@@ -14,6 +15,12 @@ class UserError(Exception):
     def __init__(self, text: str):
         kind = type(self)
         super().__init__(text.rpartition(f"\n{kind.__module__}.{kind.__qualname__}: ")[2].strip())
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raises one UserError that tells all problems, a line each; without any returns."""
+    if lines := list(problems):
+        raise UserError("\n".join(lines))
 
 
 def one_line(error: BaseException) -> str:

@@ -252,8 +252,7 @@ def recipe_arguments(*flags):
     """The flags that every recipe shares, as one that reads text has them when it checks its launch."""
     from common import arguments
 
-    parser = arguments.ArgumentParser()
-    arguments.add_shared_arguments(parser)
+    parser = arguments.recipe_parser("")
     args = parser.parse_args([str(flag) for flag in ("--learning_rate", 1e-3, *flags)])
     assert arguments.check_arguments(args, on_cpu=True) == []
     return args

@@ -141,3 +141,8 @@ def special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int]
     raise UserError(
         f"{type(tokenizer).__name__} makes other tokens of a text where it adds special ones; take another tokenizer"
     )
+
+
+def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Of the tokens that begin, end and pad a text, as a model's configuration names them."""
+    return {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}

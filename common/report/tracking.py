@@ -323,10 +323,11 @@ class Progress:
                 self.file.close()
 
 
-def held_out_results(loss: float, samples: Any) -> dict[str, float | None]:
-    """Perplexity and bits per byte of held-out text, beside what gzip -9 and xz -9 reach on the same text."""
-    results = {"perplexity": math.exp(min(loss, 700))}
-    if samples.num_bytes:  # every token of the text is a target, once
+def describe_held_out(figures: dict[str, float], samples: Any) -> dict[str, float | None]:
+    """The figures of held-out text with perplexity and bits per byte, beside what gzip -9 and xz -9 reach on it."""
+    loss = figures["validation_loss"]
+    results = figures | {"perplexity": math.exp(min(loss, 700))}
+    if getattr(samples, "num_bytes", None):  # every token of the text is a target, once
         results["bits_per_byte"] = loss * samples.num_target_tokens / math.log(2) / samples.num_bytes
         for name, size in (("gzip", samples.gzip_bytes), ("xz", samples.xz_bytes)):
             if size:

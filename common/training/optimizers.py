@@ -171,7 +171,7 @@ def optimizers_help() -> str:
     return "the optimizer, with its bytes of state per float32 parameter.\n" + ".\n".join(lines)
 
 
-def learning_rate(update: int, *, schedule: str, peak: float, num_updates: int, warmup_updates: int) -> float:
+def learning_rate(update: int, schedule: str, peak: float, num_updates: int, warmup_updates: int) -> float:
     """The learning rate of update `update`, from 0 to `num_updates` - 1: a pure function, with nothing to save.
 
     Warm-up: peak x (update + 1) / (warmup_updates + 1); the first update counts, update `warmup_updates` has the peak.

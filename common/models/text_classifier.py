@@ -1,0 +1,106 @@
+"""Texts with labels, and the model that learns them: what the flags ask for, from rows to samples."""
+
+import argparse
+
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForSequenceClassification, BertConfig, PreTrainedConfig, PreTrainedTokenizerBase
+
+from common.data.labels import (
+    Example,
+    LabelledTexts,
+    check_length,
+    encode_labels,
+    is_regression,
+    label_names,
+    read_examples,
+    read_packages,
+)
+from common.data.rows import Source
+from common.data.tokenizer import load_tokenizer, train_tokenizer
+from common.errors import UserError, refuse, shorten
+from common.models.classifiers import choose_labels, set_labels
+from common.models.load import check_model, load_config
+
+SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+
+Rows = tuple[str, list[Example]]  # a name for messages, and the rows
+
+
+def read_rows(
+    args: argparse.Namespace, source: Source, held_out_source: Source | None
+) -> tuple[Rows, Rows | None, list[str] | None, list[str] | None]:
+    """Training rows, held-out rows or None, the labels to learn, or None for numbers, and the classes by number.
+
+    The last are those of data that number their classes, else None.
+
+    Raises:
+        UserError: flags that have no effect, or a row that cannot be read; one line.
+    """
+    if args.new_head and not args.model_name_or_path:
+        raise UserError("--new_head has no effect without --model_name_or_path; take it out, or name the model")
+    if not (args.train_file or args.dataset_name) and (args.validation_file or args.pair_column):
+        raise UserError(
+            "--validation_file and --pair_column need --train_file or --dataset_name; name the training data"
+        )
+    classes, held_out = None, None
+    if source.embedded:
+        rows, held_out_rows = read_packages()
+        train, held_out = ("functions of the standard library", rows), ("functions of other files", held_out_rows)
+    else:
+        name, rows, classes = read_examples(source, args.pair_column, args.label_column)
+        train = (name, rows)
+        if held_out_source:
+            held_out = read_examples(held_out_source, args.pair_column, args.label_column)[:2]
+    task = args.task or ("regression" if not classes and is_regression(rows) else "classification")
+    return train, held_out, label_names(rows) if task == "classification" else None, classes
+
+
+def choose_model(
+    args: argparse.Namespace,
+    sizes: dict[str, tuple],
+    source: Source,
+    names: list[str] | None,
+    classes: list[str] | None,
+) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase, list[str] | None]:
+    """Configuration, tokenizer and labels of a pretrained model, or of one of BERT's shape from scratch.
+
+    Args:
+        sizes: of models from scratch: layers, width, heads, MLP width, vocabulary, ...
+        source: the training text, on which a new tokenizer is trained. names, classes: of `read_rows`.
+
+    Raises:
+        UserError: the model's head is of other labels, or a line for each way in which the texts do not fit the model.
+    """
+    if args.model_name_or_path:
+        config = load_config(args.model_name_or_path, args.trust_remote_code, AutoModelForSequenceClassification)
+        tokenizer = load_tokenizer(args.model_name_or_path, args.trust_remote_code, needs_end_of_text=False)
+        names = choose_labels(config, names, args.new_head, classes)
+    else:
+        *shape, vocabulary = sizes[args.model_config][:5]
+        tokenizer = train_tokenizer(source, vocabulary)
+        tokenizer.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]"})
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[("[CLS]", tokenizer.cls_token_id), ("[SEP]", tokenizer.sep_token_id)],
+        )
+        shape = dict(zip(SHAPE, shape, strict=True), vocab_size=len(tokenizer))
+        config = BertConfig(**shape, max_position_embeddings=max(512, args.sequence_length))
+    set_labels(config, names, args.label_column, tokenizer.pad_token_id)
+    problems = check_model(config, tokenizer, args.sequence_length)
+    refuse(problems + check_length(config, tokenizer, args.sequence_length, args.pair_column is not None))
+    return config, tokenizer, names
+
+
+def label(
+    rows: Rows, names: list[str] | None, tokenizer: PreTrainedTokenizerBase, sequence_length: int
+) -> LabelledTexts:
+    """Rows as samples: tokenised, with the number of their label in `names`, or with the number that they are."""
+    return LabelledTexts(*rows, encode_labels(rows[1], names), tokenizer, sequence_length)
+
+
+def describe_task(names: list[str] | None) -> dict[str, str]:
+    """For the block that is printed before a run."""
+    if names is None:
+        return {"loss": "squared error", "labels": "numbers"}
+    return {"loss": "cross-entropy", "labels": f"{len(names)}: {shorten(names)}"}

@@ -1,0 +1,242 @@
+"""The order of a run: all that is the same in every recipe and that nobody who copies one would change.
+
+    run = Run(args)                                   checks what was asked, connects the processes
+    run.begin(config, tokenizer, train_set, held_out) checks data and disk; with --resume refuses what differs
+    model, optimizer = run.prepare(...)               loaders, the first printed block, shards
+    with run.training(config, tokenizer) as batches:  the output directory; goes on where the checkpoint was
+        for batch in batches:
+            for micro_batch, is_last in run.micro_batches(batch): ...
+            if run.all_finite(batch, loss_sums, grad_norm): ...
+            if run.end_update(batch, ...): break
+    results = run.end_training()                      ends here if it was asked to stop
+    run.finish(results, ...)
+
+It keeps the books (training state, metrics, checkpoints) and owns no forward, no backward, no clip and no step.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from common import arguments
+from common.checkpoint.format import TrainingState
+from common.checkpoint.identity import identify
+from common.checkpoint.save import Checkpoints
+from common.errors import refuse
+from common.files import complete_or_absent
+from common.models.load import parameter_sizes
+from common.parallel import connect, ending, launch, loading, mode
+from common.report import settings, tracking
+from common.training import accumulation
+from common.training.activation_checkpointing import apply_activation_checkpointing
+from common.training.batching import Collate, GlobalBatch, Samples, make_loader
+from common.training.stopping import STOPPED, StopRequests
+
+
+class Run:
+    """One run of a recipe. Its methods are called in their order here, on all ranks together.
+
+    Attributes:
+        accelerator: Accelerate's. device: where this process computes.
+        is_sharded: whether a process may hold a part of the weights only.
+        held_out: loader of the held-out samples after `prepare`, or None.
+        news: after `all_finite`, what the ranks told each other in this update, summed over them.
+        state: how far the run is. output_dir: where it writes.
+    """
+
+    def __init__(self, args: argparse.Namespace, problems: Iterable[str] = (), lengths_vary: bool = True):
+        """Checks what was asked against what is there, and connects the processes.
+
+        Args:
+            problems: a line for each mistake that the recipe has found in its own flags.
+            lengths_vary: whether samples are of different lengths.
+
+        Raises:
+            UserError: a line for each mistake.
+        """
+        self.args, self.asked = args, launch.find_launch()
+        found = arguments.check_arguments(args, launch.runs_on_cpu(self.asked), lengths_vary)
+        refuse([*found, *launch.check_launch(self.asked, args), *problems])
+        self.accelerator = connect.make_accelerator(
+            self.asked, args, log_with=args.report_to or None, project_dir=args.output_dir
+        )
+        self.device, self.is_sharded = self.accelerator.device, mode.is_sharded(self.accelerator)
+        self.checkpoints = Checkpoints(args, self.accelerator)
+        self.state = TrainingState()
+        self.is_stopped = False
+
+    def begin(
+        self,
+        config: Any,
+        tokenizer: Any,
+        train_set: Samples,
+        held_out: Samples | None,
+        *own_flags: str,
+        model_class: Any = AutoModelForCausalLM,
+    ) -> None:
+        """Checks the data, and with --resume finds the newest sound checkpoint, before a model is built.
+
+        From here on all ranks draw the same random numbers.
+
+        Args:
+            config: the model's configuration. tokenizer: of transformers, or None.
+            own_flags: names of the recipe's own flags that an update depends on.
+            model_class: an Auto class of transformers.
+
+        Raises:
+            UserError: a line for each thing that is not what the run began with; or there is no checkpoint, too little
+                data, or too little disk for the offload of the model.
+        """
+        args = self.args
+        arguments.check_samples(args, train_set, held_out)
+        connect.check_space(self.asked, lambda: parameter_sizes(config, args.trust_remote_code, model_class))
+        identity = identify(args, self.accelerator, config, tokenizer, train_set.fingerprint, *own_flags)
+        self.resumed = self.checkpoints.find(identity)
+        if self.resumed:
+            self.state = TrainingState(**self.resumed.manifest["position"])
+        connect.seed_everything(args.seed)
+
+    def prepare(
+        self,
+        model: PreTrainedModel,
+        optimizer: torch.optim.Optimizer,
+        collate: Collate,
+        train_set: Samples,
+        held_out: Samples | None,
+        **lines: str,
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        """Sees to --activation_checkpointing and --compile, makes the loaders, prints what will run, wraps or shards.
+
+        From here on each rank draws random numbers of its own, for dropout. `lines` are the recipe's own in the block
+        that is printed: a name and a text each.
+        """
+        args, accelerator = self.args, self.accelerator
+        apply_activation_checkpointing(model, args.activation_checkpointing, self.device)
+        if args.compile:
+            model.base_model.compile(dynamic=True)
+        self.loader = make_loader(args, train_set, accelerator, collate, range(self.state.update, args.num_updates))
+        self.held_out = held_out and make_loader(args, held_out, accelerator, collate)
+        held_out_batches, is_rehearsal = self.held_out and self.held_out.dataset, launch.is_rehearsal(self.asked)
+        tracking.print_run(args, accelerator, model, self.loader.dataset, held_out_batches, is_rehearsal, **lines)
+        self.model, self.optimizer = loading.prepare(accelerator, model, optimizer)
+        connect.seed_everything(args.seed, accelerator)
+        return self.model, self.optimizer
+
+    @contextmanager
+    def training(self, config: Any, *pretrained: Any) -> Iterator[Iterator[GlobalBatch]]:
+        """Around the loop: takes the output directory, goes on where the checkpoint was, and gives the global batches.
+
+        With --dry_run it gives the first one, writes nothing, and ends the run behind the loop.
+
+        Args:
+            config, pretrained: what an exported model needs beside its weights, each with a `save_pretrained`.
+        """
+        self.model.train()
+        if self.args.dry_run:
+            yield islice(self.loader, 1)
+            settings.print_settings(self.args, self.asked, self.accelerator)
+            self.accelerator.print("dry run: one forward and one backward done, nothing written")
+            ending.end_run(self.accelerator)
+            sys.exit()
+        self.output_dir = arguments.make_output_dir(self.args, self.accelerator)
+        self.checkpoints.start(config, *pretrained, model=self.model, versions=tracking.versions())
+        tracking.start_run(self.args, self.accelerator, self.output_dir, self.state, model=config.to_dict())
+        self.checkpoints.resume(self.resumed, self.model, self.optimizer)  # last: the random streams go on from here
+        self.progress = tracking.Progress(self.accelerator, self.output_dir, self.args.num_updates, self.state)
+        with self.progress, StopRequests() as self.requests:
+            yield self.progress.batches(self.loader)
+            if not self.is_stopped:
+                self.checkpoints.training_done(self.state, self.model, self.optimizer)
+
+    def micro_batches(self, batch: GlobalBatch) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
+        """This rank's micro-batches of a global batch, on the device, and of each whether it is the last one."""
+        micro_batches = batch.micro_batches[:1] if self.args.dry_run else batch.micro_batches
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            yield send_to_device(micro_batch, self.device, non_blocking=True), number == len(micro_batches)
+
+    def all_finite(
+        self,
+        batch: GlobalBatch,
+        loss_sums: list[torch.Tensor],
+        grad_norm: torch.Tensor | float,
+        **own_news: torch.Tensor | float,
+    ) -> bool:
+        """Whether loss and gradient are finite, the same on all ranks: the optimizer may make its step.
+
+        All that the ranks must agree on in an update travels in this one collective.
+
+        Args:
+            loss_sums: this rank's sums of losses, a scalar a micro-batch. grad_norm: scalar, before clipping.
+            own_news: of the recipe, the same names and shapes on all ranks; `news` has their sums.
+        """
+        news = self.checkpoints.news(self.requests) | own_news
+        loss, grad_norm, self.news = accumulation.reduce_update(self.accelerator, loss_sums, grad_norm, batch, news)
+        is_finite, state = math.isfinite(loss) and math.isfinite(grad_norm), self.state
+        state.skipped_in_a_row = 0 if is_finite else state.skipped_in_a_row + 1
+        state.skipped_updates += not is_finite
+        state.update, state.validation_loss = batch.update + 1, None
+        state.samples += batch.num_samples
+        self.record = {"update": batch.update, "loss": loss, "grad_norm": grad_norm}
+        return is_finite
+
+    def evaluation_is_due(self) -> bool:
+        """Whether the held-out samples are to be measured after this update."""
+        args, done = self.args, self.state.update
+        is_end = args.keep_best and done == args.num_updates  # it may be the best
+        return bool(self.held_out and args.eval_every) and (done % args.eval_every == 0 or is_end)
+
+    def end_update(self, batch: GlobalBatch, **figures: float) -> bool:
+        """Records the update, with the recipe's own `figures`, and saves where that is due; True: end the loop.
+
+        Raises:
+            RuntimeError: too many updates in a row were not finite.
+        """
+        state = self.state
+        if "validation_loss" in figures:
+            state.measured(figures["validation_loss"])
+        self.progress.update(batch, **self.record, **figures)
+        if state.skipped_in_a_row == self.args.max_skipped_updates:
+            raise RuntimeError(
+                f"update {batch.update}: loss or gradient not finite {state.skipped_in_a_row} times in a row; "
+                "lower --learning_rate, or look at the data"
+            )
+        self.is_stopped = self.checkpoints.update_done(state, self.model, self.optimizer, self.news)
+        return self.is_stopped
+
+    def end_training(self) -> dict[str, Any]:
+        """What the training took. A run that was asked to stop ends here, with status 75."""
+        if self.is_stopped:
+            tracking.end_early(self.accelerator, self.output_dir, self.state)
+            ending.end_run(self.accelerator, STOPPED)
+            sys.exit(STOPPED)
+        return self.progress.results() | self.checkpoints.best_at_end(self.model, self.optimizer)
+
+    def write_model(self, *pretrained: Any) -> PreTrainedModel | None:
+        """Writes model/, which `from_pretrained` loads; `pretrained` are written beside it (a tokenizer).
+
+        Returns the model on the main process, without what the mode wrapped around it; None on all others.
+        """
+        weights = self.accelerator.get_state_dict(self.model)  # gathered on the main process, where they are sharded
+        if not self.accelerator.is_main_process:
+            return None
+        model = self.accelerator.unwrap_model(self.model)
+        with complete_or_absent(Path(self.output_dir) / "model") as directory:
+            model.save_pretrained(directory, state_dict=weights)
+            for one in pretrained:
+                one.save_pretrained(directory)
+        return model
+
+    def finish(self, results: dict[str, Any], model_class: str, *lines: str) -> None:
+        """Prints and writes the results, and ends the run on all ranks together."""
+        if self.accelerator.is_main_process:
+            tracking.print_results(results, self.output_dir, model_class, *lines)
+        ending.end_run(self.accelerator)
