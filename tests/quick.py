@@ -27,17 +27,15 @@ def changed_files() -> list[str]:
 
 
 def tests_of(changed: list[str], tests: dict[str, str]) -> list[str]:
-    """The names of the files that belong to what has changed, out of `tests` (name to text): those of its name first.
-
-    A module is named as `common.data.text` or as `from common.data import ..., text`.
-    """
+    """The names of the files that belong to what has changed, out of `tests` (name to text): those of its name first."""
     namesakes, others = [], []
     for path in map(Path, changed):
-        module, package = ".".join(path.with_suffix("").parts), ".".join(path.parent.parts)
-        names = rf"{re.escape(str(path))}|{re.escape(module)}\b|from {re.escape(package)} import .*\b{path.stem}\b"
-        namesakes += [name for name in tests if name in (path.name, f"test_{path.stem}.py")]
-        if path.suffix in (".py", ".yaml", ".json", ".sh", ".sbatch") and path.parent.name != "tests":
-            others += [name for name, text in tests.items() if re.search(names, text)]
+        stem = "docs" if path.suffix == ".md" else path.stem
+        namesakes += [name for name in tests if name in (path.name, f"test_{stem}.py")]
+        module, package = (re.escape(".".join(part.parts)) for part in (path.with_suffix(""), path.parent))
+        names = [re.escape(str(path)), rf"{module}\b", rf"from {package} import .*\b{stem}\b"]
+        names += [f'"{stem}"'] if path.suffix == ".yaml" else []  # a config goes by its name
+        others += [name for name, text in tests.items() if re.search("|".join(names), text)]
     return list(dict.fromkeys(namesakes + others))
 
 
