@@ -1,7 +1,7 @@
 """Runs the tests of what has changed since origin's main branch, or the core if nothing has, in under three minutes.
 
 A test file belongs to a changed file if it is that, has its name (test_batching.py for batching.py), or names its path
-or module. What has not begun in time is skipped, and counted at the end.
+or module. Code that no test file names is the core's. What has not begun in time is skipped, and counted at the end.
 """
 
 import os
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CORE = ("batching", "losses", "recipes", "docs", "lm")
+CORE = [f"test_{name}.py" for name in ("batching", "losses", "recipes", "lm", "docs")]
 SECONDS = 110  # after them no test begins
 
 
@@ -22,26 +22,28 @@ def git(*arguments: str) -> list[str]:
 
 def changed_files() -> list[str]:
     """Committed here and not on main, or not committed yet."""
-    base = next(commit for name in ("origin/main", "main", "HEAD") for commit in git("merge-base", "HEAD", name))
+    base = next((commit for name in ("origin/main", "main") for commit in git("merge-base", "HEAD", name)), "HEAD")
     return git("diff", "--name-only", base) + git("ls-files", "--others", "--exclude-standard")
 
 
-def tests_of(changed: list[str], tests: dict[str, str]) -> list[str]:
-    """The names of the files that belong to what has changed, out of `tests` (name to text): those of its name first."""
+def choose(changed: list[str], tests: dict[str, str]) -> list[str]:
+    """The names of the files that belong to what has changed, out of `tests` (name to text), its namesakes first."""
     namesakes, others = [], []
     for path in map(Path, changed):
         stem = "docs" if path.suffix == ".md" else path.stem
-        namesakes += [name for name in tests if name in (path.name, f"test_{stem}.py")]
+        same = [name for name in tests if name in (path.name, f"test_{stem}.py")]
         module, package = (re.escape(".".join(part.parts)) for part in (path.with_suffix(""), path.parent))
         names = [re.escape(str(path)), rf"{module}\b", rf"from {package} import .*\b{stem}\b"]
         names += [f'"{stem}"'] if path.suffix == ".yaml" else []  # a config goes by its name
-        others += [name for name, text in tests.items() if re.search("|".join(names), text)]
-    return list(dict.fromkeys(namesakes + others))
+        more = [name for name, text in tests.items() if re.search("|".join(names), text)]
+        namesakes += same
+        others += more if same or more or path.suffix != ".py" else CORE
+    return list(dict.fromkeys(namesakes + others)) or CORE
 
 
 def main() -> int:
     tests = {path.name: path.read_text() for path in sorted((ROOT / "tests").glob("test_*.py"))}
-    chosen = tests_of(changed_files(), tests) or [f"test_{name}.py" for name in CORE]
+    chosen = choose(changed_files(), tests)
     print("tests of what has changed:", *chosen, flush=True)
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
     env = os.environ | {"NO_TEST_BEGINS_AFTER": str(time.time() + SECONDS)}
