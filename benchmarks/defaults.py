@@ -146,17 +146,14 @@ def measure(case, work):
 
 def default_rate(recipe, size):
     """What the recipe takes where no --learning_rate is given: read from its source, without running it."""
-    table = {}
-    for node in ast.parse((ROOT / f"recipes/{recipe}.py").read_text()).body:
-        if isinstance(node, ast.Assign) and node.targets[0].id in (
-            "MODEL_CONFIGS",
-            "ARCHITECTURES",
-            "FINE_TUNING_LEARNING_RATE",
-        ):
-            table[node.targets[0].id] = ast.literal_eval(node.value)
-    if size.startswith("pretrained"):
-        return table["FINE_TUNING_LEARNING_RATE"]
-    return (table.get("MODEL_CONFIGS") or table["ARCHITECTURES"])[size][-1]
+    sizes = {"long_sequence": "common/models/long_sequence.py"}.get(recipe, f"recipes/{recipe}.py")
+    for node in ast.walk(ast.parse((ROOT / sizes).read_text())):
+        if size.startswith("pretrained"):
+            if isinstance(node, ast.keyword) and node.arg == "fine_tuning_rate":
+                return ast.literal_eval(node.value)
+        elif isinstance(node, ast.Assign) and node.targets[0].id in ("MODEL_CONFIGS", "ARCHITECTURES"):
+            return ast.literal_eval(node.value)[size][-1]
+    raise KeyError(f"{recipe} names no rate for {size}")
 
 
 def mean(runs, name):

@@ -27,7 +27,7 @@ import torch
 from accelerate.utils import send_to_device
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from common import arguments
+from common import checks
 from common.checkpoint.format import TrainingState
 from common.checkpoint.identity import identify
 from common.checkpoint.save import Checkpoints
@@ -64,7 +64,7 @@ class Run:
             UserError: a line for each mistake.
         """
         self.args, self.asked = args, launch.find_launch()
-        found = arguments.check_arguments(args, launch.runs_on_cpu(self.asked), lengths_vary)
+        found = checks.check_arguments(args, launch.runs_on_cpu(self.asked), lengths_vary)
         refuse([*found, *launch.check_launch(self.asked, args), *problems])
         self.accelerator = connect.make_accelerator(
             self.asked, args, log_with=args.report_to or None, project_dir=args.output_dir
@@ -97,7 +97,7 @@ class Run:
                 data, or too little disk for the offload of the model.
         """
         args = self.args
-        arguments.check_samples(args, train_set, held_out)
+        checks.check_samples(args, train_set, held_out)
         connect.check_space(self.asked, lambda: parameter_sizes(config, args.trust_remote_code, model_class))
         identity = identify(args, self.accelerator, config, tokenizer, train_set.fingerprint, *own_flags)
         self.resumed = self.checkpoints.find(identity)
@@ -147,7 +147,7 @@ class Run:
             self.accelerator.print("dry run: one forward and one backward done, nothing written")
             ending.end_run(self.accelerator)
             sys.exit()
-        self.output_dir = arguments.make_output_dir(self.args, self.accelerator)
+        self.output_dir = checks.make_output_dir(self.args, self.accelerator)
         self.checkpoints.start(config, *pretrained, model=self.model, versions=tracking.versions())
         tracking.start_run(self.args, self.accelerator, self.output_dir, self.state, model=config.to_dict())
         self.checkpoints.resume(self.resumed, self.model, self.optimizer)  # last: the random streams go on from here

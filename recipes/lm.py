@@ -52,7 +52,6 @@ def parse_arguments():
     arguments.add_language_arguments(parser, examples=True)
     group = parser.add_argument_group("language model")
     group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "size, from scratch (default: tiny)"))
-    group.add_argument("--shape", choices=("blocks", "examples"), help="of a sample (default: by the data's columns)")
     args = parser.parse_args()
     arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=2e-5)
     return args

@@ -52,9 +52,9 @@ def parse_arguments():
     group = parser.add_argument_group("encoder-decoder (--sequence_length is the most tokens of a source)")
     group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "size, from scratch (default: tiny)"))
     group.add_argument("--tokenizer", **arguments.one_of(encoder_decoder.TOKENIZERS, "from scratch (default: bpe)"))
-    group.add_argument("--source_column", default="source", help="of a row: what is read")
-    group.add_argument("--target_column", default="target", help="of a row: what is learned")
-    group.add_argument("--target_length", type=arguments.positive, default=64, help="most tokens of a target")
+    group.add_argument("--source_column", default="source", help="column with what is read")
+    group.add_argument("--target_column", default="target", help="column with what is learned")
+    group.add_argument("--target_length", type=arguments.positive, default=64, help="most tokens in a target")
     about = "held-out targets that the model writes at the end"
     group.add_argument("--generate", type=arguments.not_negative, default=200, metavar="N", help=about)
     args = parser.parse_args()

@@ -250,11 +250,11 @@ def assert_refused(result, *patterns, lines=1):
 
 def recipe_arguments(*flags):
     """The flags that every recipe shares, as one that reads text has them when it checks its launch."""
-    from common import arguments
+    from common import arguments, checks
 
     parser = arguments.recipe_parser("")
     args = parser.parse_args([str(flag) for flag in ("--learning_rate", 1e-3, *flags)])
-    assert arguments.check_arguments(args, on_cpu=True) == []
+    assert checks.check_arguments(args, on_cpu=True) == []
     return args
 
 

@@ -62,6 +62,7 @@ import common.training.accumulation  # noqa: E402
 import common.training.batching  # noqa: E402
 import common.training.losses  # noqa: E402
 import common.training.optimizers  # noqa: E402
+from common.training.stopping import STOPPED  # noqa: E402
 
 CHANGED = (
     common.checkpoint.layouts,
@@ -1017,6 +1018,9 @@ def main():
         argv, sys.argv = sys.argv, [recipe, *spec["flags"]]
         try:
             runpy.run_path(recipe, run_name="__main__")
+        except SystemExit as error:  # a rehearsal, or a run that was asked to stop
+            if error.code not in (None, 0, STOPPED):
+                raise
         finally:
             sys.argv = argv
             for change in undo:

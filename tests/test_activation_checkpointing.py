@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 import common.training.activation_checkpointing
 import common.training.activation_offload
-from common import arguments
+from common import checks
 from common.errors import UserError
 from common.training.activation_checkpointing import (
     ACTIVATION_CHECKPOINTING,
@@ -428,7 +428,7 @@ def test_offload_gives_up_what_is_never_taken(late_streams):
 @pytest.mark.parametrize("mode", ["offload", "full"])
 def test_offload_that_nothing_compiles_is_refused(mode, on_cpu):
     args = recipe_arguments("--compile", "--activation_checkpointing", mode)
-    problems = arguments.check_arguments(args, on_cpu=on_cpu)
+    problems = checks.check_arguments(args, on_cpu=on_cpu)
     assert [("--compile has no effect" in problem) for problem in problems] == [True] * (
         mode == "offload" and not on_cpu
     )

@@ -104,7 +104,7 @@ def run_copy(directory, name, after, bug, *flags):
 
 def test_a_bug_in_a_copied_loop_keeps_its_traceback(functions_file, model_dir, tmp_path):
     flags = ["--train_file", functions_file, "--model_name_or_path", model_dir]
-    result = run_copy(tmp_path, "lm.py", "for batch in progress.batches(loader):", BUG, *flags)
+    result = run_copy(tmp_path, "lm.py", "for batch in batches:", BUG, *flags)
     assert result.stderr.splitlines()[-1].startswith("ValueError: too many values to unpack")
     status = json.loads((tmp_path / "run/run.json").read_text())["status"]
     assert status.startswith("failed at update 0: ValueError: too many values to unpack")
@@ -112,10 +112,8 @@ def test_a_bug_in_a_copied_loop_keeps_its_traceback(functions_file, model_dir, t
 
 def test_a_bug_in_a_copied_file_that_a_data_worker_meets_keeps_its_traceback(functions_file, model_dir, tmp_path):
     flags = ["--train_file", functions_file, "--model_name_or_path", model_dir, "--num_workers", 1]
-    bug = "if torch.utils.data.get_worker_info(): a, b = 1, 2, 3"
-    result = run_copy(
-        tmp_path, "common/training/batching.py", "length = max(len(ids) for ids, _ in samples)", bug, *flags
-    )
+    path, bug = "common/training/batching.py", "if torch.utils.data.get_worker_info(): a, b = 1, 2, 3"
+    result = run_copy(tmp_path, path, "length = max(len(ids) for ids, _ in samples)", bug, *flags)
     assert "ValueError" in result.stderr and "in DataLoader worker process 0" in result.stderr
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import runpy
 import shutil
 import sys
 import types
@@ -24,6 +23,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.errors import UserError
+from common.models.long_sequence import make_config, sum_losses_in_pieces
 from common.models.recurrent import CELLS, RecurrentConfig, RecurrentLM, pieces_of, tile_mlps
 from common.training.losses import sum_token_losses
 
@@ -128,13 +128,12 @@ def test_tiled_mlps_give_the_same_gradient(kind):
 
 def test_a_model_whose_mlps_are_not_found_goes_on_without_tiles():
     """Refused only where tiles were asked for."""
-    adapt = runpy.run_path(str(ROOT / RECIPE), run_name="recipe")["adapt"]
     config = AutoConfig.for_model("gpt2", vocab_size=257, n_embd=32, n_layer=1, n_head=2, n_positions=16)
     for rows in (None, 0):
         model = AutoModelForCausalLM.from_config(config)
-        assert "MLPs in one piece" in adapt(model, types.SimpleNamespace(mlp_rows=rows), 16)
+        assert "MLPs in one piece" in sum_losses_in_pieces(model, types.SimpleNamespace(mlp_rows=rows), 16)
     with pytest.raises(UserError, match="--mlp_rows 8: GPT2LMHeadModel has no layers with an mlp; take"):
-        adapt(AutoModelForCausalLM.from_config(config), types.SimpleNamespace(mlp_rows=8), 16)
+        sum_losses_in_pieces(AutoModelForCausalLM.from_config(config), types.SimpleNamespace(mlp_rows=8), 16)
 
 
 CUTS = {
@@ -264,7 +263,6 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("hidden_size", "num_heads"), [(16, 1), (128, 2), (200, 2), (254, 1), (1024, 16)])
 def test_a_transformer_of_any_even_width_has_heads(hidden_size, num_heads):
-    make_config = runpy.run_path(str(ROOT / RECIPE), run_name="recipe")["make_config"]
     args = types.SimpleNamespace(architecture="transformer", hidden_size=hidden_size, num_layers=1, sequence_length=8)
     config = make_config(args, types.SimpleNamespace(bos_token_id=1, eos_token_id=2, pad_token_id=2))
     assert config.num_attention_heads == num_heads

@@ -19,9 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, MixtralConfig, OlmoeConfig
 
-from common.models import classifiers
 from common.parallel import connect, launch
-from common.training import losses
+from common.training import accumulation, losses
 from common.training.activation_checkpointing import ACTIVATION_CHECKPOINTING
 
 META = torch.device("meta")
@@ -146,13 +145,14 @@ def step(recipe, flags, output_dir, device, precision):
         raise Stepped
 
     vars(module).update(make_optimizer=make_optimizer, loss_scale=begin, sum_losses=sum_and_check)
-    module.reduce_update = reduce_update
+    if recipe == "classify":
+        module.check_padding = lambda *_: None  # looks, before the first update
     flags = [*map(str, flags), "--num_updates", "1", "--warmup_updates", "0", "--output_dir", str(output_dir)]
     changes = [
         patch("sys.argv", [f"{recipe}.py", *flags]),
         patch.object(launch, "find_launch", lambda: launch.Launch(mode="plain", mixed_precision=precision)),
         patch.object(connect, "make_accelerator", make_accelerator),
-        patch.object(classifiers, "check_padding", lambda *_: None),  # looks, before the first update
+        patch.object(accumulation, "reduce_update", reduce_update),
         # No code is made, but the graph is traced.
         patch("torch.nn.Module.compile", lambda self, **options: compile_module(self, backend="eager", **options)),
     ]

@@ -604,10 +604,10 @@ def slow_recipe(directory):
     """A copy of the recipe whose updates last as many seconds as the file says that is returned too."""
     (directory / "recipes").mkdir()
     (directory / "common").symlink_to(ROOT / "common")
-    seconds, line = directory / "seconds", "        for batch in progress.batches(loader):\n"
+    seconds, line = directory / "seconds", "    for batch in batches:\n"
     text = (ROOT / "recipes/lm.py").read_text()
     assert line in text
-    slow = f"{line}            time.sleep(float(Path({str(seconds)!r}).read_text()))\n"
+    slow = f"{line}        time.sleep(float(Path({str(seconds)!r}).read_text()))\n"
     text = text.replace("import sys\n", "import sys\nimport time\n", 1).replace(line, slow)
     (directory / "recipes/lm.py").write_text(text)
     return directory / "recipes/lm.py", seconds

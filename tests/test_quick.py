@@ -11,7 +11,7 @@ TESTS = {
 }
 
 
-def test_a_changed_file_has_the_choose_its_name_and_those_that_name_it():
+def test_a_changed_file_has_the_tests_of_its_name_and_those_that_name_it():
     assert choose(["common/training/batching.py"], TESTS) == ["test_batching.py", "test_lm.py"]
     assert choose(["common/data/text.py", "README.md"], TESTS) == ["test_docs.py", "test_data.py"]
     assert choose(["accelerate_configs/zero1.yaml"], TESTS) == ["test_modes.py"]

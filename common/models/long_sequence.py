@@ -9,7 +9,7 @@ from common.data.tokenizer import load_tokenizer, special_token_ids, train_token
 from common.errors import UserError, refuse
 from common.models.load import load_config
 from common.models.recurrent import RecurrentConfig, RecurrentLM, pieces_of, tile_mlps
-from common.training.losses import sum_token_losses
+from common.training import losses
 
 BYTES = 257  # the 256 and the end of a document
 # What is trained from scratch, unless flags say otherwise. The learning rate is AdamW's at its peak.
@@ -124,7 +124,7 @@ def sum_losses_in_pieces(model: PreTrainedModel, args: argparse.Namespace, lengt
     """
     if not isinstance(model, RecurrentLM):
         rows = MLP_ROWS if args.mlp_rows is None else args.mlp_rows
-        how, num_tiled = sum_token_losses(model), tile_mlps(model, rows) if rows else 0
+        how, num_tiled = losses.sum_token_losses(model), tile_mlps(model, rows) if rows else 0
         if num_tiled:
             return f"{how}; {num_tiled} MLPs, {rows} rows at once"
         if args.mlp_rows:

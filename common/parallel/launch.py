@@ -213,7 +213,7 @@ def check_environment(launch: Launch) -> list[str]:
 def check_launch(launch: Launch, args: argparse.Namespace) -> list[str]:
     """One line for each difference between what was asked and what this process finds; needs no process group.
 
-    Also for what the mode cannot take of the recipe's flags; `arguments.check_arguments` has filled in their defaults.
+    Also for what the mode cannot take of the recipe's flags; `checks.check_arguments` has filled in their defaults.
     """
     machine_problems, environment_problems = check_machines(launch), check_environment(launch)
     problems = launch.file_problems + machine_problems + environment_problems

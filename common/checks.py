@@ -1,0 +1,181 @@
+"""What is asked by flags, checked before anything is made: mistakes that need no model, and the output directory."""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+from common.errors import UserError
+from common.files import LOCK, lock_output_dir, remove
+from common.parallel.launch import started_world_size
+from common.training.batching import Samples
+
+
+def check_arguments(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool = True) -> list[str]:
+    """One line for each mistake in the shared flags that can be seen before data or model are touched.
+
+    Fills in the defaults that depend on the machine (micro-batch, workers), which no update depends on.
+    """
+    problems = _settle_batch(args, on_cpu, lengths_vary)
+    if args.num_workers is None:
+        args.num_workers = 0 if on_cpu else 2
+    if args.warmup_updates is None:
+        if not args.resume:  # which takes it from the checkpoint
+            args.warmup_updates = args.num_updates // 20
+    elif args.warmup_updates >= args.num_updates:
+        problems.append(
+            f"--warmup_updates {args.warmup_updates} leaves nothing of --num_updates {args.num_updates}; lower it"
+        )
+    if not on_cpu and args.compile and args.activation_checkpointing == "offload":  # on a CPU it is `full`
+        problems.append(
+            "--compile has no effect on layers whose inputs --activation_checkpointing offload moves; take one out"
+        )
+    for tracker in args.report_to:
+        problems += _check_tracker(tracker)
+    return problems + _check_data(args) + _check_checkpoints(args)
+
+
+def _settle_batch(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool) -> list[str]:
+    """Fills in how much a device computes at once."""
+    problems = []
+    world = started_world_size()
+    if not lengths_vary and not args.micro_batch_size:  # the largest that divides, up to what a device needs to be busy
+        share, most = max(1, args.global_batch_size // world), 64 if on_cpu else 256
+        args.micro_batch_size = max(size for size in range(1, min(share, most) + 1) if share % size == 0)
+    if args.micro_batch_size and args.micro_batch_tokens:
+        problems.append("--micro_batch_size and --micro_batch_tokens are two answers to one question; give one")
+    elif args.micro_batch_size:
+        if args.global_batch_size % (args.micro_batch_size * world):
+            problems.append(
+                f"--global_batch_size {args.global_batch_size} does not divide: {args.global_batch_size} / "
+                f"({args.micro_batch_size} micro x {world} processes) = "
+                f"{args.global_batch_size / (args.micro_batch_size * world):.4g} accumulation steps; "
+                f"{_nearest_batch_sizes(args.global_batch_size, args.micro_batch_size * world)}"
+            )
+    elif not args.micro_batch_tokens:
+        longest = getattr(args, "sequence_length", 0) + getattr(args, "target_length", 0)
+        args.micro_batch_tokens = max(1024 if on_cpu else 8192, longest)
+    return problems
+
+
+def _check_data(args: argparse.Namespace) -> list[str]:
+    problems = []
+    if getattr(args, "dataset_config", None) and not args.dataset_name:
+        problems.append("--dataset_config has no effect without --dataset_name; take it out, or name the data set")
+    if pair := [f"--{name}" for name in ("prompt_column", "completion_column") if getattr(args, name, None)]:
+        if not (args.train_file or args.dataset_name):
+            problems.append(f"{pair[0]} has no effect without --train_file or --dataset_name; name the data")
+        if args.text_column != "text" or getattr(args, "shape", None) == "blocks":
+            other = "--shape blocks" if args.text_column == "text" else f"--text_column {args.text_column}"
+            problems.append(f"{pair[0]} and {other} are two answers to what a sample is; give one")
+    return problems
+
+
+def _check_checkpoints(args: argparse.Namespace) -> list[str]:
+    problems = []
+    if args.keep_last < 2:
+        problems.append("--keep_last 1: were the only checkpoint damaged, nothing would be left; use at least 2")
+    if args.keep_best and not (args.eval_every and args.save_every and args.save_every % args.eval_every == 0):
+        problems.append(
+            f"--keep_best compares evaluated checkpoints: --save_every {args.save_every} must be a multiple of "
+            f"--eval_every {args.eval_every}, and neither 0"
+        )
+    if args.load_best_at_end and not args.keep_best:
+        problems.append("--load_best_at_end needs --keep_best, which keeps that checkpoint; give both")
+    if args.allow_changed and not args.resume:
+        problems.append("--allow_changed has no effect without --resume; take it out")
+    if args.resume and args.overwrite:
+        problems.append("--resume continues the run that --overwrite deletes; give one")
+    elif args.resume:
+        # A run that has not ended may yet write its first one: `Checkpoints.find` waits for it.
+        if not any((Path(args.output_dir) / name).exists() for name in ("checkpoints", LOCK)):
+            problems.append(
+                f"--resume: {args.output_dir} has no checkpoints; name the --output_dir of the run to continue, "
+                "or start anew without --resume"
+            )
+    elif args.output_dir and not args.dry_run:
+        problems += _check_output_dir(Path(args.output_dir), args.overwrite)
+    return problems
+
+
+def _nearest_batch_sizes(size: int, unit: int) -> str:
+    below, above = size // unit * unit, (size // unit + 1) * unit
+    return f"use --global_batch_size {above}" if below == 0 else f"use --global_batch_size {below} or {above}"
+
+
+def _check_tracker(name: str) -> list[str]:
+    if name not in LOGGER_TYPE_TO_CLASS:
+        return [f"--report_to {name}: not one of {', '.join(LOGGER_TYPE_TO_CLASS)}"]
+    if name not in [str(tracker) for tracker in get_available_trackers()]:
+        return [f"--report_to {name}: its package is not installed; pip install {name}"]
+    return []
+
+
+def _check_output_dir(path: Path, overwrite: bool) -> list[str]:
+    if path.exists() and not path.is_dir():
+        return [f"--output_dir {path} is a file; name a directory"]
+    if path.is_dir() and any(one.name != LOCK for one in path.iterdir()):
+        if not (path / "run.json").is_file():
+            return [f"--output_dir {path} is not empty and holds no run; name another directory"]
+        if not overwrite:
+            return [
+                f"--output_dir {path} holds a run; continue it with --resume, delete it with --overwrite, or name "
+                "another directory"
+            ]
+    parent = path
+    while not parent.exists():
+        parent = parent.absolute().parent
+    try:
+        tempfile.TemporaryFile(dir=parent).close()  # os.access says yes to root even where nothing can be made
+    except OSError as error:
+        return [f"--output_dir {path} cannot be written: {error.strerror} in {parent}; name another directory"]
+    return []
+
+
+def check_samples(args: argparse.Namespace, train: Samples, validation: Samples | None) -> None:
+    """Whether the data make a global batch, and whether every sample fits a micro-batch.
+
+    Raises:
+        UserError: a line for each way in which they do not.
+    """
+    problems = []
+    if args.keep_best and validation is None:
+        problems.append("--keep_best has nothing to measure: there are no held-out data; name some, or take it out")
+    if len(train) < args.global_batch_size:
+        remedy = "lower it, or --sequence_length," if hasattr(args, "sequence_length") else "lower it,"
+        problems.append(
+            f"the training data make {len(train)} samples, fewer than --global_batch_size {args.global_batch_size}; "
+            f"{remedy} or give more data"
+        )
+    longest = max(train.max_length, validation.max_length if validation else 0)
+    if args.micro_batch_tokens and args.micro_batch_tokens < longest:
+        problems.append(
+            f"--micro_batch_tokens {args.micro_batch_tokens} does not hold the longest sample of {longest} tokens; "
+            f"use at least {longest}, or a lower --sequence_length"
+        )
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def make_output_dir(args: argparse.Namespace, accelerator: Accelerator) -> Path:
+    """Creates the output directory and takes it for this run, emptied if `--overwrite`; call it after all checks.
+
+    Raises:
+        UserError: it cannot be created, or another run writes there, of which nothing is deleted.
+    """
+    path = Path(args.output_dir)
+    if not accelerator.is_main_process:
+        return path
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock_output_dir(path)
+        if args.overwrite and (path / "run.json").is_file():
+            # What makes it a run goes last: a killed removal can be done again. The lock stays, it is this run's.
+            for one in sorted(path.iterdir(), key=lambda one: one.name == "run.json"):
+                if one.name != LOCK:
+                    remove(one)
+    except OSError as error:
+        raise UserError(f"--output_dir {path} cannot be written ({error.strerror}); name another directory") from error
+    return path

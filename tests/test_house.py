@@ -1,0 +1,78 @@
+"""The house: files and functions stay small, imports go downward, no circle, and a recipe loads its own job only."""
+
+import ast
+
+import pytest
+from conftest import ROOT
+
+# From the bottom up: a folder or module of common/ imports what stands before it, and nothing that comes behind it.
+LAYERS = ["errors", "redaction", "files", "memory", "training", "parallel", "data", "models", "report", "checkpoint"]
+LAYERS += ["checks", "arguments", "run"]
+LARGEST = {"file": 400, ast.ClassDef: 200, ast.FunctionDef: 60}  # lines
+
+
+def draw(sources):
+    """Which modules each module imports. sources: {name: text}."""
+    arrows = {name: set() for name in sources}
+    for name, text in sources.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "common":
+                for alias in node.names:
+                    whole = f"{node.module}.{alias.name}"
+                    arrows[name].add(whole if whole in sources else node.module)
+    return arrows
+
+
+def upward(arrows):
+    """The arrows that go from a lower layer to a higher one, and those between modules that reach each other."""
+
+    def layer(name):
+        part = name.split(".")[1]
+        assert part in LAYERS, f"{part} has no place in LAYERS"
+        return LAYERS.index(part)
+
+    def reached(name, seen):
+        for other in arrows.get(name, ()):
+            if other not in seen:
+                seen.add(other)
+                reached(other, seen)
+        return seen
+
+    ours = [(name, other) for name in sorted(arrows) for other in sorted(arrows[name])]
+    up = [f"{name} -> {other}" for name, other in ours if name.startswith("common.") and layer(name) < layer(other)]
+    circles = [f"{name} <-> {other}" for name, other in ours if name in reached(other, set())]
+    return up + circles
+
+
+def sources():
+    paths = [*(ROOT / "common").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
+    modules = dict(zip(names, (path.read_text() for path in paths), strict=True))
+    return {name: text for name, text in modules.items() if not name.endswith("__init__")}
+
+
+def test_imports_go_downward_and_close_no_circle():
+    assert upward(draw(sources())) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "arrow"),
+    [
+        ("common.training.batching", "from common.models.load import build_model", "batching -> common.models.load"),
+        ("common.data.rows", "from common.data.text import tokenize", "common.data.rows <-> common.data.text"),
+    ],
+)
+def test_an_arrow_that_goes_upward_or_around_is_named(name, line, arrow):
+    """The control."""
+    changed = sources()
+    changed[name] += f"\n{line}\n"
+    assert any(arrow in found for found in upward(draw(changed)))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "common").rglob("*.py")), ids=lambda path: path.stem)
+def test_files_classes_and_functions_stay_small(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= LARGEST["file"]
+    for node in ast.walk(ast.parse(text)):
+        if (most := LARGEST.get(type(node))) is not None:
+            assert node.end_lineno - node.lineno < most, f"{node.name} has {node.end_lineno - node.lineno + 1} lines"
