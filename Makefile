@@ -1,4 +1,4 @@
-# make train · make test · make bench · make gpu · make style; the first one creates .venv and installs requirements.txt
+# make train, quick, test, bench, gpu, style; the first one creates .venv and installs requirements.txt
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ RECIPE ?= lm
 ARGS ?=
 TESTS ?= tests
 
-.PHONY: train test bench gpu style clean
+.PHONY: train quick test bench gpu style clean
 
 train: $(VENV)/installed
 	$(BIN)/accelerate launch --config_file accelerate_configs/$(CONFIG).yaml recipes/$(RECIPE).py $(ARGS)
@@ -16,6 +16,10 @@ train: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m common.parallel.extensions
 	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations 25 $(TESTS)
+
+# The tests of what has changed, or the core, in under three minutes.
+quick: $(VENV)/installed
+	$(BIN)/python tests/quick.py
 
 bench: $(VENV)/installed-bench
 	$(BIN)/python benchmarks/throughput.py $(ARGS)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -48,8 +49,51 @@ LONG = (
 )
 
 
+# Of `make quick`, which skips what has not begun in time; there the long files come last.
+TIME_IS_OVER = float(os.environ.get("NO_TEST_BEGINS_AFTER", "inf"))
+
+
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+    if TIME_IS_OVER < math.inf:
+        items.sort(key=lambda item: item.path.stem in LONG)
+    else:
+        items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
+def pytest_runtest_setup():
+    if time.time() > TIME_IS_OVER:
+        pytest.skip("no time left for it in make quick")
+
+
+class FileProgress:
+    """A line for each file of tests that is done: its time, its failures, and how many files are left."""
+
+    def __init__(self, terminal):
+        self.terminal = terminal
+        self.left, self.seconds, self.failed = Counter(), Counter(), Counter()
+
+    def pytest_collection_finish(self, session):
+        self.left = Counter(item.nodeid.partition("::")[0] for item in session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids):  # every worker collects all
+        self.left = self.left or Counter(name.partition("::")[0] for name in ids)
+
+    def pytest_runtest_logreport(self, report):
+        name = report.nodeid.partition("::")[0]
+        self.seconds[name] += report.duration
+        self.failed[name] += report.failed
+        self.left[name] -= report.when == "teardown"
+        if report.when == "teardown" and self.left[name] == 0:
+            failed = f", {self.failed[name]} failed" if self.failed[name] else ""
+            files = f"{sum(not left for left in self.left.values())} of {len(self.left)} files"
+            self.terminal.write(f"\n{name}: {self.seconds[name]:.0f} s{failed} ({files})\n")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    if terminal := config.pluginmanager.get_plugin("terminalreporter"):  # not in a worker
+        config.pluginmanager.register(FileProgress(terminal))
 
 
 # Debian's packages without which tests are skipped; .ci/run installs them.
