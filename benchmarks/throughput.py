@@ -54,8 +54,9 @@ sys.path.insert(1, str(ROOT))
 
 from throughput_page import ARMS, draw, targets_table, write_page  # noqa: E402
 
-from common.data.rows import Source, tokenize  # noqa: E402
+from common.data.rows import Source  # noqa: E402
 from common.data.sources import open_source  # noqa: E402
+from common.data.text import tokenize  # noqa: E402
 from common.data.tokenizer import train_tokenizer  # noqa: E402
 from common.parallel.connect import seed_everything  # noqa: E402
 from common.report.tracking import versions  # noqa: E402
