@@ -81,9 +81,7 @@ def write_spec(path, output_flags, **changes):
     return ["tests/run_recipe.py", path]
 
 
-@pytest.mark.parametrize(
-    ("config", "lost", "watched"), [("multi_cpu", 1, True), ("zero1", 0, True), ("fsdp2", 1, True), ("fsdp2", 1, False)]
-)
+@pytest.mark.parametrize(("config", "lost", "watched"), [("zero1", 0, True), ("fsdp2", 1, True), ("fsdp2", 1, False)])
 def test_a_killed_process_ends_the_others_and_is_named(config, lost, watched, functions_file, tmp_path, extensions):
     given = flags(functions_file, tmp_path / "run", "--num_updates", 5000)
     script = write_spec(tmp_path / "spec.json", given, **({} if watched else {"no_watch": True}))

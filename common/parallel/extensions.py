@@ -1,6 +1,7 @@
 """The C++ extensions that DeepSpeed compiles at first use: built once, by one process, before the others need them.
 
-`python -m common.extensions` builds all that this machine can: before the tests, or for the nodes of a shared home.
+`python -m common.parallel.extensions` builds all that this machine can: before the tests, or for the nodes of a shared
+home.
 """
 
 import os
