@@ -37,7 +37,6 @@ CASES = {
     "no file, no flag": Case(runs=("plain", 1, FLOAT32)),
     "no file, --cpu": Case(options=("--cpu",), runs=("plain", 1, FLOAT32)),
     "without a launcher": Case(launcher=("python",), runs=("plain", 1, FLOAT32)),
-    "cpu": Case("cpu", runs=("plain", 1, FLOAT32)),
     "cpu, bf16": Case("cpu", ("--mixed_precision", "bf16"), runs=("plain", 1, BF16)),
     "cpu, fp16": Case("cpu", ("--mixed_precision", "fp16"), refused=FP16_ON_CPU),
     "cpu, bf16 in the environment": Case(
@@ -85,7 +84,6 @@ CASES = {
     ),
     # DeepSpeed
     "zero1, one": Case("zero1", ("--num_processes", 1), runs=("DeepSpeed", 1, FLOAT32)),
-    "zero2, bf16": Case("zero2", ("--mixed_precision", "bf16"), runs=("DeepSpeed", 2, BF16)),
     "zero3, fp16": Case("zero3", ("--mixed_precision", "fp16"), refused=FP16_ON_CPU),
     "zero2 with use_cpu": Case("zero2", changes={"use_cpu": True}, runs=("DeepSpeed", 2, FLOAT32)),
     "ZeRO without a file of its own": Case("zero2", changes=INLINE_ZERO, runs=("DeepSpeed", 2, FLOAT32)),

@@ -1,7 +1,7 @@
 """Several hosts: two network namespaces of this machine, joined by a cable of their own, each with its host name.
 
-Where that cannot be had (it needs root and iproute2), two launchers on this one host, and some tests are skipped; with
-REQUIRE_HOSTS=1 in the environment they fail. apt install iproute2 openssh-server slurm-wlm munge
+Where that cannot be had (it needs root and iproute2) they are skipped; with REQUIRE_HOSTS=1 in the environment they
+fail. apt install iproute2 openssh-server slurm-wlm munge
 """
 
 import json
@@ -17,12 +17,17 @@ import time
 import psutil
 import pytest
 from conftest import BIN, ROOT, equivalence_flags, launch_command, read_metrics
-from safetensors.torch import load_file
+from running import Run, find_rank, wait_for_updates
+from test_modes import assert_is_the_run_of
 
 from common.parallel.launch import parse_launch
 
 CONFIGS = {"multi_node": "DDP", "multi_node_zero3": "DeepSpeed"}
 MEET = [BIN / "python", "launchers/meet.py", "--timeout", 4, "accelerate"]
+
+
+def give_up(message):
+    pytest.fail(message) if os.environ.get("REQUIRE_HOSTS") == "1" else pytest.skip(message)
 
 
 def need(reason, **programs):
@@ -32,8 +37,7 @@ def need(reason, **programs):
     if os.geteuid() != 0:
         missing.append("root")
     if missing:
-        message = f"{reason} needs {', '.join(name.replace('_', '-') for name in missing)}"
-        pytest.fail(message) if os.environ.get("REQUIRE_HOSTS") == "1" else pytest.skip(message)
+        give_up(f"{reason} needs {', '.join(name.replace('_', '-') for name in missing)}")
 
 
 class Hosts:
@@ -43,7 +47,6 @@ class Hosts:
         self.id = f"h{os.getpid() % 100000}"
         self.names = [f"{self.id}n0", f"{self.id}n1"]
         self.ips = ["10.83.0.1", "10.83.0.2"]
-        self.are_real = False
         for host in (0, 1):
             self._ip("netns", "add", self.names[host])
         try:
@@ -56,7 +59,6 @@ class Hosts:
         except subprocess.CalledProcessError:
             self.close()
             raise
-        self.are_real = True
 
     @staticmethod
     def _ip(*words):
@@ -75,79 +77,20 @@ class Hosts:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-class OneHost:
-    """Two launchers on this host, in the place of two hosts."""
-
-    are_real = False
-    ips = ["127.0.0.1", "127.0.0.1"]
-
-    def command(self, host, *command):
-        return [str(part) for part in command]
-
-    def close(self):
-        pass
-
-
 @pytest.fixture(scope="module")
 def hosts():
+    need("a network of two hosts", iproute2="ip")
     try:
         found = Hosts()
-    except (OSError, subprocess.CalledProcessError) as error:
-        if os.environ.get("REQUIRE_HOSTS") == "1":
-            pytest.fail(f"no network namespaces here: {error}")
-        found = OneHost()
+    except subprocess.CalledProcessError as error:
+        give_up(f"no network namespaces here: {error}")
     yield found
     found.close()
-
-
-@pytest.fixture
-def two_hosts(hosts):
-    if not hosts.are_real:
-        pytest.skip("needs root and network namespaces" if shutil.which("ip") else "needs iproute2")
-    return hosts
 
 
 def free_port():
     with socket.create_server(("", 0)) as server:
         return server.getsockname()[1]
-
-
-class Run:
-    """Commands that run at the same time, and all end with the block."""
-
-    def __init__(self, directory):
-        self.directory, self.processes = directory, []
-
-    def start(self, command, **kwargs):
-        number = len(self.processes)
-        env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TQDM_MININTERVAL": "5"} | kwargs.pop("env", {})
-        with open(self.directory / f"output-{number}", "w") as output:
-            kwargs = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "cwd": ROOT} | kwargs
-            process = subprocess.Popen([str(part) for part in command], env=os.environ | env, **kwargs)
-        self.processes.append(process)
-        return process
-
-    def wait(self, timeout):
-        """The exit statuses."""
-        deadline = time.monotonic() + timeout
-        return [process.wait(timeout=max(0.1, deadline - time.monotonic())) for process in self.processes]
-
-    def output(self, number):
-        return (self.directory / f"output-{number}").read_text()
-
-    def errors(self, number):
-        """The lines that our own code tells."""
-        return [line for line in self.output(number).splitlines() if line.startswith("error: ")]
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for process in self.processes:
-            if process.poll() is None:
-                for child in [*psutil.Process(process.pid).children(recursive=True), process]:
-                    child.kill()
-                process.wait()
 
 
 def launchers(run, hosts, config, *recipe, ranks=(0, 1), options=((), ()), ip=None, port=None, before=None, **kwargs):
@@ -157,8 +100,7 @@ def launchers(run, hosts, config, *recipe, ranks=(0, 1), options=((), ()), ip=No
     for host, rank in enumerate(ranks):
         command = launch_command(config, *given, rank, *options[host])
         command = [*before, *command[1:]] if before else command
-        own = {name: values[host] for name, values in kwargs.items()}
-        run.start(hosts.command(host, *command, *recipe), **own)
+        run.start(hosts.command(host, *command, *recipe), **{name: values[host] for name, values in kwargs.items()})
 
 
 def training(functions_file, out, *more):
@@ -172,7 +114,6 @@ def test_every_config_for_several_nodes_is_tested_here():
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_two_hosts_make_the_update_of_one(config, hosts, reference, functions_file, model_dir, tmp_path, extensions):
-    expected, weights = reference
     out = tmp_path / "run"
     with Run(tmp_path) as run:
         launchers(run, hosts, config, "recipes/lm.py", *equivalence_flags(functions_file, model_dir, out))
@@ -180,37 +121,19 @@ def test_two_hosts_make_the_update_of_one(config, hosts, reference, functions_fi
         assert not run.errors(0) and not run.errors(1)
     settings = json.loads((out / "run.json").read_text())
     assert (settings["mode"], settings["world_size"]) == (CONFIGS[config], 2)
-    assert all(line["grad_norm"] > 0.5 for line in expected[:5])  # clipped
-    for line, other in zip(read_metrics(out), expected, strict=True):
-        assert line["sample_digest"] == other["sample_digest"]
-        assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
-        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
-    for name, weight in load_file(out / "model/model.safetensors").items():
-        assert (weight - weights[name]).abs().max() < 1e-5, name
-
-
-def worker_of(launcher, rank):
-    children = psutil.Process(launcher.pid).children(recursive=True)
-    return next(process for process in children if process.environ().get("RANK") == rank)
-
-
-def wait_for_updates(out, number):
-    deadline = time.monotonic() + 300  # a start alone takes a loaded machine a minute
-    while not ((out / "metrics.jsonl").exists() and len(read_metrics(out)) >= number):
-        assert time.monotonic() < deadline, "no update was made"
-        time.sleep(0.1)
+    assert_is_the_run_of(reference, out)
 
 
 @pytest.mark.parametrize("fault", ["killed", "cut"])
-def test_what_is_lost_on_one_host_ends_the_other(fault, request, functions_file, tmp_path):
+def test_what_is_lost_on_one_host_ends_the_other(fault, hosts, functions_file, tmp_path):
     """A killed process; a cut network, where no connection is closed and only the keep-alives tell."""
-    hosts, out = request.getfixturevalue("hosts" if fault == "killed" else "two_hosts"), tmp_path / "run"
+    out = tmp_path / "run"
     with Run(tmp_path) as run:
         launchers(run, hosts, "multi_node", *training(functions_file, out))
         wait_for_updates(out, 3)
         started = time.monotonic()
         if fault == "killed":
-            worker_of(run.processes[1], "1").kill()
+            find_rank(run.processes[1], 1).kill()
             assert all(run.wait(10)) and not run.errors(1)
             assert "exitcode  : 3" in run.output(0)
         else:
@@ -221,9 +144,8 @@ def test_what_is_lost_on_one_host_ends_the_other(fault, request, functions_file,
                 hosts.plug("up")
         print(f"ended {time.monotonic() - started:.1f} s after it was {fault}", file=sys.stderr)
         what = "was lost" if fault == "killed" else "(was lost|stopped answering)"
-        name = "host1" if hosts.are_real else socket.gethostname()
         assert len(run.errors(0)) == 1, run.output(0)
-        pattern = rf"error: rank 1 on host {name} {what} at update \d+; this process \(rank 0\) ends"
+        pattern = rf"error: rank 1 on host host1 {what} at update \d+; this process \(rank 0\) ends"
         assert re.match(pattern, run.errors(0)[0]), run.output(0)
 
 
@@ -247,10 +169,10 @@ def test_a_mistake_that_one_host_sees_is_told_on_both(case, hosts, functions_fil
         assert {path.name for path in directories[0].iterdir()} <= {"mine.jsonl"}
 
 
-def test_a_network_that_does_not_connect_the_hosts_is_told(two_hosts, functions_file, tmp_path):
+def test_a_network_that_does_not_connect_the_hosts_is_told(hosts, functions_file, tmp_path):
     recipe = training(functions_file, tmp_path / "run", "--connect_timeout", 8)
     with Run(tmp_path) as run:
-        launchers(run, two_hosts, "multi_node", *recipe, env=2 * [{"GLOO_SOCKET_IFNAME": "lo"}])
+        launchers(run, hosts, "multi_node", *recipe, env=2 * [{"GLOO_SOCKET_IFNAME": "lo"}])
         assert all(run.wait(60))
         errors = run.errors(0) + run.errors(1)
         assert errors and all("GLOO_SOCKET_IFNAME" in line for line in errors), run.output(0) + run.output(1)
@@ -262,8 +184,7 @@ MEETINGS = {
     "never arrives": ([0], SAME, r"machine rank 1 of 2 did not come to \S+ within 4 s"),
     "port in use": ([0], SAME, r"port \d+ of this machine, \S+, is in use by \S+ \(process \d+\)"),
     "another program": ([1], SAME, r"which does not answer; is it the port of another program"),
-    # Where both hosts are this one, the port is taken.
-    "rank twice": ([0, 0], SAME, r"both have --machine_rank 0|does not lead to this|did not come to|is in use by"),
+    "rank twice": ([0, 0], SAME, r"both have --machine_rank 0|does not lead to this|did not come to"),
     "other numbers": (
         [0, 1],
         (("--num_processes", 2), ("--num_processes", 4)),
@@ -279,11 +200,9 @@ MEETINGS = {
 
 
 @pytest.mark.parametrize("case", MEETINGS)
-def test_hosts_that_do_not_meet_are_told_in_one_line(case, hosts, request, tmp_path):
+def test_hosts_that_do_not_meet_are_told_in_one_line(case, hosts, tmp_path):
     ranks, options, pattern = MEETINGS[case]
     port, ip = free_port(), "10.83.0.9" if case == "no address" else None
-    if ip:
-        request.getfixturevalue("two_hosts")
     with Run(tmp_path) as run:
         num_other = 0
         if case in ("port in use", "another program"):
@@ -499,8 +418,7 @@ def test_the_same_sbatch_file_runs_on_two_nodes(two_node_job, reference):
     assert state == "COMPLETED", log
     settings = json.loads((out / "run.json").read_text())
     assert (settings["mode"], settings["world_size"]) == ("DDP", 2)
-    for line, other in zip(read_metrics(out), reference[0], strict=True):
-        assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    assert_is_the_run_of(reference, out)
 
 
 def test_the_same_sbatch_file_runs_on_one_node_with_another_config(slurm_env, functions_file, tmp_path, extensions):

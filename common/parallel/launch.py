@@ -18,6 +18,7 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import parse_flag_from_env
 
 from common.parallel import deepspeed_files, deepspeed_flags, sharding
 
@@ -31,7 +32,7 @@ class Launch:
     num_processes: int = field(default_factory=lambda: int(os.environ.get("WORLD_SIZE", 1)))
     mode: str = "plain"  # plain, DDP, FSDP, DeepSpeed
     mixed_precision: str = field(default_factory=lambda: os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
-    use_cpu: bool = field(default_factory=lambda: _is_true("ACCELERATE_USE_CPU"))
+    use_cpu: bool = field(default_factory=lambda: parse_flag_from_env("ACCELERATE_USE_CPU"))
     gradient_accumulation_steps: str = field(
         default_factory=lambda: os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     )
@@ -43,10 +44,6 @@ class Launch:
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))  # before the launcher added its own
     num_machines: int = 1
     machine_rank: int = 0
-
-
-def _is_true(name: str) -> bool:
-    return os.environ.get(name, "false").lower() in ("1", "true", "yes")
 
 
 def started_world_size() -> int:
