@@ -8,6 +8,9 @@ address, a port in use, a machine that never comes, a rank given twice, or anoth
 every machine, and exit status 2. The machines meet at --main_process_ip and --main_process_port, where the launchers
 meet after them. SIGUSR1 goes on to the processes that train: they save and stop. (`accelerate launch` by itself would
 die of it.)
+
+In its place torch's own ways to meet were tried (2.13): `static` and `c10d` end in 40 lines that name no machine, and
+let machines with different numbers start; `c10d` waits at the port of another program.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """Commands that run at the same time, their ranks and their updates."""
 
 import contextlib
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -43,6 +44,20 @@ class Run:
             if process.poll() is None:
                 kill_all([psutil.Process(process.pid)])
                 process.wait()
+
+
+def set_world(monkeypatch, size):
+    """The variables of the first of so many processes on one machine."""
+    world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "RANK": 0, "LOCAL_RANK": 0}
+    for variable, value in {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}.items():
+        monkeypatch.setenv(variable, str(value))
+
+
+def settings_shown(output):
+    """The view of a dry run: each setting's name with its value and where it comes from."""
+    lines = output.split("where it comes from:\n")[1].splitlines()
+    columns = [re.split(r"\s{2,}", line) for line in lines]
+    return {name: (value, source) for name, value, source in (row for row in columns if len(row) == 3)}
 
 
 def find_rank(launcher, rank):

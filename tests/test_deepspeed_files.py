@@ -9,6 +9,7 @@ from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils import DeepSpeedPlugin
 from conftest import equivalence_flags as flags
 from conftest import launch_command, read_metrics, recipe_arguments, run
+from running import set_world, settings_shown
 
 from common.parallel.deepspeed_files import flatten
 from common.parallel.deepspeed_flags import WIDTH_KEYS, check_deepspeed, describe_settled, settle_deepspeed
@@ -153,8 +154,7 @@ def written_section(stage, offload, save=False):
 
 @pytest.mark.parametrize(("stage", "offload"), STAGES)
 def test_what_accelerate_config_writes_is_taken(stage, offload, tmp_path, monkeypatch):
-    for name, value in {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, str(value))
+    set_world(monkeypatch, 2)
     for precision in ("bf16", "no"):
         path = write_yaml(
             tmp_path / "c.yaml", mixed_precision=precision, deepspeed_config=written_section(stage, offload)
@@ -355,10 +355,7 @@ def test_the_precision_of_the_file_runs_where_the_launch_says_none(functions_fil
     result = run_lm("zero3", *options, flags=flags(functions_file, model_dir, tmp_path / "run", "--dry_run"))
     assert "precision  bf16" in result.stdout
     source = str(tmp_path / "mine.json")
-    view = {}
-    for line in result.stdout.split("where it comes from:\n")[1].splitlines():
-        if len(columns := re.split(r"\s{2,}", line)) == 3:
-            view[columns[0]] = tuple(columns[1:])
+    view = settings_shown(result.stdout)
     assert view["bf16.enabled"] == ("True", source) and view["gradient_clipping"] == ("0.5", source)
     assert view["zero_optimization.reduce_bucket_size"] == ("1024", f"{source}: auto, resolved")
     assert view["gradient_accumulation_steps"] == ("1", "set by Accelerate or the recipe")

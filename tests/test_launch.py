@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 from conftest import BIN, ROOT, assert_refused, launch_command, recipe_arguments, run
+from running import set_world, settings_shown
 
 import common.parallel.connect
 import common.parallel.launch
@@ -147,9 +148,7 @@ def test_a_command_that_cannot_run_as_asked_is_refused(name, tmp_path, monkeypat
     case = CASES[name]
     launch = parse_launch([*map(str, launch_options(case, tmp_path)), "recipes/lm.py"], environment={})
     started = 1 if "1 started" in case.refused else launch.num_processes
-    world = {"WORLD_SIZE": started, "LOCAL_WORLD_SIZE": started, "RANK": 0, "LOCAL_RANK": 0}
-    for variable, value in {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}.items():
-        monkeypatch.setenv(variable, str(value))
+    set_world(monkeypatch, started)
     problems = check_launch(launch, recipe_arguments())
     assert any(re.search(case.refused, problem) for problem in problems), problems
 
@@ -184,9 +183,7 @@ def test_a_default_config_file_of_the_users_runs_as_what_it_says(functions_file,
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch):
-    world = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0"}
-    for name, value in {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
-        monkeypatch.setenv(name, value)
+    set_world(monkeypatch, 4)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     launch = Launch(source="`accelerate launch`", num_processes=4, mode="DDP")
@@ -258,10 +255,7 @@ def test_a_dry_run_shows_every_setting_and_where_it_comes_from(functions_file, m
     secret = {"HF_TOKEN": "hf_canary", "WANDB_API_KEY": "canary"}
     result = run(command, CUDA_VISIBLE_DEVICES="", NCCL_DEBUG="WARN", **secret)
     assert result.returncode == 0, result.stderr
-    view = {}
-    for line in result.stdout.split("where it comes from:\n")[1].splitlines():
-        if len(columns := re.split(r"\s{2,}", line)) == 3:
-            view[columns[0]] = (columns[1], columns[2])
+    view = settings_shown(result.stdout)
     path = "zero2.yaml"
     assert view["num_processes"] == ("1", "flag --num_processes of accelerate launch")
     assert view["num_machines"][0] == "1" and view["num_machines"][1].endswith(path)
