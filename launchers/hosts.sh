@@ -11,7 +11,7 @@ usage: launchers/hosts.sh "HOST HOST ..." CONFIG RECIPE [FLAGS OF THE RECIPE ...
 The same command runs on each host, in this directory, which must be there too (a shared file system, or a copy). The
 first host has rank 0, and the others must reach it. A host is what ssh takes: a name, user@name, or one of ~/.ssh/config;
 ssh must need no password. Any config works: the number of hosts and processes is given to it. Each line is printed with
-its host, by GNU parallel where it is installed. The failure of one host ends all, and the status is not 0.
+its host. The failure of one host ends all, and the status is not 0.
 
 Environment variables:
   PROCESSES_PER_HOST  one a GPU (default: the number of the first host's GPUs, or 1)
@@ -40,7 +40,7 @@ quote() {
     done
 }
 
-# Called by this script itself, once a host: becomes the ssh to it.
+# Becomes the ssh to a host.
 run_on() {
     local rank=$1 host=$2 fifo remote
     # ssh alone would leave the command running when it is killed. So its input stays open, and says nothing: when it
@@ -49,7 +49,7 @@ run_on() {
     mkfifo "$fifo"
     exec 3<>"$fifo"
     rm "$fifo"
-    remote="exec 3<&0 </dev/null; $HOSTS_BEFORE_RANK $rank $HOSTS_AFTER_RANK &
+    remote="exec 3<&0 </dev/null; $before_rank $rank $after_rank &
 run=\$!
 { read -r _ <&3; kill \$run; } >/dev/null 2>&1 &
 watch=\$!
@@ -61,10 +61,7 @@ exit \$status"
         "$host" "exec bash -c $(quote "$remote")" <&3
 }
 
-export SSH=${SSH:-ssh} TIMEOUT=${TIMEOUT:-60}
-if [[ ${1:-} == --run-on ]]; then
-    run_on "$2" "$3"
-fi
+SSH=${SSH:-ssh} TIMEOUT=${TIMEOUT:-60}
 if [[ ${1:-} == --help || ${1:-} == -h ]]; then
     usage
     exit
@@ -94,27 +91,22 @@ for name in $(compgen -e); do
     esac
 done
 read -ra launch_flags <<<"${LAUNCH_FLAGS:-}"
-HOSTS_BEFORE_RANK="cd $(quote "$PWD") && exec env $exports$(
+before_rank="cd $(quote "$PWD") && exec env $exports$(
     quote "${PYTHON:-$default_python}" launchers/meet.py --timeout "$TIMEOUT" accelerate launch --config_file "$config" \
         --num_machines "${#hosts[@]}" --num_processes "$((${#hosts[@]} * PROCESSES_PER_HOST))" \
         --main_process_ip "${MAIN_IP:-${main#*@}}" --main_process_port "${PORT:-29500}" \
         --deepspeed_multinode_launcher standard "${launch_flags[@]}"
 )--machine_rank"
-HOSTS_AFTER_RANK=$(quote "$recipe" "$@")
-export HOSTS_BEFORE_RANK HOSTS_AFTER_RANK
+after_rank=$(quote "$recipe" "$@")
 
-ranks=("${!hosts[@]}")
-if command -v parallel >/dev/null && parallel --version 2>/dev/null | grep -q '^GNU parallel'; then
-    exec parallel --will-cite --line-buffer --tagstring '{2}' --halt now,fail=1 --jobs 0 --link \
-        bash "$(realpath "$0")" --run-on '{1}' '{2}' ::: "${ranks[@]}" ::: "${hosts[@]}"
-fi
 pids=()
 trap 'kill "${pids[@]}" 2>/dev/null || true' EXIT
 trap 'exit 143' INT TERM HUP
-for rank in "${ranks[@]}"; do
-    bash "$0" --run-on "$rank" "${hosts[rank]}" > >(sed -u "s|^|${hosts[rank]}\t|") 2> >(sed -u "s|^|${hosts[rank]}\t|" >&2) &
+for rank in "${!hosts[@]}"; do
+    host=${hosts[rank]}
+    run_on "$rank" "$host" > >(sed -u "s|^|$host\t|") 2> >(sed -u "s|^|$host\t|" >&2) &
     pids+=($!)
 done
-for _ in "${ranks[@]}"; do
+for _ in "${pids[@]}"; do
     wait -n
 done

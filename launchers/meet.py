@@ -8,6 +8,9 @@ address, a port in use, a machine that never comes, a rank given twice, or anoth
 every machine, and exit status 2. The machines meet at --main_process_ip and --main_process_port, where the launchers
 meet after them. SIGUSR1 goes on to the processes that train: they save and stop. (`accelerate launch` by itself would
 die of it.)
+
+In its place torch's own ways to meet were tried (2.13): `static` and `c10d` end in 40 lines that name no machine, and
+let machines with different numbers start; `c10d` waits at the port of another program.
 """
 
 import argparse
@@ -24,7 +27,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 # Before the imports: a thread that one of them starts would take the signal. The ranks inherit it too: a request that
-# comes before they train waits until they do (see common.stopping).
+# comes before they train waits until they do (see common.training.stopping).
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 
 import psutil  # noqa: E402
@@ -34,59 +37,52 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 from common.errors import UserError
 from common.parallel.launch import Launch, check_machines, parse_launch  # noqa: E402
+from common.parallel.liveness import listen, send  # noqa: E402
 
 DEFAULT_PORT = 29500  # Accelerate's
+HOST = socket.gethostname()
 
 
-def send(connection: Connection, message: dict) -> None:
-    with suppress(OSError):  # whoever has gone needs no message
-        connection.send_bytes(json.dumps(message).encode())
+def receive(connection: Connection, seconds: float) -> dict:
+    """What comes within so many seconds; empty where nothing comes that these machines say."""
+    with suppress(OSError, EOFError, ValueError):
+        message = json.loads(connection.recv_bytes(1 << 16)) if connection.poll(seconds) else {}
+        return message if isinstance(message, dict) else {}
+    return {}
 
 
-def receive(connection: Connection) -> dict:
-    """Raises OSError, EOFError or ValueError where a message of these machines does not come."""
-    message = json.loads(connection.recv_bytes(1 << 16))
-    if not isinstance(message, dict):
-        raise ValueError("not one of our messages")
-    return message
-
-
-def connect(address: tuple[str, int], seconds: float) -> Connection:
+def connect(address: tuple[str, int], seconds: float, asked: Launch, token: str = "") -> Connection:
+    """A connection to the machine with rank 0, on which this one has said who it is."""
     connected = socket.create_connection(address, timeout=max(0.1, seconds))
     connected.setblocking(True)
-    return Connection(connected.detach())
+    connection = Connection(connected.detach())
+    send(connection, {"rank": asked.machine_rank, "host": HOST, "token": token, "flags": flags_of(asked)})
+    return connection
 
 
-def introduction(asked: Launch, token: str = "") -> dict:
-    same = {"--num_machines": asked.num_machines, "--num_processes": asked.num_processes}
-    return {"rank": asked.machine_rank, "host": socket.gethostname(), "token": token, "same": same}
+def flags_of(asked: Launch) -> str:
+    """Those that all machines must give alike."""
+    return f"--num_machines {asked.num_machines} --num_processes {asked.num_processes}"
 
 
-def why(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error) or "it closed the connection"
+def why(error: OSError) -> str:
+    return error.strerror or str(error)
 
 
-def port_user(port: int) -> str:
-    """Who listens on a port of this machine, as far as it can be seen."""
-    with suppress(psutil.Error):
-        for connection in psutil.net_connections("tcp"):
-            if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
-                if connection.pid:
-                    return f" by {psutil.Process(connection.pid).name()} (process {connection.pid})"
-    return ""
-
-
-def listen(port: int) -> socket.socket:
+def open_port(port: int) -> socket.socket:
     """Raises UserError where the port is taken."""
-    is_dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if is_dual else socket.AF_INET
     try:
-        return socket.create_server(("", port), family=family, dualstack_ipv6=is_dual, backlog=1024)
+        return listen(port, backlog=1024)
     except OSError as error:
+        line, user = f"port {port} of this machine, {HOST}, cannot be used: {why(error)}", ""
         if error.errno != errno.EADDRINUSE:
-            raise UserError(f"port {port} of this machine cannot be used: {why(error)}") from error
-        line = f"port {port} of this machine, {socket.gethostname()}, is in use{port_user(port)}"
-        raise UserError(f"{line}; give another --main_process_port on all machines") from error
+            raise UserError(line) from error
+    with suppress(psutil.Error):
+        for found in psutil.net_connections("tcp"):
+            if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN and found.pid:
+                user = f" by {psutil.Process(found.pid).name()} (process {found.pid})"
+    line = f"port {port} of this machine, {HOST}, is in use{user}"
+    raise UserError(f"{line}; give another --main_process_port on all machines")
 
 
 def host_meeting(asked: Launch, address: tuple[str, int], timeout: float) -> None:
@@ -96,8 +92,8 @@ def host_meeting(asked: Launch, address: tuple[str, int], timeout: float) -> Non
         UserError: a line that says what is wrong.
     """
     here: dict[int, tuple[Connection, str]] = {}  # rank to connection and host
-    answer = {"error": f"machine rank 0 on host {socket.gethostname()} was stopped"}
-    with listen(address[1]) as server:
+    answer = {"error": f"machine rank 0 on host {HOST} was stopped"}
+    with open_port(address[1]) as server:
         try:
             gather(server, here, asked, address, timeout)
             answer = {"all_here": True}
@@ -118,46 +114,46 @@ def gather(server: socket.socket, here: dict, asked: Launch, address: tuple[str,
     deadline = time.monotonic() + timeout
     token = secrets.token_hex(8)
     try:
-        with connect(address, min(10, timeout)) as own:
-            send(own, introduction(asked, token))
-            while len(here) < asked.num_machines:
-                waiting = [server, own, *(connection for connection, _ in here.values())]
-                ready = wait(waiting, max(0, deadline - time.monotonic()))
-                if not ready:
-                    missing = ", ".join(str(rank) for rank in range(asked.num_machines) if rank not in here)
-                    raise UserError(
-                        f"machine rank {missing} of {asked.num_machines} did not come to {address[0]}:{address[1]} "
-                        f"within {timeout:g} s; start the same command there, with its own --machine_rank"
-                    )
-                if own in ready:  # it is not this process that answers there
-                    raise UserError(receive(own)["error"])
-                for rank in [rank for rank, (connection, _) in here.items() if connection in ready]:
-                    here.pop(rank)[0].close()  # went away, and may come back
-                if server in ready:
-                    admit(Connection(server.accept()[0].detach()), asked, token, here)
-    except (OSError, EOFError, KeyError) as error:
-        addresses = [a.address for all_of_one in psutil.net_if_addrs().values() for a in all_of_one]
-        raise UserError(
-            f"--main_process_ip {address[0]} does not lead to this machine, {socket.gethostname()}, which has machine "
-            f"rank 0 ({why(error)}); give an address of it that the others reach, of "
-            f"{', '.join(a for a in addresses if a.count('.') == 3)}"
-        ) from error
+        own = connect(address, min(10, timeout), asked, token)
+    except OSError as error:
+        raise no_way_here(address, why(error)) from error
+    with own:
+        while len(here) < asked.num_machines:
+            waiting = [server, own, *(connection for connection, _ in here.values())]
+            ready = wait(waiting, max(0, deadline - time.monotonic()))
+            if not ready:
+                missing = ", ".join(str(rank) for rank in range(asked.num_machines) if rank not in here)
+                raise UserError(
+                    f"machine rank {missing} of {asked.num_machines} did not come to {address[0]}:{address[1]} within "
+                    f"{timeout:g} s; start the same command there, with its own --machine_rank"
+                )
+            if own in ready:  # it is not this process that answers there
+                answer = receive(own, 0)
+                raise UserError(answer["error"]) if "error" in answer else no_way_here(address, "another answers")
+            for rank in [rank for rank, (connection, _) in here.items() if connection in ready]:
+                here.pop(rank)[0].close()  # went away, and may come back
+            if server in ready:
+                admit(Connection(server.accept()[0].detach()), asked, token, here)
+
+
+def no_way_here(address: tuple[str, int], reason: str) -> UserError:
+    found = [a.address for interface in psutil.net_if_addrs().values() for a in interface if a.address.count(".") == 3]
+    return UserError(
+        f"--main_process_ip {address[0]} does not lead to this machine, {HOST}, which has machine rank 0 ({reason}); "
+        f"give an address of it that the others reach, of {', '.join(found)}"
+    )
 
 
 def admit(connection: Connection, asked: Launch, token: str, here: dict[int, tuple[Connection, str]]) -> None:
     """Adds a machine to those that are here. UserError: it does not fit to them."""
-    try:
-        hello = receive(connection) if connection.poll(5) else {}
-        rank, host, same = hello["rank"], hello["host"], hello["same"]
-    except (OSError, EOFError, ValueError, KeyError):
+    hello = receive(connection, 5)
+    if not {"rank", "host", "token", "flags"} <= hello.keys():
         return connection.close()  # somebody else, by chance
-    mine = introduction(asked)["same"]
-    line = ""
-    if same != mine:
-        theirs, ours = (" ".join(f"{flag} {value}" for flag, value in flags.items()) for flags in (same, mine))
-        line = f"host {host} was started with {theirs}, host {socket.gethostname()} with {ours}; give all the same"
+    rank, host, line = hello["rank"], hello["host"], ""
+    if hello["flags"] != (mine := flags_of(asked)):
+        line = f"host {host} was started with {hello['flags']}, host {HOST} with {mine}; give all the same"
     elif rank in here or (rank == 0 and hello["token"] != token):
-        other = here[rank][1] if rank in here else socket.gethostname()
+        other = here[rank][1] if rank in here else HOST
         line = f"hosts {other} and {host} both have --machine_rank {rank}; give each its own, from 0 on"
     if line:
         send(connection, {"error": line})
@@ -172,29 +168,29 @@ def join_meeting(asked: Launch, address: tuple[str, int], timeout: float) -> Non
         UserError: a line that says what is wrong.
     """
     deadline = time.monotonic() + timeout
-    me = f"machine rank {asked.machine_rank} on host {socket.gethostname()}"
+    me = f"machine rank {asked.machine_rank} on host {HOST}"
     where = f"machine rank 0 at {address[0]}:{address[1]}"
     while True:
+        reason = "it closed the connection"
         try:
-            connection = connect(address, min(5, deadline - time.monotonic()))
-            send(connection, introduction(asked))
-            if not connection.poll(timeout + 2):
-                raise UserError(f"{me} reaches {where}, which does not answer; is it the port of another program?")
-            answer = receive(connection)
-            connection.close()
+            with connect(address, min(5, deadline - time.monotonic()), asked) as connection:
+                if not connection.poll(timeout + 2):
+                    raise UserError(f"{me} reaches {where}, which does not answer; is it the port of another program?")
+                answer = receive(connection, 0)
+            if "error" in answer:
+                raise UserError(answer["error"])
+            if answer:
+                return
         except socket.gaierror as error:
             raise UserError(f"--main_process_ip {address[0]} is no address ({why(error)}); mend it") from error
-        except (OSError, EOFError) as error:
-            if time.monotonic() + 0.5 < deadline:
-                time.sleep(0.5)
-                continue
+        except OSError as error:
+            reason = why(error)
+        if time.monotonic() + 0.5 >= deadline:
             raise UserError(
-                f"{me} did not reach {where} within {timeout:g} s ({why(error)}); check --main_process_ip and "
+                f"{me} did not reach {where} within {timeout:g} s ({reason}); check --main_process_ip and "
                 "--main_process_port, that the command runs there too, and that no firewall is between"
-            ) from error
-        if "error" in answer:
-            raise UserError(answer["error"])
-        return
+            )
+        time.sleep(0.5)
 
 
 def hand_on_stop_requests() -> None:
@@ -222,7 +218,7 @@ def main() -> None:
         if problems := check_machines(asked):
             raise UserError("\n".join(problems))
         if asked.num_machines > 1:
-            address = (asked.main_process_ip, asked.main_process_port or DEFAULT_PORT)
+            address = (asked.settings["main_process_ip"], asked.settings["main_process_port"] or DEFAULT_PORT)
             (join_meeting if asked.machine_rank else host_meeting)(asked, address, args.timeout)
             words = ["--rdzv_conf", f"timeout={max(60, args.timeout):.0f}", *words]  # a later one, of the user, wins
     except (UserError, OSError) as error:

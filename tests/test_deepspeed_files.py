@@ -9,20 +9,14 @@ from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils import DeepSpeedPlugin
 from conftest import equivalence_flags as flags
 from conftest import launch_command, read_metrics, recipe_arguments, run
+from running import set_world, settings_shown
 
-from common.parallel.deepspeed_files import WIDTH_KEYS, check_deepspeed, describe_settled, flatten, settle_deepspeed
+from common.parallel.deepspeed_files import flatten
+from common.parallel.deepspeed_flags import WIDTH_KEYS, check_deepspeed, describe_settled, settle_deepspeed
 from common.parallel.launch import check_launch, parse_launch
 
-FLAGS = (
-    "--global_batch_size",
-    16,
-    "--micro_batch_size",
-    2,
-    "--max_grad_norm",
-    0.5,
-    "--num_updates",
-    40,
-)  # 4 steps on 2
+# Four steps on two processes.
+FLAGS = "--global_batch_size 16 --micro_batch_size 2 --max_grad_norm 0.5 --num_updates 40".split()
 STAGES = [(stage, offload) for stage in (1, 2, 3) for offload in (False, True)]
 
 
@@ -160,8 +154,7 @@ def written_section(stage, offload, save=False):
 
 @pytest.mark.parametrize(("stage", "offload"), STAGES)
 def test_what_accelerate_config_writes_is_taken(stage, offload, tmp_path, monkeypatch):
-    for name, value in {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, str(value))
+    set_world(monkeypatch, 2)
     for precision in ("bf16", "no"):
         path = write_yaml(
             tmp_path / "c.yaml", mixed_precision=precision, deepspeed_config=written_section(stage, offload)
@@ -269,12 +262,32 @@ CONTRADICTIONS = {
     "masters": ({"bf16": {"bf16_master_weights_and_grads": True}}, "take out bf16.bf16_master_weights_and_grads"),
     "amp": ({"amp": {"enabled": True}}, "take out its section amp"),
     "auto, misspelt": ({"zero_optimization": {"stage": 2, "reduce_bucket_sise": "auto"}}, "did you mean reduce_bucket"),
+    "sent in bf16": ({"communication_data_type": "bf16"}, 'communication_data_type "bf16" would sum in another'),
+    "autocast": ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast would compute in another"),
+    "clipping": ({"gradient_clipping": 0.25}, "gradient_clipping is 0.25, but --max_grad_norm is 0.5"),
+    "a tracker": ({"tensorboard": {"enabled": True}}, "take out its section tensorboard: --report_to"),
+    "prescaled": ({"prescale_gradients": True}, "take out prescale_gradients"),
+    "tensor parallel": ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel is 2; take it out"),
+    "misspelt": ({"gradient_cliping": 1.0}, "knows no key gradient_cliping; did you mean gradient_clipping"),
+    "misspelt below": (
+        {"zero_optimization": {"stage": 2, "ofload_optimizer": {"device": "cpu"}}},
+        "zero_optimization.ofload_optimizer is not a setting that DeepSpeed takes; did you mean offload_optimizer",
+    ),
+    "wrong type": ({"zero_optimization": {"stage": "two"}}, "zero_optimization.stage is not a setting"),
+    "of the past": ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "cpu_offload is of the past"),
+    "stage 0": ({"zero_optimization": {"stage": 0}}, "stage is 0, which shards nothing"),
+    "weights at stage 2": (
+        {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+        "offload_param has no effect at stage 2",
+    ),
+    "no section": ({"zero_optimization": {}}, "no section zero_optimization"),
     "aio below": ({"zero_optimization": {"stage": 2, "aio": {"queue_depth": 8}}}, "aio belongs at the top"),
 }
 
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)
-def test_what_contradicts_a_flag_is_refused(name):
+def test_what_contradicts_a_flag_or_cannot_run_is_refused(name):
+    """Control: the tests of files that are taken."""
     changes, pattern = CONTRADICTIONS[name]
     config = {"zero_optimization": {"stage": 2}} | changes
     problems = check_deepspeed(config, recipe_arguments(*FLAGS), "bf16", num_processes=2)
@@ -342,10 +355,7 @@ def test_the_precision_of_the_file_runs_where_the_launch_says_none(functions_fil
     result = run_lm("zero3", *options, flags=flags(functions_file, model_dir, tmp_path / "run", "--dry_run"))
     assert "precision  bf16" in result.stdout
     source = str(tmp_path / "mine.json")
-    view = {}
-    for line in result.stdout.split("where it comes from:\n")[1].splitlines():
-        if len(columns := re.split(r"\s{2,}", line)) == 3:
-            view[columns[0]] = tuple(columns[1:])
+    view = settings_shown(result.stdout)
     assert view["bf16.enabled"] == ("True", source) and view["gradient_clipping"] == ("0.5", source)
     assert view["zero_optimization.reduce_bucket_size"] == ("1024", f"{source}: auto, resolved")
     assert view["gradient_accumulation_steps"] == ("1", "set by Accelerate or the recipe")

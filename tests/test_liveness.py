@@ -2,19 +2,17 @@
 
 import contextlib
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from multiprocessing.connection import Connection
 
-import psutil
 import pytest
-from conftest import ROOT, launch_command, run
+from conftest import launch_command, run
+from running import Run, find_rank, num_updates, wait_for_updates, wait_until
 
 from common.parallel import liveness
 
@@ -26,45 +24,15 @@ def flags(functions_file, output_dir, *more):
     return [str(part) for part in base]
 
 
-def wait_until(condition, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.1)
-
-
-def find_rank(launcher, rank):
-    """A worker of a launcher."""
-    for process in psutil.Process(launcher.pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get("RANK") == str(rank):
-                return process
-    raise AssertionError(f"no rank {rank} below {launcher.args}")
-
-
 @contextlib.contextmanager
-def launched(tmp_path, script, config, *options):
-    """A launcher that writes its output to tmp_path/stderr, once it has trained for some updates; ended at last."""
-    command = launch_command(config, *options, "--num_processes", 2)
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with open(tmp_path / "stderr", "w") as stderr:
-        launcher = subprocess.Popen(
-            [*map(str, command), *map(str, script)], cwd=ROOT, env=env, stderr=stderr, stdout=stderr
-        )
-    try:
-        wait_until(lambda: num_updates(tmp_path) > 2)
+def launched(tmp_path, functions_file, config="multi_cpu", **changes):
+    """A launch of two processes, once they have trained for some updates; the launcher, ended at last."""
+    given = flags(functions_file, tmp_path / "run", "--num_updates", 50_000)
+    script = write_spec(tmp_path / "spec.json", given, **changes)
+    with Run(tmp_path) as run:
+        launcher = run.start([*launch_command(config, "--mixed_precision", "no", "--num_processes", 2), *script])
+        wait_for_updates(tmp_path / "run", 3)
         yield launcher
-    finally:
-        running = launcher.poll() is None
-        for process in [*psutil.Process(launcher.pid).children(recursive=True), launcher] if running else []:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        launcher.wait()
-
-
-def num_updates(tmp_path):
-    metrics = tmp_path / "run/metrics.jsonl"
-    return metrics.read_text().count("\n") if metrics.exists() else 0
 
 
 def status_of(tmp_path):
@@ -73,7 +41,7 @@ def status_of(tmp_path):
 
 def named(tmp_path, rank, what):
     """The lines that say what became of a rank."""
-    return re.findall(LINE.format(rank=rank, what=what), (tmp_path / "stderr").read_text())
+    return re.findall(LINE.format(rank=rank, what=what), (tmp_path / "output-0").read_text())
 
 
 def write_spec(path, output_flags, **changes):
@@ -81,13 +49,9 @@ def write_spec(path, output_flags, **changes):
     return ["tests/run_recipe.py", path]
 
 
-@pytest.mark.parametrize(
-    ("config", "lost", "watched"), [("multi_cpu", 1, True), ("zero1", 0, True), ("fsdp2", 1, True), ("fsdp2", 1, False)]
-)
+@pytest.mark.parametrize(("config", "lost", "watched"), [("zero1", 0, True), ("fsdp2", 1, True), ("fsdp2", 1, False)])
 def test_a_killed_process_ends_the_others_and_is_named(config, lost, watched, functions_file, tmp_path, extensions):
-    given = flags(functions_file, tmp_path / "run", "--num_updates", 5000)
-    script = write_spec(tmp_path / "spec.json", given, **({} if watched else {"no_watch": True}))
-    with launched(tmp_path, script, config, "--mixed_precision", "no") as launcher:
+    with launched(tmp_path, functions_file, config, **({} if watched else {"no_watch": True})) as launcher:
         find_rank(launcher, lost).kill()
         killed = time.monotonic()
         assert launcher.wait(timeout=40) != 0  # less than gloo's own limit
@@ -97,13 +61,8 @@ def test_a_killed_process_ends_the_others_and_is_named(config, lost, watched, fu
     assert re.match(rf"failed at update \d+: {cause}", status_of(tmp_path))
 
 
-def launched_with(tmp_path, functions_file, **changes):
-    given = flags(functions_file, tmp_path / "run", "--num_updates", 50_000)
-    return launched(tmp_path, write_spec(tmp_path / "spec.json", given, **changes), "multi_cpu")
-
-
 def test_a_stopped_process_is_named_and_the_launch_ends(functions_file, tmp_path):
-    with launched_with(tmp_path, functions_file, silence=5) as launcher:
+    with launched(tmp_path, functions_file, silence=5) as launcher:
         stopped = find_rank(launcher, 1)
         stopped.send_signal(signal.SIGSTOP)
         started = time.monotonic()
@@ -115,28 +74,28 @@ def test_a_stopped_process_is_named_and_the_launch_ends(functions_file, tmp_path
 
 def test_a_stopped_rank_0_is_named_but_not_a_launch_that_was_stopped(functions_file, tmp_path):
     """Nor a process that holds Python's lock for some seconds."""
-    with launched_with(tmp_path, functions_file, silence=6, hold_lock=[1, 1, 4]) as launcher:
+    with launched(tmp_path, functions_file, silence=6, hold_lock=[1, 1, 4]) as launcher:
         ranks = [find_rank(launcher, rank) for rank in (0, 1)]
         for number, seconds in ((signal.SIGSTOP, 8), (signal.SIGCONT, 2)):
             for process in ranks:
                 process.send_signal(number)
             time.sleep(seconds)
-        done = num_updates(tmp_path)
-        wait_until(lambda: num_updates(tmp_path) > done)
-        assert "stopped answering" not in (tmp_path / "stderr").read_text()
+        done = num_updates(tmp_path / "run")
+        wait_until(lambda: num_updates(tmp_path / "run") > done)
+        assert "stopped answering" not in (tmp_path / "output-0").read_text()
         ranks[0].send_signal(signal.SIGSTOP)
         wait_until(lambda: named(tmp_path, 0, "stopped answering"))
 
 
 def test_without_a_limit_a_stopped_process_is_waited_for(functions_file, tmp_path):
     """The control."""
-    with launched_with(tmp_path, functions_file, silence="inf") as launcher:
+    with launched(tmp_path, functions_file, silence="inf") as launcher:
         stopped = find_rank(launcher, 1)
         stopped.send_signal(signal.SIGSTOP)
         time.sleep(8)
-        done = num_updates(tmp_path)
+        done = num_updates(tmp_path / "run")
         stopped.send_signal(signal.SIGCONT)
-        wait_until(lambda: num_updates(tmp_path) > done)
+        wait_until(lambda: num_updates(tmp_path / "run") > done)
     assert not named(tmp_path, 1, "stopped answering")
 
 

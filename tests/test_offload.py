@@ -7,7 +7,8 @@ from conftest import ROOT, equivalence_flags, launch_command, need, recipe_argum
 
 from common.errors import UserError
 from common.parallel import extensions
-from common.parallel.deepspeed_files import check_deepspeed, settle_deepspeed, size_nvme_buffers
+from common.parallel.deepspeed_files import size_nvme_buffers
+from common.parallel.deepspeed_flags import check_deepspeed, settle_deepspeed
 from common.parallel.launch import names_threads, parse_launch
 
 pytestmark = pytest.mark.usefixtures("extensions")

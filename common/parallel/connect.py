@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, set_seed
 
 from common.errors import UserError
-from common.parallel import deepspeed_files, liveness, sharding
+from common.parallel import deepspeed_files, deepspeed_flags, liveness, sharding
 from common.parallel.launch import Launch, names_threads, runs_on_cpu, started_world_size
 from common.parallel.mode import running_mode
 from common.redaction import redact
@@ -46,21 +46,11 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs) -> Acce
     """
     liveness.start(args.connect_timeout)
     is_sharded_on_cpu = runs_on_cpu(launch) and launch.mode in ("FSDP", "DeepSpeed")
-    if is_sharded_on_cpu:
-        sharding.prepare_rehearsal(launch.mode)
-    elif runs_on_cpu(launch):
-        # Read by Accelerate when its state is made: CPU, and gloo in the place of NCCL. Without it, the processes of
-        # a MULTI_GPU launch on a machine without a GPU are not connected and each is a run of its own.
-        os.environ["ACCELERATE_USE_CPU"] = "true"
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, once imported, warns that it looked for a GPU
-    elif torch.cuda.is_available():
-        # TF32 matrix products: float32 range, 10-bit mantissa, several times faster. Mixed precision leaves some in
-        # float32 too, as those of a recurrence. NVIDIA_TF32_OVERRIDE=0 turns them off.
-        torch.set_float32_matmul_precision("high")
+    _name_device(launch, is_sharded_on_cpu)
     _name_interface()
     settled = None
     if launch.mode == "DeepSpeed":
-        settled = deepspeed_files.settle_deepspeed(
+        settled = deepspeed_flags.settle_deepspeed(
             launch.deepspeed_config, args, launch.mixed_precision, launch.num_processes
         )
         # What the launcher says beside a file, Accelerate refuses, or takes for itself; `check_launch` has seen to it.
@@ -75,30 +65,45 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs) -> Acce
             sharding.connect_rehearsal(launch.mode)
         accelerator = Accelerator(**kwargs)
         accelerator.wait_for_everyone()  # NCCL connects at the first collective
-    runs = running_mode(accelerator)
-    # One process of DDP has nothing to reduce, and Accelerate may call it plain.
-    if runs != launch.mode and not (launch.num_processes == 1 and {runs, launch.mode} <= {"plain", "DDP"}):
-        raise UserError(f"{launch.source} asks for {launch.mode}, but {runs} would run on {accelerator.device.type}")
-    if accelerator.num_processes != launch.num_processes:
-        raise UserError(
-            f"{launch.source} asks for {launch.num_processes} connected processes, but this one sees "
-            f"{accelerator.num_processes}"
-        )
+    _check_what_runs(launch, accelerator)
     sharding.configure_plugins(accelerator, args.max_grad_norm)
     if sharding.updates_on_host(accelerator) and not names_threads(launch):
         torch.set_num_threads(threads)  # of DeepSpeed's CPU Adam too: it takes torch's OpenMP
-    if accelerator.mixed_precision != launch.mixed_precision:
-        raise UserError(
-            f"{launch.source} asks for mixed precision {launch.mixed_precision}, but {accelerator.mixed_precision} "
-            "would run"
-        )
     if settled is not None:
-        is_file = isinstance(launch.deepspeed_config, str)
-        where = launch.deepspeed_config if is_file else launch.source
-        accelerator.print(redact(deepspeed_files.describe_settled(where, settled)), flush=True)
+        where = launch.deepspeed_config if isinstance(launch.deepspeed_config, str) else launch.source
+        accelerator.print(redact(deepspeed_flags.describe_settled(where, settled)), flush=True)
         if settled.idle and accelerator.is_main_process:
             warnings.warn(f"{where}: no effect here: {', '.join(settled.idle)}", stacklevel=2)
     return accelerator
+
+
+def _name_device(launch: Launch, is_sharded_on_cpu: bool) -> None:
+    """Which device Accelerate and DeepSpeed are to take, in the environment, and a GPU's float32 products."""
+    if is_sharded_on_cpu:
+        sharding.prepare_rehearsal(launch.mode)
+    elif runs_on_cpu(launch):
+        # Read by Accelerate when its state is made: CPU, and gloo in the place of NCCL. Without it, the processes of
+        # a MULTI_GPU launch on a machine without a GPU are not connected and each is a run of its own.
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, once imported, warns that it looked for a GPU
+    elif torch.cuda.is_available():
+        # TF32 matrix products: float32 range, 10-bit mantissa, several times faster. Mixed precision leaves some in
+        # float32 too, as those of a recurrence. NVIDIA_TF32_OVERRIDE=0 turns them off.
+        torch.set_float32_matmul_precision("high")
+
+
+def _check_what_runs(launch: Launch, accelerator: Accelerator) -> None:
+    asked = f"{launch.source} asks for"
+    runs = running_mode(accelerator)
+    # One process of DDP has nothing to reduce, and Accelerate may call it plain.
+    if runs != launch.mode and not (launch.num_processes == 1 and {runs, launch.mode} <= {"plain", "DDP"}):
+        raise UserError(f"{asked} {launch.mode}, but {runs} would run on {accelerator.device.type}")
+    if accelerator.num_processes != launch.num_processes:
+        here = accelerator.num_processes
+        raise UserError(f"{asked} {launch.num_processes} connected processes, but this one sees {here}")
+    if accelerator.mixed_precision != launch.mixed_precision:
+        runs = accelerator.mixed_precision
+        raise UserError(f"{asked} mixed precision {launch.mixed_precision}, but {runs} would run")
 
 
 def _name_interface() -> None:

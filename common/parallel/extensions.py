@@ -1,6 +1,7 @@
 """The C++ extensions that DeepSpeed compiles at first use: built once, by one process, before the others need them.
 
-`python -m common.parallel.extensions` builds all that this machine can: before the tests, or for the nodes of a shared home.
+`python -m common.parallel.extensions` builds all that this machine can: before the tests, or for the nodes of a shared
+home.
 """
 
 import os
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterable
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 from filelock import FileLock, Timeout
@@ -23,9 +25,8 @@ def _build_extension(builder_name: str, package: str) -> None:
     `package` is Debian's name for what the build needs. Raises UserError, one line, where it cannot be built.
     """
     import deepspeed  # here because it takes seconds
-    import torch
     from deepspeed.accelerator import get_accelerator
-    from torch.utils.cpp_extension import CUDA_HOME, _get_build_directory
+    from torch.utils.cpp_extension import _get_build_directory
 
     # This environment's ninja, also where it was not activated: another version's builds all again.
     if (path := os.environ.get("PATH", "")).split(os.pathsep)[0] != (ours := str(Path(sys.executable).parent)):
@@ -65,21 +66,29 @@ def _build_extension(builder_name: str, package: str) -> None:
                 )
             print(f"building DeepSpeed's extension {builder.name}: some minutes, only once ...", flush=True)
         started = time.perf_counter()
-        with open(os.devnull, "w") as null, redirect_stdout(null):
-            try:
-                builder.load(verbose=False)  # DeepSpeed keeps it, and takes no lock for it again
-            except TypeError as error:
-                if CUDA_HOME is not None:
-                    raise
-                raise UserError(
-                    f"DeepSpeed's extension {builder.name} needs the CUDA toolkit (nvcc), and none is found; install "
-                    f"that of CUDA {torch.version.cuda}, or set CUDA_HOME to the directory where it is"
-                ) from error  # it has joined None with "include"
-            except RuntimeError as error:
-                reason = str(error).strip().splitlines()[-1]
-                raise UserError(f"DeepSpeed's extension {builder.name} does not compile ({reason})") from error
+        _load(builder)
         if must_build:
             print(f"built in {time.perf_counter() - started:.0f} s", flush=True)
+
+
+def _load(builder: Any) -> None:
+    """DeepSpeed keeps what it has loaded, and takes no lock for it again."""
+    import torch
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    try:
+        with open(os.devnull, "w") as null, redirect_stdout(null):
+            builder.load(verbose=False)
+    except TypeError as error:
+        if CUDA_HOME is not None:
+            raise
+        raise UserError(
+            f"DeepSpeed's extension {builder.name} needs the CUDA toolkit (nvcc), and none is found; install that of "
+            f"CUDA {torch.version.cuda}, or set CUDA_HOME to the directory where it is"
+        ) from error  # it has joined None with "include"
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise UserError(f"DeepSpeed's extension {builder.name} does not compile ({reason})") from error
 
 
 def _is_open(path: Path) -> bool:

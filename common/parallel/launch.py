@@ -1,4 +1,4 @@
-"""Makes the Accelerator, and checks that what was asked is what runs.
+"""Checks that what was asked is what runs.
 
 `accelerate launch` starts something else than was asked in some cases, without a word: one process where two were asked
 for, two unconnected runs of one process each, float32 in the place of fp16. So before a model is built, the recipe
@@ -8,7 +8,7 @@ compares what the launcher was told (its config file and flags) with what this p
 import argparse
 import difflib
 import os
-import sys
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import parse_flag_from_env
 
-from common.parallel import deepspeed_files, sharding
+from common.parallel import deepspeed_files, deepspeed_flags, sharding
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Launch:
     num_processes: int = field(default_factory=lambda: int(os.environ.get("WORLD_SIZE", 1)))
     mode: str = "plain"  # plain, DDP, FSDP, DeepSpeed
     mixed_precision: str = field(default_factory=lambda: os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
-    use_cpu: bool = field(default_factory=lambda: _is_true("ACCELERATE_USE_CPU"))
+    use_cpu: bool = field(default_factory=lambda: parse_flag_from_env("ACCELERATE_USE_CPU"))
     gradient_accumulation_steps: str = field(
         default_factory=lambda: os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     )
@@ -43,13 +44,6 @@ class Launch:
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))  # before the launcher added its own
     num_machines: int = 1
     machine_rank: int = 0
-    main_process_ip: str | None = None
-    main_process_port: int | None = None
-    multinode_launcher: str = "standard"  # DeepSpeed: pdsh and others start the other machines themselves
-
-
-def _is_true(name: str) -> bool:
-    return os.environ.get(name, "false").lower() in ("1", "true", "yes")
 
 
 def started_world_size() -> int:
@@ -79,30 +73,19 @@ def find_launch() -> Launch:
 def parse_launch(argv: list[str], environment: dict[str, str] | None = None) -> Launch:
     """What the words after `accelerate launch` ask for; `environment` is that of the launcher."""
     parser = launch_command_parser()
-    with open(os.devnull, "w") as null:  # the launcher has printed its warnings already
-        stderr, sys.stderr = sys.stderr, null
-        try:
-            args, defaults, _ = _validate_launch_command(parser.parse_args(argv))
-        finally:
-            sys.stderr = stderr
+    with open(os.devnull, "w") as null, redirect_stderr(null):  # the launcher has printed its warnings already
+        # Private, but the very code that `accelerate launch` runs: 150 lines of what wins, flag, file or default. The
+        # public `load_config_from_file` knows no flags, and leaves 4 to 6 settings of each shipped config open.
+        args, defaults, _ = _validate_launch_command(parser.parse_args(argv))
     config_file = args.config_file or (default_config_file if defaults is not None else None)
-    asked_cpu = bool(args.cpu or args.use_cpu)
-    if args.use_deepspeed and not args.cpu:
-        mode = "DeepSpeed"
-    elif args.use_fsdp and not args.cpu:
-        mode = "FSDP"
-    elif args.use_megatron_lm or args.tpu:
-        mode = "Megatron-LM" if args.use_megatron_lm else "TPU"
-    else:
-        mode = "DDP" if args.multi_gpu or (args.num_processes or 1) > 1 else "plain"
     launch = Launch(
         source=f"`accelerate launch` with {config_file}" if config_file else "`accelerate launch`",
         config_file=config_file,
         # Without a config, the launcher counts GPUs: zero of them is still one process.
         num_processes=max(1, args.num_processes or 1),
-        mode=mode,
+        mode=_asked_mode(args),
         mixed_precision=args.mixed_precision or "no",
-        use_cpu=asked_cpu,
+        use_cpu=bool(args.cpu or args.use_cpu),
         gradient_accumulation_steps=str(args.gradient_accumulation_steps or 1),
         deepspeed_config=args.deepspeed_config_file or deepspeed_files.inline_deepspeed_config(vars(args)),
         settings=vars(args),
@@ -110,26 +93,29 @@ def parse_launch(argv: list[str], environment: dict[str, str] | None = None) -> 
         environment=dict(os.environ) if environment is None else environment,
         num_machines=args.num_machines or 1,
         machine_rank=int(args.machine_rank or 0),
-        main_process_ip=args.main_process_ip,
-        main_process_port=args.main_process_port,
-        multinode_launcher=args.deepspeed_multinode_launcher or "pdsh",
     )
-    if args.cpu and (
-        dropped := {args.use_fsdp: "FSDP", args.use_deepspeed: "DeepSpeed", args.multi_gpu: "DDP"}.get(True)
-    ):
+    dropped = {args.use_fsdp: "FSDP", args.use_deepspeed: "DeepSpeed", args.multi_gpu: "DDP"}.get(True)
+    if args.cpu and dropped:
         launch.file_problems.append(
             f"--cpu makes the launcher drop {dropped}, which {config_file} asks for; take the flag out: where there is "
             "no GPU, the same config runs on the CPU"
         )
     if config_file:
         _read_config_file(launch, known={action.dest for action in parser._actions})
-    if (
-        mode == "DeepSpeed"
-        and "mixed_precision" not in launch.given
-        and not launch.file_settings.get("mixed_precision")
-    ):
+    says_precision = "mixed_precision" in launch.given or launch.file_settings.get("mixed_precision")
+    if launch.mode == "DeepSpeed" and not says_precision:
         launch.mixed_precision = deepspeed_files.file_precision(launch.deepspeed_config) or launch.mixed_precision
     return launch
+
+
+def _asked_mode(args: argparse.Namespace) -> str:
+    if args.use_deepspeed and not args.cpu:
+        return "DeepSpeed"
+    if args.use_fsdp and not args.cpu:
+        return "FSDP"
+    if args.use_megatron_lm or args.tpu:
+        return "Megatron-LM" if args.use_megatron_lm else "TPU"
+    return "DDP" if args.multi_gpu or (args.num_processes or 1) > 1 else "plain"
 
 
 def _read_config_file(launch: Launch, known: set[str]) -> None:
@@ -150,10 +136,10 @@ def _read_config_file(launch: Launch, known: set[str]) -> None:
 
 def check_machines(launch: Launch) -> list[str]:
     """One line for each mistake in how several machines are to find each other."""
-    problems = []
-    machines, processes = launch.num_machines, launch.num_processes
+    machines, processes, settings = launch.num_machines, launch.num_processes, launch.settings
     if machines == 1:
-        return problems
+        return []
+    problems = []
     if processes % machines:
         problems.append(
             f"{launch.source} asks for {processes} processes on {machines} machines, which does not divide; "
@@ -163,39 +149,40 @@ def check_machines(launch: Launch) -> list[str]:
         problems.append(
             f"--machine_rank {launch.machine_rank} is not one of 0 to {machines - 1}; --num_machines is {machines}"
         )
-    if not launch.main_process_ip:
+    if not settings["main_process_ip"]:
         problems.append("several machines need --main_process_ip, an address of the machine with --machine_rank 0")
-    if launch.main_process_port == 0:
+    if settings["main_process_port"] == 0:
         problems.append(
             "--main_process_port 0 is a free port, which the other machines cannot know; give one, such as 29500"
         )
-    if launch.mode == "DeepSpeed" and launch.multinode_launcher != "standard":
+    launcher = settings["deepspeed_multinode_launcher"] or "pdsh"
+    if launch.mode == "DeepSpeed" and launcher != "standard":
         problems.append(
-            f"DeepSpeed would start the other machines itself, by {launch.multinode_launcher}; use "
-            "--deepspeed_multinode_launcher standard"
+            f"DeepSpeed would start the other machines itself, by {launcher}; use --deepspeed_multinode_launcher "
+            "standard"
         )
     return problems
 
 
-DEEPSPEED_FLAGS = {"zero_stage", "gradient_clipping", "offload_optimizer_device", "offload_param_device"}
-
-
-DEEPSPEED_FLAGS |= {"offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model"}
+# What a DeepSpeed file says in their place.
+DEEPSPEED_FLAGS = {f"offload_{part}_{what}" for part in ("optimizer", "param") for what in ("device", "nvme_path")}
+DEEPSPEED_FLAGS |= {"zero_stage", "gradient_clipping", "zero3_save_16bit_model"}
 
 
 def check_deepspeed_flags(launch: Launch) -> list[str]:
     """One line for each flag of the launcher that a DeepSpeed file beside it makes void, or that changes its `auto`."""
-    if not isinstance(launch.deepspeed_config, str):
+    file = launch.deepspeed_config
+    if not isinstance(file, str):
         return []
-    problems = [
-        f"--{name} {launch.settings[name]} beside {launch.deepspeed_config}: what the file says runs; take the flag "
-        "out, or name another file with --deepspeed_config_file"
-        for name in sorted(DEEPSPEED_FLAGS & launch.given)
-    ]
-    problems += [
-        f"{launch.config_file}: {name} beside {launch.deepspeed_config}: what that file says runs; take one out"
-        for name in sorted(DEEPSPEED_FLAGS & launch.file_settings.keys() - launch.given)
-    ]
+    problems = []
+    for name in sorted(DEEPSPEED_FLAGS):
+        if name in launch.given:
+            problems.append(
+                f"--{name} {launch.settings[name]} beside {file}: what the file says runs; take the flag out, or name "
+                "another file with --deepspeed_config_file"
+            )
+        elif name in launch.file_settings:
+            problems.append(f"{launch.config_file}: {name} beside {file}: what that file says runs; take one out")
     if "ACCELERATE_GRADIENT_CLIPPING" in launch.environment:
         problems.append("ACCELERATE_GRADIENT_CLIPPING in the environment has no effect; unset it, use --max_grad_norm")
     return problems
@@ -215,10 +202,7 @@ def check_launch(launch: Launch, args: argparse.Namespace) -> list[str]:
 
     Also for what the mode cannot take of the recipe's flags; `checks.check_arguments` has filled in their defaults.
     """
-    machine_problems, environment_problems = check_machines(launch), check_environment(launch)
-    problems = launch.file_problems + machine_problems + environment_problems
-    on_cpu = runs_on_cpu(launch)
-    world = started_world_size()
+    problems = launch.file_problems + _check_processes(launch)
     if launch.mode not in ("plain", "DDP", "FSDP", "DeepSpeed"):
         problems.append(
             f"{launch.source} asks for {launch.mode}, which no recipe runs; take a file of accelerate_configs/"
@@ -227,57 +211,79 @@ def check_launch(launch: Launch, args: argparse.Namespace) -> list[str]:
         problems += sharding.check_fsdp(launch.source, launch.settings, launch.num_processes, args.optimizer)
     if launch.mode == "DeepSpeed":
         problems += check_deepspeed_flags(launch)
-        problems += deepspeed_files.check_deepspeed(
+        problems += deepspeed_flags.check_deepspeed(
             launch.deepspeed_config, args, launch.mixed_precision, launch.num_processes
         )
-    if world != launch.num_processes and launch.num_machines > 1:
-        if not machine_problems:
-            problems.append(
-                f"{launch.source} asks on machine {launch.machine_rank} for {launch.num_processes} processes in all, "
-                f"but {world} started; give the same --num_processes, the total, on every machine"
-            )
-    elif world != launch.num_processes and not environment_problems:
-        problems.append(
-            f"{launch.source} asks for {launch.num_processes} processes, but {world} started: Accelerate starts one "
-            "process on a CPU for MULTI_CPU or 'NO'; use accelerate_configs/multi_cpu.yaml (distributed_type: "
-            "MULTI_GPU with use_cpu: true) or --num_processes 1"
-        )
-    if launch.mixed_precision not in ("no", "bf16", "fp16"):
-        problems.append(f"{launch.source}: mixed_precision {launch.mixed_precision} is not one of no, bf16, fp16")
-    if launch.mixed_precision == "fp16" and on_cpu:
-        problems.append(
-            f"{launch.source} asks for fp16, which does not train on a CPU (Accelerate would train in float32 without "
-            "a word); use --mixed_precision no or bf16"
-        )
-    if launch.mixed_precision == "bf16" and not on_cpu and torch.cuda.is_available():
-        if not torch.cuda.is_bf16_supported(including_emulation=False):
-            name = torch.cuda.get_device_name()
-            problems.append(f"{launch.source} asks for bf16, which {name} does not have; use --mixed_precision fp16")
-    if on_cpu and not launch.use_cpu and (gpu := find_unseen_gpu()):
-        problems.append(
-            f"this machine has a GPU ({gpu}) that torch {torch.__version__} does not see ({_why_no_cuda()}); install a "
-            "torch for its driver (`nvidia-smi` names the CUDA version that it takes) or give this job or container "
-            "its GPUs; to rehearse on the CPU all the same, set CUDA_VISIBLE_DEVICES=''"
-        )
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if not on_cpu and torch.cuda.is_available() and local_world > torch.cuda.device_count():
-        problems.append(
-            f"{launch.source} starts {local_world} processes on this machine, which has {torch.cuda.device_count()} "
-            f"GPUs; use --num_processes {torch.cuda.device_count() * launch.num_machines}"
-        )
-    in_environment = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    known_steps, arithmetic = deepspeed_files.accumulation_steps(args, launch.num_processes)
-    for source, steps in ((launch.source, launch.gradient_accumulation_steps), ("the environment", in_environment)):
-        is_known = launch.mode == "DeepSpeed" and known_steps is not None and steps == f"{known_steps:g}"
-        if steps not in ("1", "auto") and not is_known:
-            problems.append(
-                f"{source} sets gradient_accumulation_steps to {steps}; take it out: accumulation follows from "
-                f"{arithmetic}"
-            )
-            break
+    problems += _check_precision(launch) + _check_gpus(launch) + _check_accumulation(launch, args)
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
         problems.append("the launch turns on torch.compile (dynamo_backend); take it out and use --compile")
     return problems
+
+
+def _check_processes(launch: Launch) -> list[str]:
+    """Whether as many processes started as were asked for, or what keeps them from it."""
+    if problems := check_machines(launch) + check_environment(launch):
+        return problems
+    world, processes = started_world_size(), launch.num_processes
+    if world == processes:
+        return []
+    if launch.num_machines > 1:
+        return [
+            f"{launch.source} asks on machine {launch.machine_rank} for {processes} processes in all, but {world} "
+            "started; give the same --num_processes, the total, on every machine"
+        ]
+    return [
+        f"{launch.source} asks for {processes} processes, but {world} started: Accelerate starts one process on a CPU "
+        "for MULTI_CPU or 'NO'; use accelerate_configs/multi_cpu.yaml (distributed_type: MULTI_GPU with use_cpu: true) "
+        "or --num_processes 1"
+    ]
+
+
+def _check_precision(launch: Launch) -> list[str]:
+    asked, precision = f"{launch.source} asks for", launch.mixed_precision
+    if precision not in ("no", "bf16", "fp16"):
+        return [f"{launch.source}: mixed_precision {precision} is not one of no, bf16, fp16"]
+    if precision == "fp16" and runs_on_cpu(launch):
+        return [
+            f"{asked} fp16, which does not train on a CPU (Accelerate would train in float32 without a word); use "
+            "--mixed_precision no or bf16"
+        ]
+    if precision == "bf16" and not runs_on_cpu(launch) and torch.cuda.is_available():
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            return [f"{asked} bf16, which {torch.cuda.get_device_name()} does not have; use --mixed_precision fp16"]
+    return []
+
+
+def _check_gpus(launch: Launch) -> list[str]:
+    if runs_on_cpu(launch):
+        if launch.use_cpu or not (gpu := find_unseen_gpu()):
+            return []
+        return [
+            f"this machine has a GPU ({gpu}) that torch {torch.__version__} does not see ({_why_no_cuda()}); install a "
+            "torch for its driver (`nvidia-smi` names the CUDA version that it takes) or give this job or container "
+            "its GPUs; to rehearse on the CPU all the same, set CUDA_VISIBLE_DEVICES=''"
+        ]
+    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if not torch.cuda.is_available() or here <= gpus:
+        return []
+    return [
+        f"{launch.source} starts {here} processes on this machine, which has {gpus} GPUs; use --num_processes "
+        f"{gpus * launch.num_machines}"
+    ]
+
+
+def _check_accumulation(launch: Launch, args: argparse.Namespace) -> list[str]:
+    """It follows from the recipe's flags; under DeepSpeed the launch may say the same number."""
+    known_steps, arithmetic = deepspeed_flags.accumulation_steps(args, launch.num_processes)
+    allowed = ["1", "auto"]
+    if launch.mode == "DeepSpeed" and known_steps is not None:
+        allowed.append(f"{known_steps:g}")
+    in_environment = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    for source, steps in ((launch.source, launch.gradient_accumulation_steps), ("the environment", in_environment)):
+        if steps not in allowed:
+            what = f"{source} sets gradient_accumulation_steps to {steps}"
+            return [f"{what}; take it out: accumulation follows from {arithmetic}"]
+    return []
 
 
 def find_unseen_gpu(root: Path = Path("/")) -> str | None:

@@ -1,18 +1,20 @@
 """Every process of a run learns when another one is lost or stands still, says who it was, and ends.
 
-Without it the others sit in a collective until its time limit (NCCL: 10 minutes, gloo: 30), or end with a traceback
-that names an address and no rank. Here rank 0 holds a TCP connection to each other rank, and a thread watches. The
-kernel closes it when a process dies, however it dies; the keep-alives of TCP find a host that is gone, in 15 seconds.
-Both leave a process that was stopped (SIGSTOP, a frozen container), for which its kernel still answers: so the threads
-also send a few bytes each second, and in the loop a silence of `SILENCE` seconds is a loss. A process that finds that
-it was itself late, as when all of a launch was stopped, counts anew. It costs the training loop nothing, and knows no
-backend and no mode.
+Rank 0 holds a TCP connection to each other rank, and a thread watches. The kernel closes it when a process dies,
+however it dies; the keep-alives of TCP find a host that is gone, in 15 seconds. Both leave a process that was stopped
+(SIGSTOP, a frozen container), for which its kernel still answers: so the threads also send a few bytes each second, and
+in the loop a silence of `SILENCE` seconds is a loss. A process that finds that it was itself late, as when all of a
+launch was stopped, counts anew. It costs the training loop nothing, and knows no backend and no mode. A process that
+ends in order says good-bye first, with the reason if that is an error.
+
+In its place torchrun was tried, with `@record`, either rendezvous and a process group of 10 seconds (torch 2.13, gloo):
+it knows no update; a rank that died or failed on another host is an address, one that never came the key of a store;
+one that stopped costs the whole time limit, and the rank that waited for it is named as the cause. A limit as short as
+`SILENCE`, in the place of gloo's 30 and NCCL's 10 minutes, would end each run in which a rank works alone for longer.
 
 A stopped process cannot end itself. Its launcher does, 30 seconds after another one of its host has ended; one that is
-alone on its host ends when it goes on.
-
-A process that ends in order says good-bye first, with the reason if that is an error. A process whose main thread hangs
-while its other threads live is not seen here: that is what the time limits of the collectives are for.
+alone on its host ends when it goes on. A process whose main thread hangs while its other threads live is not seen here:
+that is what the time limits of the collectives are for.
 """
 
 import json
@@ -29,46 +31,27 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.utils.store import barrier
 
 from common.errors import UserError
 
 LOST_STATUS = 3  # exit status of a process that ends because another one was lost or failed
-
-
 MISTAKE_STATUS = 2  # of a user's mistake, on all ranks alike
-
-
 GRACE = 1.0  # seconds in which a failure of all ranks shows as theirs, and the true cause of an error as a lost rank
-
-
 BEAT = 1.0  # seconds between two signs of life
-
-
 LATE = 3.0  # seconds between two turns of the thread, after which it was this process that stood still
-
-
 # Seconds without a sign of life. As long as TCP takes for a host that is gone, and longer than what keeps the threads
 # of a process waiting in the loop: a library that holds Python's lock, a host that swaps. A launcher ends the stopped
 # process 30 seconds later, so that the launch ends within 50.
 SILENCE = 15.0
 
-
 update: int | None = None  # the update that this process is at; the loop sets it
-
-
 # Whether it is in the loop, which sets it: before and after, a library may hold Python's lock for as long as it reads
 # or writes a model, and silence means nothing.
 in_loop = False
-
-
 # What the run writes about its own failure, given a line that says why; called in one process.
 note_failure: Callable[[str], None] | None = None
 
-
 _watch: "_Watch | None" = None
-
-
 _num_watches = _num_waits = 0
 
 
@@ -113,10 +96,9 @@ def wait_for_all() -> None:
     _num_waits += 1
     key, pause = f"{_watch.key}-wait-{_num_waits}", 0.01
     num_here = _watch.store.add(key, 1)
-    while num_here < _watch.world_size:
+    while num_here < _watch.world_size:  # torch's own barrier of a store does not hear Ctrl-C until all have come
         time.sleep(pause)
-        pause = min(0.5, 2 * pause)
-        num_here = _watch.store.add(key, 0)
+        num_here, pause = _watch.store.add(key, 0), min(0.5, 2 * pause)
 
 
 @contextmanager
@@ -129,8 +111,7 @@ def connecting(timeout: float) -> Iterator[None]:
     if _watch is None:
         yield
         return
-    # What comes before, as compiling an extension, may take one host longer than another.
-    barrier(_watch.store, _watch.world_size, f"{_watch.key}-connecting", barrier_timeout=3600)
+    wait_for_all()  # what comes before, as compiling an extension, may take one host longer than another
     me = f"rank {_watch.rank} on host {_watch.host}"
     what = "all ranks are there, but do not connect to each other"
     mend = "name the network between the hosts, GLOO_SOCKET_IFNAME=eth0 (CPU) or NCCL_SOCKET_IFNAME=eth0 (GPU)"
@@ -159,7 +140,10 @@ def _note(reason: str) -> None:
 
 
 def _record(reason: str) -> None:
-    """For torch's launcher, which ends with it what it prints itself about a failed process."""
+    """For torch's launcher, which ends with it what it prints itself about a failed process.
+
+    In the place of torch's `@record`, which knows neither secrets nor what is a user's mistake.
+    """
     if (path := os.environ.get("TORCHELASTIC_ERROR_FILE")) and not os.path.exists(path):
         with suppress(OSError), open(path, "w") as file:
             message = "; ".join(reason.splitlines())
@@ -183,7 +167,14 @@ def _keep_alive(connected: socket.socket) -> Connection:
     return Connection(connected.detach())
 
 
-def _send(connection: Connection, message: dict[str, Any]) -> None:
+def listen(port: int, backlog: int) -> socket.socket:
+    """On all addresses of this host, of both kinds where it has both."""
+    is_dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=is_dual, backlog=backlog)
+
+
+def send(connection: Connection, message: dict[str, Any]) -> None:
     with suppress(OSError):  # whoever has gone needs no message
         connection.send_bytes(json.dumps(message).encode())
 
@@ -203,20 +194,16 @@ class _Watch:
         except (OSError, EOFError, dist.DistError) as error:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             reason = (str(error) or "connection closed").splitlines()[0]
-            line = (
-                f"rank {rank} on host {self.host} does not reach rank 0 by {where} ({reason}); see rank 0's own output"
-            )
-            raise UserError(line) from error
+            me = f"rank {rank} on host {self.host}"
+            raise UserError(f"{me} does not reach rank 0 by {where} ({reason}); see rank 0's own output") from error
         # A worker of a data loader is forked with the connections and would keep them open when this process dies.
         os.register_at_fork(after_in_child=lambda: [connection.close() for connection in self.peers])
         self.thread = threading.Thread(target=self._listen, daemon=True, name="liveness")
         self.thread.start()
 
     def _accept(self, timeout: float) -> None:
-        is_dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if is_dual else socket.AF_INET
         token = secrets.token_hex(8)  # whoever else connects by chance does not know it
-        with socket.create_server(("", 0), family=family, dualstack_ipv6=is_dual, backlog=self.world_size) as server:
+        with listen(0, backlog=self.world_size) as server:
             self.store.set(self.key, json.dumps([server.getsockname()[1], token, self.host]))
             while len(self.peers) < self.world_size - 1:
                 server.settimeout(max(0.01, self.deadline - time.monotonic()))
@@ -226,21 +213,19 @@ class _Watch:
                     missing = sorted({*range(1, self.world_size)} - {rank for rank, _ in self.peers.values()})
                     line = f"rank {', '.join(map(str, missing))} did not arrive within {timeout:g} s of rank 0 on host "
                     line += f"{self.host}; see the output there, or raise --connect_timeout if it only starts slowly"
-                    for connection in self.peers:
-                        _send(connection, {"error": line})
+                    self._tell({"error": line})
                     raise UserError(line) from None
                 with suppress(OSError, EOFError, ValueError):
                     hello = json.loads(connection.recv_bytes(1024)) if connection.poll(5) else {}
                     if hello.get("token") == token:
                         self.peers[connection] = (hello["rank"], hello["host"])
-        for connection in self.peers:
-            _send(connection, {"all_here": True})
+        self._tell({})
 
     def _connect(self) -> None:
         port, token, host = json.loads(self.store.get(self.key))
         seconds_left = max(1.0, self.deadline - time.monotonic())
         connection = _keep_alive(socket.create_connection((os.environ["MASTER_ADDR"], port), timeout=seconds_left))
-        _send(connection, {"token": token, "rank": self.rank, "host": self.host})
+        send(connection, {"token": token, "rank": self.rank, "host": self.host})
         if not connection.poll(seconds_left + 10):  # rank 0 may have started later, and tells who is missing
             raise TimeoutError("it does not answer")
         if "error" in (answer := json.loads(connection.recv_bytes())):
@@ -298,14 +283,13 @@ class _Watch:
         """To all that are connected: rank 0, or from there all others."""
         with self.sending:
             for connection in list(self.peers):
-                _send(connection, message)
+                send(connection, message)
 
     def leave(self, reason: str | None, status: int) -> None:
         self.is_failing = reason is not None
         if self.is_failing and status != MISTAKE_STATUS:
-            time.sleep(
-                GRACE
-            )  # where a lost rank is the cause, as in a collective that it broke off, the thread ends us
+            # Where a lost rank is the cause, as in a collective that it broke off, the thread ends us meanwhile.
+            time.sleep(GRACE)
         self.has_left = True
         if reason is not None:
             _record(reason)

@@ -1,0 +1,85 @@
+"""Commands that run at the same time, their ranks and their updates."""
+
+import contextlib
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+from conftest import ROOT, base_env, kill_all, read_metrics
+
+
+class Run:
+    """Commands that run at the same time, and all end with the block."""
+
+    def __init__(self, directory):
+        self.directory, self.processes = directory, []
+
+    def start(self, command, env=None, cwd=ROOT):
+        variables = base_env(CUDA_VISIBLE_DEVICES="", **(env or {}))
+        with open(self.directory / f"output-{len(self.processes)}", "w") as output:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+            process = subprocess.Popen([str(part) for part in command], env=variables, cwd=cwd, **streams)
+        self.processes.append(process)
+        return process
+
+    def wait(self, timeout):
+        """The exit statuses."""
+        deadline = time.monotonic() + timeout
+        return [process.wait(timeout=max(0.1, deadline - time.monotonic())) for process in self.processes]
+
+    def output(self, number=0):
+        return (self.directory / f"output-{number}").read_text()
+
+    def errors(self, number=0):
+        """The lines that our own code tells."""
+        return [line for line in self.output(number).splitlines() if line.startswith("error: ")]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            if process.poll() is None:
+                kill_all([psutil.Process(process.pid)])
+                process.wait()
+
+
+def set_world(monkeypatch, size):
+    """The variables of the first of so many processes on one machine."""
+    world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "RANK": 0, "LOCAL_RANK": 0}
+    for variable, value in {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}.items():
+        monkeypatch.setenv(variable, str(value))
+
+
+def settings_shown(output):
+    """The view of a dry run: each setting's name with its value and where it comes from."""
+    lines = output.split("where it comes from:\n")[1].splitlines()
+    columns = [re.split(r"\s{2,}", line) for line in lines]
+    return {name: (value, source) for name, value, source in (row for row in columns if len(row) == 3)}
+
+
+def find_rank(launcher, rank):
+    """A worker of a launcher."""
+    for process in psutil.Process(launcher.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("RANK") == str(rank):
+                return process
+    raise AssertionError(f"no rank {rank} below {launcher.args}")
+
+
+def wait_until(condition, seconds=300):
+    """A start alone takes a loaded machine a minute."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.1)
+
+
+def num_updates(output_dir):
+    return len(read_metrics(output_dir)) if (Path(output_dir) / "metrics.jsonl").exists() else 0
+
+
+def wait_for_updates(output_dir, number):
+    wait_until(lambda: num_updates(output_dir) >= number)
