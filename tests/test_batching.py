@@ -32,13 +32,11 @@ class ListSamples:
 
     def __getitem__(self, index):
         ids = np.arange(self.all_lengths[index]) + 1000 * index
-        targets = ids + 1
-        if self.masked:
-            targets[-1] = -100
-        return ids, targets
+        rows = np.arange(len(ids) - self.masked)
+        return ids, ids[rows] + 1, rows
 
     def dummy_sample(self):
-        return np.array([0]), np.array([-100])
+        return np.array([0]), np.zeros(0, np.int64), np.zeros(0, np.int64)
 
     def lengths(self, ids):
         return self.all_lengths[ids]

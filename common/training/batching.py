@@ -210,24 +210,24 @@ def _assign(
     return assigned
 
 
-def collate_tokens(samples: list[tuple[np.ndarray, np.ndarray]], pad_token_id: int) -> dict[str, torch.Tensor]:
+def collate_tokens(
+    samples: list[tuple[np.ndarray, np.ndarray, np.ndarray]], pad_token_id: int
+) -> dict[str, torch.Tensor]:
     """Pads samples on the right into one micro-batch: `input_ids` (B, L), `targets` (N,), `target_rows` (N,), int64.
 
-    `target_rows[i]` is the position in the flattened input that predicts `targets[i]`. They are found here, on the CPU,
-    because finding them on a GPU would make the host wait for it at every micro-step. A causal model needs no mask
-    for padding on the right: no real token looks at it, and it is no target.
+    `target_rows[i]` is the position in the flattened input that predicts `targets[i]`; a sample has the same three of
+    its own. No mask is handed on: finding the targets in one on a GPU would make the host wait at every micro-step. A
+    causal model needs none for padding on the right: no real token looks at it, and it is no target.
     """
-    length = max(len(ids) for ids, _ in samples)
+    length = max(len(ids) for ids, *_ in samples)
     input_ids = np.full((len(samples), length), pad_token_id, np.int64)
-    targets = np.full((len(samples), length), -100, np.int64)
-    for row, (ids, target) in enumerate(samples):
+    for row, (ids, *_) in enumerate(samples):
         input_ids[row, : len(ids)] = ids
-        targets[row, : len(ids)] = target
-    rows = np.flatnonzero(targets.reshape(-1) != -100)
+    rows = [row * length + target_rows for row, (*_, target_rows) in enumerate(samples)]
     return {
         "input_ids": torch.from_numpy(input_ids),
-        "targets": torch.from_numpy(targets.reshape(-1)[rows]),
-        "target_rows": torch.from_numpy(rows),
+        "targets": torch.from_numpy(np.concatenate([targets for _, targets, _ in samples])),
+        "target_rows": torch.from_numpy(np.concatenate(rows)),
     }
 
 
