@@ -242,18 +242,9 @@ def test_a_missing_bitsandbytes_is_one_line(monkeypatch):
     make_optimizer("adamw", build("llama"), 1e-3, 0.1)
 
 
-def test_mistakes_are_named():
-    model = build("llama")
-    with pytest.raises(UserError, match=r"--optimizer adamm is unknown \(did you mean adamw\?\): choose from adamw, "):
-        make_optimizer("adamm", model, 1e-3, 0.1)
-    for rate in (0.0, -1e-3, math.nan, math.inf):
-        with pytest.raises(UserError, match="--learning_rate"):
-            make_optimizer("adamw", model, rate, 0.1)
-    for decay in (-0.1, math.nan, math.inf):
-        with pytest.raises(UserError, match="--weight_decay"):
-            make_optimizer("adamw", model, 1e-3, decay)
+def test_a_model_without_a_trainable_parameter_is_refused():
     with pytest.raises(UserError, match="no trainable parameter"):
-        make_optimizer("adamw", model.requires_grad_(False), 1e-3, 0.1)
+        make_optimizer("adamw", build("llama").requires_grad_(False), 1e-3, 0.1)
 
 
 def test_decay_that_reaches_no_parameter_is_said(recwarn):
@@ -323,23 +314,6 @@ def test_the_rate_reaches_every_group_through_accelerate():
     set_gradients(model, 1.0)
     prepared.step()  # Adam's first step is the rate
     torch.testing.assert_close(before - model.bias.detach(), torch.full((4,), 0.125))
-
-
-@pytest.mark.parametrize(
-    "changed, message",
-    [
-        ({"schedule": "cosin"}, r"--lr_schedule cosin is unknown \(did you mean cosine\?\)"),
-        ({"peak": 0.0}, "--learning_rate"),
-        ({"peak": math.nan}, "--learning_rate"),
-        ({"warmup_updates": 10}, "--warmup_updates 10 must be 0 or more and below --num_updates 10"),
-        ({"warmup_updates": -1}, "--warmup_updates -1"),
-    ],
-)
-def test_mistakes_in_the_schedule_are_named(changed, message):
-    good = {"schedule": "cosine", "peak": 1.0, "num_updates": 10, "warmup_updates": 2}
-    learning_rate(0, **good)
-    with pytest.raises(UserError, match=message):
-        learning_rate(0, **{**good, **changed})
 
 
 def test_help_can_be_printed():

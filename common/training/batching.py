@@ -11,6 +11,7 @@ padding), and the ranks get equal work at every micro-step.
 import argparse
 import hashlib
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -169,7 +170,6 @@ def _assign(
     Work is tokens with padding. The largest micro-batch goes to the rank that has least, and so on; then the busiest
     rank and the idlest exchange while that helps and `fits(samples, padded length)`.
     """
-
     totals, columns = lengths.sum(1).tolist(), lengths.T.tolist()
 
     def length(batch: list[int]) -> int:  # of one column it is the first sample's, since batches are sorted
@@ -231,38 +231,30 @@ def collate_tokens(
     }
 
 
+@dataclass(eq=False)
 class GlobalBatches(torch.utils.data.Dataset):
     """Item k is this rank's share of update k, so `DataLoader(dataset, sampler=range(k, n), batch_size=None)` is a run.
 
     Exactly one of `micro_batch_size` and `micro_batch_tokens` is given. `seed=None` keeps the data's order.
     """
 
-    def __init__(
-        self,
-        samples: Samples,
-        collate: Collate,
-        *,
-        global_batch_size: int,
-        micro_batch_size: int | None,
-        micro_batch_tokens: int | None,
-        rank: int,
-        world_size: int,
-        seed: int | None,
-        drop_last_window: bool = False,
-    ):
-        self.samples, self.collate, self.global_batch_size = samples, collate, global_batch_size
-        self.micro_batch_size, self.micro_batch_tokens = micro_batch_size, micro_batch_tokens
-        self.rank, self.world_size, self.seed = rank, world_size, seed
-        self.drop_last_window = drop_last_window
+    samples: Samples
+    collate: Collate
+    _: KW_ONLY
+    global_batch_size: int
+    micro_batch_size: int | None
+    micro_batch_tokens: int | None
+    rank: int
+    world_size: int
+    seed: int | None
+    drop_last_window: bool = False
 
     def __len__(self) -> int:
         """Global batches in an epoch; items beyond it are the next epochs'."""
         return updates_per_epoch(len(self.samples), self.global_batch_size, self.drop_last_window)
 
     def __getitem__(self, update: int) -> GlobalBatch:
-        ids = sample_ids_of(
-            update, len(self.samples), self.global_batch_size, self.seed, drop_last_window=self.drop_last_window
-        )
+        ids = sample_ids_of(update, len(self.samples), self.global_batch_size, self.seed, self.drop_last_window)
         lengths = self.samples.lengths(ids)
         assigned = cut_global_batch(lengths, self.world_size, self.micro_batch_size, self.micro_batch_tokens)
         # Samples that are augmented are others in each epoch.
