@@ -143,7 +143,7 @@ def write_global_batches(work, name, settings, tokenizer):
     with open(work / f"{name}.batches.jsonl", "w") as file:
         for update in range(settings["warmup"] + settings["measured"]):
             for sample in sample_ids_of(update, len(samples), settings["global_batch"], SEED):
-                input_ids, targets = samples[sample]
+                input_ids, targets, _ = samples[sample]
                 lengths.append(len(input_ids))
                 file.write(json.dumps({"input_ids": np.append(input_ids, targets[-1]).tolist()}) + "\n")
     return {"samples": len(samples), "mean_length": statistics.mean(lengths), "max_length": max(lengths)}

@@ -32,13 +32,11 @@ class ListSamples:
 
     def __getitem__(self, index):
         ids = np.arange(self.all_lengths[index]) + 1000 * index
-        targets = ids + 1
-        if self.masked:
-            targets[-1] = -100
-        return ids, targets
+        rows = np.arange(len(ids) - self.masked)
+        return ids, ids[rows] + 1, rows
 
     def dummy_sample(self):
-        return np.array([0]), np.array([-100])
+        return np.array([0]), np.zeros(0, np.int64), np.zeros(0, np.int64)
 
     def lengths(self, ids):
         return self.all_lengths[ids]
@@ -177,40 +175,25 @@ def test_a_collated_batch_predicts_each_next_token():
     assert batch["targets"].tolist() == [1, 2, 3, 1001, 2001, 2002]
 
 
+def shares(samples, world_size, update):
+    """What each rank gets of an update of 8 samples, two at once."""
+    sizes = {"global_batch_size": 8, "micro_batch_size": 2, "micro_batch_tokens": None, "seed": 0}
+    collate = functools.partial(collate_tokens, pad_token_id=0)
+    return [GlobalBatches(samples, collate, rank=r, world_size=world_size, **sizes)[update] for r in range(world_size)]
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_global_batch_counts_what_its_ranks_hold(world_size):
     """The divisor, the token count and the digest of a global batch are those of all its micro-batches on all ranks."""
     samples = ListSamples(np.random.default_rng(0).integers(1, 50, 30), masked=True)
     for update in range(8):
-        global_batches = [
-            GlobalBatches(
-                samples,
-                functools.partial(collate_tokens, pad_token_id=0),
-                global_batch_size=8,
-                micro_batch_size=2,
-                micro_batch_tokens=None,
-                rank=rank,
-                world_size=world_size,
-                seed=0,
-            )[update]
-            for rank in range(world_size)
-        ]
-        assert len({(w.num_targets, w.num_tokens, w.sample_digest, len(w.micro_batches)) for w in global_batches}) == 1
-        batches = [batch for global_batch in global_batches for batch in global_batch.micro_batches]
-        assert sum(len(batch["targets"]) for batch in batches) == global_batches[0].num_targets
-        assert sum(batch["input_ids"].numel() for batch in batches) == global_batches[0].rank_work.sum()
+        batches = shares(samples, world_size, update)
+        assert len({(b.num_targets, b.num_tokens, b.sample_digest, len(b.micro_batches)) for b in batches}) == 1
+        micro_batches = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
+        assert sum(len(micro_batch["targets"]) for micro_batch in micro_batches) == batches[0].num_targets
+        assert sum(micro_batch["input_ids"].numel() for micro_batch in micro_batches) == batches[0].rank_work.sum()
 
 
-def test_a_rank_without_samples_gets_a_placeholder_without_targets():
-    dataset = GlobalBatches(
-        ListSamples([5]),
-        functools.partial(collate_tokens, pad_token_id=0),
-        global_batch_size=4,
-        micro_batch_size=1,
-        micro_batch_tokens=None,
-        rank=1,
-        world_size=4,
-        seed=0,
-    )
-    (batch,) = dataset[0].micro_batches
+def test_a_rank_without_samples_gets_a_dummy_without_targets():
+    (batch,) = shares(ListSamples([5]), 4, 0)[1].micro_batches
     assert batch["input_ids"].shape == (1, 1) and len(batch["targets"]) == 0 and batch["targets"].dtype == torch.int64

@@ -64,13 +64,12 @@ def write_jsonl(path, rows):
 
 def stream_of(samples):
     """The tokens that blocks read, put together, and those that they predict."""
-    pairs = [samples[i] for i in range(len(samples))]
-    return np.concatenate([ids for ids, _ in pairs]), np.concatenate([targets for _, targets in pairs])
+    ids, targets, _ = zip(*(samples[i] for i in range(len(samples))), strict=True)
+    return np.concatenate(ids), np.concatenate(targets)
 
 
 def targets_as_text(tokenizer, sample):
-    ids, targets = sample
-    return tokenizer.decode(targets[targets != -100])
+    return tokenizer.decode(sample[1])
 
 
 # --- the embedded corpus ---
@@ -209,13 +208,14 @@ def test_the_tokenizer_says_what_stands_around_a_text(tokenizer, tmp_path, cache
     else:  # the end of one document is the beginning of the next
         assert stream == [eos, *hello, eos, *ab, eos]
     assert samples.meta["dropped"] == 1
-    ids, targets = tokenize(source, own, 100, "examples", cache)[1]
+    ids, targets, rows = tokenize(source, own, 100, "examples", cache)[1]
     assert ids.tolist() == [*before, *ab] and targets.tolist()[-len(ab) :] == [*ab[1:], eos]
-    assert (targets == -100).sum() == max(0, len(before) - 1)
+    assert rows.tolist() == list(range(max(0, len(before) - 1), len(ids)))
     pairs = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "hello", "completion": "a b"}])
-    ids, targets = tokenize(pairs, own, 100, None, cache)[0]
+    ids, targets, rows = tokenize(pairs, own, 100, None, cache)[0]
     given = own("hello")["input_ids"]
-    assert ids.tolist() == given + ab and targets.tolist() == [-100] * (len(given) - 1) + [*ab, eos]
+    assert ids.tolist() == given + ab and targets.tolist() == [*ab, eos]
+    assert rows.tolist() == list(range(len(given) - 1, len(ids)))
     own.backend_tokenizer.post_processor = processors.TemplateProcessing("$A <t>", special_tokens=list(numbers.items()))
     again = tokenize(pairs, own, 100, None, cache)[0][0]  # what the cache has was made by another rule
     assert again.tolist() == [*hello, numbers["<t>"], *ab] and len(work) == 4
@@ -254,18 +254,18 @@ def test_only_the_completion_is_predicted(tokenizer, tmp_path, cache):
     rows = [{"prompt": "a b c ", "completion": "hello x"}, {"prompt": token[:1], "completion": token[1:]}]
     samples = tokenize(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer, 100, None, cache)
     eos = tokenizer.eos_token_id
-    for row, (ids, targets) in zip(rows, [samples[0], samples[1]], strict=True):
+    for row, (ids, targets, target_rows) in zip(rows, [samples[0], samples[1]], strict=True):
         completion = [*tokenizer(row["completion"], add_special_tokens=False)["input_ids"], eos]
         prompt = tokenizer(row["prompt"])["input_ids"]
         assert ids.tolist() == prompt + completion[:-1]
-        assert targets.tolist() == [-100] * (len(prompt) - 1) + completion
-    assert samples.num_targets([0, 1]).tolist() == [int((samples[i][1] != -100).sum()) for i in (0, 1)]
+        assert targets.tolist() == completion and target_rows.tolist() == list(range(len(prompt) - 1, len(ids)))
+    assert samples.num_targets([0, 1]).tolist() == [len(samples[i][1]) for i in (0, 1)]
     assert samples.num_bytes is None  # the prompts are not paid for
     # the control: tokenised as one, the boundary is gone
     assert len(tokenizer(token, add_special_tokens=False)["input_ids"]) == 1
     assert token not in tokenizer.decode([samples[1][0][1]])
     whole = tokenize(write_jsonl(tmp_path / "b.jsonl", [{"text": "hello"}]), tokenizer, 100, "examples", cache)
-    assert (whole[0][1] != -100).all()  # and with a text column nothing is left out
+    assert len(whole[0][1]) == len(whole[0][0])  # and with a text column nothing is left out
 
 
 def test_cut_and_empty_rows_are_counted(tokenizer, tmp_path, cache):
@@ -357,7 +357,7 @@ def test_only_the_assistant_is_predicted(tokenizer, tmp_path, cache, monkeypatch
     whole = tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     assert samples[0][0].tolist() == whole["input_ids"][:-1]
     if template == TAGGED:  # what transformers computes itself
-        assert (samples[0][1] != -100).tolist() == [bool(m) for m in whole["assistant_masks"][1:]]
+        assert samples[0][2].tolist() == np.flatnonzero(whole["assistant_masks"][1:]).tolist()
     # the control: without the spans everything would be a target
     everything = write_jsonl(tmp_path / "b.jsonl", [{"text": tokenizer.decode(whole["input_ids"])}])
     assert "hello" in targets_as_text(tokenizer, tokenize(everything, tokenizer, 500, "examples", cache)[0])

@@ -9,12 +9,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.errors import UserError
-from common.training import losses, output_head
+from common.training import output_head
 from common.training.linear_cross_entropy import linear_cross_entropy
 from common.training.losses import sum_token_losses
 
@@ -55,13 +56,17 @@ FAMILIES = {  # name: (model type, its config, how the message begins, what it s
 }
 
 
-def build(family: str, dtype: torch.dtype = torch.float32):
-    """The untouched model, every parameter random: a fresh one has biases of zero and logits too small for a cap."""
+def config_of(family: str):
     model_type, settings, _, _ = FAMILIES[family]
-    torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **(SMALL | settings))
     config._experts_implementation = "eager"  # torch's grouped product of experts has no float64
-    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    return config
+
+
+def build(family: str, dtype: torch.dtype = torch.float32):
+    """The untouched model, every parameter random: a fresh one has biases of zero and logits too small for a cap."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(family)).to(dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.3)
@@ -116,7 +121,13 @@ def test_loss_and_gradients_equal_the_models_own(family, dtype):
     message = sum_token_losses(model, chunk_rows=4)  # 9 targets: two full chunks and a short one
     _, _, kind, detail = FAMILIES[family]
     assert message.startswith(kind) and detail in message
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config_of(family))
+    assert sum_token_losses(empty, chunk_rows=4) == message  # as ranks do that have no weights
     loss = model(**batch())
+    with torch.no_grad():
+        value = model(**batch())
+    assert not value.requires_grad and value.item() == loss.item()
     assert loss.dtype == (torch.float32 if kind == OWN_LOSS else dtype)  # the model's own loss is always in float32
     assert difference(model, loss, reference, own_loss_sum(reference, **batch())) < 3e-6
     if dtype == torch.float64 and kind != OWN_LOSS:
@@ -143,17 +154,21 @@ def test_the_test_above_fails_where_detection_is_off(family, monkeypatch):
     assert difference(model, model(**batch()), reference, own_loss_sum(reference, **batch())) < 3e-6
 
 
-def test_bias_counts_and_a_bias_of_zero_is_seen(monkeypatch):
-    model = build("phi bias")
-    reference = copy.deepcopy(model)
-    sum_token_losses(model)
-    real = linear_cross_entropy
-    monkeypatch.setattr(losses, "linear_cross_entropy", lambda h, w, b, t, **kw: real(h, w, b * 0, t, **kw))
-    assert difference(model, model(**batch()), reference, own_loss_sum(reference, **batch())) > 0.01
+def late_bias(head, _, logits):
+    return logits + head.late
 
+
+def dropout(head, _, logits):
+    return F.dropout(logits, 0.1, head.training)
+
+
+@pytest.mark.parametrize("change", [late_bias, dropout])
+def test_what_shows_only_in_training_is_seen(change):
+    """A bias that is still zero, and dropout on the logits of a model in eval mode."""
     model = build("llama")
-    model.lm_head.late = torch.nn.Parameter(torch.zeros(101))  # changes nothing yet, but will be trained
-    model.lm_head.register_forward_hook(lambda module, _, logits: logits + module.late)
+    assert sum_token_losses(copy.deepcopy(model)).startswith(CHUNKED)
+    model.lm_head.register_forward_hook(change)
+    model.lm_head.late = torch.nn.Parameter(torch.zeros(101)) if change == late_bias else None
     assert sum_token_losses(model).startswith(FULL_LOGITS)
 
 
@@ -166,15 +181,6 @@ def test_without_targets_loss_and_every_gradient_are_zero(family):
     found = gradients(model, loss)
     assert len(found) == len(list(model.parameters())) and not any(g.any() for g in found.values())
     assert any(g.any() for g in gradients(model, model(**batch())).values())
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2 soft-cap", "bert dense head", "mixtral router loss"])
-def test_no_grad_gives_the_same_value(family):
-    model = build(family)
-    sum_token_losses(model, chunk_rows=4)
-    with torch.no_grad():
-        value = model(**batch())
-    assert not value.requires_grad and value.item() == model(**batch()).item()
 
 
 @pytest.mark.parametrize("family", ["llama tied", "gemma2 soft-cap", "cohere scale", "phi bias"])
@@ -294,14 +300,6 @@ def test_a_backbone_that_gets_more_than_tokens_is_not_chunked():
     assert difference(model, model(**batch()), reference, own_loss_sum(reference, **batch())) < 3e-6
 
 
-def test_dropout_on_the_logits_is_seen_though_the_model_is_in_eval_mode():
-    model = build("llama")
-    assert sum_token_losses(copy.deepcopy(model)).startswith(CHUNKED)
-    model.lm_head.register_forward_hook(lambda module, _, logits: F.dropout(logits, 0.1, module.training))
-    message = sum_token_losses(model)
-    assert message.startswith(FULL_LOGITS) and "differ by" in message
-
-
 def test_a_custom_loss_is_kept_or_refused():
     model = build("llama")
     model.loss_function = lambda logits, labels, vocab_size, shift_labels=None, **_: F.cross_entropy(
@@ -316,6 +314,20 @@ def test_a_custom_loss_is_kept_or_refused():
         logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.1
     )
     with pytest.raises(UserError, match="ignores shift_labels"):
+        sum_token_losses(model)
+
+
+def test_a_loss_that_grows_where_the_head_is_not_understood_is_refused(monkeypatch):
+    model = build("bert dense head")
+    forward = type(model).forward
+
+    def more(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        output.loss = None if output.loss is None else output.loss + 0.1
+        return output
+
+    monkeypatch.setattr(type(model), "forward", more)
+    with pytest.raises(UserError, match="is not the cross-entropy of its logits; take another"):
         sum_token_losses(model)
 
 
@@ -354,26 +366,13 @@ def test_distributed_wrappers_see_every_gradient(mode, num_targets):
         model = build("llama" if mode == "fsdp2 head apart" else "llama tied")
         reference = copy.deepcopy(model)
         sum_token_losses(model, chunk_rows=4)
-        if mode == "ddp":
-            wrapped = torch.nn.parallel.DistributedDataParallel(model)
-        else:
-            from torch.distributed.fsdp import fully_shard
-
-            mesh = dist.init_device_mesh("cpu", (1,))
-            for unit in [*model.model.layers, *([model.lm_head] if "apart" in mode else []), model]:
-                fully_shard(unit, mesh=mesh)
-            wrapped = model
-        loss = wrapped(**batch(num_targets))
-        loss.backward()
-        expected = gradients(
-            reference, own_loss_sum(reference, **batch(num_targets)) if num_targets else 0 * loss_of(reference)
-        )
+        wrapped = torch.nn.parallel.DistributedDataParallel(model) if mode == "ddp" else model
+        for unit in [*model.model.layers, *([model.lm_head] if "apart" in mode else []), model] * (mode != "ddp"):
+            fully_shard(unit, mesh=dist.init_device_mesh("cpu", (1,)))
+        wrapped(**batch(num_targets)).backward()
+        expected = gradients(reference, own_loss_sum(reference, **batch()) * (num_targets > 0))
         for name, parameter in model.named_parameters():
             found = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
             torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-5)
     finally:
         dist.destroy_process_group()
-
-
-def loss_of(model):
-    return own_loss_sum(model, **batch())

@@ -2,7 +2,7 @@
 
     tokenizer = train_tokenizer(Source(embedded="train"), vocab_size=8192)
     samples = tokenize(Source(embedded="train"), tokenizer, sequence_length=512)
-    input_ids, targets = samples[0]
+    input_ids, targets, target_rows = samples[0]
 
 The cache holds one flat int32 file of tokens. A token that is not a target (a prompt's, a user's turn's, the first of
 all) is stored as its bitwise complement ~token, which is negative: one file says both what is read and what is learned.
@@ -233,7 +233,8 @@ def _write_examples(
 
 
 class Samples:
-    """Memory-mapped samples. Item i is (input_ids, targets), int64 (length,) each, -100 where there is no target.
+    """Memory-mapped samples. Item i is (input_ids, targets, target_rows), int64; after input_ids[target_rows[j]] comes
+    targets[j], which is learned.
 
     Block b reads stream[b*S : (b+1)*S] and predicts stream[b*S+1 : (b+1)*S+1]; the last one is shorter.
     """
@@ -255,7 +256,7 @@ class Samples:
     def __len__(self) -> int:
         return -(-self.num_tokens // self.sequence_length) if self.is_blocks else self.meta["documents"]
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         index = int(index)
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
@@ -264,11 +265,12 @@ class Samples:
         else:
             start, end = int(self._offsets[index]), int(self._offsets[index + 1])
         stored = np.array(self._tokens[start:end], np.int64)
-        return np.where(stored < 0, ~stored, stored)[:-1], np.where(stored < 0, -100, stored)[1:]
+        target_rows = np.flatnonzero(stored[1:] >= 0)
+        return np.where(stored < 0, ~stored, stored)[:-1], stored[target_rows + 1], target_rows
 
-    def dummy_sample(self) -> tuple[np.ndarray, np.ndarray]:
+    def dummy_sample(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """A sample of one token that has no target."""
-        return self[0][0][:1], np.array([-100])
+        return self[0][0][:1], np.zeros(0, np.int64), np.zeros(0, np.int64)
 
     def lengths(self, ids: np.ndarray) -> np.ndarray:
         """Input tokens of each sample, int64, without reading a token."""

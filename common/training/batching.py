@@ -11,6 +11,7 @@ padding), and the ranks get equal work at every micro-step.
 import argparse
 import hashlib
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -169,7 +170,6 @@ def _assign(
     Work is tokens with padding. The largest micro-batch goes to the rank that has least, and so on; then the busiest
     rank and the idlest exchange while that helps and `fits(samples, padded length)`.
     """
-
     totals, columns = lengths.sum(1).tolist(), lengths.T.tolist()
 
     def length(batch: list[int]) -> int:  # of one column it is the first sample's, since batches are sorted
@@ -210,59 +210,51 @@ def _assign(
     return assigned
 
 
-def collate_tokens(samples: list[tuple[np.ndarray, np.ndarray]], pad_token_id: int) -> dict[str, torch.Tensor]:
+def collate_tokens(
+    samples: list[tuple[np.ndarray, np.ndarray, np.ndarray]], pad_token_id: int
+) -> dict[str, torch.Tensor]:
     """Pads samples on the right into one micro-batch: `input_ids` (B, L), `targets` (N,), `target_rows` (N,), int64.
 
-    `target_rows[i]` is the position in the flattened input that predicts `targets[i]`. They are found here, on the CPU,
-    because finding them on a GPU would make the host wait for it at every micro-step. A causal model needs no mask
-    for padding on the right: no real token looks at it, and it is no target.
+    `target_rows[i]` is the position in the flattened input that predicts `targets[i]`; a sample has the same three of
+    its own. No mask is handed on: finding the targets in one on a GPU would make the host wait at every micro-step. A
+    causal model needs none for padding on the right: no real token looks at it, and it is no target.
     """
-    length = max(len(ids) for ids, _ in samples)
+    length = max(len(ids) for ids, *_ in samples)
     input_ids = np.full((len(samples), length), pad_token_id, np.int64)
-    targets = np.full((len(samples), length), -100, np.int64)
-    for row, (ids, target) in enumerate(samples):
+    for row, (ids, *_) in enumerate(samples):
         input_ids[row, : len(ids)] = ids
-        targets[row, : len(ids)] = target
-    rows = np.flatnonzero(targets.reshape(-1) != -100)
+    rows = [row * length + target_rows for row, (*_, target_rows) in enumerate(samples)]
     return {
         "input_ids": torch.from_numpy(input_ids),
-        "targets": torch.from_numpy(targets.reshape(-1)[rows]),
-        "target_rows": torch.from_numpy(rows),
+        "targets": torch.from_numpy(np.concatenate([targets for _, targets, _ in samples])),
+        "target_rows": torch.from_numpy(np.concatenate(rows)),
     }
 
 
+@dataclass(eq=False)
 class GlobalBatches(torch.utils.data.Dataset):
     """Item k is this rank's share of update k, so `DataLoader(dataset, sampler=range(k, n), batch_size=None)` is a run.
 
     Exactly one of `micro_batch_size` and `micro_batch_tokens` is given. `seed=None` keeps the data's order.
     """
 
-    def __init__(
-        self,
-        samples: Samples,
-        collate: Collate,
-        *,
-        global_batch_size: int,
-        micro_batch_size: int | None,
-        micro_batch_tokens: int | None,
-        rank: int,
-        world_size: int,
-        seed: int | None,
-        drop_last_window: bool = False,
-    ):
-        self.samples, self.collate, self.global_batch_size = samples, collate, global_batch_size
-        self.micro_batch_size, self.micro_batch_tokens = micro_batch_size, micro_batch_tokens
-        self.rank, self.world_size, self.seed = rank, world_size, seed
-        self.drop_last_window = drop_last_window
+    samples: Samples
+    collate: Collate
+    _: KW_ONLY
+    global_batch_size: int
+    micro_batch_size: int | None
+    micro_batch_tokens: int | None
+    rank: int
+    world_size: int
+    seed: int | None
+    drop_last_window: bool = False
 
     def __len__(self) -> int:
         """Global batches in an epoch; items beyond it are the next epochs'."""
         return updates_per_epoch(len(self.samples), self.global_batch_size, self.drop_last_window)
 
     def __getitem__(self, update: int) -> GlobalBatch:
-        ids = sample_ids_of(
-            update, len(self.samples), self.global_batch_size, self.seed, drop_last_window=self.drop_last_window
-        )
+        ids = sample_ids_of(update, len(self.samples), self.global_batch_size, self.seed, self.drop_last_window)
         lengths = self.samples.lengths(ids)
         assigned = cut_global_batch(lengths, self.world_size, self.micro_batch_size, self.micro_batch_tokens)
         # Samples that are augmented are others in each epoch.

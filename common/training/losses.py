@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from common.parallel.loading import decided_once
+from common.errors import UserError
 from common.training.linear_cross_entropy import linear_cross_entropy
 from common.training.output_head import (
     Head,
+    MoreTerms,
     check_own_loss_takes_shifted_targets,
     examine_head,
     left_unchanged,
-    own_loss_has_more_terms,
     own_loss_is_cross_entropy,
 )
 
@@ -44,16 +44,13 @@ def sum_token_losses(model: PreTrainedModel, chunk_rows: int = 512) -> str:
     ...) returns N times its own mean loss instead.
 
     Returns: one line that says what will run.
-    Raises: UserError where the model's own loss has to be kept and cannot be told which positions predict what.
+    Raises: UserError where the model's own loss is another one and cannot be told which positions predict what.
     """
     if not hasattr(model.forward, "__func__"):
         raise ValueError(f"{type(model).__name__}.forward is wrapped already: call sum_token_losses(model) first")
     original = model.forward.__func__
     with left_unchanged(model):
-        way, message = decided_once(lambda: _choose(model, chunk_rows))
-    if isinstance(way, Head):
-        _give_head_a_loss(model.get_output_embeddings())
-    loss_sum = _chunked_loss_sum(way, chunk_rows) if isinstance(way, Head) else way
+        loss_sum, message = _choose(model, chunk_rows)
 
     def forward(self, *args, targets: Tensor | None = None, target_rows: Tensor | None = None, **kwargs):
         if targets is None:
@@ -69,23 +66,27 @@ def sum_token_losses(model: PreTrainedModel, chunk_rows: int = 512) -> str:
     return message
 
 
-def _choose(model: PreTrainedModel, chunk_rows: int) -> tuple[Head | Callable[..., Tensor], str]:
-    """The head to compute the loss sum by, or the function that returns it; and the line that says so."""
-    reason = own_loss_has_more_terms(model)
+def _choose(model: PreTrainedModel, chunk_rows: int) -> tuple[Callable[..., Tensor], str]:
+    """The function that returns the loss sum, and the line that says so: with and without weights the same."""
+    has_weights = not any(parameter.is_meta for parameter in model.parameters())
     try:
-        if not reason:
-            plan = examine_head(model)
-            message = f"chunked linear cross-entropy, {chunk_rows} rows at once"
-            message += f", logits times {plan.scale:g}" if plan.scale != 1 else ""
-            message += f", soft-capped at {plan.softcap:g}" if plan.softcap is not None else ""
-            return plan, message
+        head = examine_head(model)
+    except MoreTerms as reason:
+        if has_weights:
+            check_own_loss_takes_shifted_targets(model)
+        message = f"the model's own loss over full logits (because {reason}); it is a mean of each micro-batch, so "
+        return _own_loss_sum, message + "that the update depends, a little, on how its global batch is cut"
     except Exception as error:  # whatever a foreign forward raises: it cannot be reproduced, and has logits of its own
         reason = " ".join(f"{error}".split())[:200] or type(error).__name__
-    if not own_loss_has_more_terms(model) and own_loss_is_cross_entropy(model):
+        if has_weights and not own_loss_is_cross_entropy(model):
+            name = type(model).__name__
+            raise UserError(f"{name}: its own loss is not the cross-entropy of its logits; take another") from error
         return _full_logits_loss_sum, f"cross-entropy over the model's own full logits (because {reason})"
-    check_own_loss_takes_shifted_targets(model)
-    message = f"the model's own loss over full logits (because {reason}); it is a mean of each micro-batch, so that "
-    return _own_loss_sum, message + "the update depends, a little, on how its global batch is cut"
+    message = f"chunked linear cross-entropy, {chunk_rows} rows at once"
+    message += f", logits times {head.scale:g}" if head.scale != 1 else ""
+    message += f", soft-capped at {head.softcap:g}" if head.softcap is not None else ""
+    _give_head_a_loss(model.get_output_embeddings())
+    return _chunked_loss_sum(head, chunk_rows), message
 
 
 def _chunked_loss_sum(plan: Head, chunk_rows: int) -> Callable[..., Tensor]:

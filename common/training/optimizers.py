@@ -7,10 +7,8 @@ Make the optimizer before `accelerator.prepare`, from the plain model, and set t
     set_learning_rate(optimizer, rate)
 """
 
-import difflib
 import math
 import warnings
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,18 +19,11 @@ from common.errors import UserError
 # The modules whose weight is a matrix whatever its sizes: the head of a regression has shape (1, width) and is decayed.
 MATRIX_MODULES = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
 
-
 # (0.9, 0.95) is what language models are trained with (GPT-3, LLaMA, nanoGPT). torch's 0.999 averages the squared
 # gradient over 1000 updates, which is longer than many of these runs, and makes one bad batch felt for as long.
 ADAM_BETAS = (0.9, 0.95)
-
-
 SGD_MOMENTUM = 0.9
-
-
 COSINE_FLOOR = 0.1  # of the peak: the last rate of Chinchilla (arXiv:2203.15556), LLaMA and nanoGPT
-
-
 WSD_DECAY = 5  # the last fifth of all updates; not 0.2, whose rounding error would add an update to 35 / 5
 
 
@@ -49,7 +40,6 @@ OPTIMIZERS = {
     "adafactor": OptimizerFacts("row and column averages in place of the states; takes AdamW's learning rate", 0.01),
     "sgd": OptimizerFacts("momentum 0.9; needs a learning rate some 30 times AdamW's", 4),
 }
-
 
 # No percent signs: argparse would read them as format codes.
 SCHEDULES = {
@@ -75,30 +65,22 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         One dict each for `decay` and `no_decay`, with keys `name`, `params` (in the model's order) and `weight_decay`.
         A group without parameters is left out, because DeepSpeed cannot flatten it.
     Raises:
-        UserError: the model has no trainable parameter, or `weight_decay` is negative or not finite.
+        UserError: the model has no trainable parameter.
     """
-    if not 0 <= weight_decay < math.inf:
-        raise UserError(f"--weight_decay {weight_decay}: it must be 0 or more, and finite")
-    groups: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": []}
-    seen = set()
+    decayed: dict[nn.Parameter, bool] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad and id(parameter) not in seen:
-                seen.add(id(parameter))
-                groups["decay" if _is_decayed(module, name, parameter) else "no_decay"].append(parameter)
-    if not seen:
+            if parameter.requires_grad and parameter not in decayed:
+                decayed[parameter] = _is_decayed(module, name, parameter)
+    if not decayed:
         raise UserError(
             "the model has no trainable parameter: unfreeze some (requires_grad) before the optimizer is made"
         )
-    grouped = [id(parameter) for parameters in groups.values() for parameter in parameters]
-    trainable = [id(parameter) for parameter in model.parameters() if parameter.requires_grad]
-    assert sorted(grouped) == sorted(trainable), "a trainable parameter is in no group, or in two"
-    decay_of_group = {"decay": weight_decay, "no_decay": 0.0}
-    return [
-        {"name": name, "params": parameters, "weight_decay": decay_of_group[name]}
-        for name, parameters in groups.items()
-        if parameters
+    groups = [
+        {"name": "decay", "params": [p for p in decayed if decayed[p]], "weight_decay": weight_decay},
+        {"name": "no_decay", "params": [p for p in decayed if not decayed[p]], "weight_decay": 0.0},
     ]
+    return [group for group in groups if group["params"]]
 
 
 def _is_decayed(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
@@ -125,11 +107,9 @@ def make_optimizer(name: str, model: nn.Module, learning_rate: float, weight_dec
     (arXiv:1711.05101). Only in sgd it is added to the gradient, and so passes through the momentum.
 
     Raises:
-        UserError: an unknown name, a rate that is not positive, negative decay, nothing to train, or no bitsandbytes.
+        UserError: nothing to train, or no bitsandbytes.
     """
-    _check_name("--optimizer", name, OPTIMIZERS)
-    if not 0 < learning_rate < math.inf:
-        raise UserError(f"--learning_rate {learning_rate}: it must be above 0 and finite")
+    assert name in OPTIMIZERS, name
     groups = parameter_groups(model, weight_decay)
     if weight_decay > 0 and groups[0]["name"] != "decay":
         warnings.warn(
@@ -180,18 +160,10 @@ def learning_rate(update: int, schedule: str, peak: float, num_updates: int, war
     - cosine: peak x (0.1 + 0.9 x (1 - cos(pi r)) / 2) (arXiv:1608.03983)
     - wsd: the peak, then over the last 20 % of the updates a straight line towards 0. From MiniCPM (arXiv:2404.06395),
       which decays over 10 %; 20 % is where arXiv:2405.18392 finds it level with cosine.
-
-    Raises:
-        UserError: an unknown schedule, a peak that is not positive, or a warm-up that does not end within the run.
     """
     # Not transformers.get_scheduler: its warm-up starts with an update at rate 0 (shifted by one update, its decays
     # would end at 0), and it wants an optimizer, and a state to save, for what is a function of one number.
-    _check_name("--lr_schedule", schedule, SCHEDULES)
-    if not 0 < peak < math.inf:
-        raise UserError(f"--learning_rate {peak}: it must be above 0 and finite")
-    if not 0 <= warmup_updates < num_updates:
-        raise UserError(f"--warmup_updates {warmup_updates} must be 0 or more and below --num_updates {num_updates}")
-    assert 0 <= update < num_updates, f"update {update} of {num_updates}"
+    assert schedule in SCHEDULES and max(update, warmup_updates) < num_updates, (schedule, update, warmup_updates)
     if update < warmup_updates:
         return peak * (update + 1) / (warmup_updates + 1)
     remaining = (num_updates - update) / (num_updates - warmup_updates)
@@ -209,11 +181,3 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
     """Sets the rate of every parameter group; `optimizer` may be what `accelerator.prepare` returned."""
     for group in optimizer.param_groups:
         group["lr"] = value
-
-
-def _check_name(flag: str, name: str, known: Iterable[str]) -> None:
-    """Raises a UserError that lists what is known, and the nearest to what was asked."""
-    if name not in known:
-        nearest = difflib.get_close_matches(name, known, n=1)
-        hint = f" (did you mean {nearest[0]}?)" if nearest else ""
-        raise UserError(f"{flag} {name} is unknown{hint}: choose from {', '.join(known)}")
