@@ -17,8 +17,7 @@ from conftest import BIN, ROOT, assert_refused, launch_command, make_model_dir, 
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.checkpoint.format import DTYPE_NAMES, TrainingState, find_damage, hash_of, list_checkpoints
-from common.checkpoint.save import find_best
+from common.checkpoint.format import DTYPE_NAMES, TrainingState, find_best, find_damage, hash_of, list_checkpoints
 from common.training.optimizers import learning_rate
 
 # What of a line of metrics.jsonl does not depend on the clock.
@@ -111,7 +110,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(config, functions_file, dropout_model
 def test_a_signal_is_kept_until_training_begins_and_the_third_one_ends_it(more, tmp_path):
     (tmp_path / "stop.py").write_text(f"""
 import os, signal
-from common.stopping import StopRequests
+from common.training.stopping import StopRequests
 signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGUSR1}})  # as launchers/meet.py leaves it
 os.kill(os.getpid(), signal.SIGUSR1)
 with StopRequests() as stop:
