@@ -42,6 +42,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import common.checkpoint.layouts  # noqa: E402
+import common.checkpoint.resume  # noqa: E402
 import common.checkpoint.save  # noqa: E402
 import common.checkpoint.write  # noqa: E402
 import common.data.labels  # noqa: E402
@@ -66,6 +67,7 @@ import common.training.optimizers  # noqa: E402
 
 CHANGED = (
     common.checkpoint.layouts,
+    common.checkpoint.resume,
     common.checkpoint.save,
     common.checkpoint.write,
     common.files,
@@ -768,9 +770,9 @@ def signal_at(when):
 def forget(what):
     """A resume that leaves something out."""
     if what == "random":
-        common.checkpoint.save.restore_generators = lambda *_: None
+        common.checkpoint.resume.restore_generators = lambda *_: None
     if what == "scaler":
-        common.checkpoint.save.restore_scaler = lambda *_: None
+        common.checkpoint.resume.restore_scaler = lambda *_: None
     if what == "optimizer":
         common.checkpoint.layouts.make_state = lambda *_: None
         pieces = common.checkpoint.layouts.pieces

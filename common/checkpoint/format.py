@@ -177,7 +177,7 @@ def list_checkpoints(output_dir: Path) -> tuple[list[tuple[Path, dict[str, Any]]
             found.append((path, read_manifest(path)))
         except UserError as error:
             problems.append(f"{path}: {error}")
-    return sorted(found, key=lambda one: one[1].get("update", -1), reverse=True), problems
+    return sorted(found, key=lambda one: one[1]["update"], reverse=True), problems
 
 
 def find_best(found: Iterable[tuple[Path, dict[str, Any]]]) -> Path | None:

@@ -15,20 +15,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from common.checkpoint import layouts
+from common.checkpoint import layouts, resume
 from common.checkpoint.agreement import Agreement
 from common.checkpoint.format import DTYPE_NAMES, FORMAT, Reader, TrainingState, find_best, list_checkpoints
 from common.checkpoint.random_states import random_states
-from common.checkpoint.resume import (
-    check_is_own,
-    find_sound,
-    is_sound,
-    keep_warmup,
-    load_state,
-    restore_generators,
-    restore_scaler,
-    scaler_state,
-)
 from common.checkpoint.write import Writer
 from common.errors import UserError
 from common.files import PARTIAL, lock_output_dir, remove
@@ -69,10 +59,10 @@ class Checkpoints:
             return None
         if not self.args.dry_run:
             self.ranks.together(lambda: lock_output_dir(self.ranks.output_dir), only_main=True)
-        reader = find_sound(self.ranks, self.writer.damaged)
-        if line := keep_warmup(self.args, reader.manifest, identity):
+        reader = resume.find_sound(self.ranks, self.writer.damaged)
+        if line := resume.keep_warmup(self.args, reader.manifest, identity):
             self.accelerator.print(line)
-        check_is_own(reader, self.args, identity)
+        resume.check_is_own(reader, self.args, identity)
         update = reader.manifest["update"]
         self.accelerator.print(f"resuming from {reader.directory}, after update {update}", flush=True)
         return reader
@@ -83,9 +73,9 @@ class Checkpoints:
         Call it last before the loop: what draws random numbers after it would shift the stream.
         """
         if reader is not None:
-            load_state(reader, self.accelerator, model, optimizer)
-            restore_scaler(reader.manifest["scaler"], self.accelerator, optimizer)
-            restore_generators(reader, self.accelerator, self.args.seed)
+            resume.load_state(reader, self.accelerator, model, optimizer)
+            resume.restore_scaler(reader.manifest["scaler"], self.accelerator, optimizer)
+            resume.restore_generators(reader, self.accelerator, self.args.seed)
             self.last_saved = reader.manifest["update"]
 
     def start(self, *pretrained: Any, model: torch.nn.Module, **facts: Any) -> None:
@@ -171,7 +161,7 @@ class Checkpoints:
             "position": asdict(state),
             "mode": running_mode(self.accelerator),
             "world_size": self.ranks.world,
-            "scaler": scaler_state(self.accelerator, optimizer),
+            "scaler": resume.scaler_state(self.accelerator, optimizer),
             "untrained": layouts.untrained(*whole),
             "identity": self.identity,
             **self.facts,
@@ -196,13 +186,15 @@ class Checkpoints:
         load_best = self.args.load_best_at_end
         found = dict(list_checkpoints(self.ranks.output_dir)[0])
         path = find_best(found.items())
-        while load_best and path and not is_sound(path, found[path], self.ranks):  # to name it, nobody need read it
+        while (
+            load_best and path and not resume.is_sound(path, found[path], self.ranks)
+        ):  # to name it, nobody need read it
             del found[path]
             path = find_best(found.items())
         if path is None:
             return {"best": None}
         if load_best:
-            load_state(Reader(path, found[path]), self.accelerator, model, optimizer)
+            resume.load_state(Reader(path, found[path]), self.accelerator, model, optimizer)
         state = found[path]["position"]
         is_model = load_best or state["update"] == self.last_saved
         return {"best": {"checkpoint": str(path), "loss": state["validation_loss"], "is_model": is_model}}
