@@ -27,8 +27,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+from conftest import ROOT, base_env, launch_command, make_model_dir, stdlib_functions
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from common.checkpoint.format import find_damage, list_checkpoints  # noqa: E402
@@ -70,10 +70,9 @@ class Campaign:
             changes["slow_updates"] = self.args.delay
         spec = self.directory / "spec.json"
         spec.write_text(json.dumps([{"flags": [str(flag) for flag in flags], "changes": changes}]))
-        command = [Path(sys.executable).parent / "accelerate", "launch", "--config_file"]
-        command += [ROOT / f"accelerate_configs/{self.args.config}.yaml", "--num_processes", self.args.processes]
-        command += ["--mixed_precision", "no", ROOT / "tests/run_recipe.py", spec]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        command = launch_command(self.args.config, "--num_processes", self.args.processes, "--mixed_precision", "no")
+        command += [ROOT / "tests/run_recipe.py", spec]
+        env = base_env(TQDM_DISABLE=1, CUDA_VISIBLE_DEVICES="")
         self.log = open(self.directory / "log", "w")
         return subprocess.Popen([str(part) for part in command], cwd=ROOT, env=env, stdout=self.log, stderr=self.log)
 
@@ -213,8 +212,6 @@ def outcome(out):
 
 
 def small_run(directory):
-    from conftest import make_model_dir, stdlib_functions
-
     data = directory / "functions.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in stdlib_functions(60)))
     flags = ["--train_file", data, "--model_name_or_path", make_model_dir(directory / "model", data)]

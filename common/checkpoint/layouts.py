@@ -77,19 +77,12 @@ def _dtensor_part(name: str, p: DTensor) -> _Part:
     return _Part(name, tuple(p.shape), start, p.detach().to_local(), holder, lambda state: state.to_local(), is_owner)
 
 
-def _reshard(model: torch.nn.Module) -> None:
-    """Makes every parameter the one that is trained again.
-
-    After a forward that no backward followed, as an evaluation's, FSDP2 leaves those of its root gathered: plain
-    tensors in the dtype that computes, which no optimizer knows.
-    """
+def _parts(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Iterator[_Part]:
     for module in model.modules():
+        # After a forward that no backward followed, as an evaluation's, FSDP2 leaves those of its root gathered: plain
+        # tensors in the dtype that computes, which no optimizer knows.
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _parts(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Iterator[_Part]:
-    _reshard(model)
     named = dict(accelerator.unwrap_model(model).named_parameters())
     zero = _zero_optimizer(optimizer)
     if zero is not None:

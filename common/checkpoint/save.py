@@ -92,7 +92,11 @@ class Checkpoints:
         generation = getattr(self.accelerator.unwrap_model(model), "generation_config", None)
         pretrained += () if generation is None else (generation,)
         if self.ranks.rank == 0:
-            self.writer.model_files = _pretrained_files(*pretrained)
+            with tempfile.TemporaryDirectory() as directory:
+                for one in pretrained:
+                    one.save_pretrained(directory)
+                paths = sorted(path for path in Path(directory).iterdir() if path.is_file())
+                self.writer.model_files = {path.name: path.read_bytes() for path in paths}
 
         def take() -> None:
             lock_output_dir(self.ranks.output_dir)
@@ -210,11 +214,3 @@ def _cannot_save(accelerator: Accelerator) -> str | None:
             "--save_every 0, or take zero3_offload_cpu.yaml"
         )
     return None
-
-
-def _pretrained_files(*pretrained: Any) -> dict[str, bytes]:
-    """What `save_pretrained` of each writes, by name."""
-    with tempfile.TemporaryDirectory() as directory:
-        for one in pretrained:
-            one.save_pretrained(directory)
-        return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir()) if path.is_file()}
