@@ -113,9 +113,7 @@ def test_a_bug_in_a_copied_loop_keeps_its_traceback(functions_file, model_dir, t
 def test_a_bug_in_a_copied_file_that_a_data_worker_meets_keeps_its_traceback(functions_file, model_dir, tmp_path):
     flags = ["--train_file", functions_file, "--model_name_or_path", model_dir, "--num_workers", 1]
     bug = "if torch.utils.data.get_worker_info(): a, b = 1, 2, 3"
-    result = run_copy(
-        tmp_path, "common/training/batching.py", "length = max(len(ids) for ids, _ in samples)", bug, *flags
-    )
+    result = run_copy(tmp_path, "common/training/batching.py", "length = max(len(ids) for ids, _ in samples)", bug, *flags)
     assert "ValueError" in result.stderr and "in DataLoader worker process 0" in result.stderr
 
 
