@@ -14,6 +14,7 @@ next step for the copy of what it changes.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -31,25 +32,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))
 
 from common.checkpoint.identity import identify
-from common.checkpoint.save import Checkpoints, TrainingState, hashlib
+from common.checkpoint.save import Checkpoints, TrainingState
 from common.parallel.mode import running_mode
 from common.report import tracking
 from common.training.optimizers import make_optimizer
-
-
-class FlatTokenizer:
-    """No tokenizer is needed to measure; a checkpoint asks for its fingerprint."""
-
-    chat_template = eos_token_id = None
-
-    def get_vocab(self):
-        return {}
-
-
-def update(accelerator, model, optimizer, ids):
-    accelerator.backward(model(input_ids=ids, labels=ids).loss)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def timed(action):
@@ -58,27 +44,18 @@ def timed(action):
     return time.perf_counter() - started
 
 
-def measure_ours(checkpoints, position, accelerator, model, optimizer, ids, usual):
+def measure_ours(checkpoints, position, model, optimizer, update_once=None, usual=0.0):
+    """A save beside updates, of which one alone takes `usual` seconds; without `update_once` the loop waits."""
     os.sync()
     position.update += 1
     started = time.perf_counter()
     checkpoints.save(position, model, optimizer)
     stall = time.perf_counter() - started
-    longer = []
-    while not checkpoints._is_written():
-        longer.append(timed(lambda: update(accelerator, model, optimizer, ids)) - usual)
-    checkpoints.finish()
-    return {"stall": stall, "until complete": time.perf_counter() - started, "while writing": max(0.0, sum(longer))}
-
-
-def measure_waiting(checkpoints, position, model, optimizer):
-    os.sync()
-    position.update += 1
-    started = time.perf_counter()
-    checkpoints.save(position, model, optimizer)
-    stall = time.perf_counter() - started
-    checkpoints.finish()
-    return {"stall": stall, "until complete": time.perf_counter() - started}
+    longer = 0.0
+    while update_once and not checkpoints.writer.is_written():
+        longer += timed(update_once) - usual
+    checkpoints.writer.finish()
+    return {"stall": stall, "until complete": time.perf_counter() - started, "while writing": max(0.0, longer)}
 
 
 def measure_save_state(accelerator, directory):
@@ -104,24 +81,20 @@ def main():
     model = LlamaForCausalLM(config)
     model, optimizer = accelerator.prepare(model, make_optimizer("adamw", model, 1e-3, 0.1))
     ids = torch.randint(8192, (2, 256), device=accelerator.device)
-    for _ in range(3):
-        update(accelerator, model, optimizer, ids)
-    usual = statistics.median(timed(lambda: update(accelerator, model, optimizer, ids)) for _ in range(5))
+
+    def update_once():
+        accelerator.backward(model(input_ids=ids, labels=ids).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    usual = statistics.median([timed(update_once) for _ in range(8)][3:])  # the first ones are warm-up
 
     work = Path(tempfile.mkdtemp(dir=options.directory))
-    flags = {
-        "save_every": 1,
-        "keep_last": 2,
-        "keep_best": False,
-        "resume": False,
-        "allow_changed": [],
-        "seed": 0,
-        "num_updates": 0,
-    }
-    flags |= {"output_dir": str(work / "ours"), "global_batch_size": 1}
-    checkpoints = Checkpoints(argparse.Namespace(**flags), accelerator)
+    args = argparse.Namespace(output_dir=str(work / "ours"), save_every=1, keep_last=2, keep_best=False, resume=False)
+    args.num_updates, args.global_batch_size, args.seed, args.dry_run = 0, 1, 0, False
+    checkpoints = Checkpoints(args, accelerator)
     (work / "ours").mkdir()
-    checkpoints.identity = identify(argparse.Namespace(**flags), accelerator, config, FlatTokenizer(), "none")
+    checkpoints.identity = identify(args, accelerator, config, None, "none")  # no tokenizer is needed to measure
     checkpoints.start(config, model=model)
     position = TrainingState()
     hashed = hashlib.sha256
@@ -133,10 +106,11 @@ def main():
         def hexdigest(self):
             return ""
 
+    ours = (checkpoints, position, model, optimizer)
     kinds = {
-        "ours": lambda: measure_ours(checkpoints, position, accelerator, model, optimizer, ids, usual),
-        "ours, waiting": lambda: measure_waiting(checkpoints, position, model, optimizer),
-        "ours, waiting, no hash": lambda: measure_waiting(checkpoints, position, model, optimizer),
+        "ours": lambda: measure_ours(*ours, update_once, usual),
+        "ours, waiting": lambda: measure_ours(*ours),
+        "ours, waiting, no hash": lambda: measure_ours(*ours),
         "save_state": lambda: measure_save_state(accelerator, work / "theirs"),
     }
     runs = {kind: [] for kind in kinds}
@@ -161,7 +135,7 @@ def main():
         "load average at the end": os.getloadavg()[0],
         "versions": tracking.versions(),
         "parameters": sum(p.numel() for p in model.parameters()),
-        "bytes": checkpoints.needed,
+        "bytes": checkpoints.ranks.needed,
         "usual update, s": usual,
         "median, s": {kind: {figure: median(kind, figure) for figure in runs[kind][0]} for kind in runs},
         "stall / save_state's": median("ours", "stall") / median("save_state", "stall"),

@@ -16,17 +16,19 @@ import json
 import os
 import platform
 import random
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
+from conftest import ROOT, base_env, launch_command, make_model_dir, stdlib_functions
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from common.checkpoint.format import find_damage, list_checkpoints  # noqa: E402
@@ -51,17 +53,12 @@ def descendants(process):
         return []
 
 
-def wait_until_gone(processes, timeout):
-    _, alive = psutil.wait_procs(processes, timeout=timeout)
-    return alive
-
-
 class Campaign:
     def __init__(self, args, directory):
         self.args, self.directory = args, Path(directory)
         self.random = random.Random(args.seed)
         self.killed = {"rank": 0, "group": 0, "launcher": 0, "in a save": 0}
-        self.lost_checkpoints = self.hangs = self.too_early = 0
+        self.lost_checkpoints = self.hangs = 0
         self.lost_updates, self.steps, self.hit = [], [], set()
 
     def start(self, out, resume, kill_in_save=None):
@@ -73,94 +70,69 @@ class Campaign:
             changes["slow_updates"] = self.args.delay
         spec = self.directory / "spec.json"
         spec.write_text(json.dumps([{"flags": [str(flag) for flag in flags], "changes": changes}]))
-        command = [Path(sys.executable).parent / "accelerate", "launch", "--config_file"]
-        command += [ROOT / f"accelerate_configs/{self.args.config}.yaml", "--num_processes", self.args.processes]
-        command += ["--mixed_precision", "no", ROOT / "tests/run_recipe.py", spec]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        command = launch_command(self.args.config, "--num_processes", self.args.processes, "--mixed_precision", "no")
+        command += [ROOT / "tests/run_recipe.py", spec]
+        env = base_env(TQDM_DISABLE=1, CUDA_VISIBLE_DEVICES="")
         self.log = open(self.directory / "log", "w")
         return subprocess.Popen([str(part) for part in command], cwd=ROOT, env=env, stdout=self.log, stderr=self.log)
 
     def list_steps(self, out):
         """Rank and name of each step of a save, in a random order, from a run that is left alone."""
         names = self.directory / "steps"
-        assert self.run_to_the_end(out, resume=False, kill_in_save=[None, None, str(names)]), self.log_text()
+        self.run_to_the_end(out, resume=False, kill_in_save=[None, None, str(names)])
         for rank in range(self.args.processes):
             found = json.loads(Path(f"{names}-{rank}").read_text())
             self.steps += [(rank, name) for name in found]
         self.random.shuffle(self.steps)
 
-    def log_text(self):
-        return (self.directory / "log").read_text()
-
-    def run_to_the_end(self, out, resume, kill_in_save=None):
-        process = self.start(out, resume, kill_in_save)
+    def wait(self, process):
+        """Until it has ended, or is ended because it hangs."""
         try:
             process.wait(self.args.timeout)
         except subprocess.TimeoutExpired:
             self.hangs += 1
             for one in [*descendants(process), process]:
                 one.kill()
-        return process.returncode == 0
+            process.wait()
 
-    def kill_at_random(self, out, resume):
-        """One run, killed some time after its first update, unless it ends before."""
-        begun = num_lines(out) if resume else 0
-        process = self.start(out, resume)
+    def run_to_the_end(self, out, resume, kill_in_save=None):
+        process = self.start(out, resume, kill_in_save)
+        self.wait(process)
+        assert process.returncode == 0, (self.directory / "log").read_text()
+
+    def kill(self, out, resume, step=None):
+        """One run, of which a rank kills itself at a step of a save, or which is killed some time after it has begun.
+
+        False if it came to its end before.
+        """
+        begun, seen = num_lines(out) if resume else 0, self.directory / "seen"
+        seen.unlink(missing_ok=True)
+        process, children = self.start(out, resume, step and [*step, str(seen)]), []
         deadline = time.monotonic() + self.args.timeout
-        first = None
-        wait = self.random.uniform(0, self.args.window)
-        while process.poll() is None and time.monotonic() < deadline:
+        first, wait = None, self.random.uniform(0, self.args.window)
+        while process.poll() is None and time.monotonic() < deadline and not seen.is_file():
+            children = descendants(process) or children
             # A resumed run cuts the file first: another size of it is the first sign of life.
             if first is None and num_lines(out) != begun:
                 first = time.monotonic()
-            if first is not None and time.monotonic() > first + wait:
-                break
-            time.sleep(0.01)
-        if process.poll() is not None:
-            return False  # it came to its end
-        children = descendants(process)
-        ranks = [child for child in children if child.is_running() and child.ppid() == process.pid]
-        kind = self.random.choice(["rank", "group", "launcher"])
-        targets = {"rank": [self.random.choice(ranks)] if ranks else [], "group": children, "launcher": [process]}[kind]
-        self.before = sound_updates(out), num_lines(out)
-        for target in targets:
-            try:
-                target.kill()
-            except (psutil.NoSuchProcess, ProcessLookupError):
-                pass
-        self.killed[kind] += 1
-        self.end(process, children)
-        return True
-
-    def kill_in_save(self, out, resume, step):
-        """One run of which a rank kills itself at a step of a save."""
-        seen = self.directory / "seen"
-        seen.unlink(missing_ok=True)
-        process = self.start(out, resume, [*step, str(seen)])
-        children = []
-        deadline = time.monotonic() + self.args.timeout
-        while process.poll() is None and time.monotonic() < deadline:
-            children = descendants(process) or children
-            if seen.is_file():
+            if step is None and first is not None and time.monotonic() > first + wait:
                 break
             time.sleep(0.02)
-        if not seen.is_file():
+        if not (seen.is_file() if step else process.poll() is None):
             return False
         self.before = sound_updates(out), num_lines(out)
-        self.killed["in a save"] += 1
-        self.end(process, children)
-        return True
-
-    def end(self, process, children):
-        """The launcher, and ranks that lost a peer or the launcher, must end by themselves."""
-        try:
-            process.wait(self.args.timeout)
-        except subprocess.TimeoutExpired:
-            self.hangs += 1
-            process.kill()
-        for alive in wait_until_gone(children, self.args.timeout):
+        kind = "in a save" if step else self.random.choice(["rank", "group", "launcher"])
+        ranks = [child for child in children if child.is_running() and child.ppid() == process.pid]
+        self.random.shuffle(ranks)
+        for target in {"in a save": [], "rank": ranks[:1], "group": children, "launcher": [process]}[kind]:
+            with suppress(psutil.NoSuchProcess, ProcessLookupError):
+                target.kill()
+        self.killed[kind] += 1
+        self.wait(process)  # ranks that lost a peer or the launcher must end by themselves
+        for alive in psutil.wait_procs(children, timeout=self.args.timeout)[1]:
             self.hangs += 1
             alive.kill()
+        return True
 
     def check(self, out):
         """After a kill: what was complete is complete, unless newer ones took its place."""
@@ -172,40 +144,38 @@ class Campaign:
             self.lost_checkpoints += 1
         self.lost_updates.append(max(0, num_lines(out) - newest))
 
+    def kill_one(self, out, left):
+        """One run that is killed, unless it ends before; `left` are the steps of a save that are still to be hit."""
+        resume = bool(sound_updates(out))
+        if not resume and out.exists():
+            shutil.rmtree(out)  # killed before its first checkpoint
+        if not resume or 2 * self.killed["in a save"] >= sum(self.killed.values()):
+            return self.kill(out, resume)
+        left.extend([] if left else [step for step in self.steps for _ in range(3)])  # it may end before it comes there
+        step = left.pop(0)
+        if was_killed := self.kill(out, resume, step):
+            self.hit.add(step)
+            left[:] = [one for one in left if one != step]
+        return was_killed
+
     def go(self):
         left_alone, out = self.directory / "alone", self.directory / "run"
         self.list_steps(left_alone)
-        left, tries = list(self.steps), 0
-        kills = rounds = 0
-        hashes = set()
+        left, hashes, kills = [], set(), 0
         while kills < self.args.kills:
             if (out / "run.json").is_file() and (out / "model").is_dir():  # finished: a new one
                 hashes.add(outcome(out))
-                rounds += 1
-                out = self.directory / f"run{rounds}"
-            resume = (out / "checkpoints").is_dir() and bool(sound_updates(out))
-            if not resume and out.exists():
-                subprocess.run(["rm", "-rf", str(out)], check=True)  # killed before its first checkpoint
-            if resume and 2 * self.killed["in a save"] < kills:
-                left, tries = left or list(self.steps), tries + 1
-                was_killed = self.kill_in_save(out, resume, left[0])
-                if was_killed:
-                    self.hit.add(left[0])
-                if was_killed or tries == 3:  # the run may have ended before it came to the step
-                    left, tries = left[1:], 0
-            else:
-                was_killed = self.kill_at_random(out, resume)
-            if was_killed:
+                out = self.directory / f"run-from-kill-{kills}"
+            if self.kill_one(out, left):
                 kills += 1
                 self.check(out)
-                print(
-                    f"kill {kills}: {self.killed}, sound: {sound_updates(out)}, lost {self.lost_updates[-1]}",
-                    flush=True,
-                )
+                told = f"sound: {sound_updates(out)}, lost {self.lost_updates[-1]}"
+                print(f"kill {kills}: {self.killed}, {told}", flush=True)
         if not (out / "model").is_dir():
-            if not sound_updates(out):
-                subprocess.run(["rm", "-rf", str(out)], check=True)
-            assert self.run_to_the_end(out, resume=bool(sound_updates(out))), self.log_text()
+            resume = bool(sound_updates(out))
+            if not resume:
+                shutil.rmtree(out, ignore_errors=True)
+            self.run_to_the_end(out, resume)
         hashes.add(outcome(out))
         result = {
             "command": " ".join(["python", *sys.argv]),
@@ -242,8 +212,6 @@ def outcome(out):
 
 
 def small_run(directory):
-    from conftest import make_model_dir, stdlib_functions
-
     data = directory / "functions.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in stdlib_functions(60)))
     flags = ["--train_file", data, "--model_name_or_path", make_model_dir(directory / "model", data)]

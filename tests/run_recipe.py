@@ -42,7 +42,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import common.checkpoint.layouts  # noqa: E402
+import common.checkpoint.resume  # noqa: E402
 import common.checkpoint.save  # noqa: E402
+import common.checkpoint.write  # noqa: E402
 import common.data.labels  # noqa: E402
 import common.data.pairs  # noqa: E402
 import common.data.text  # noqa: E402
@@ -66,7 +68,9 @@ from common.training.stopping import STOPPED  # noqa: E402
 
 CHANGED = (
     common.checkpoint.layouts,
+    common.checkpoint.resume,
     common.checkpoint.save,
+    common.checkpoint.write,
     common.files,
     common.parallel.connect,
     common.parallel.ending,
@@ -712,16 +716,16 @@ def no_wait(_):
 def memory_of_rank(settings):
     """[rank, bytes, file]: what that rank's host has left; the others have enough. Who copies its state touches it."""
     rank, left, file = settings
-    checkpoint = common.checkpoint.save
+    checkpoint = common.checkpoint.write
     checkpoint.available_memory = lambda: left if torch.distributed.get_rank() == rank else 2**60
-    copy = checkpoint.Checkpoints._copy
+    copy = checkpoint.Writer._copy
 
     def noted(self, pieces):
-        Path(f"{file}-{self.rank}").touch()
+        Path(f"{file}-{self.ranks.rank}").touch()
         return copy(self, pieces)
 
-    checkpoint.Checkpoints._copy = noted
-    return lambda: setattr(checkpoint.Checkpoints, "_copy", copy)
+    checkpoint.Writer._copy = noted
+    return lambda: setattr(checkpoint.Writer, "_copy", copy)
 
 
 def copy_run(paths):
@@ -766,11 +770,10 @@ def signal_at(when):
 
 def forget(what):
     """A resume that leaves something out."""
-    checkpoint = common.checkpoint.save
     if what == "random":
-        checkpoint.restore_random_states = lambda *_: None
+        common.checkpoint.resume.restore_generators = lambda *_: None
     if what == "scaler":
-        checkpoint.restore_scaler = lambda *_: None
+        common.checkpoint.resume.restore_scaler = lambda *_: None
     if what == "optimizer":
         common.checkpoint.layouts.make_state = lambda *_: None
         pieces = common.checkpoint.layouts.pieces
@@ -833,7 +836,7 @@ def fp16(interval):
 def fill_disk(room):
     """[update, directory, bytes]: something else fills the disk while that update's checkpoint is written."""
     update, directory, left = room
-    checkpoint = common.checkpoint.save
+    checkpoint = common.checkpoint.write
     write = checkpoint.write_file
 
     def on_a_full_disk(path, parts):
@@ -848,7 +851,7 @@ def fill_disk(room):
 def failing_write(at):
     """[rank, update]: the disk of one process refuses that update's checkpoint."""
     rank, update = at
-    checkpoint = common.checkpoint.save
+    checkpoint = common.checkpoint.write
     write = checkpoint.write_file
 
     def refused(path, parts):
@@ -862,27 +865,27 @@ def failing_write(at):
 def slow_copy(settings):
     """[seconds, wait]: a save's copy beside the next update takes so long; whether the optimizer waits for it."""
     seconds, wait = settings
-    checkpoints = common.checkpoint.save.Checkpoints
-    copy, wait_for_copy = checkpoints._copy, checkpoints._wait_for_copy
+    writer = common.checkpoint.write.Writer
+    copy, wait_for_copy = writer._copy, writer._wait_for_copy
 
     def slow(self, pieces):
         if threading.current_thread() is not threading.main_thread():
             time.sleep(seconds)
         return copy(self, pieces)
 
-    checkpoints._copy = slow
+    writer._copy = slow
     if not wait:
-        checkpoints._wait_for_copy = lambda self: None
+        writer._wait_for_copy = lambda self: None
 
     def undo():
-        checkpoints._copy, checkpoints._wait_for_copy = copy, wait_for_copy
+        writer._copy, writer._wait_for_copy = copy, wait_for_copy
 
     return undo
 
 
 def save_waits_for(path):
     """A save is not on the disk before there is such a file."""
-    checkpoint = common.checkpoint.save
+    checkpoint = common.checkpoint.write
     write = checkpoint.write_file
 
     def waiting(*args):
@@ -911,7 +914,7 @@ def kill_in_save(when):
     writes the names of all of its own to FILE-RANK.
     """
     rank, kill_at, file = when
-    checkpoint, here, saves, seen, removing = common.checkpoint.save, int(os.environ.get("RANK", 0)), [], {}, []
+    checkpoint, here, saves, seen, removing = common.checkpoint.write, int(os.environ.get("RANK", 0)), [], {}, []
 
     def step(name):
         name = re.sub(r"update-\d+", "update", name)
@@ -972,10 +975,10 @@ def kill_in_save(when):
 
         return wrapped
 
-    checkpoints = checkpoint.Checkpoints
+    checkpoints, writer = common.checkpoint.save.Checkpoints, checkpoint.Writer
     save = around(checkpoints.save, lambda *_: "the start of a save")
     checkpoints.save = lambda *args, **options: saves.append(1) or save(*args, **options)
-    checkpoints._copy = around(checkpoints._copy, lambda _, pieces: pieces and f"the copy of {pieces[0].name}")
+    writer._copy = around(writer._copy, lambda _, pieces: pieces and f"the copy of {pieces[0].name}")
     checkpoint.write_file, shutil.rmtree = write_halting, remove
     os.fsync, Path.rename = around(os.fsync, flushing), around(Path.rename, renaming)
     os.unlink, os.rmdir = in_removal(os.unlink), in_removal(os.rmdir)

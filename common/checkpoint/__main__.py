@@ -5,11 +5,7 @@ import sys
 from pathlib import Path
 
 from common.checkpoint.export import export
-from common.checkpoint.format import (
-    find_damage,
-    list_checkpoints,
-)
-from common.checkpoint.save import find_best
+from common.checkpoint.format import find_best, find_damage, list_checkpoints
 from common.errors import UserError
 
 

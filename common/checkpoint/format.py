@@ -14,7 +14,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,17 +28,9 @@ from common.errors import UserError, one_line
 from common.files import PARTIAL
 
 FORMAT = 1
-
-
 MANIFEST = "manifest.json"
-
-
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
 MASTER_DTYPES = (torch.float32, torch.float64)  # of what is trained, whatever computes
-
-
 CHUNK = 16 << 20  # bytes written and hashed at a time
 
 
@@ -185,7 +177,14 @@ def list_checkpoints(output_dir: Path) -> tuple[list[tuple[Path, dict[str, Any]]
             found.append((path, read_manifest(path)))
         except UserError as error:
             problems.append(f"{path}: {error}")
-    return sorted(found, key=lambda one: one[1].get("update", -1), reverse=True), problems
+    return sorted(found, key=lambda one: one[1]["update"], reverse=True), problems
+
+
+def find_best(found: Iterable[tuple[Path, dict[str, Any]]]) -> Path | None:
+    """The checkpoint of the lowest validation loss, or None where none was measured; a NaN is no measure."""
+    losses = {path: manifest["position"]["validation_loss"] for path, manifest in found}
+    measured = [path for path, loss in losses.items() if loss is not None and math.isfinite(loss)]
+    return min(measured, key=losses.__getitem__, default=None)
 
 
 class Reader:

@@ -29,23 +29,23 @@ def random_states(device: torch.device) -> dict[str, Any]:
     return states
 
 
-def check_random_states(states: dict[str, Any]) -> None:
-    """Raises an error where `restore_random_states` would: here on generators that nobody uses."""
+def _set(states: dict[str, Any], python: Any, numpy: Any, torch_cpu: torch.Generator) -> None:
     version, internal, gauss = states["python"]
-    random.Random().setstate((version, tuple(internal), gauss))
+    python.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = states["numpy"]
     if not 0 <= position <= len(keys):
         raise ValueError("numpy's position")  # numpy itself would read beyond its keys
-    np.random.RandomState(0).set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))
-    torch.Generator().set_state(_decode(states["torch"]))
+    numpy.set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))
+    torch_cpu.set_state(_decode(states["torch"]))
+
+
+def check_random_states(states: dict[str, Any]) -> None:
+    """Raises an error where `restore_random_states` would: here on generators that nobody uses."""
+    _set(states, random.Random(), np.random.RandomState(0), torch.Generator())
 
 
 def restore_random_states(states: dict[str, Any], device: torch.device) -> None:
     """Sets the generators to what `random_states` gave."""
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(_decode(states["torch"]))
+    _set(states, random, np.random, torch.default_generator)
     if device.type in states and device.type != "cpu":
         torch.get_device_module(device).set_rng_state(_decode(states[device.type]))

@@ -1,14 +1,103 @@
-"""Puts weights, optimizer state and loss scale where a checkpoint has them."""
+"""What a resumed run goes on from: the newest sound checkpoint, if it is the run's own, put where it was."""
 
+import argparse
+import hashlib
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
 from common.checkpoint import layouts
-from common.checkpoint.format import Reader
+from common.checkpoint.agreement import Agreement
+from common.checkpoint.format import FORMAT, Reader, find_damage, is_number, list_checkpoints, newer_line
+from common.checkpoint.identity import differences
+from common.checkpoint.random_states import restore_random_states
 from common.errors import UserError
+from common.parallel.connect import seed_everything
 from common.parallel.liveness import wait_for_all
+
+
+def is_sound(path: Path, manifest: dict[str, Any], ranks: Agreement) -> bool:
+    """Whether all files are what the manifest says; each rank looks at its share, and tells what it finds."""
+    problem = find_damage(path, manifest, ranks.rank, ranks.world)
+    if problem:
+        print(f"{path}: {problem}", file=sys.stderr, flush=True)
+    return ranks.sum(problem is not None)[0] == 0
+
+
+def find_sound(ranks: Agreement, damaged: set[Path]) -> Reader:
+    """The newest checkpoint that its manifest confirms; one that is damaged is told, noted in `damaged` and passed.
+
+    Raises:
+        UserError: there is none, or it is of a newer format.
+    """
+    found, problems = list_checkpoints(ranks.output_dir)
+    for path, manifest in found:
+        if manifest["format"] > FORMAT:
+            raise UserError(f"--resume {path}: {newer_line(manifest)}")
+        if is_sound(path, manifest, ranks):
+            if ranks.rank == 0:
+                for line in problems:
+                    print(line, file=sys.stderr, flush=True)
+            return Reader(path, manifest)
+        damaged.add(path)
+    reason = f"none of its {len(found) + len(problems)} is sound" if found or problems else "there is none"
+    raise UserError(
+        f"--resume: {ranks.directory} has no complete checkpoint ({reason}); name the --output_dir of the run, or "
+        "start anew without --resume"
+    )
+
+
+def keep_warmup(args: argparse.Namespace, manifest: dict[str, Any], identity: dict[str, Any]) -> str | None:
+    """Without --warmup_updates, those that the run began with, however long it is now. A line where they are many."""
+    if args.warmup_updates is not None:
+        return None
+    began_with = manifest["identity"]["settings"].get("warmup_updates")
+    began_with = began_with if is_number(began_with) else args.num_updates // 20
+    args.warmup_updates = min(began_with, args.num_updates - 1)
+    identity["settings"]["warmup_updates"] = began_with
+    if 2 * began_with <= args.num_updates:
+        return None
+    text = f"--num_updates {args.num_updates} is half warm-up: the run began with {began_with} updates"
+    return f"{text} of it; --warmup_updates with --allow_changed changes that"
+
+
+def check_is_own(reader: Reader, args: argparse.Namespace, identity: dict[str, Any]) -> None:
+    """Raises UserError, a line for each thing that is not what the run began with."""
+    path, manifest = reader.directory, reader.manifest
+    if lines := list(differences(manifest["identity"], identity, args.allow_changed)):
+        raise UserError("\n".join(f"--resume {path}: {line}" for line in lines))
+    if manifest["update"] > args.num_updates:
+        raise UserError(
+            f"--resume {path}: it has made {manifest['update']} updates already, more than --num_updates "
+            f"{args.num_updates}; give more, or export it as a model"
+        )
+
+
+@torch.no_grad()
+def load_state(reader: Reader, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> None:
+    """Weights, buffers and optimizer state from a checkpoint of any mode and world size; each rank reads its part."""
+    layouts.make_state(accelerator, model, optimizer, reader.tensors, reader.scalar_state)
+    for piece in layouts.pieces(accelerator, model, optimizer):
+        if piece.name not in reader.tensors or reader.tensors[piece.name][1] != tuple(piece.shape):
+            saved = reader.tensors.get(piece.name, (None, "not there"))[1]
+            raise UserError(f"--resume {reader.directory}: {piece.name} is {tuple(piece.shape)}, and {saved} in it")
+        values = reader.read(piece.name, piece.start, piece.tensor.numel())
+        piece.tensor.copy_(values.view(piece.tensor.shape))
+    wait_for_all()  # one may read slowly
+    layouts.refresh(optimizer)
+
+
+def restore_generators(reader: Reader, accelerator: Accelerator, seed: int) -> None:
+    """The random states of this rank; where the number of ranks is another one, new streams."""
+    manifest = reader.manifest
+    if manifest["world_size"] == accelerator.num_processes:
+        restore_random_states(reader.ranks[accelerator.process_index]["random"], accelerator.device)
+    else:  # as many new streams as there are ranks now; dropout is another one, all else is the same
+        key = hashlib.blake2b(f"{seed}/{manifest['update']}".encode(), digest_size=4).digest()
+        seed_everything(int.from_bytes(key, "little") >> 2, accelerator)
 
 
 def scaler_state(accelerator: Accelerator, optimizer: Any) -> dict[str, Any]:
@@ -26,17 +115,3 @@ def restore_scaler(state: dict[str, Any], accelerator: Accelerator, optimizer: A
             accelerator.scaler.load_state_dict(state)
     elif scaler := getattr(getattr(optimizer, "optimizer", None), "loss_scaler", None):
         vars(scaler).update({key: value for key, value in state.items() if key in vars(scaler)})
-
-
-@torch.no_grad()
-def load_state(reader: Reader, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> None:
-    """Weights, buffers and optimizer state from a checkpoint of any mode and world size; each rank reads its part."""
-    layouts.make_state(accelerator, model, optimizer, reader.tensors, reader.scalar_state)
-    for piece in layouts.pieces(accelerator, model, optimizer):
-        if piece.name not in reader.tensors or reader.tensors[piece.name][1] != tuple(piece.shape):
-            saved = reader.tensors.get(piece.name, (None, "not there"))[1]
-            raise UserError(f"--resume {reader.directory}: {piece.name} is {tuple(piece.shape)}, and {saved} in it")
-        values = reader.read(piece.name, piece.start, piece.tensor.numel())
-        piece.tensor.copy_(values.view(piece.tensor.shape))
-    wait_for_all()  # one may read slowly
-    layouts.refresh(optimizer)
