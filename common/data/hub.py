@@ -1,6 +1,7 @@
-"""Models and data sets of the hub or of a local directory: where they are, and which splits they have."""
+"""Where is a model or a data set, on the hub or in a local directory, and which splits has it?"""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -64,28 +65,20 @@ def load_saved(name: str, split: str) -> Any:
     return dataset[split]
 
 
-def has_split(name: str, config: str | None, split: str) -> bool:
-    """Whether a dataset has the split; False also where the dataset cannot be found at all."""
+def held_out_splits(name: str, config: str | None) -> Iterator[str]:
+    """The splits of a data set to measure on, the better one first: validation, then test, where they are there.
+
+    None also where the data set cannot be found or read: opening it says what is wrong.
+    """
     from datasets import get_dataset_split_names, load_from_disk
 
-    path = Path(name).expanduser()
-    if (path / "state.json").exists():  # one split, saved by itself
-        return False
+    path, splits = Path(name).expanduser(), []
     if (path / "dataset_dict.json").exists():
-        return split in load_from_disk(str(path))
-    if not path.is_dir() and hub_problem(name, "dataset"):
-        return False  # opening the source says why
-    try:
-        return split in get_dataset_split_names(name, config)
-    except Exception:  # a dozen types; opening the source says what is wrong
-        return False
-
-
-def held_out_splits(name: str, config: str | None) -> Iterator[str]:
-    """The splits of a data set to measure on, the better one first: validation, then test, where they are there."""
-    for split in ("validation", "test"):
-        if has_split(name, config, split):
-            yield split
+        splits = load_from_disk(str(path))
+    elif not is_saved(path) and (path.is_dir() or not hub_problem(name, "dataset")):  # else one split, saved by itself
+        with suppress(Exception):  # of a dozen types
+            splits = get_dataset_split_names(name, config)
+    yield from (split for split in ("validation", "test") if split in splits)
 
 
 def load_from_hub(name: str, config: str | None, split: str) -> Any:

@@ -1,4 +1,4 @@
-"""The rows of one file: .txt, .jsonl, .json, .csv, .parquet, and what gzip, bzip2, xz and Zstandard made of them."""
+"""How is one file read as rows? .txt, .jsonl, .json, .csv, .parquet, and these under gzip, bzip2, xz and Zstandard."""
 
 import codecs
 import csv
@@ -17,11 +17,7 @@ from common.data.rows import Row, file_type
 from common.errors import UserError, missing_column, one_line
 
 PIECE_BYTES = 1 << 18  # a document in a .txt file is handed on in pieces of this size, each cut at a line's end
-
-
 MAX_JSON_ARRAY_BYTES = 256 << 20  # the standard library cannot stream a JSON array: it is held in memory
-
-
 MAX_CSV_FIELD_BYTES = 64 << 20  # csv's own 128 KiB is too little for a document; an unclosed quote must still end
 
 

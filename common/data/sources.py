@@ -1,4 +1,4 @@
-"""Where text comes from: files, datasets of the hub or of a local directory, and the corpus that every Python carries.
+"""Where does text come from? Files, datasets of the hub or of a directory, and the corpus that every Python carries.
 
     corpus = open_source(Source(files=("books/*.txt.gz",)))
     for row in corpus.rows(("text",), True): ...

@@ -1,4 +1,4 @@
-"""The corpus that every Python carries: the source code of its standard library."""
+"""Which text is there without a file and without network? The source code of Python's standard library."""
 
 import ast
 import hashlib
@@ -14,13 +14,9 @@ from common.data.rows import Corpus, Row, Source
 from common.errors import UserError
 
 VALIDATION_SHARE = 20  # one file in this many of the embedded corpus is held out
-
-
 # Not in the embedded corpus: tests, other people's packages, and files written by a program (tables of character codes,
 # the help topics as one dictionary, build variables): a model learns the tables by heart and nothing from them.
 EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_bundled", "lib-dynload"}
-
-
 GENERATED = ("encodings", "pydoc_data", "_sysconfigdata", "config-")
 
 
