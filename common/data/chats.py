@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are learned? It is written by the chat template, and the assistant's turns are targets."""
+"""Which tokens of a conversation are learned? The chat template writes it; the assistant's turns are targets."""
 
 import re
 from collections import Counter

@@ -119,7 +119,7 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 
 
 def no_more_threads() -> None:
-    """After the last text: else each DataLoader worker that is forked once the tokenizer used its threads prints a warning."""
+    """After the last text, or each DataLoader worker, forked after the tokenizer used its threads, prints a warning."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
