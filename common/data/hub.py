@@ -50,21 +50,6 @@ def is_saved(path: Path) -> bool:
     return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
 
 
-def load_saved(name: str, split: str) -> Any:
-    """A split of what `save_to_disk` wrote; one data set that was saved by itself is any split."""
-    from datasets import Dataset, load_from_disk
-
-    try:
-        dataset = load_from_disk(str(Path(name).expanduser()))
-    except Exception as error:
-        raise UserError(f"{name}: what save_to_disk wrote cannot be read ({one_line(error)})") from error
-    if isinstance(dataset, Dataset):
-        return dataset
-    if split not in dataset:
-        raise UserError(f"{name}: no split {split}; there are: {', '.join(dataset)}; name one of them")
-    return dataset[split]
-
-
 def held_out_splits(name: str, config: str | None) -> Iterator[str]:
     """The splits of a data set to measure on, the better one first: validation, then test, where they are there.
 
@@ -81,12 +66,24 @@ def held_out_splits(name: str, config: str | None) -> Iterator[str]:
     yield from (split for split in ("validation", "test") if split in splits)
 
 
-def load_from_hub(name: str, config: str | None, split: str) -> Any:
-    """Downloaded once and memory-mapped by `datasets`, so that a second run needs no network."""
-    from datasets import load_dataset
+def load_split(name: str, config: str | None, split: str) -> Any:
+    """A split of a data set of the hub, or of what `save_to_disk` wrote: one that was saved by itself is any split.
 
-    problem = hub_problem(name, "dataset")
+    From the hub it is downloaded once and memory-mapped by `datasets`, so that a second run needs no network.
+    """
+    from datasets import Dataset, load_dataset, load_from_disk
+
+    saved = is_saved(Path(name).expanduser())
+    problem = None if saved else hub_problem(name, "dataset")
     try:
-        return load_dataset(name, config, split=split)
+        data = load_from_disk(str(Path(name).expanduser())) if saved else load_dataset(name, config, split=split)
     except Exception as error:
-        raise UserError(f"dataset {name}: {problem or one_line(error)}") from error
+        told = f"{name}: what save_to_disk wrote cannot be read ({one_line(error)})"
+        raise UserError(told if saved else f"dataset {name}: {problem or one_line(error)}") from error
+    if not isinstance(data, Dataset):
+        if split not in data:
+            raise UserError(f"{name}: no split {split}; there are: {', '.join(data)}; name one of them")
+        data = data[split]
+    if not len(data):
+        raise UserError(f"{name}[{split}]: the data set holds no row; choose another split")
+    return data

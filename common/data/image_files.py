@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from common.data.hub import held_out_splits, is_saved, load_from_hub, load_saved
+from common.data.hub import held_out_splits, load_split
 from common.errors import UserError, one_line
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
@@ -94,9 +94,7 @@ def hub(name: str, config: str | None, split: str, label_column: str | None = No
     import datasets
 
     where = f"{name}[{split}]"
-    data = load_saved(name, split) if is_saved(Path(name).expanduser()) else load_from_hub(name, config, split)
-    if not len(data):
-        raise UserError(f"{where}: the data set holds no row; take another one")
+    data = load_split(name, config, split)
     features = data.features
     images = [column for column, feature in features.items() if isinstance(feature, datasets.Image)]
     labels = [column for column, feature in features.items() if isinstance(feature, datasets.ClassLabel)]

@@ -83,14 +83,8 @@ def linear_accuracy(train: Images, validation: Images) -> float | None:
     return float(LogisticRegression(max_iter=1000).fit(x, train.labels).score(held_out, validation.labels))
 
 
-def look_at(images: Images) -> list[tuple[int, Image.Image]]:
-    """Up to 1000 images with their numbers, evenly spaced over all of them, decoded: broken ones are found here."""
-    numbers = np.unique(np.linspace(0, len(images.labels) - 1, NUM_LOOKED_AT).astype(int))
-    return [(int(number), open_image(images, int(number))) for number in numbers]
-
-
 def preprocess(images: Images, size: tuple[int, int] | None = None, channels: int | None = None) -> Preprocessing:
-    """Size, channels, mean and standard deviation from up to 1000 of the images.
+    """Size, channels, mean and standard deviation from up to 1000 of the images, evenly spaced over all.
 
     Args:
         size: height and width, to which all images are scaled; None: those that all of them have.
@@ -99,7 +93,8 @@ def preprocess(images: Images, size: tuple[int, int] | None = None, channels: in
     Raises UserError: they have different sizes, and none was given; or they have colours, and the model has one
     channel; or one cannot be decoded.
     """
-    looked_at = look_at(images)
+    numbers = np.unique(np.linspace(0, len(images.labels) - 1, NUM_LOOKED_AT).astype(int)).tolist()
+    looked_at = [(number, open_image(images, number)) for number in numbers]
     first_number, first = looked_at[0]
     height, width = size or (first.height, first.width)
     for number, image in looked_at:

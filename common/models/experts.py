@@ -241,7 +241,7 @@ class Routing:
             steps = steps.to(bias.dtype).to(bias.device, non_blocking=True)  # one copy, without a wait for the device
             for layer, step in zip(self.layers, steps, strict=True):
                 layer.bias.add_(step.view_as(layer.bias))
-        return {"busiest_expert": _busiest(counts).item(), "dead_experts": int((counts == 0).sum())}
+        return _figures(counts)
 
     def report(self, accelerator: Accelerator) -> dict[str, Any]:
         """Of the held-out tokens, or without any of the last global batch: each layer's share of tokens by expert."""
@@ -249,16 +249,13 @@ class Routing:
             return {}
         counts = accelerator.reduce(self.counts[False if False in self.counts else True], reduction="sum")
         shares = counts.double() / counts.sum(1, keepdim=True)
-        return {
-            "expert_shares": shares.tolist(),
-            "busiest_expert": _busiest(counts).item(),
-            "dead_experts": int((counts == 0).sum()),
-        }
+        return {"expert_shares": shares.tolist()} | _figures(counts)
 
 
-def _busiest(counts: Tensor) -> Tensor:
-    """How many times its equal share the busiest expert gets, the mean of the layers."""
-    return (counts.amax(1) / counts.double().mean(1)).mean()
+def _figures(counts: Tensor) -> dict[str, float]:
+    """How many times its equal share the busiest expert gets, the mean of the layers, and how many experts get none."""
+    busiest = (counts.amax(1) / counts.double().mean(1)).mean().item()
+    return {"busiest_expert": busiest, "dead_experts": int((counts == 0).sum())}
 
 
 def describe_results(results: dict[str, Any]) -> list[str]:

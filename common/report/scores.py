@@ -3,18 +3,17 @@
 import math
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from sacrebleu.metrics import CHRF
-from sklearn.metrics import accuracy_score, f1_score, r2_score
 from transformers import PreTrainedTokenizerBase
 
-from common.data.pairs import Pairs
+if TYPE_CHECKING:
+    from common.data.pairs import Pairs
 
 
 def score_targets(
-    written: dict[int, list[int]], samples: Pairs, train: Pairs, tokenizer: PreTrainedTokenizerBase
+    written: dict[int, list[int]], samples: "Pairs", train: "Pairs", tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, Any], list[str]]:
     """chrF (0 to 100) of what a model wrote for some of `samples`, beside two baselines, how much of it is exactly its
     target, and lines to print.
@@ -22,6 +21,7 @@ def score_targets(
     The baselines: the most frequent target of the (first 100,000) training pairs for every sample, and the first tokens
     of each source, as many as a training target has on average. All against the targets as the tokenizer decodes them.
     """
+    from sacrebleu.metrics import CHRF  # here because only recipes that write text need it
 
     def texts(sequences: Iterable[Any]) -> list[str]:
         return [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in sequences]
@@ -59,8 +59,10 @@ def score(predictions: np.ndarray, targets: np.ndarray) -> dict[str, float]:
     accuracy of always answering with the most frequent label. Or r2, the share of the variance that is explained (0 is
     always answering with the mean), and Pearson's r.
     """
-    # scikit-learn's own functions: `evaluate.load` downloads a module that calls them, which needs the network, and a
-    # metric of one's own there is only a longer way to call them.
+    # Directly, and not by `evaluate`: its `load` downloads a module that calls scikit-learn, and fails offline; a
+    # metric of one's own there is only a longer way to call it.
+    from sklearn.metrics import accuracy_score, f1_score, r2_score  # here because it takes seconds
+
     if targets.dtype.kind == "i":
         return {
             "accuracy": float(accuracy_score(targets, predictions)),
