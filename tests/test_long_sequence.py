@@ -129,13 +129,13 @@ def test_tiled_mlps_give_the_same_gradient(kind):
 
 def test_a_model_whose_mlps_are_not_found_goes_on_without_tiles():
     """Refused only where tiles were asked for."""
-    adapt = runpy.run_path(str(ROOT / RECIPE), run_name="recipe")["adapt"]
+    shape = runpy.run_path(str(ROOT / RECIPE), run_name="recipe")["shape_sequences"]
     config = AutoConfig.for_model("gpt2", vocab_size=257, n_embd=32, n_layer=1, n_head=2, n_positions=16)
     for rows in (None, 0):
         model = AutoModelForCausalLM.from_config(config)
-        assert "MLPs in one piece" in adapt(model, types.SimpleNamespace(mlp_rows=rows), 16)
+        assert "MLPs in one piece" in shape(model, types.SimpleNamespace(mlp_rows=rows), 16)
     with pytest.raises(UserError, match="--mlp_rows 8: GPT2LMHeadModel has no layers with an mlp; take"):
-        adapt(AutoModelForCausalLM.from_config(config), types.SimpleNamespace(mlp_rows=8), 16)
+        shape(AutoModelForCausalLM.from_config(config), types.SimpleNamespace(mlp_rows=8), 16)
 
 
 CUTS = {

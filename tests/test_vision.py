@@ -102,8 +102,8 @@ def test_the_update_is_the_same_however_the_global_batch_is_cut(float64_runs):
         first, *others = [name for name in float64_runs if name.startswith(model)]
         assert len(others) == number - 1
         assert_same_update(float64_runs, first, *others)
-    losses = [float64_runs[name][1][-2]["loss"] for name in ("means", "convnet-1-16")]  # of the short global batch
-    assert abs(losses[0] / losses[1] - 1) > 1e-4
+    losses = [float64_runs[name][1][-1]["loss"] for name in ("means", "convnet-1-16")]  # after the short global batch
+    assert abs(losses[0] / losses[1] - 1) > 1e-3
 
 
 def test_batch_norm_makes_another_update_of_another_cut(float64_runs):
