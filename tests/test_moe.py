@@ -147,7 +147,7 @@ def test_every_mode_makes_the_losses_and_the_bias_of_one_process(
     run_specs("moe", specs, tmp_path, config, "--mixed_precision", "no", "--num_processes", 2)
     for name in names:
         ours = our_collectives(tmp_path / f"n-{name}", 2)
-        before = ["routing.begin_update"] if name == "exact" else []  # what the loss needs before the first backward
+        before = ["experts.begin_update"] if name == "exact" else []  # what the loss needs before the first backward
         assert [ours[number] for number in (0, 1, 3, 4)] == 4 * [[*before, "accumulation.sum_over_ranks"]]
         assert_same_losses(tmp_path / name, one_process / name)
         weights = load_file(tmp_path / name / "model/model.safetensors")
