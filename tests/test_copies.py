@@ -84,7 +84,7 @@ def test_each_recipe_loads_what_it_uses_and_no_more():
 
 # What a copied recipe is given, in a file that all recipes can read, and a part of what it then says.
 COPIES = {
-    "lm.py": (["--train_file", "DATA"], "Ernie4_5ForCausalLM"),
+    "lm.py": (["--train_file", "DATA"], "LlamaForCausalLM"),
     "moe.py": (["--train_file", "DATA"], "Ernie4_5_MoeForCausalLM"),
     "long_sequence.py": (["--train_file", "DATA"], "RecurrentLM"),
     "seq2seq.py": (["--train_file", "DATA", "--micro_batch_tokens", 512], "T5ForConditionalGeneration"),
