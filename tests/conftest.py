@@ -280,6 +280,65 @@ def relative_difference(gradients, reference):
     return math.sqrt(difference / sum(b.square().sum() for b in reference))
 
 
+def run_specs(recipe, runs, directory, config="cpu", *options):
+    """Several runs of a recipe, one after the other in one launch; each is its flags, and its changes."""
+    specs = [
+        {"recipe": f"recipes/{recipe}.py", "flags": [str(flag) for flag in flags], "changes": changes}
+        for flags, changes in runs
+    ]
+    path = directory / f"{recipe}-{config}.json"
+    path.write_text(json.dumps(specs))
+    command = [*launch_command(config, *options), "tests/run_recipe.py", path]
+    result = run(command, CUDA_VISIBLE_DEVICES="", TQDM_DISABLE=1, timeout=600)
+    assert result.returncode == 0, told(result)
+    return result
+
+
+def run_in_float64(recipe, cuts, directory):
+    """(gradients of the first update, metrics, output directory) by name, of a launch for each number of processes.
+
+    cuts: by name, the processes, the flags and the changes of a run.
+    """
+    import torch
+
+    for processes, config in ((1, "cpu"), (2, "multi_cpu")):
+        runs = [
+            (
+                [*flags, "--output_dir", directory / name],
+                {"float64": 1, "save_gradients": str(directory / f"{name}.pt"), **changes},
+            )
+            for name, (count, flags, changes) in cuts.items()
+            if count == processes
+        ]
+        run_specs(recipe, runs, directory, config)
+    return {
+        name: (torch.load(directory / f"{name}.pt"), read_metrics(directory / name), directory / name) for name in cuts
+    }
+
+
+def assert_same_update(runs, reference, *names):
+    """Law 1: gradients and losses of `run_in_float64` are those of another cut, to the twelfth digit."""
+    expected, metrics, _ = runs[reference]
+    for name in names:
+        gradients, lines, _ = runs[name]
+        assert str(gradients[0].dtype) == "torch.float64"
+        assert relative_difference(gradients, expected) < 1e-12, name
+        assert [line["sample_digest"] for line in lines] == [line["sample_digest"] for line in metrics]
+        assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in metrics], rel=1e-11), name
+
+
+def assert_same_losses(output_dir, reference):
+    """The losses and norms of one process in float32, on the same samples."""
+    for line, expected in zip(read_metrics(output_dir), read_metrics(reference), strict=True):
+        assert line["sample_digest"] == expected["sample_digest"]
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+
+
+def results_of(output_dir):
+    return json.loads((Path(output_dir) / "run.json").read_text())["results"]
+
+
 def stdlib_functions(limit):
     """Source text of functions of the standard library, of many lengths."""
     texts = []

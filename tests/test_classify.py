@@ -4,7 +4,6 @@ import csv
 import functools
 import json
 import math
-import shutil
 import types
 
 import datasets
@@ -12,14 +11,16 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    ROOT,
     assert_mistake,
+    assert_same_losses,
+    assert_same_update,
     launch,
     launch_command,
     make_model_dir,
-    read_metrics,
     relative_difference,
+    results_of,
     run,
+    run_in_float64,
     run_recipe_alone,
     stdlib_functions,
 )
@@ -130,92 +131,46 @@ TASKS = {
     "numbers": [(1, "size", 16), (1, "size", 2), (2, "tokens", 100)],
     "pairs": [(1, "size", 16), (1, "tokens", 100)],
 }
-MEAN_OF_MEANS = ("classes", 1, "tokens", 101)
+NAMES = {task: ["-".join(map(str, (task, *cut))) for cut in cuts] for task, cuts in TASKS.items()}
 
 
 @pytest.fixture(scope="module")
 def float64_runs(files, encoder, tmp_path_factory):
-    """The recipe in float64: one launch for each number of processes. Gradients and metrics, by task and cut."""
+    """Two updates of each task and cut, and one of the mean of means."""
     out = tmp_path_factory.mktemp("float64")
-    decoder = make_model_dir(out / "decoder", files / "train.jsonl")
+    models = {"decoder": make_model_dir(out / "decoder", files / "train.jsonl")}
     more = {
         "numbers": ["--label_column", "score"],
         "pairs": ["--pair_column", "second", "--validation_file", files / "train.jsonl"],
     }
-    names = [(task, *cut) for task, cuts in TASKS.items() for cut in cuts] + [MEAN_OF_MEANS]
-    for processes in (1, 2):
-        spec = []
-        for name in names:
-            task, world, kind, number = name
-            if world == processes:
-                path = out / "-".join(map(str, name))
-                model = decoder if task == "decoder" else encoder
-                changes = {"float64": 1, "save_gradients": f"{path}.pt"}
-                changes |= {"mean_of_means": 1} if name == MEAN_OF_MEANS else {}
-                own = [*more.get(task, []), "--num_updates", 2, "--warmup_updates", 0, f"--micro_batch_{kind}", number]
-                spec.append({"recipe": SCRIPT, "flags": flags(files, model, path, *own), "changes": changes})
-        (out / "spec.json").write_text(json.dumps(spec))
-        config = "cpu" if processes == 1 else "multi_cpu"
-        launch(out / "spec.json", config=config, script="tests/run_recipe.py", TQDM_DISABLE=1)
-    paths = {name: out / "-".join(map(str, name)) for name in names}
-    return {name: (torch.load(f"{path}.pt"), read_metrics(path), path) for name, path in paths.items()}
+    cuts = {}
+    for task in TASKS:
+        for name, (processes, kind, number) in zip(NAMES[task], TASKS[task], strict=True):
+            own = [*more.get(task, []), "--num_updates", 2, "--warmup_updates", 0, f"--micro_batch_{kind}", number]
+            cuts[name] = (processes, flags(files, models.get(task, encoder), out, *own), {})
+    _, given, _ = cuts["classes-1-tokens-100"]
+    return run_in_float64("classify", cuts | {"mean of means": (1, given, {"mean_of_means": 1})}, out)
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_the_update_is_the_same_however_the_global_batch_is_cut(task, float64_runs):
-    """Law 1; it depends on padding that no model looks at, as the cuts pad the same text differently."""
-    reference, expected, _ = float64_runs[task, *TASKS[task][0]]
-    assert [line["target_tokens"] for line in expected] == [16, 16]  # texts, not tokens
-    for cut in TASKS[task][1:]:
-        gradients, metrics, _ = float64_runs[task, *cut]
-        assert gradients[0].dtype == torch.float64
-        assert relative_difference(gradients, reference) < 1e-12, cut
-        for line, other in zip(metrics, expected, strict=True):
-            assert line["sample_digest"] == other["sample_digest"]
-            assert line["loss"] == pytest.approx(other["loss"], rel=1e-12), cut
+def test_the_update_is_the_same_however_the_global_batch_is_cut(float64_runs):
+    """Law 1; it depends on padding that no model looks at, as the cuts pad the same text differently.
 
-
-def test_the_mean_of_micro_batch_means_is_another_update(float64_runs):
-    """Control of law 1."""
-    reference = float64_runs["classes", *TASKS["classes"][0]][0]
-    assert relative_difference(float64_runs[MEAN_OF_MEANS][0], reference) > 0.01
+    Control: the mean of the micro-batches' means is another update.
+    """
+    for first, *others in NAMES.values():
+        assert [line["target_tokens"] for line in float64_runs[first][1]] == [16, 16]  # texts, not tokens
+        assert_same_update(float64_runs, first, *others)
+    assert relative_difference(float64_runs["mean of means"][0], float64_runs["classes-1-size-16"][0]) > 0.01
 
 
 def test_held_out_texts_are_counted_once_on_any_number_of_processes(float64_runs):
     """13 of them, in global batches of 16, assigned to one process and to two."""
     for task in ("classes", "numbers"):
-        results = [results_of(float64_runs[task, *cut][2]) for cut in TASKS[task]]
+        results = [results_of(float64_runs[name][2]) for name in NAMES[task]]
         figures = ("accuracy", "macro_f1") if task == "classes" else ("r2", "pearson")
         for other in results[1:]:
             assert other["validation_loss"] == pytest.approx(results[0]["validation_loss"], rel=1e-12)
             assert [other[name] for name in figures] == pytest.approx([results[0][name] for name in figures], rel=1e-5)
-
-
-def results_of(output_dir):
-    return json.loads((output_dir / "run.json").read_text())["results"]
-
-
-def test_resume_is_bit_for_bit(files, encoder, tmp_path):
-    """With dropout, four updates and four more are eight. Control: without the random states they are not."""
-    model = tmp_path / "model"
-    shutil.copytree(encoder, model)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"hidden_dropout_prob": 0.1}))
-    spec = []
-    for name, changes in {"whole": {}, "resumed": {}, "forgot": {"forget": "random"}}.items():
-        more = ["--save_every", 4, "--num_updates", 8]
-        if name != "whole":
-            changes["copy_run"] = [str(tmp_path / "whole"), str(tmp_path / name), 4]
-            more.append("--resume")
-        spec.append({"recipe": SCRIPT, "flags": flags(files, model, tmp_path / name, *more), "changes": changes})
-    (tmp_path / "spec.json").write_text(json.dumps(spec))
-    result = launch(tmp_path / "spec.json", script="tests/run_recipe.py", TQDM_DISABLE=1)
-    assert "update-000004" in result.stdout
-    losses = {name: [line["loss"] for line in read_metrics(tmp_path / name)] for name in ("whole", "resumed", "forgot")}
-    weights = [load_file(tmp_path / name / "model/model.safetensors") for name in ("whole", "resumed")]
-    assert len(losses["whole"]) == 8 and losses["resumed"] == losses["whole"]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    assert losses["forgot"][:4] == losses["whole"][:4] and losses["forgot"][4:] != losses["whole"][4:]
 
 
 # --- the shipped configs and what a run leaves -----------------------------------------------------------------------
@@ -234,10 +189,7 @@ def test_every_mode_makes_the_update_of_one_process(config, one_process, files, 
     command = launch_command(config, "--mixed_precision", "no", "--num_processes", 2)
     result = run([*command, SCRIPT, *flags(files, encoder, tmp_path / "run")], CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 0, result.stdout + result.stderr
-    for line, expected in zip(read_metrics(tmp_path / "run"), read_metrics(one_process[0]), strict=True):
-        assert line["sample_digest"] == expected["sample_digest"]
-        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-        assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    assert_same_losses(tmp_path / "run", one_process[0])
     assert results_of(tmp_path / "run")["accuracy"] == results_of(one_process[0])["accuracy"]
     models = [
         AutoModelForSequenceClassification.from_pretrained(out / "model") for out in (one_process[0], tmp_path / "run")
@@ -287,7 +239,7 @@ def test_the_figures_of_a_regression(float64_runs):
         spread @ deviation / math.sqrt((spread @ spread) * (deviation @ deviation))
     )
     assert math.isnan(scores.score(np.array([np.nan, 1.0]), targets[:2])["r2"])
-    results = results_of(float64_runs["numbers", 1, "size", 16][2])
+    results = results_of(float64_runs["numbers-1-size-16"][2])
     assert {"validation_loss", "r2", "pearson"} <= results.keys() and "accuracy" not in results
 
 
@@ -305,17 +257,6 @@ def test_labels_that_no_font_has_are_one_line(tmp_path, recwarn, caplog):
     save_confusion_matrix(np.eye(2, dtype=int), ["\u6b63\u9762", "\u8ca0"], tmp_path / "confusion.png")
     assert not [one for one in recwarn if "Glyph" in str(one.message)] and len(caplog.messages) < 2
     assert (tmp_path / "confusion.png").stat().st_size > 1000
-
-
-def test_a_copied_recipe_runs_from_another_directory_on_the_standard_library(tmp_path):
-    """`cp -r recipes/classify.py common elsewhere/`, and no flags of its own: a dozen packages to tell apart."""
-    shutil.copy(ROOT / SCRIPT, tmp_path)
-    shutil.copytree(ROOT / "common", tmp_path / "common")
-    (tmp_path / "elsewhere").mkdir()
-    result = launch("--dry_run", script=tmp_path / "classify.py", cwd=tmp_path / "elsewhere")
-    for part in ("BertForSequenceClassification", "12: asyncio", "functions of other files", "nothing written"):
-        assert part in result.stdout, part
-    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_whole_files_are_held_out():

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import BIN, ROOT, run
+from conftest import BIN, ROOT, launch, run, write_rows
 from test_recipes import RECIPES
 
 from common.errors import UserError
@@ -40,8 +40,8 @@ OURS = {
 # Packages that take seconds or that not everybody has.
 HEAVY = {
     "pyarrow": LANGUAGE,
-    "datasets": {"classify.py"},
-    "evaluate": {"classify.py"},
+    "datasets": set(),
+    "evaluate": set(),
     "sklearn": {"classify.py"},
     "sacrebleu": {"seq2seq.py"},
     "bitsandbytes": set(),
@@ -80,6 +80,34 @@ def test_each_recipe_loads_what_it_uses_and_no_more():
         assert {name for name in loaded if module in loaded[name]} == users, module
     assert not {"PIL", "transformers"} & loaded["checkpoint"]  # `list` looks at files, and that is all
     assert all("checkpoint_format" in found for found in loaded.values())  # the control: what is loaded is seen
+
+
+# What a copied recipe is given, in a file that all recipes can read, and a part of what it then says.
+COPIES = {
+    "lm.py": (["--train_file", "DATA"], "LlamaForCausalLM"),
+    "moe.py": (["--train_file", "DATA"], "Ernie4_5_MoeForCausalLM"),
+    "long_sequence.py": (["--train_file", "DATA"], "RecurrentLM"),
+    "seq2seq.py": (["--train_file", "DATA", "--micro_batch_tokens", 512], "T5ForConditionalGeneration"),
+    "classify.py": ([], "12: asyncio"),  # packages of the standard library, to be told apart
+    "vision.py": ([], "1,437 images, 8 x 8 gray, 10 classes"),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_copied_recipe_runs_from_another_directory(recipe, tmp_path):
+    """`cp -r recipes/lm.py common elsewhere/`: its own common/ wins, and a dry run writes nothing."""
+    shutil.copy(ROOT / "recipes" / recipe, tmp_path)
+    shutil.copytree(ROOT / "common", tmp_path / "common", ignore=shutil.ignore_patterns("__pycache__"))
+    errors = tmp_path / "common/errors.py"
+    errors.write_text(errors.read_text() + "\nprint('the copy of common/')\n")
+    write_rows(tmp_path / "rows.jsonl", 80)
+    (tmp_path / "empty").mkdir()
+    given, said = COPIES[recipe]
+    given = [tmp_path / "rows.jsonl" if flag == "DATA" else flag for flag in given]
+    printed = launch(*given, "--dry_run", script=tmp_path / recipe, cwd=tmp_path / "empty").stdout
+    for part in ("the copy of common/", "dry run", said):
+        assert part in printed, part
+    assert not list((tmp_path / "empty").iterdir())
 
 
 # --- a bug keeps its traceback

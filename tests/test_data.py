@@ -382,6 +382,7 @@ def test_messages_from_parquet_have_no_keys_of_other_messages(tokenizer, tmp_pat
         ("{{ raise_exception('roles must alternate') }}", CHAT, r"a.jsonl, line 1: .*roles must alternate"),
         (PLAIN, "hello", r"a.jsonl, line 1: column messages is not a list"),
         (PLAIN, [{"content": "x"}], r"a.jsonl, line 1: column messages is not a list"),
+        (PLAIN, [{"role": "user", "content": "\ud800"}], r"a.jsonl, line 1: half a surrogate pair"),
     ],
 )
 def test_chats_that_cannot_be_masked(tokenizer, tmp_path, cache, monkeypatch, template, chat, pattern):
@@ -480,6 +481,7 @@ BROKEN = {
     "number.jsonl": (LINE + b'{"text": 3}\n', r"number.jsonl, line 2: column text is of type int, not a string"),
     "null.jsonl": (LINE + b'{"text": null}\n', r"null.jsonl, line 2: column text is null"),
     "half.jsonl": (LINE + b'{"text": "\\ud800"}\n', r"half.jsonl, line 2: half a surrogate pair \(U\+D800\)"),
+    "pair.jsonl": (b'{"prompt": "a", "completion": "\\ud800"}\n', r"pair.jsonl, line 1: half a surrogate pair"),
     "later.jsonl": (LINE + b'{"body": "x"}\n', r"later.jsonl, line 2: no column text; there are: body"),
     "columns.jsonl": (b'{"body": "x", "title": "y"}\n', r"columns.jsonl: no column text; there are: body, title"),
     "columns.csv": (b"body,title\nx,y\n", r"columns.csv: no column text; there are: body, title"),
@@ -668,7 +670,7 @@ def test_reading_a_large_file_keeps_no_more_than_a_piece(tmp_path):
     for _ in open_source(Source(files=(str(tmp_path / "a.txt"),))).rows(("text",), True):
         pass
     assert tracemalloc.get_traced_memory()[1] < 5e6
-    for _ in readers._decoded_lines(str(tmp_path / "a.txt")):  # the control: by lines
+    for _ in readers._decoded(str(tmp_path / "a.txt")):  # the control: by lines
         pass
     assert tracemalloc.get_traced_memory()[1] > 20e6
     tracemalloc.stop()

@@ -1,9 +1,7 @@
 """Mixtures of experts: law 1 for the router, every way to balance, up-cycling, the modes, resume, and mistakes."""
 
-import json
 import re
 import runpy
-import shutil
 import sys
 
 import pytest
@@ -11,19 +9,23 @@ import torch
 from conftest import (
     ROOT,
     assert_mistake,
+    assert_same_losses,
+    assert_same_update,
     launch,
-    launch_command,
     our_collectives,
     read_metrics,
     relative_difference,
+    results_of,
     run,
+    run_in_float64,
     run_recipe_alone,
-    told,
+    run_specs,
 )
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, JetMoeConfig, OlmoeConfig
 
-from common.data.rows import Source, tokenize
+from common.data.rows import Source
+from common.data.text import tokenize
 from common.models import experts
 from common.training.losses import sum_token_losses
 
@@ -64,16 +66,6 @@ def flags(functions_file, model_dir, output_dir, *more):
     return [str(part) for part in [*base, "--output_dir", output_dir, *more]]
 
 
-def run_specs(specs, directory, config="cpu", processes=1):
-    """Several runs of the recipe, one after the other in one launch; each is (flags, changes)."""
-    path = directory / f"{config}-{processes}.json"
-    path.write_text(json.dumps([{"recipe": RECIPE, "flags": flags, "changes": changes} for flags, changes in specs]))
-    command = launch_command(config, "--mixed_precision", "no", "--num_processes", processes)
-    result = run([*command, "tests/run_recipe.py", path], CUDA_VISIBLE_DEVICES="", TQDM_DISABLE=1, timeout=600)
-    assert result.returncode == 0, told(result)
-    return result
-
-
 # Processes, and (balance, cut of a global batch of 16 samples, what is taken out).
 CUTS = {
     1: [
@@ -91,40 +83,34 @@ CUTS = {
 
 @pytest.fixture(scope="module")
 def float64_runs(functions_file, moe_dir, tmp_path_factory):
-    """First gradients, losses and final weights of each combination, in float64."""
-    out, runs = tmp_path_factory.mktemp("float64"), {}
+    """First gradients, metrics and directory of each combination, in float64."""
+    out, cuts = tmp_path_factory.mktemp("float64"), {}
     for processes, combinations in CUTS.items():
-        specs = []
         for balance, (kind, number), changes in combinations:
-            name = "-".join(map(str, (balance, processes, kind, number, *changes)))
             more = ["--balance", balance, "--balance_strength", 0.05, f"--micro_batch_{kind}", number]
-            changes = {"float64": 1, "float64_experts": 1, "save_gradients": str(out / f"{name}.pt"), **changes}
-            specs.append((flags(functions_file, moe_dir, out / name, *more, "--num_updates", 3), changes))
-            runs[name] = out / name
-        run_specs(specs, out, "cpu" if processes == 1 else "multi_cpu", processes)
-    return {
-        name: (torch.load(f"{path}.pt"), read_metrics(path), load_file(path / "model/model.safetensors"))
-        for name, path in runs.items()
-    }
+            given = flags(functions_file, moe_dir, out, *more, "--num_updates", 3)
+            name = "-".join(map(str, (balance, processes, kind, number, *changes)))
+            cuts[name] = (processes, given, {"float64_experts": 1, **changes})
+    return run_in_float64("moe", cuts, out)
+
+
+def biases(output_dir):
+    weights = load_file(output_dir / "model/model.safetensors")
+    return {name: weight for name, weight in weights.items() if name.endswith(BIAS)}
 
 
 @pytest.mark.parametrize("balance", ["bias", "exact"])
 def test_the_update_is_the_same_however_the_global_batch_is_cut(balance, float64_runs):
     """Law 1 with a router: gradients, losses, counts and the moved bias, over micro-batch and processes."""
-    gradients, metrics, weights = float64_runs[f"{balance}-1-size-16"]
-    names = [name for name in float64_runs if name.startswith(balance) and not name.endswith("own_counts")]
-    assert len(names) == 5 and gradients[0].dtype == torch.float64
-    for name in names:
-        other_gradients, lines, other = float64_runs[name]
-        assert relative_difference(other_gradients, gradients) < 1e-12, name
-        for line, expected in zip(lines, metrics, strict=True):
-            assert line["loss"] == pytest.approx(expected["loss"], rel=1e-12), name
-            assert (
-                line["busiest_expert"] == expected["busiest_expert"]
-                and line["dead_experts"] == expected["dead_experts"]
-            )
-        assert all(torch.equal(other[key], weights[key]) for key in weights if key.endswith(BIAS))
-    moved = [weights[key].abs().max().item() for key in weights if key.endswith(BIAS)]
+    first, *others = [name for name in float64_runs if name.startswith(balance) and not name.endswith("own_counts")]
+    assert len(others) == 4
+    assert_same_update(float64_runs, first, *others)
+    _, metrics, out = float64_runs[first]
+    for name in others:
+        for field in ("busiest_expert", "dead_experts"):
+            assert [line[field] for line in float64_runs[name][1]] == [line[field] for line in metrics], name
+        assert all(torch.equal(bias, biases(out)[key]) for key, bias in biases(float64_runs[name][2]).items())
+    moved = [bias.abs().max().item() for bias in biases(out).values()]
     assert len(moved) == 2 and all((move > 0.04) == (balance == "bias") for move in moved)
 
 
@@ -132,15 +118,15 @@ def test_the_usual_balancing_loss_depends_on_the_cut(float64_runs):
     """Control: the loss per micro-batch makes another gradient, a rank's own counts another bias."""
     whole, cut = (float64_runs[f"usual-1-size-{size}"][0] for size in (16, 2))
     assert relative_difference(cut, whole) > 1e-3
-    weights, alone = (float64_runs[f"bias-{name}"][2] for name in ("2-size-8", "2-size-2-own_counts"))
-    assert any(not torch.equal(weights[key], alone[key]) for key in weights if key.endswith(BIAS))
+    together, alone = (biases(float64_runs[f"bias-{name}"][2]) for name in ("2-size-8", "2-size-2-own_counts"))
+    assert any(not torch.equal(together[key], alone[key]) for key in together)
 
 
 @pytest.fixture(scope="module")
 def one_process(functions_file, moe_dir, tmp_path_factory):
     """Six updates in float32 for each way to balance, with a checkpoint after the third."""
     out = tmp_path_factory.mktemp("one")
-    run_specs([(mode_flags(functions_file, moe_dir, out / name, name), {}) for name in ("bias", "exact")], out)
+    run_specs("moe", [(mode_flags(functions_file, moe_dir, out / name, name), {}) for name in ("bias", "exact")], out)
     return out
 
 
@@ -158,13 +144,12 @@ def test_every_mode_makes_the_losses_and_the_bias_of_one_process(
         (mode_flags(functions_file, moe_dir, tmp_path / name, name), {"count_collectives": str(tmp_path / f"n-{name}")})
         for name in names
     ]
-    run_specs(specs, tmp_path, config, 2)
+    run_specs("moe", specs, tmp_path, config, "--mixed_precision", "no", "--num_processes", 2)
     for name in names:
         ours = our_collectives(tmp_path / f"n-{name}", 2)
-        before = ["routing.begin_update"] if name == "exact" else []  # what the loss needs before the first backward
+        before = ["experts.begin_update"] if name == "exact" else []  # what the loss needs before the first backward
         assert [ours[number] for number in (0, 1, 3, 4)] == 4 * [[*before, "accumulation.sum_over_ranks"]]
-        lines, expected = read_metrics(tmp_path / name), read_metrics(one_process / name)
-        assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], rel=1e-5)
+        assert_same_losses(tmp_path / name, one_process / name)
         weights = load_file(tmp_path / name / "model/model.safetensors")
         for key, weight in load_file(one_process / name / "model/model.safetensors").items():
             if key.endswith(BIAS):
@@ -172,22 +157,14 @@ def test_every_mode_makes_the_losses_and_the_bias_of_one_process(
             assert (weight - weights[key]).abs().max() < 1e-5, key
 
 
-def test_a_resumed_run_goes_on_bit_for_bit(one_process, functions_file, moe_dir, tmp_path):
-    """Losses, weights and biases of the run that never stopped. Control: a resume that forgets the biases."""
-    specs = []
-    for name, changes in {"resumed": {}, "forgetful": {"forget": "buffers"}}.items():
-        changes = {"copy_run": [str(one_process / "bias"), str(tmp_path / name), 3]} | changes
-        specs.append(([*mode_flags(functions_file, moe_dir, tmp_path / name, "bias"), "--resume"], changes))
-    run_specs(specs, tmp_path)
-    fields = ("update", "loss", "grad_norm", "sample_digest", "busiest_expert")
-    outcomes = [
-        (
-            [[line[field] for field in fields] for line in read_metrics(path)],
-            (path / "model/model.safetensors").read_bytes(),
-        )
-        for path in (one_process / "bias", tmp_path / "resumed", tmp_path / "forgetful")
-    ]
-    assert outcomes[1] == outcomes[0] and outcomes[2] != outcomes[0]
+def test_a_resume_that_forgets_the_biases_is_noticed(one_process, functions_file, moe_dir, tmp_path):
+    """Control of tests/test_resume.py, which resumes this recipe in every mode."""
+    changes = {"copy_run": [str(one_process / "bias"), str(tmp_path / "run"), 3], "forget": "buffers"}
+    run_specs(
+        "moe", [([*mode_flags(functions_file, moe_dir, tmp_path / "run", "bias"), "--resume"], changes)], tmp_path
+    )
+    losses = [[line["loss"] for line in read_metrics(path)] for path in (one_process / "bias", tmp_path / "run")]
+    assert losses[0][:3] == losses[1][:3] and losses[0] != losses[1]
 
 
 def test_the_reported_figures_are_those_of_the_saved_model(functions_file, moe_dir, tmp_path):
@@ -195,7 +172,7 @@ def test_the_reported_figures_are_those_of_the_saved_model(functions_file, moe_d
     out = tmp_path / "run"
     more = ["--balance_strength", 0.05, "--num_updates", 2, "--validation_file", functions_file, "--save_every", 2]
     result = launch(*flags(functions_file, moe_dir, out, *more), script=RECIPE)
-    results = json.loads((out / "run.json").read_text())["results"]
+    results = results_of(out)
     run([sys.executable, "-m", "common.checkpoint", "export", out / "checkpoints/update-000002", tmp_path / "export"])
     tokenizer = AutoTokenizer.from_pretrained(out / "model")
     samples = tokenize(Source(files=(str(functions_file),)), tokenizer, 64, "examples")
@@ -303,7 +280,7 @@ def test_a_pretrained_mixture_without_a_bias(config, functions_file, model_dir, 
     for mode in ("none", "full"):
         more = ["--balance", "exact", "--num_updates", 2, "--activation_checkpointing", mode]
         specs.append((flags(functions_file, path, tmp_path / mode, *more), {}))
-    result = run_specs(specs, tmp_path)
+    result = run_specs("moe", specs, tmp_path)
     lines, expected = read_metrics(tmp_path / "full"), read_metrics(tmp_path / "none")
     assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], rel=1e-6)
     assert [line["busiest_expert"] for line in lines] == [line["busiest_expert"] for line in expected]
@@ -322,12 +299,9 @@ def test_deepspeed_in_bf16_leaves_the_bias_its_small_steps(moe_dir):
     assert all(layer.bias.dtype == torch.float32 for layer in router.layers)
 
 
-def test_a_copied_recipe_runs_and_the_dense_peer_has_as_many_active_parameters(functions_file, tmp_path):
-    shutil.copy(ROOT / RECIPE, tmp_path)
-    shutil.copytree(ROOT / "common", tmp_path / "common")
-    (tmp_path / "elsewhere").mkdir()
+def test_the_dense_peer_has_as_many_active_parameters(functions_file, tmp_path):
     more = ["--train_file", functions_file, "--dense", "--dry_run", "--output_dir", tmp_path / "run"]
-    printed = launch(*more, script=tmp_path / "moe.py", cwd=tmp_path / "elsewhere").stdout
+    printed = launch(*more, script=RECIPE).stdout
     dense = int(re.search(r"ForCausalLM, ([\d,]+) parameters", printed)[1].replace(",", ""))
     assert not (tmp_path / "run").exists()
     layers, width, heads, kv_heads, num_experts, top_k, expert_width, vocabulary, _ = runpy.run_path(

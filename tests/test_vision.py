@@ -12,7 +12,18 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import ROOT, assert_mistake, launch, launch_command, read_metrics, run, run_recipe_alone
+from conftest import (
+    assert_mistake,
+    assert_same_losses,
+    assert_same_update,
+    launch,
+    read_metrics,
+    relative_difference,
+    results_of,
+    run_in_float64,
+    run_recipe_alone,
+    run_specs,
+)
 from PIL import Image
 from safetensors.torch import load_file
 from sklearn.datasets import load_digits
@@ -64,96 +75,62 @@ def flags(data, out, *more):
     return [str(part) for part in [*base, *more]]
 
 
-def run_specs(path, specs, config="cpu", processes=None):
-    """Several runs of the recipe in one launch: {name: (flags, changes)}."""
-    specs = [{"recipe": "recipes/vision.py", "flags": one, "changes": changes} for one, changes in specs]
-    path.write_text(json.dumps(specs))
-    return launch(path, config=config, processes=processes, script="tests/run_recipe.py", TQDM_DISABLE=1)
-
-
 MODELS = {"group": ["--model_config", "resnet"], "batch": ["--model_config", "resnet", "--norm", "batch"]}
 CUTS = {1: (16, 8, 2), 2: (8, 4, 1)}  # with 8 on two processes, one has nothing left in the short global batch
 
 
 @pytest.fixture(scope="module")
 def float64_runs(data, convnet_dir, tmp_path_factory):
-    """Losses and first gradients of each model and cut, by "model-processes-micro_batch"; a launch a world size."""
-    out, runs = tmp_path_factory.mktemp("float64"), {}
+    """Each model and cut, by "model-processes-micro_batch", and the mean of means."""
+    out, cuts = tmp_path_factory.mktemp("float64"), {}
     models = MODELS | {"convnet": ["--model_name_or_path", convnet_dir, "--learning_rate", 1e-3]}
     for processes, sizes in CUTS.items():
-        specs = {}
         for model, own in models.items():
             for size in sizes if model == "group" else sizes[:2]:
-                specs[f"{model}-{processes}-{size}"] = [*own, "--micro_batch_size", size], {}
-        if processes == 1:
-            specs["means"] = [*models["convnet"], "--micro_batch_size", 4], {"mean_of_means": 1}
-        run_specs(
-            out / f"{processes}.json",
-            [
-                (flags(data, out / name, *own), changes | {"float64": 1, "save_gradients": str(out / f"{name}.pt")})
-                for name, (own, changes) in specs.items()
-            ],
-            "cpu" if processes == 1 else "multi_cpu",
-        )
-        runs |= {name: (torch.load(out / f"{name}.pt"), read_metrics(out / name)) for name in specs}
-    return runs
-
-
-def differences(runs, name, reference):
-    """Relative: of the first gradient, and the largest of the losses."""
-    (gradients, metrics), (others, expected) = runs[name], runs[reference]
-    difference = sum((a - b).square().sum() for a, b in zip(gradients, others, strict=True))
-    losses = [abs(a["loss"] / b["loss"] - 1) for a, b in zip(metrics, expected, strict=True)]
-    return math.sqrt(difference / sum(b.square().sum() for b in others)), max(losses)
+                given = flags(data, out, *own, "--micro_batch_size", size)
+                cuts[f"{model}-{processes}-{size}"] = (processes, given, {})
+    given = flags(data, out, *models["convnet"], "--micro_batch_size", 4)
+    return run_in_float64("vision", cuts | {"means": (1, given, {"mean_of_means": 1})}, out)
 
 
 def test_the_update_is_the_same_however_the_global_batch_is_cut(float64_runs):
-    """Law 1, with augmentation, a short global batch and a rank without an image. Group norm and no norm are exact."""
+    """Law 1, with augmentation, a short global batch and a rank without an image. Group norm and no norm are exact.
+
+    Control: of a mean of means, images of the short global batch's short micro-batch would count more.
+    """
     for model, number in (("group", 6), ("convnet", 4)):
-        names = [name for name in float64_runs if name.startswith(model)]
-        assert len(names) == number
-        for name in names:
-            assert float64_runs[name][0][0].dtype == torch.float64
-            assert max(differences(float64_runs, name, f"{model}-1-16")) < 1e-12, name
-
-
-def test_the_mean_of_micro_batch_means_is_another_update(float64_runs):
-    """Control: images of the short global batch's short micro-batch would count more."""
-    assert differences(float64_runs, "means", "convnet-1-16")[1] > 1e-3
+        first, *others = [name for name in float64_runs if name.startswith(model)]
+        assert len(others) == number - 1
+        assert_same_update(float64_runs, first, *others)
+    losses = [float64_runs[name][1][-1]["loss"] for name in ("means", "convnet-1-16")]  # after the short global batch
+    assert abs(losses[0] / losses[1] - 1) > 1e-3
 
 
 def test_batch_norm_makes_another_update_of_another_cut(float64_runs):
     """What the recipe warns of: by accumulation, and by the number of processes; the same parts are the same update."""
-    assert min(differences(float64_runs, "batch-1-8", "batch-1-16")) > 1e-3
-    assert min(differences(float64_runs, "batch-2-8", "batch-1-16")) > 1e-3
-    assert max(differences(float64_runs, "batch-2-8", "batch-1-8")) < 1e-12  # two parts of eight in both
+    for name in ("batch-1-8", "batch-2-8"):
+        assert relative_difference(float64_runs[name][0], float64_runs["batch-1-16"][0]) > 1e-3
+    assert_same_update(float64_runs, "batch-1-8", "batch-2-8")  # two parts of eight in both
     assert [line["target_tokens"] for line in float64_runs["batch-1-16"][1]] == [16] * 4  # no short global batch
 
 
-def test_resume_is_bit_for_bit(data, tmp_path):
-    """With dropout, augmentation, and batch norm's statistics. Control: another random stream is noticed."""
-    specs = []
-    for name, own in {"convnet": [], "batch": MODELS["batch"]}.items():
-        more = [*own, "--save_every", 2, "--eval_every", 1, "--learning_rate", 1e-2]
-        specs.append((flags(data, tmp_path / name, *more), {}))
-        copies = [str(tmp_path / name), str(tmp_path / f"{name}-resumed"), 2]
-        specs.append((flags(data, tmp_path / f"{name}-resumed", *more, "--resume"), {"copy_run": copies}))
-    copies = [str(tmp_path / "convnet"), str(tmp_path / "forgot"), 2]
-    changes = {"copy_run": copies, "forget": "random"}
-    specs.append((flags(data, tmp_path / "forgot", *specs[0][0][-6:], "--resume"), changes))
-    output = run_specs(tmp_path / "spec.json", specs).stdout
-    assert output.count("after update 2") == 3
-
-    def outcome(name):
-        lines = [(line["loss"], line["validation_loss"], line["accuracy"]) for line in read_metrics(tmp_path / name)]
-        return lines, load_file(tmp_path / name / "model/model.safetensors")
-
-    for name in ("convnet", "batch"):
-        (lines, weights), (resumed_lines, resumed_weights) = outcome(name), outcome(f"{name}-resumed")
-        assert len(lines) == 4 and lines == resumed_lines
-        assert all(torch.equal(weights[key], resumed_weights[key]) for key in weights)
-    assert "resnet.embedder.embedder.normalization.running_mean" in weights
-    assert outcome("forgot")[0] != outcome("convnet")[0]
+def test_batch_norms_statistics_are_resumed(data, tmp_path):
+    """tests/test_resume.py resumes the model without them in every mode."""
+    more = [*MODELS["batch"], "--save_every", 2, "--eval_every", 1, "--learning_rate", 1e-2]
+    copies = [str(tmp_path / "whole"), str(tmp_path / "resumed"), 2]
+    runs = [
+        (flags(data, tmp_path / "whole", *more), {}),
+        (flags(data, tmp_path / "resumed", *more, "--resume"), {"copy_run": copies}),
+    ]
+    assert "after update 2" in run_specs("vision", runs, tmp_path).stdout
+    lines, weights = (
+        [read(tmp_path / name) for name in ("whole", "resumed")]
+        for read in (read_metrics, lambda out: load_file(out / "model/model.safetensors"))
+    )
+    for field in ("loss", "validation_loss", "accuracy"):
+        assert [line[field] for line in lines[0]] == [line[field] for line in lines[1]]
+    assert "resnet.embedder.embedder.normalization.running_mean" in weights[0]
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
 
 
 def measure(output_dir, directory, classes=CLASSES):
@@ -180,7 +157,7 @@ def one_process(data, tmp_path_factory):
 def test_the_figures_are_those_of_the_saved_model(one_process, data):
     """Held-out loss and accuracy, computed again from `model/` with transformers' own classes of preprocessing."""
     out, printed = one_process
-    results = json.loads((out / "run.json").read_text())["results"]
+    results = results_of(out)
     loss, accuracy, _ = measure(out, data / "validation")
     assert results["validation_loss"] == pytest.approx(loss, rel=1e-5)
     assert results["accuracy"] == accuracy
@@ -203,7 +180,7 @@ def test_a_pipeline_predicts_what_the_evaluation_did(data, convnet_dir, tmp_path
             specs.append((flags(folder, tmp_path / f"{colours}-{model}", *own), {}))
     own = ["--model_name_or_path", convnet_dir]
     specs.append((flags(data, tmp_path / "gray-pretrained", *own), {}))
-    printed = run_specs(tmp_path / "spec.json", specs).stdout
+    printed = run_specs("vision", specs, tmp_path).stdout
     assert printed.count("knows it after `from common.models import image_models`") == 5  # all but the ViTs
     for colours, folder in folders.items():
         for model in (*vision.MODEL_CONFIGS, *(["pretrained"] if colours == "gray" else [])):
@@ -214,7 +191,7 @@ def test_a_pipeline_predicts_what_the_evaluation_did(data, convnet_dir, tmp_path
                 answers = classify(str(path), top_k=None)
                 losses.append(-math.log(next(one["score"] for one in answers if one["label"] == path.parent.name)))
                 hits += answers[0]["label"] == path.parent.name
-            results = json.loads((out / "run.json").read_text())["results"]
+            results = results_of(out)
             assert results["validation_loss"] == pytest.approx(np.mean(losses), rel=1e-4), out.name
             assert results["accuracy"] == hits / len(losses), out.name
     gray = vision.ConvNet.from_pretrained(tmp_path / "gray-convnet/model").eval()
@@ -247,36 +224,26 @@ def test_the_confusion_matrix_counts_true_by_predicted(data, convnet_dir, tmp_pa
 def test_two_processes_make_the_losses_of_one(config, one_process, data, tmp_path):
     """DDP with data workers, FSDP2 and ZeRO-3; then the saved models give the same held-out figures."""
     more = ["--num_workers", 1] if config == "multi_cpu" else []
-    launch_float32(config, "recipes/vision.py", *flags(data, tmp_path / "run", *MODELS["group"], *more))
+    given = flags(data, tmp_path / "run", *MODELS["group"], *more)
+    run_specs("vision", [(given, {})], tmp_path, config, "--mixed_precision", "no")
     settings = json.loads((tmp_path / "run/run.json").read_text())
-    expected = json.loads((one_process[0] / "run.json").read_text())["results"]
+    expected = results_of(one_process[0])
     assert settings["world_size"] == 2 and settings["mixed_precision"] == "no"
-    lines, reference = read_metrics(tmp_path / "run"), read_metrics(one_process[0])
-    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in reference], rel=1e-5)
+    assert_same_losses(tmp_path / "run", one_process[0])
     assert settings["results"]["validation_loss"] == pytest.approx(expected["validation_loss"], rel=1e-4)
     assert measure(tmp_path / "run", data / "validation")[0] == pytest.approx(expected["validation_loss"], rel=1e-4)
 
 
-def launch_float32(config, script, *arguments):
-    command = launch_command(config, "--mixed_precision", "no")
-    result = run([*command, script, *arguments], CUDA_VISIBLE_DEVICES="", TQDM_DISABLE=1)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result
-
-
 def test_sharded_processes_evaluate_with_the_statistics_that_are_saved(data, tmp_path):
     """FSDP does not send batch norm's statistics around. Control: without the recipe's broadcast the figures differ."""
-    specs = []
-    for name, changes in {"run": {}, "own": {"no_broadcast": 1}}.items():
-        arguments = flags(data, tmp_path / name, *MODELS["batch"], "--learning_rate", 1e-2)
-        specs.append({"recipe": "recipes/vision.py", "flags": arguments, "changes": changes})
-    (tmp_path / "spec.json").write_text(json.dumps(specs))
-    result = launch_float32("fsdp2", "tests/run_recipe.py", tmp_path / "spec.json")
+    more = [*MODELS["batch"], "--learning_rate", 1e-2]
+    changes = {"run": {}, "own": {"no_broadcast": 1}}
+    runs = [(flags(data, tmp_path / name, *more), change) for name, change in changes.items()]
+    result = run_specs("vision", runs, tmp_path, "fsdp2", "--mixed_precision", "no")
     assert "WARNING: it sees a global batch in 2 parts" in result.stdout
 
     def figures(name):
-        saved = json.loads((tmp_path / name / "run.json").read_text())["results"]["validation_loss"]
-        return saved, measure(tmp_path / name, data / "validation")[0]
+        return results_of(tmp_path / name)["validation_loss"], measure(tmp_path / name, data / "validation")[0]
 
     assert figures("run")[0] == pytest.approx(figures("run")[1], rel=1e-4)
     assert abs(figures("own")[0] / figures("own")[1] - 1) > 1e-3
@@ -295,23 +262,9 @@ def test_a_head_for_other_classes_is_replaced(names, is_new, data, convnet_dir, 
     before, after = (load_file(path / "model/model.safetensors") for path in (tmp_path, tmp_path / "run"))
     assert torch.equal(before["features.0.weight"], after["features.0.weight"])
     assert torch.equal(before["classifier.weight"], after["classifier.weight"]) != is_new
-    results = json.loads((tmp_path / "run/run.json").read_text())["results"]
     if not is_new:
-        assert results["validation_loss"] == pytest.approx(
-            loss_by_name(tmp_path / "run", data / "validation"), rel=1e-5
-        )
-
-
-def loss_by_name(output_dir, directory):
-    """Of a saved model, whose classes may be in any order."""
-    model = AutoModelForImageClassification.from_pretrained(output_dir / "model").eval()
-    processor, losses = AutoImageProcessor.from_pretrained(output_dir / "model"), []
-    for path in sorted(directory.glob("*/*")):
-        with torch.no_grad():
-            logits = model(**processor(Image.open(path), return_tensors="pt")).logits[0]
-        label = model.config.label2id[path.parent.name]
-        losses.append(-torch.log_softmax(logits, 0)[label].item())
-    return np.mean(losses)
+        found = results_of(tmp_path / "run")["validation_loss"]
+        assert found == pytest.approx(measure(tmp_path / "run", data / "validation", names)[0], rel=1e-5)
 
 
 def test_augmentation_depends_on_seed_epoch_and_image_only(data):
@@ -499,13 +452,3 @@ def test_a_model_that_does_not_fit_the_images(data, convnet_dir, tmp_path):
     assert_mistake(result, "one/000.png: has colours, but the model takes gray images")
     result = run_recipe_alone("vision.py", *flags(data, tmp_path / "run", "--global_batch_size", 64))
     assert_mistake(result, "fewer than --global_batch_size 64; lower it, or give more data")
-
-
-def test_a_copied_recipe_runs_on_the_digits(tmp_path):
-    """`cp -r recipes/vision.py common elsewhere/`, without data of one's own; nothing is written."""
-    shutil.copy(ROOT / "recipes/vision.py", tmp_path)
-    shutil.copytree(ROOT / "common", tmp_path / "common", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "empty").mkdir()
-    printed = launch("--dry_run", script=tmp_path / "vision.py", cwd=tmp_path / "empty").stdout
-    assert "dry run" in printed and "1,437 images, 8 x 8 gray, 10 classes" in printed
-    assert not list((tmp_path / "empty").iterdir())

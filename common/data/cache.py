@@ -1,10 +1,10 @@
-"""Work that is done once and kept: by one process while the others wait, complete or absent."""
+"""How is work done once and kept? By one process while the others wait; complete, or not there."""
 
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,57 +16,39 @@ from common.errors import UserError, one_line
 from common.files import complete_or_absent
 
 MANIFEST = "sizes.json"  # the size of every file beside it
-
-
-def default_cache_dir() -> Path:
-    """$XDG_CACHE_HOME/accelerate_recipes, else ~/.cache/accelerate_recipes."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accelerate_recipes"
+FORMAT = 3  # raise it when the meaning of a file in the cache changes
 
 
 def cached(kind: str, identity: list[Any], write: Callable[[Path], None], cache_dir: str | Path | None = None) -> Path:
     """The directory of the cache that `write` fills, once for each `identity`: what its files depend on, as JSON.
 
-    Of many processes that call this one works and the others wait.
+    Of many processes that call this one works and the others wait. The cache is $XDG_CACHE_HOME/accelerate_recipes,
+    else ~/.cache/accelerate_recipes.
     """
-    directory = Path(cache_dir or default_cache_dir()) / f"{kind}-{_hash(identity)}"
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accelerate_recipes"
+    digest = hashlib.blake2b(json.dumps([kind, FORMAT, *identity]).encode(), digest_size=10).hexdigest()
+    directory = Path(cache_dir or root) / f"{kind}-{digest}"
     with _only_one(directory):
         if not _is_complete(directory):
-            with _complete_or_absent(directory) as partial:
+            with complete_or_absent(directory, "start again, or set XDG_CACHE_HOME to another disk") as partial:
                 write(partial)
+                sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
+                (partial / MANIFEST).write_text(json.dumps(sizes))
     return directory
 
 
-def _hash(parts: list[Any]) -> str:
-    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=10).hexdigest()
-
-
-@contextmanager
-def _only_one(directory: Path) -> Iterator[None]:
+def _only_one(directory: Path) -> AbstractContextManager:
     """One process at a time. A lock and not a collective: that would time out while rank 0 tokenises for hours.
 
     The system frees the lock of a process that dies.
     """
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(f"{directory}.lock")
-        lock.acquire()
+        return FileLock(f"{directory}.lock").acquire()
     except OSError as error:
         raise UserError(
             f"cache {directory.parent}: cannot be written ({one_line(error)}); set XDG_CACHE_HOME"
         ) from error
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextmanager
-def _complete_or_absent(directory: Path) -> Iterator[Path]:
-    """`complete_or_absent` with the sizes of the files, and nothing left behind where it fails."""
-    with complete_or_absent(directory, "start again, or set XDG_CACHE_HOME to another disk") as partial:
-        yield partial
-        sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
-        (partial / MANIFEST).write_text(json.dumps(sizes))
 
 
 def _is_complete(directory: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Conversations become tokens as the chat template writes them; the assistant's turns are learned."""
+"""Which tokens of a conversation are learned? The chat template writes it; the assistant's turns are targets."""
 
 import re
 from collections import Counter
@@ -15,9 +15,7 @@ from common.data.tokenizer import encode_plain
 from common.errors import UserError, one_line
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")  # by which a chat template marks what the assistant says
-
-
-Encoded = tuple[list[int], list[bool], int]  # a sample's tokens, which of them may be targets, bytes of its text
+Encoded = tuple[list[int], list[bool], str]  # a sample's tokens, which of them may be targets, its text
 
 
 def with_end_of_text(ids: list[int], eos: int) -> list[int]:
@@ -55,7 +53,7 @@ def encode_chats(batch: list[Row], tokenizer: PreTrainedTokenizerBase, counts: C
             message["role"] == "assistant" and not (message.get("content") or message.get("tool_calls"))
             for message in messages_of(row)
         )
-        yield ids, is_target.tolist(), utf8_length(text, row.where)
+        yield ids, is_target.tolist(), text
 
 
 def _render(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[tuple[int, int]]]:
@@ -66,7 +64,6 @@ def _render(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[tup
     """
     messages = messages_of(row)
     template = tokenizer.get_chat_template()
-
     cannot = f"{row.where}: the chat template cannot be used"
 
     def render(messages: list[dict[str, Any]], **options: Any) -> tuple[str, list[tuple[int, int]]]:
@@ -76,6 +73,7 @@ def _render(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[tup
             )
         except Exception as error:  # templates raise jinja2's errors, and what Python raises for a missing key
             raise UserError(f"{cannot}: {one_line(error)}") from error
+        utf8_length(texts[0], row.where)
         return texts[0], spans[0] if spans else []
 
     if GENERATION_TAG.search(template):

@@ -1,4 +1,4 @@
-"""Which columns of a row are text, and that they are text."""
+"""Which columns of a row hold the text, and is what they hold text?"""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -7,18 +7,12 @@ from common.data.rows import Corpus, Row, Source
 from common.errors import UserError, missing_column
 
 SHAPES = ("blocks", "examples")
-
-
 PAIR = ("prompt", "completion")
-
-
 # What other data sets call these two.
 PAIRS_ELSEWHERE = (
     ("prompt", "instruction", "question", "query", "problem", "input", "user", "source"),
     ("completion", "output", "response", "answer", "solution", "chosen", "assistant", "target"),
 )
-
-
 BATCH_CHARACTERS = 1 << 20  # text handed to the tokenizer at once: it needs some 100 bytes a token for the time being
 
 
@@ -28,18 +22,20 @@ def choose_columns(corpus: Corpus, source: Source, shape: str | None) -> tuple[s
         raise UserError(f"no shape {shape!r}; there are: {', '.join(SHAPES)}")
     pair = (source.prompt_column or PAIR[0], source.completion_column or PAIR[1])
     if source.prompt_column or source.completion_column:
-        if missing := [column for column in pair if column not in corpus.columns]:
-            message = missing_column(corpus.name, missing, corpus.columns)
-            raise UserError(f"{message} (--prompt_column, --completion_column)")
+        check_columns(corpus, pair, "--prompt_column, --completion_column")
         return "examples", pair
     if shape != "blocks" and source.text_column == "text":
         for columns in (("messages",), pair):
             if set(columns) <= set(corpus.columns):
                 return "examples", columns
-    if source.text_column not in corpus.columns:
-        message = missing_column(corpus.name, [source.text_column], corpus.columns)
-        raise UserError(f"{message} (--text_column{_hint(corpus.columns)})")
+    check_columns(corpus, (source.text_column,), f"--text_column{_hint(corpus.columns)}")
     return shape or "blocks", (source.text_column,)
+
+
+def check_columns(corpus: Corpus, wanted: tuple[str, ...], flags: str = "") -> None:
+    """Raises UserError, one line that names the `flags` to give, if the corpus has not all wanted columns."""
+    if missing := [column for column in wanted if column not in corpus.columns]:
+        raise UserError(missing_column(corpus.name, missing, corpus.columns) + (f" ({flags})" if flags else ""))
 
 
 def _hint(columns: tuple[str, ...]) -> str:
@@ -57,19 +53,22 @@ def _hint(columns: tuple[str, ...]) -> str:
 
 
 def text_of(row: Row, column: str) -> str:
+    """A row's text. Raises UserError, one line, where it is missing, no string, or not to be written in UTF-8."""
     if column not in row.values:
         raise UserError(missing_column(row.where, [column], tuple(row.values)))
     text = row.values[column]
     if not isinstance(text, str):
         found = "null" if text is None else f"of type {type(text).__name__}"
         raise UserError(f"{row.where}: column {column} is {found}, not a string; mend or remove the row")
+    utf8_length(text, row.where)
     return text
 
 
-def checked_text(row: Row, column: str) -> str:
-    """A row's text. Raises UserError, one line, where it is missing, no string, or not to be written in UTF-8."""
+def filled_text(row: Row, column: str) -> str:
+    """As `text_of`, and not empty."""
     text = text_of(row, column)
-    utf8_length(text, row.where)
+    if not text.strip():
+        raise UserError(f"{row.where}: column {column} is an empty text; fill it or remove the row")
     return text
 
 

@@ -1,6 +1,7 @@
-"""Models and data sets of the hub or of a local directory: where they are, and which splits they have."""
+"""Where is a model or a data set, on the hub or in a local directory, and which splits has it?"""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,51 +50,40 @@ def is_saved(path: Path) -> bool:
     return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
 
 
-def load_saved(name: str, split: str) -> Any:
-    """A split of what `save_to_disk` wrote; one data set that was saved by itself is any split."""
-    from datasets import Dataset, load_from_disk
+def held_out_splits(name: str, config: str | None) -> Iterator[str]:
+    """The splits of a data set to measure on, the better one first: validation, then test, where they are there.
 
-    try:
-        dataset = load_from_disk(str(Path(name).expanduser()))
-    except Exception as error:
-        raise UserError(f"{name}: what save_to_disk wrote cannot be read ({one_line(error)})") from error
-    if isinstance(dataset, Dataset):
-        return dataset
-    if split not in dataset:
-        raise UserError(f"{name}: no split {split}; there are: {', '.join(dataset)}; name one of them")
-    return dataset[split]
-
-
-def has_split(name: str, config: str | None, split: str) -> bool:
-    """Whether a dataset has the split; False also where the dataset cannot be found at all."""
+    None also where the data set cannot be found or read: opening it says what is wrong.
+    """
     from datasets import get_dataset_split_names, load_from_disk
 
-    path = Path(name).expanduser()
-    if (path / "state.json").exists():  # one split, saved by itself
-        return False
+    path, splits = Path(name).expanduser(), []
     if (path / "dataset_dict.json").exists():
-        return split in load_from_disk(str(path))
-    if not path.is_dir() and hub_problem(name, "dataset"):
-        return False  # opening the source says why
+        splits = load_from_disk(str(path))
+    elif not is_saved(path) and (path.is_dir() or not hub_problem(name, "dataset")):  # else one split, saved by itself
+        with suppress(Exception):  # of a dozen types
+            splits = get_dataset_split_names(name, config)
+    yield from (split for split in ("validation", "test") if split in splits)
+
+
+def load_split(name: str, config: str | None, split: str) -> Any:
+    """A split of a data set of the hub, or of what `save_to_disk` wrote: one that was saved by itself is any split.
+
+    From the hub it is downloaded once and memory-mapped by `datasets`, so that a second run needs no network.
+    """
+    from datasets import Dataset, load_dataset, load_from_disk
+
+    saved = is_saved(Path(name).expanduser())
+    problem = None if saved else hub_problem(name, "dataset")
     try:
-        return split in get_dataset_split_names(name, config)
-    except Exception:  # a dozen types; opening the source says what is wrong
-        return False
-
-
-def held_out_splits(name: str, config: str | None) -> Iterator[str]:
-    """The splits of a data set to measure on, the better one first: validation, then test, where they are there."""
-    for split in ("validation", "test"):
-        if has_split(name, config, split):
-            yield split
-
-
-def load_from_hub(name: str, config: str | None, split: str) -> Any:
-    """Downloaded once and memory-mapped by `datasets`, so that a second run needs no network."""
-    from datasets import load_dataset
-
-    problem = hub_problem(name, "dataset")
-    try:
-        return load_dataset(name, config, split=split)
+        data = load_from_disk(str(Path(name).expanduser())) if saved else load_dataset(name, config, split=split)
     except Exception as error:
-        raise UserError(f"dataset {name}: {problem or one_line(error)}") from error
+        told = f"{name}: what save_to_disk wrote cannot be read ({one_line(error)})"
+        raise UserError(told if saved else f"dataset {name}: {problem or one_line(error)}") from error
+    if not isinstance(data, Dataset):
+        if split not in data:
+            raise UserError(f"{name}: no split {split}; there are: {', '.join(data)}; name one of them")
+        data = data[split]
+    if not len(data):
+        raise UserError(f"{name}[{split}]: the data set holds no row; choose another split")
+    return data

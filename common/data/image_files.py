@@ -1,4 +1,4 @@
-"""Where images and their classes come from: folders, data sets of the hub, scikit-learn's digits."""
+"""Where do images and their classes come from? Folders, data sets of the hub, scikit-learn's digits."""
 
 import argparse
 import hashlib
@@ -12,15 +12,11 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from common.data.hub import held_out_splits, is_saved, load_from_hub, load_saved
+from common.data.hub import held_out_splits, load_split
 from common.errors import UserError, one_line
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
-
-
 DIGITS = "scikit-learn's digits"
-
-
 NUM_HELD_OUT_DIGITS = 360  # a fifth, the last ones: by other writers than the first ones
 
 
@@ -39,8 +35,7 @@ class Images:
 def find(args: argparse.Namespace) -> tuple[Images, Images | None]:
     """Training and held-out images, as the recipe's flags say; without any, scikit-learn's digits.
 
-    Raises:
-        UserError: they are not there, or make no classes to learn; a line each.
+    Raises UserError: they are not there, or make no classes to learn; a line each.
     """
     if not (args.train_dir or args.dataset_name):
         return digits("train"), digits("validation")
@@ -57,8 +52,10 @@ def find(args: argparse.Namespace) -> tuple[Images, Images | None]:
 def folder(directory: str) -> Images:
     """A folder with one subfolder a class, searched to any depth. No image is opened.
 
-    Raises:
-        UserError: a line for each class without an image, or what else makes it no data set.
+    Not `imagefolder` of datasets: it takes a class named "test" for a split and drops the other classes without a word,
+    gives a copy of the folder another fingerprint, and takes 8 s for 3,000 images at every start, where this takes 0.3.
+
+    Raises UserError: a line for each class without an image, or what else makes it no data set.
     """
     root = Path(directory).expanduser()
     if not root.is_dir():
@@ -92,15 +89,12 @@ def hub(name: str, config: str | None, split: str, label_column: str | None = No
     The images are in its first column of that kind; the classes in `label_column`, or the first ClassLabel. Labels that
     are hidden stay -1.
 
-    Raises:
-        UserError: it is not there, or has no such columns; one line.
+    Raises UserError: it is not there, or has no such columns; one line.
     """
     import datasets
 
     where = f"{name}[{split}]"
-    data = load_saved(name, split) if is_saved(Path(name).expanduser()) else load_from_hub(name, config, split)
-    if not len(data):
-        raise UserError(f"{where}: the data set holds no row; take another one")
+    data = load_split(name, config, split)
     features = data.features
     images = [column for column, feature in features.items() if isinstance(feature, datasets.Image)]
     labels = [column for column, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
@@ -177,8 +171,7 @@ def digits(part: str) -> Images:
 def check_classes(train: Images, validation: Images | None) -> Images | None:
     """The held-out images with the training classes' numbers.
 
-    Raises:
-        UserError: the training data have one class only, or the held-out ones a class that they have not.
+    Raises UserError: the training data have one class only, or the held-out ones a class that they have not.
     """
     if len(set(train.labels.tolist())) < 2:
         raise UserError(f"{train.name}: all images are of one class, {train.classes[train.labels[0]]}; add another")
@@ -206,8 +199,7 @@ def fingerprint_of(facts: Any) -> str:
 def open_image(images: Images, index: int) -> Image.Image:
     """An image of mode L (gray) or RGB, decoded, turned as its EXIF says; what is transparent lies on white.
 
-    Raises:
-        UserError: it cannot be read or decoded, or has more than 8 bits a channel.
+    Raises UserError: it cannot be read or decoded, or has more than 8 bits a channel.
     """
     source = images.read(index)
     try:

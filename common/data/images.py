@@ -1,4 +1,4 @@
-"""Images and their classes: folders, data sets of the hub, scikit-learn's digits; decoding, augmenting, normalising.
+"""How do images become samples? Their size and colours, augmenting, normalising, and one micro-batch of them.
 
     train = folder("photos/train")                       # one subfolder a class
     preprocessing = preprocess(train)                    # size, channels, mean and standard deviation
@@ -30,8 +30,8 @@ from common.data.image_files import DIGITS, Images, fingerprint_of, open_image
 from common.errors import UserError, one_line
 
 NUM_LOOKED_AT = 1000  # images that are decoded before the run: for size, channels, mean, and to find broken ones
-
-
+# Own code, as torchvision is optional: for a CPU build of torch the package index has no wheel. It lends what is longer
+# than a line (crop, rand); it has no shift that repeats the edge.
 AUGMENTATIONS = {
     "none": "the images as they are",
     "shift": "moved by up to an eighth of its size, its edge repeated; the default",
@@ -39,8 +39,6 @@ AUGMENTATIONS = {
     "crop": "RandomResizedCrop of torchvision",
     "rand": "RandAugment of torchvision",
 }
-
-
 NEEDS_TORCHVISION = ("crop", "rand")
 
 
@@ -85,24 +83,18 @@ def linear_accuracy(train: Images, validation: Images) -> float | None:
     return float(LogisticRegression(max_iter=1000).fit(x, train.labels).score(held_out, validation.labels))
 
 
-def look_at(images: Images) -> list[tuple[int, Image.Image]]:
-    """Up to 1000 images with their numbers, evenly spaced over all of them, decoded: broken ones are found here."""
-    numbers = np.unique(np.linspace(0, len(images.labels) - 1, NUM_LOOKED_AT).astype(int))
-    return [(int(number), open_image(images, int(number))) for number in numbers]
-
-
 def preprocess(images: Images, size: tuple[int, int] | None = None, channels: int | None = None) -> Preprocessing:
-    """Size, channels, mean and standard deviation from up to 1000 of the images.
+    """Size, channels, mean and standard deviation from up to 1000 of the images, evenly spaced over all.
 
     Args:
         size: height and width, to which all images are scaled; None: those that all of them have.
         channels: 1 or 3; None: 1 where all of them are gray.
 
-    Raises:
-        UserError: they have different sizes, and none was given; or they have colours, and the model has one channel;
-            or one cannot be decoded.
+    Raises UserError: they have different sizes, and none was given; or they have colours, and the model has one
+    channel; or one cannot be decoded.
     """
-    looked_at = look_at(images)
+    numbers = np.unique(np.linspace(0, len(images.labels) - 1, NUM_LOOKED_AT).astype(int)).tolist()
+    looked_at = [(number, open_image(images, number)) for number in numbers]
     first_number, first = looked_at[0]
     height, width = size or (first.height, first.width)
     for number, image in looked_at:
@@ -128,8 +120,7 @@ def preprocess_for(
 ) -> Preprocessing:
     """As `preprocess`, with size, channels, mean and standard deviation of a pretrained model, where it tells them.
 
-    Raises:
-        UserError: the model takes images of one size, and `size` is another.
+    Raises UserError: the model takes images of one size, and `size` is another.
     """
     try:
         where, _ = locate_pretrained(name_or_path)
@@ -234,8 +225,7 @@ class ImageSamples:
     def lengths(self, ids: np.ndarray) -> np.ndarray:
         return np.ones(len(ids), np.int64)
 
-    def num_targets(self, ids: np.ndarray) -> np.ndarray:
-        return np.ones(len(ids), np.int64)
+    num_targets = lengths
 
     def describe(self) -> str:
         channels, height, width = self.shape

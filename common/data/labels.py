@@ -1,4 +1,4 @@
-"""Labelled texts become samples, a pretrained model gets the data's labels, and predictions become figures.
+"""How do texts with labels become samples? What may be a label, which ones there are, and the texts as tokens.
 
     name, examples, _ = read_examples(Source(files=("reviews.csv",)), None, "label")
     names = label_names(examples)
@@ -10,25 +10,23 @@ All is held in memory: a classifier's data are small beside those of a language 
 
 import hashlib
 import math
-import os
 from collections import defaultdict
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from common.data.columns import checked_text
+from common.data.columns import check_columns, filled_text
 from common.data.rows import Source
 from common.data.sources import open_source
+from common.data.tokenizer import no_more_threads
 from common.errors import UserError, missing_column, shorten
 
 NUM_PACKAGES = 12  # of the standard library: those with the most functions
-
-
 HELD_OUT_SHARE = 1 / 5  # of a package's functions, at most, in whole files
-
-
 TOKENISED_AT_ONCE = 1024  # texts
 
 
@@ -50,14 +48,10 @@ def read_examples(
     corpus = open_source(source)
     text_columns = (source.text_column, pair_column) if pair_column else (source.text_column,)
     wanted = (*text_columns, label_column)
-    if missing := [column for column in wanted if column not in corpus.columns]:
-        raise UserError(missing_column(corpus.name, missing, corpus.columns))
+    check_columns(corpus, wanted)
     examples = []
     for row in corpus.rows(wanted, False):
-        texts = tuple(checked_text(row, column) for column in text_columns)
-        for column, text in zip(text_columns, texts, strict=True):
-            if not text.strip():
-                raise UserError(f"{row.where}: column {column} is an empty text; mend or remove the row")
+        texts = tuple(filled_text(row, column) for column in text_columns)
         if label_column not in row.values:
             raise UserError(missing_column(row.where, [label_column], tuple(row.values)))
         label = row.values[label_column]
@@ -199,8 +193,9 @@ class LabelledTexts:
                 self.num_truncated += sum(bool(text.overflowing) for text in encoded.encodings)
         self._ids, self._types = np.concatenate(ids), np.concatenate(types)
         self._offsets = np.cumsum(lengths)
-        # Without this each DataLoader worker that is forked after the tokenizer used its threads would print a warning.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        self.num_target_tokens = len(targets)  # one a text
+        self.max_length = max(lengths)
+        no_more_threads()
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -220,16 +215,6 @@ class LabelledTexts:
     def num_targets(self, ids: np.ndarray) -> np.ndarray:
         """One target a text."""
         return np.ones(len(ids), np.int64)
-
-    @property
-    def num_target_tokens(self) -> int:
-        """Targets of all samples."""
-        return len(self)
-
-    @property
-    def max_length(self) -> int:
-        """Input tokens of the longest sample."""
-        return int(np.diff(self._offsets).max())
 
     @property
     def fingerprint(self) -> str:
@@ -278,18 +263,17 @@ def collate_texts(
     there is padding; `targets` (N,), int64 for labels and float32 for numbers; `target_rows` (N,), the texts that they
     belong to: all but a dummy sample.
     """
-    length = max(len(ids) for ids, _, _ in samples)
-    input_ids = np.full((len(samples), length), pad_token_id, np.int64)
-    attention_mask, token_type_ids = np.zeros_like(input_ids), np.zeros_like(input_ids)
-    for row, (ids, types, _) in enumerate(samples):
-        input_ids[row, : len(ids)] = ids
-        token_type_ids[row, : len(ids)] = types
-        attention_mask[row, : len(ids)] = 1
-    arrays = {"input_ids": input_ids, "token_type_ids": token_type_ids}
+    ids, types, targets = zip(*samples, strict=True)
+    pad = partial(pad_sequence, batch_first=True)
+    tensors = {
+        "input_ids": pad(list(map(torch.from_numpy, ids)), padding_value=pad_token_id),
+        "token_type_ids": pad(list(map(torch.from_numpy, types))),
+    }
+    attention_mask = pad([torch.ones(len(one), dtype=torch.int64) for one in ids])
     if not attention_mask.all():
-        arrays["attention_mask"] = attention_mask
-    rows = [row for row, (_, _, target) in enumerate(samples) if target is not None]
-    return {name: torch.from_numpy(arrays[name]) for name in ("input_ids", *inputs) if name in arrays} | {
-        "targets": torch.tensor([samples[row][2] for row in rows], dtype=target_dtype),
+        tensors["attention_mask"] = attention_mask
+    rows = [row for row, target in enumerate(targets) if target is not None]
+    return {name: tensors[name] for name in ("input_ids", *inputs) if name in tensors} | {
+        "targets": torch.tensor([targets[row] for row in rows], dtype=target_dtype),
         "target_rows": torch.tensor(rows, dtype=torch.int64),
     }

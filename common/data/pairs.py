@@ -1,36 +1,34 @@
-"""Pairs of texts become samples of an encoder-decoder model: a source that is read, and a target that is learned.
+"""How do pairs of texts become the samples of an encoder-decoder model? A source is read, a target is learned.
 
     pairs = tokenize_pairs(Source(files=("train.jsonl",)), ("source", "target"), tokenizer, 512, 128)
     source, target = pairs[0]
     micro_batch = collate_pairs([pairs[0], pairs[1]], tokenizer.pad_token_id, config.decoder_start_token_id)
 
-Tokenised once into the cache of common.data: one flat int32 file of tokens, source and target by turns, and where each
-begins.
+Tokenised once into the cache: one flat int32 file of tokens, source and target by turns, and where each begins.
 """
 
 import ast
 import inspect
 import json
-import os
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from common.data.cache import cached, hash_files, with_progress
-from common.data.columns import batches, checked_text
+from common.data.columns import batches, check_columns, filled_text
 from common.data.rows import Corpus, Row, Source
 from common.data.sources import open_source
-from common.data.tokenizer import tokenizer_identity
-from common.errors import UserError, missing_column
-
-FORMAT = 3  # in every fingerprint: raise it when the files' meaning changes
+from common.data.tokenizer import no_more_threads, tokenizer_identity
+from common.errors import UserError
 
 
 def tokenize_pairs(
@@ -54,18 +52,15 @@ def tokenize_pairs(
     corpus = open_source(source)
     if source.embedded:
         corpus = docstring_corpus(corpus, source.text_column, columns)
-    if missing := [column for column in columns if column not in corpus.columns]:
-        message = missing_column(corpus.name, missing, corpus.columns)
-        raise UserError(f"{message} (--source_column, --target_column)")
+    check_columns(corpus, columns, "--source_column, --target_column")
     lengths = (source_length, target_length)
     directory = cached(
         "pairs",
-        ["pairs", FORMAT, corpus.identity, columns, tokenizer_identity(tokenizer), lengths],
+        [corpus.identity, columns, tokenizer_identity(tokenizer), lengths],
         lambda partial: _write_pairs(partial, corpus, columns, tokenizer, lengths),
         cache_dir,
     )
-    # Without this each DataLoader worker that is forked after the tokenizer used its threads would print a warning.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    no_more_threads()
     return Pairs(directory)
 
 
@@ -133,10 +128,7 @@ def _write_pairs(
         for batch in batches(with_progress(corpus.rows(columns, False), corpus.name)):
             encoded = []
             for column, length, is_target in zip(columns, lengths, (False, True), strict=True):
-                texts = [checked_text(row, column) for row in batch]
-                for row, text in zip(batch, texts, strict=True):
-                    if not text.strip():
-                        raise UserError(f"{row.where}: column {column} is empty; fill it or remove the row")
+                texts = [filled_text(row, column) for row in batch]
                 ids, num_cut = _encode(tokenizer, texts, length, is_target)
                 counts["targets_cut" if is_target else "sources_cut"] += num_cut
                 encoded.append(ids)
@@ -151,14 +143,8 @@ def _write_pairs(
                 counts["max_length"] = max(counts["max_length"], len(pair[0]) + len(pair[1]))
     if not counts["pairs"]:
         raise UserError(f"{corpus.name}: no pair of {' and '.join(columns)} in it; give other data")
-    meta = {
-        "name": corpus.name,
-        "columns": columns,
-        "lengths": lengths,
-        "content": hash_files(directory),
-        **counts,
-    }
-    (directory / "meta.json").write_text(json.dumps(meta, indent=1))
+    facts = {"name": corpus.name, "columns": columns, "lengths": lengths, "content": hash_files(directory)}
+    (directory / "meta.json").write_text(json.dumps(facts | counts, indent=1))
 
 
 Pair = tuple[np.ndarray, np.ndarray]
@@ -174,9 +160,12 @@ class Pairs:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        self.meta: Counter = Counter(json.loads((self.directory / "meta.json").read_text()))
+        self.meta = meta = Counter(json.loads((self.directory / "meta.json").read_text()))
         self._tokens = np.memmap(self.directory / "tokens.bin", np.int32, "r")
         self._offsets = np.memmap(self.directory / "offsets.bin", np.int64, "r")
+        self.num_target_tokens = meta["targets"]
+        self.max_length = meta["max_length"]  # of a source and its target together
+        self.fingerprint = meta["content"]  # equal where every pair is equal, wherever the text lies
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Pairs, (self.directory,)  # a DataLoader's worker maps the files itself
@@ -203,21 +192,6 @@ class Pairs:
         """Target tokens of each pair, int64."""
         return self.lengths(ids)[:, 1]
 
-    @property
-    def num_target_tokens(self) -> int:
-        """Target tokens of all pairs."""
-        return self.meta["targets"]
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of the longest pair, source and target together."""
-        return self.meta["max_length"]
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal where every pair is equal, wherever the text lies."""
-        return self.meta["content"]
-
     def describe(self) -> str:
         """One line for people."""
         meta = self.meta
@@ -238,24 +212,15 @@ def collate_pairs(samples: list[Pair], pad_token_id: int, decoder_start_token_id
     flattened (B * T,) decoder each is predicted. The encoder looks both ways and needs the mask; no real token of a
     causal decoder sees its padding.
     """
-    source_length = max(len(source) for source, _ in samples)
-    target_length = max(
-        1, *(len(target) for _, target in samples)
-    )  # a dummy sample has no target, and one place for none
-    input_ids = np.full((len(samples), source_length), pad_token_id, np.int64)
-    decoder_input_ids = np.full((len(samples), target_length), pad_token_id, np.int64)
-    decoder_input_ids[:, 0] = decoder_start_token_id
-    is_target = np.zeros((len(samples), target_length), bool)
-    for row, (source, target) in enumerate(samples):
-        input_ids[row, : len(source)] = source
-        decoder_input_ids[row, 1 : len(target)] = target[:-1]
-        is_target[row, : len(target)] = True
-    attention_mask = np.arange(source_length) < np.array([[len(source)] for source, _ in samples])
-    padding = {} if attention_mask.all() else {"attention_mask": torch.from_numpy(attention_mask.astype(np.int64))}
-    return {
-        "input_ids": torch.from_numpy(input_ids),
-        **padding,
-        "decoder_input_ids": torch.from_numpy(decoder_input_ids),
-        "targets": torch.from_numpy(np.concatenate([target for _, target in samples])),
-        "target_rows": torch.from_numpy(np.flatnonzero(is_target)),
+    sources, targets = ([torch.from_numpy(ids) for ids in texts] for texts in zip(*samples, strict=True))
+    pad = partial(pad_sequence, batch_first=True)
+    start = torch.tensor([decoder_start_token_id])
+    attention_mask, is_target = (pad([torch.ones_like(ids) for ids in texts]) for texts in (sources, targets))
+    micro_batch = {
+        "input_ids": pad(sources, padding_value=pad_token_id),
+        # Of a dummy sample, which has no target, one place.
+        "decoder_input_ids": pad([torch.cat([start, ids[:-1]]) for ids in targets], padding_value=pad_token_id),
+        "targets": torch.cat(targets),
+        "target_rows": is_target.flatten().nonzero()[:, 0],
     }
+    return micro_batch if attention_mask.all() else micro_batch | {"attention_mask": attention_mask}

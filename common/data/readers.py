@@ -1,7 +1,8 @@
-"""The rows of one file: .txt, .jsonl, .json, .csv, .parquet, and what gzip, bzip2, xz and Zstandard made of them."""
+"""How is one file read as rows? .txt, .jsonl, .json, .csv, .parquet, and these under gzip, bzip2, xz and Zstandard."""
 
 import codecs
 import csv
+import itertools
 import json
 import lzma
 import zlib
@@ -17,11 +18,7 @@ from common.data.rows import Row, file_type
 from common.errors import UserError, missing_column, one_line
 
 PIECE_BYTES = 1 << 18  # a document in a .txt file is handed on in pieces of this size, each cut at a line's end
-
-
 MAX_JSON_ARRAY_BYTES = 256 << 20  # the standard library cannot stream a JSON array: it is held in memory
-
-
 MAX_CSV_FIELD_BYTES = 64 << 20  # csv's own 128 KiB is too little for a document; an unclosed quote must still end
 
 
@@ -52,41 +49,27 @@ def _open(path: str) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _not_utf8(path: str, offset: int, error: UnicodeDecodeError) -> UserError:
-    byte = f"0x{error.object[error.start]:02x}, {error.reason}"
-    return UserError(f"{path}: not UTF-8 at byte offset {offset} ({byte}); save the file as UTF-8")
+def _decoded(path: str, size: int | None = None) -> Iterator[str]:
+    """The text of a file by lines with their ends, or in pieces of some `size` bytes, which end with a line that ends.
 
-
-def _decoded(path: str, size: int) -> Iterator[str]:
-    """The text of a file in pieces that end with a line, as long as lines are shorter than `size` bytes."""
+    Only b"\\n" ends a line: str.splitlines would also cut at U+2028 or a form feed.
+    """
     decoder = codecs.getincrementaldecoder("utf-8-sig")()  # it drops the byte order mark that Windows editors put first
     position = 0
     with _open(path) as file:
-        while True:
-            raw = file.read(size)
-            raw += file.readline(size)
+        pieces = iter(lambda: file.read(size) + file.readline(size), b"") if size else file
+        for raw in itertools.chain(pieces, [b""]):
             position += len(raw)
             try:
                 text = decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as error:  # error.object: the rest of the piece before, and this one
-                raise _not_utf8(path, position - len(error.object) + error.start, error) from error
+                offset = position - len(error.object) + error.start
+                byte = f"0x{error.object[error.start]:02x}, {error.reason}"
+                raise UserError(
+                    f"{path}: not UTF-8 at byte offset {offset} ({byte}); save the file as UTF-8"
+                ) from error
             if text:
                 yield text
-            if not raw:
-                return
-
-
-def _decoded_lines(path: str) -> Iterator[str]:
-    """Lines with their ends. Only b"\\n" ends a line: str.splitlines would also cut at U+2028 or a form feed."""
-    position = 0
-    with _open(path) as file:
-        for raw in file:
-            try:
-                yield raw.decode("utf-8-sig" if position == 0 else "utf-8")
-            except UnicodeDecodeError as error:
-                offset = position + len(raw) - len(error.object) + error.start
-                raise _not_utf8(path, offset, error) from error
-            position += len(raw)
 
 
 def _read_pieces(path: str, text_column: str) -> Iterator[Row]:
@@ -100,7 +83,7 @@ def _read_pieces(path: str, text_column: str) -> Iterator[Row]:
 
 
 def _read_lines(path: str, text_column: str) -> Iterator[Row]:
-    for number, line in enumerate(_decoded_lines(path), 1):
+    for number, line in enumerate(_decoded(path), 1):
         if line.strip():
             yield Row(f"{path}, line {number}", {text_column: line.rstrip("\r\n")})
 
@@ -112,7 +95,7 @@ def _read_json(path: str) -> Iterator[Row]:
     if is_array and file_type(path)[0] == ".json":
         yield from _read_json_array(path)
         return
-    for number, line in enumerate(_decoded_lines(path), 1):
+    for number, line in enumerate(_decoded(path), 1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
@@ -147,7 +130,7 @@ def _object(values: Any, where: str) -> dict[str, Any]:
 
 def _read_csv(path: str) -> Iterator[Row]:
     csv.field_size_limit(MAX_CSV_FIELD_BYTES)
-    reader = csv.DictReader(_decoded_lines(path), strict=True)
+    reader = csv.DictReader(_decoded(path), strict=True)
     try:
         for values in reader:
             where = f"{path}, line {reader.line_num}"

@@ -1,4 +1,4 @@
-"""What every source of text is once it is opened: rows of named columns, with the place of each for messages."""
+"""What is a source of text, and what is one that was opened? Rows of named columns, each with its place."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FILE_TYPES = (".txt", ".jsonl", ".json", ".parquet", ".csv")
-
-
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 
 
@@ -47,7 +45,6 @@ class Corpus:
 
     classes: by the column that `datasets` calls a ClassLabel, its names in their order. A row holds the name in the
     place of the number, and None in the place of -1, a label that is hidden.
-
 
     rows(wanted, whole_files) yields Rows; a wanted column that a row does not hold is for the caller to report.
     whole_files: a .txt file is one document and so is a file of the embedded corpus; otherwise each line that is not

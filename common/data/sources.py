@@ -1,4 +1,4 @@
-"""Where text comes from: files, datasets of the hub or of a local directory, and the corpus that every Python carries.
+"""Where does text come from? Files, datasets of the hub or of a directory, and the corpus that every Python carries.
 
     corpus = open_source(Source(files=("books/*.txt.gz",)))
     for row in corpus.rows(("text",), True): ...
@@ -17,7 +17,7 @@ import pyarrow
 import pyarrow.parquet
 from fsspec.compression import available_compressions
 
-from common.data.hub import is_saved, load_from_hub, load_saved
+from common.data.hub import is_saved, load_split
 from common.data.readers import parquet_classes, read_file, with_class_names
 from common.data.rows import COMPRESSIONS, FILE_TYPES, Corpus, Row, Source, file_type
 from common.data.standard_library import open_embedded
@@ -103,14 +103,9 @@ def _open_dataset(source: Source) -> Corpus:
     from datasets import ClassLabel
 
     name, path = source.dataset_name or "", Path(source.dataset_name or "").expanduser()
-    if not path.is_dir():
-        dataset = load_from_hub(name, source.dataset_config, source.split)
-    elif is_saved(path):
-        dataset = load_saved(name, source.split)
-    else:
+    if path.is_dir() and not is_saved(path):
         return _open_files(_folder_files(path, source), source)
-    if not len(dataset):
-        raise UserError(f"{name}[{source.split}]: the dataset holds no row; choose another split")
+    dataset = load_split(name, source.dataset_config, source.split)
     where = f"{name}[{source.split}]"
     classes = {column: kind.names for column, kind in dataset.features.items() if isinstance(kind, ClassLabel)}
 

@@ -1,4 +1,4 @@
-"""The corpus that every Python carries: the source code of its standard library."""
+"""Which text is there without a file and without network? The source code of Python's standard library."""
 
 import ast
 import hashlib
@@ -7,20 +7,15 @@ import textwrap
 import tokenize as python_tokenize
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 from common.data.rows import Corpus, Row, Source
 from common.errors import UserError
 
 VALIDATION_SHARE = 20  # one file in this many of the embedded corpus is held out
-
-
 # Not in the embedded corpus: tests, other people's packages, and files written by a program (tables of character codes,
 # the help topics as one dictionary, build variables): a model learns the tables by heart and nothing from them.
 EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_bundled", "lib-dynload"}
-
-
 GENERATED = ("encodings", "pydoc_data", "_sysconfigdata", "config-")
 
 
@@ -31,7 +26,18 @@ def open_embedded(source: Source) -> Corpus:
     digest = hashlib.blake2b(digest_size=16)
     for name, path in files:
         digest.update(name.encode() + b"\0" + path.read_bytes())
-    rows = partial(_read_embedded, files, source.text_column)
+
+    def rows(wanted: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
+        for name, path in files:
+            try:
+                with python_tokenize.open(path) as file:  # obeys the file's coding line
+                    text = file.read()
+                samples = [text] if whole_files else list(python_functions(text))
+            except (SyntaxError, UnicodeDecodeError):  # a few files are in odd encodings or templates on purpose
+                continue
+            for sample in samples:
+                yield Row(name, {source.text_column: sample})
+
     return Corpus(f"embedded corpus ({source.embedded})", [digest.hexdigest()], (source.text_column,), rows)
 
 
@@ -52,20 +58,6 @@ def embedded_files(part: str) -> list[tuple[str, Path]]:
         if held_out == (part == "validation"):
             files.append((relative.as_posix(), path))
     return sorted(files)
-
-
-def _read_embedded(
-    files: list[tuple[str, Path]], text_column: str, wanted: tuple[str, ...], whole_files: bool
-) -> Iterator[Row]:
-    for name, path in files:
-        try:
-            with python_tokenize.open(path) as file:  # obeys the file's coding line
-                text = file.read()
-            samples = [text] if whole_files else list(python_functions(text))
-        except (SyntaxError, UnicodeDecodeError):  # a few files are in odd encodings or templates on purpose
-            continue
-        for sample in samples:
-            yield Row(name, {text_column: sample})
 
 
 def python_functions(text: str) -> Iterator[str]:

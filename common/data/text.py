@@ -1,4 +1,4 @@
-"""Text becomes samples: the tokenizer, tokenising once into a cache, and memory-mapped samples.
+"""How does text become the samples of a language model? Tokenised once into a cache, and memory-mapped from there.
 
     tokenizer = train_tokenizer(Source(embedded="train"), vocab_size=8192)
     samples = tokenize(Source(embedded="train"), tokenizer, sequence_length=512)
@@ -8,12 +8,12 @@ The cache holds one flat int32 file of tokens. A token that is not a target (a p
 all) is stored as its bitwise complement ~token, which is negative: one file says both what is read and what is learned.
 """
 
+import gzip
+import itertools
 import json
 import lzma
-import os
-import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,17 @@ from transformers import PreTrainedTokenizerBase
 
 from common.data.cache import cached, hash_files, with_progress
 from common.data.chats import Encoded, encode_chats, with_end_of_text
-from common.data.columns import batches, choose_columns, text_of, utf8_length
+from common.data.columns import batches, choose_columns, text_of
 from common.data.rows import Corpus, Row, Source
 from common.data.sources import open_source
-from common.data.tokenizer import check_end_of_text, encode_plain, special_tokens_around, tokenizer_identity
+from common.data.tokenizer import (
+    check_end_of_text,
+    encode_plain,
+    no_more_threads,
+    special_tokens_around,
+    tokenizer_identity,
+)
 from common.errors import UserError
-
-FORMAT = 3  # in every fingerprint: raise it when the files' meaning changes
-
 
 COMPRESSED_BYTES = 64 << 20  # xz takes a minute for this; more held-out text than that is not compressed
 
@@ -48,7 +51,7 @@ def _encode_stream(rows: Iterable[Row], column: str, tokenizer: PreTrainedTokeni
         yield [tokenizer.eos_token_id], ""
     for batch in batches(rows):
         texts = [text_of(row, column) for row in batch]
-        counts["bytes"] += sum(utf8_length(text, row.where) for text, row in zip(texts, batch, strict=True))
+        counts["bytes"] += sum(len(text.encode()) for text in texts)
         for row, text, ids in zip(batch, texts, encode_plain(tokenizer, texts)["input_ids"], strict=True):
             if not text and not inside and not row.continues:
                 counts["dropped"] += 1
@@ -70,14 +73,14 @@ def _encode_texts(
     before, behind = special_tokens_around(tokenizer)
     texts = [[text_of(row, column) for row in batch] for column in columns]
     ids = [encode_plain(tokenizer, column)["input_ids"] for column in texts]
-    for number, row in enumerate(batch):
-        size = sum(utf8_length(column[number], row.where) for column in texts)
+    for number in range(len(batch)):
+        text = "".join(column[number] for column in texts)
         given, learned = before, ids[0][number] + behind
         if len(columns) == 2:
             given, learned = before + ids[0][number] + behind, ids[1][number]
-            counts["empty"] += bool(size) and not texts[1][number]
-        learned = with_end_of_text(learned, tokenizer.eos_token_id) if size else []
-        yield given + learned, [False] * len(given) + [True] * len(learned), size
+            counts["empty"] += bool(text) and not texts[1][number]
+        learned = with_end_of_text(learned, tokenizer.eos_token_id) if text else []
+        yield given + learned, [False] * len(given) + [True] * len(learned), text
 
 
 def tokenize(
@@ -105,39 +108,15 @@ def tokenize(
     shape, columns = choose_columns(corpus, source, shape)
     directory = cached(
         "samples",
-        ["samples", FORMAT, corpus.identity, shape, columns, tokenizer_identity(tokenizer), measure_compression]
+        [corpus.identity, shape, columns, tokenizer_identity(tokenizer), measure_compression]
         + ([sequence_length] if shape == "examples" else []),  # blocks are cut when they are read
         lambda partial: _write_samples(
             partial, corpus, shape, columns, tokenizer, sequence_length, measure_compression
         ),
         cache_dir,
     )
-    # Without this each DataLoader worker that is forked after the tokenizer used its threads would print a warning.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    no_more_threads()
     return Samples(directory, sequence_length)
-
-
-class _Compression:
-    """What gzip -9 and xz -9 make of a text, while it streams by; None beyond 64 MiB and if not wanted."""
-
-    def __init__(self, wanted: bool) -> None:
-        self.left = COMPRESSED_BYTES if wanted else -1
-        if wanted:
-            self.compressors = {"gzip": zlib.compressobj(9, zlib.DEFLATED, 31), "xz": lzma.LZMACompressor(preset=9)}
-        self.sizes: Counter[str] = Counter()
-
-    def add(self, text: str) -> None:
-        if self.left < 0:
-            return
-        data = text.encode()
-        self.left -= len(data)
-        for name, compressor in self.compressors.items():
-            self.sizes[name] += len(compressor.compress(data))
-
-    def finish(self) -> dict[str, int | None]:
-        if self.left < 0:
-            return {"gzip": None, "xz": None}
-        return {name: self.sizes[name] + len(compressor.flush()) for name, compressor in self.compressors.items()}
 
 
 def _write_samples(
@@ -150,37 +129,48 @@ def _write_samples(
     measure_compression: bool,
 ) -> None:
     """tokens.bin (int32), for examples also offsets.bin and target_counts.bin (int64, running sums), and meta.json."""
-    is_text = len(columns) == 1 and columns != ("messages",)
-    counts, compression = Counter(), _Compression(measure_compression and is_text)
+    is_chat = columns == ("messages",)
+    is_text = len(columns) == 1 and not is_chat
+    counts, whole_text = Counter(), bytearray()  # in memory, but for what is beyond COMPRESSED_BYTES
+
+    def keep(text: str) -> None:
+        if measure_compression and is_text and len(whole_text) <= COMPRESSED_BYTES:
+            whole_text.extend(text.encode())
+
     rows = with_progress(corpus.rows(columns, shape == "blocks"), corpus.name)
     if shape == "blocks":
-        _write_blocks(directory, _encode_stream(rows, columns[0], tokenizer, counts), counts, compression)
+        _write_blocks(directory, _encode_stream(rows, columns[0], tokenizer, counts), counts, keep)
     else:
-        _write_examples(directory, rows, columns, tokenizer, sequence_length, counts, compression)
+        encoded = (
+            encode_chats(batch, tokenizer, counts) if is_chat else _encode_texts(batch, columns, tokenizer, counts)
+            for batch in batches(rows)
+        )
+        _write_examples(directory, itertools.chain.from_iterable(encoded), sequence_length, counts, keep)
     if counts["targets"] == 0:
         raise UserError(
             f"{corpus.name}: no sample with a target in it ({counts['dropped']} rows were empty or all prompt); "
             "give more text, or a longer sequence length"
         )
-    names = ("documents", "tokens", "targets", "bytes", "truncated", "dropped", "empty")
-    meta = {name: counts[name] for name in names}
-    # Is each byte of the text paid for by exactly one target? Then a loss can be told in bits per byte.
-    is_whole = is_text and not counts["truncated"] and (shape == "blocks" or bool(special_tokens_around(tokenizer)[0]))
     ends = [token for token, _ in counts.most_common() if isinstance(token, int)]
-    meta |= {
-        "end_tokens": ends if columns == ("messages",) else [tokenizer.eos_token_id],
-        "whole_text": is_whole,
+    is_compressed = measure_compression and is_text and len(whole_text) <= COMPRESSED_BYTES
+    names = ("documents", "tokens", "targets", "bytes", "truncated", "dropped", "empty", "max_length")
+    meta = {name: counts[name] for name in names} | {
+        "end_tokens": ends if is_chat else [tokenizer.eos_token_id],
+        # Is each byte of the text paid for by exactly one target? Then a loss can be told in bits per byte.
+        "whole_text": is_text
+        and not counts["truncated"]
+        and (shape == "blocks" or bool(special_tokens_around(tokenizer)[0])),
         "name": corpus.name,
         "shape": shape,
         "columns": columns,
-        "max_length": counts["max_length"],
+        "gzip_bytes": len(gzip.compress(whole_text, 9)) if is_compressed else None,
+        "xz_bytes": len(lzma.compress(whole_text, preset=9)) if is_compressed else None,
+        "content": hash_files(directory),
     }
-    meta |= {f"{name}_bytes": size for name, size in compression.finish().items()}
-    meta["content"] = hash_files(directory)
     (directory / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
-def _write_blocks(directory: Path, pieces: Iterator, counts: Counter, compression: _Compression) -> None:
+def _write_blocks(directory: Path, pieces: Iterator, counts: Counter, keep: Callable[[str], None]) -> None:
     with open(directory / "tokens.bin", "wb") as file:
         for ids, text in pieces:
             tokens = np.array(ids, np.int32)
@@ -188,48 +178,37 @@ def _write_blocks(directory: Path, pieces: Iterator, counts: Counter, compressio
                 tokens[:1] = ~tokens[:1]
             file.write(tokens.tobytes())
             counts["tokens"] += len(tokens)
-            compression.add(text)
+            keep(text)
     counts["targets"] = max(0, counts["tokens"] - 1) if counts["documents"] else 0
 
 
 def _write_examples(
-    directory: Path,
-    rows: Iterator[Row],
-    columns: tuple[str, ...],
-    tokenizer: PreTrainedTokenizerBase,
-    sequence_length: int,
-    counts: Counter,
-    compression: _Compression,
+    directory: Path, samples: Iterable[Encoded], sequence_length: int, counts: Counter, keep: Callable[[str], None]
 ) -> None:
-    names = ("tokens.bin", "offsets.bin", "target_counts.bin")
-    with open(directory / names[0], "wb") as tokens, open(directory / names[1], "wb") as offsets:
-        with open(directory / names[2], "wb") as targets:
-            offsets.write(bytes(8))
-            targets.write(bytes(8))
-            for batch in batches(rows):
-                is_chat = columns == ("messages",)
-                if is_chat:
-                    encoded = encode_chats(batch, tokenizer, counts)
-                else:
-                    encoded = _encode_texts(batch, columns, tokenizer, counts)
-                for row, (ids, is_target, num_bytes) in zip(batch, encoded, strict=True):
-                    sample = np.array(ids[: sequence_length + 1], np.int32)
-                    mask = np.array(is_target[: sequence_length + 1], bool)
-                    mask[:1] = False  # nothing comes before it
-                    if not mask.any():
-                        counts["dropped"] += 1
-                        continue
-                    tokens.write(np.where(mask, sample, ~sample).tobytes())
-                    counts["documents"] += 1
-                    counts["tokens"] += len(sample)
-                    counts["targets"] += int(mask.sum())
-                    counts["bytes"] += num_bytes
-                    counts["truncated"] += len(ids) > len(sample)
-                    counts["max_length"] = max(counts["max_length"], len(sample) - 1)
-                    offsets.write(np.int64(counts["tokens"]).tobytes())
-                    targets.write(np.int64(counts["targets"]).tobytes())
-                    if len(columns) == 1 and not is_chat:
-                        compression.add(text_of(row, columns[0]))
+    with (
+        open(directory / "tokens.bin", "wb") as tokens,
+        open(directory / "offsets.bin", "wb") as offsets,
+        open(directory / "target_counts.bin", "wb") as targets,
+    ):
+        offsets.write(bytes(8))
+        targets.write(bytes(8))
+        for ids, is_target, text in samples:
+            sample = np.array(ids[: sequence_length + 1], np.int32)
+            mask = np.array(is_target[: sequence_length + 1], bool)
+            mask[:1] = False  # nothing comes before it
+            if not mask.any():
+                counts["dropped"] += 1
+                continue
+            tokens.write(np.where(mask, sample, ~sample).tobytes())
+            counts["documents"] += 1
+            counts["tokens"] += len(sample)
+            counts["targets"] += int(mask.sum())
+            counts["bytes"] += len(text.encode())
+            counts["truncated"] += len(ids) > len(sample)
+            counts["max_length"] = max(counts["max_length"], len(sample) - 1)
+            offsets.write(np.int64(counts["tokens"]).tobytes())
+            targets.write(np.int64(counts["targets"]).tobytes())
+            keep(text)
 
 
 class Samples:
@@ -243,12 +222,21 @@ class Samples:
 
     def __init__(self, directory: str | Path, sequence_length: int) -> None:
         self.directory, self.sequence_length = Path(directory), sequence_length
-        self.meta: dict[str, Any] = json.loads((self.directory / "meta.json").read_text())
-        self.is_blocks = self.meta["shape"] == "blocks"
+        self.meta = meta = json.loads((self.directory / "meta.json").read_text())
+        self.is_blocks = meta["shape"] == "blocks"
         self._tokens = np.memmap(self.directory / "tokens.bin", np.int32, "r")
         if not self.is_blocks:
             self._offsets = np.memmap(self.directory / "offsets.bin", np.int64, "r")
             self._target_counts = np.memmap(self.directory / "target_counts.bin", np.int64, "r")
+        # Inputs and targets of all samples, and the inputs of the longest.
+        self.num_tokens = meta["tokens"] - (1 if self.is_blocks else meta["documents"])
+        self.num_target_tokens = meta["targets"]
+        self.max_length = min(sequence_length, self.num_tokens) if self.is_blocks else meta["max_length"]
+        # UTF-8 bytes of the text, by which a loss becomes bits per byte; None where not all of it is predicted.
+        self.num_bytes = meta["bytes"] if meta["whole_text"] else None
+        self.gzip_bytes, self.xz_bytes = meta["gzip_bytes"], meta["xz_bytes"]  # None if not measured
+        self.end_tokens = meta["end_tokens"]  # that were taught to end a text or an answer, the most frequent first
+        self.fingerprint = f"{meta['content']}-{sequence_length}"  # equal where every sample is equal
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Samples, (self.directory, self.sequence_length)  # a DataLoader's worker maps the files itself
@@ -285,46 +273,6 @@ class Samples:
             return self.lengths(ids)
         ids = np.asarray(ids, np.int64)
         return np.asarray(self._target_counts[ids + 1] - self._target_counts[ids])
-
-    @property
-    def num_tokens(self) -> int:
-        """Input tokens of all samples."""
-        return self.meta["tokens"] - (1 if self.is_blocks else self.meta["documents"])
-
-    @property
-    def num_target_tokens(self) -> int:
-        """Targets of all samples."""
-        return self.meta["targets"]
-
-    @property
-    def num_bytes(self) -> int | None:
-        """UTF-8 bytes of the text, by which a loss becomes bits per byte; None where not all of it is predicted."""
-        return self.meta["bytes"] if self.meta["whole_text"] else None
-
-    @property
-    def gzip_bytes(self) -> int | None:
-        """Size of the text under gzip -9, or None if it was not measured."""
-        return self.meta["gzip_bytes"]
-
-    @property
-    def xz_bytes(self) -> int | None:
-        """Size of the text under xz -9, or None if it was not measured."""
-        return self.meta["xz_bytes"]
-
-    @property
-    def end_tokens(self) -> list[int]:
-        """The tokens that were taught to end a text or an answer, the most frequent one first."""
-        return self.meta["end_tokens"]
-
-    @property
-    def max_length(self) -> int:
-        """Input tokens of the longest sample."""
-        return min(self.sequence_length, self.num_tokens) if self.is_blocks else self.meta["max_length"]
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal where every sample is equal, wherever the text lies."""
-        return f"{self.meta['content']}-{self.sequence_length}"
 
     def describe(self) -> str:
         """One line for people."""

@@ -1,7 +1,8 @@
-"""The tokenizer: a pretrained model's, or a byte-level BPE of the training text."""
+"""Which tokens does a text become? A pretrained tokenizer, or a byte-level BPE of the training text."""
 
 import itertools
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from common.data.cache import cached
-from common.data.columns import choose_columns, texts_of, utf8_length
+from common.data.columns import check_columns, choose_columns, texts_of, utf8_length
 from common.data.hub import locate_pretrained
 from common.data.rows import Corpus, Source
 from common.data.sources import open_source
-from common.errors import UserError, missing_column, one_line
+from common.errors import UserError, one_line
 
-FORMAT = 3  # in every fingerprint: raise it when the files' meaning changes
 END_OF_TEXT = "<|endoftext|>"
-
-
 TOKENIZER_BYTES = 200_000_000  # a tokenizer is trained on at most this much text
 
 
@@ -62,11 +60,10 @@ def train_tokenizer(
     corpus = open_source(source)
     if columns is None:
         _, columns = choose_columns(corpus, source, None)
-    elif missing := [column for column in columns if column not in corpus.columns]:
-        raise UserError(missing_column(corpus.name, missing, corpus.columns))
+    check_columns(corpus, columns)
     directory = cached(
         "tokenizer",
-        ["tokenizer", FORMAT, corpus.identity, columns, vocab_size],
+        [corpus.identity, columns, vocab_size],
         lambda partial: _train_bpe(corpus, columns, vocab_size).save_pretrained(partial),
         cache_dir,
     )
@@ -119,6 +116,11 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     else:
         settings = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
     return [settings, special_tokens_around(tokenizer), tokenizer.eos_token_id, tokenizer.chat_template]
+
+
+def no_more_threads() -> None:
+    """After the last text, or each DataLoader worker, forked after the tokenizer used its threads, prints a warning."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def encode_plain(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options: Any) -> Any:

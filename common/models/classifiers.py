@@ -1,22 +1,17 @@
-"""A model with a head for labels: which labels, which weights start at random, whether padding changes its answer."""
+"""Which labels has a model's head, which of its weights start at random, and does padding change its answer?"""
 
 import copy
 import inspect
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from transformers import (
-    AutoModelForSequenceClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
 from common.data.labels import LabelledTexts
 from common.errors import UserError, shorten
-from common.models.load import build_model
+from common.models.load import build_model, gathered
 from common.training.batching import Collate
 
 HEAD = "ForSequenceClassification"  # how transformers' classes end that have a head for labels
@@ -30,8 +25,7 @@ def choose_labels(
     Args:
         classes: the data's in the order of their numbers, where they have such: those of a head without names.
 
-    Raises:
-        UserError: the model has a head for other labels and is to keep it, or has none and is to replace it.
+    Raises UserError: the model has a head for other labels and is to keep it, or has none and is to replace it.
     """
     has_head = any(name.endswith(HEAD) for name in config.architectures or ())
     if new_head and not has_head:
@@ -70,14 +64,10 @@ def build_classifier(
     config: PreTrainedConfig, name_or_path: str | None, trust_remote_code: bool, new_head: bool
 ) -> tuple[PreTrainedModel, list[str]]:
     """The model, and the names of those weights that its checkpoint does not have and that start at random."""
+    kind = AutoModelForSequenceClassification
     if name_or_path is None:
-        model = build_model(config, None, trust_remote_code, AutoModelForSequenceClassification)
-        new_weights = []
-    else:
-        model, new_weights = build_labeller(
-            config, name_or_path, trust_remote_code, AutoModelForSequenceClassification, new_head
-        )
-    return model, new_weights
+        return build_model(config, None, trust_remote_code, kind), []
+    return build_labeller(config, name_or_path, trust_remote_code, kind, new_head)
 
 
 def find_inputs(model: PreTrainedModel) -> tuple[str, ...]:
@@ -93,9 +83,8 @@ def find_inputs(model: PreTrainedModel) -> tuple[str, ...]:
 def check_padding(model: torch.nn.Module, collate: Collate, samples: LabelledTexts, accelerator: Accelerator) -> None:
     """Whether the shortest text has the same logits by itself and padded; call it on all ranks, after `prepare`.
 
-    Raises:
-        UserError: it has not, as with a model that reads its answer at the last token, padding or not. An update
-            would then depend on how its global batch is cut.
+    Raises UserError: it has not, as with a model that reads its answer at the last token, padding or not. An update
+    would then depend on how its global batch is cut.
     """
     lengths = samples.lengths(np.arange(len(samples)))
     short, long = samples[int(lengths.argmin())], samples[int(lengths.argmax())]
@@ -135,14 +124,8 @@ def build_labeller(
     Args:
         new_head: the checkpoint's head is of other labels, as many or not; else it is kept, if there is one.
     """
-    model, loaded = build_model(
-        config,
-        name_or_path,
-        trust_remote_code,
-        model_class,
-        output_loading_info=True,
-        ignore_mismatched_sizes=new_head,
-    )
+    options = {"output_loading_info": True, "ignore_mismatched_sizes": new_head}
+    model, loaded = build_model(config, name_or_path, trust_remote_code, model_class, **options)
     new_weights = {*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])}
     if new_head:  # one for as many labels fits, and was loaded
         kept = set(_head_parameters(config, trust_remote_code, model_class)) - new_weights
@@ -170,12 +153,7 @@ def _draw_again(model: PreTrainedModel, names: set[str]) -> None:
         parameters = list(module.parameters(recurse=False))
         for one in (module, *parameters):
             one._is_hf_initialized = False  # else transformers takes them for loaded
-        whole = nullcontext()
-        if any(hasattr(one, "ds_id") for one in parameters):  # cut by ZeRO-3 while the model was loaded
-            import deepspeed
-
-            whole = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
-        with whole:
+        with gathered(parameters, modifier_rank=0):
             model._init_weights(module)
 
 

@@ -1,4 +1,4 @@
-"""The routers of a mixture of experts: which expert gets which token, and ways to balance them that keep law 1.
+"""Which expert gets which token, and how is that balanced with one update, however a global batch is cut?
 
 The usual balancing loss of a layer is E x sum over the experts of (share of the tokens) x (mean probability): a product
 of two means. Taken per micro-batch it is no sum over tokens, so the update would depend on how its global batch is cut.
@@ -22,6 +22,7 @@ from transformers import Ernie4_5_MoeConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from common.errors import UserError
+from common.models.load import gathered
 from common.training.batching import GlobalBatch
 
 BALANCE = {
@@ -33,14 +34,8 @@ BALANCE = {
     "global batch is cut",
     "none": "the routers are left alone",
 }
-
-
 UPCYCLED = ("llama", "mistral")  # what can be up-cycled
-
-
 BIAS_NAME = "e_score_correction_bias"  # in every model of transformers that has one
-
-
 CHOICE_NAMES = ("top_k_index", "router_indices")  # what a layer's experts are called with; the second is GPT-OSS'
 
 
@@ -246,7 +241,7 @@ class Routing:
             steps = steps.to(bias.dtype).to(bias.device, non_blocking=True)  # one copy, without a wait for the device
             for layer, step in zip(self.layers, steps, strict=True):
                 layer.bias.add_(step.view_as(layer.bias))
-        return {"busiest_expert": _busiest(counts).item(), "dead_experts": int((counts == 0).sum())}
+        return _figures(counts)
 
     def report(self, accelerator: Accelerator) -> dict[str, Any]:
         """Of the held-out tokens, or without any of the last global batch: each layer's share of tokens by expert."""
@@ -254,16 +249,13 @@ class Routing:
             return {}
         counts = accelerator.reduce(self.counts[False if False in self.counts else True], reduction="sum")
         shares = counts.double() / counts.sum(1, keepdim=True)
-        return {
-            "expert_shares": shares.tolist(),
-            "busiest_expert": _busiest(counts).item(),
-            "dead_experts": int((counts == 0).sum()),
-        }
+        return {"expert_shares": shares.tolist()} | _figures(counts)
 
 
-def _busiest(counts: Tensor) -> Tensor:
-    """How many times its equal share the busiest expert gets, the mean of the layers."""
-    return (counts.amax(1) / counts.double().mean(1)).mean()
+def _figures(counts: Tensor) -> dict[str, float]:
+    """How many times its equal share the busiest expert gets, the mean of the layers, and how many experts get none."""
+    busiest = (counts.amax(1) / counts.double().mean(1)).mean().item()
+    return {"busiest_expert": busiest, "dead_experts": int((counts == 0).sum())}
 
 
 def describe_results(results: dict[str, Any]) -> list[str]:
@@ -271,10 +263,8 @@ def describe_results(results: dict[str, Any]) -> list[str]:
     shares = results.get("expert_shares")
     if not shares:
         return []
-    total, where = (
-        sum(len(row) for row in shares),
-        "held-out" if "validation_loss" in results else "last global batch's",
-    )
+    total = sum(len(row) for row in shares)
+    where = "held-out" if "validation_loss" in results else "last global batch's"
     lines = [
         f"experts: the busiest of a layer gets {results['busiest_expert']:.2f} times its equal share of the {where} "
         f"tokens; {results['dead_experts']} of {total} get none"
@@ -337,12 +327,7 @@ def _make_buffer(holder: nn.Module) -> None:
     bias = getattr(holder, BIAS_NAME)
     if not isinstance(bias, nn.Parameter):
         return
-    if hasattr(bias, "ds_id"):  # cut by ZeRO-3 while the model was loaded
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([bias]):
-            value = bias.detach().clone()
-    else:
+    with gathered([bias]):
         value = bias.detach().clone()
     delattr(holder, BIAS_NAME)
     holder.register_buffer(BIAS_NAME, value)

@@ -1,4 +1,4 @@
-"""Small image classifiers that transformers has no class for. Imported, `from_pretrained` loads them."""
+"""Which small image classifiers are there that transformers has not? Imported, `from_pretrained` loads them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -116,13 +116,6 @@ class NormResNet(ResNetForImageClassification):
 
 
 # So that --model_name_or_path takes what was trained with them. (Again where a recipe is run several times.)
-AutoConfig.register("mnist_convnet", ConvNetConfig, exist_ok=True)
-
-
-AutoConfig.register("norm_resnet", NormResNetConfig, exist_ok=True)
-
-
-AutoModelForImageClassification.register(ConvNetConfig, ConvNet, exist_ok=True)
-
-
-AutoModelForImageClassification.register(NormResNetConfig, NormResNet, exist_ok=True)
+for _config, _model in ((ConvNetConfig, ConvNet), (NormResNetConfig, NormResNet)):
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)
+    AutoModelForImageClassification.register(_config, _model, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Loads a model, pretrained or from scratch, and checks that it fits its tokenizer and the data."""
+"""How is a model loaded or made, and does it fit its tokenizer and the data?"""
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pickle import UnpicklingError
 from typing import Any
 
@@ -30,10 +30,10 @@ from common.training.precision import follow_precision
 def prepare_encoder_decoder(model: PreTrainedModel) -> None:
     """Makes embeddings that have one weight one module; call it on the bare model.
 
-    transformers gives encoder and decoder a module each, and FSDP2 refuses a weight that is in two of its groups.
+    transformers gives encoder and decoder a module each, and FSDP2 refuses a weight that is in two of its groups. An
+    embedding that a checkpoint keeps apart stays so.
 
-    Raises:
-        UserError: the model begins its targets otherwise than `collate_pairs` does (mBART: with their language).
+    Raises UserError: the model begins its targets otherwise than `collate_pairs` does (mBART: with their language).
     """
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):
         labels, start = torch.arange(2, 6), model.config.decoder_start_token_id
@@ -41,9 +41,11 @@ def prepare_encoder_decoder(model: PreTrainedModel) -> None:
             raise UserError(
                 f"{type(model).__name__} does not begin all targets with its decoder_start_token_id; take another model"
             )
-    embeddings = model.get_input_embeddings()
-    if sum(getattr(module, "weight", None) is embeddings.weight for module in model.modules()) > 1:
-        model.set_input_embeddings(embeddings)
+    shared = model.get_input_embeddings()
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, torch.nn.Embedding) and child.weight is shared.weight:
+                setattr(module, name, shared)
 
 
 def load_config(
@@ -54,8 +56,7 @@ def load_config(
     Args:
         changes: settings of the configuration that the recipe decides, such as `num_labels`.
 
-    Raises:
-        UserError: there is none, or `model_class` has no model of its type.
+    Raises UserError: there is none, or `model_class` has no model of its type.
     """
     where, problem = locate_pretrained(name_or_path)
     try:
@@ -95,6 +96,15 @@ def check_model(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, se
             f"--sequence_length {sequence_length} is beyond the model's {positions} positions; use at most {positions}"
         )
     return problems
+
+
+def gathered(parameters: list[torch.nn.Parameter], modifier_rank: int | None = None) -> AbstractContextManager:
+    """Whole parameters, where ZeRO-3 has cut them while the model was loaded; `modifier_rank` may change them."""
+    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters, modifier_rank=modifier_rank)
 
 
 @contextmanager
@@ -148,8 +158,7 @@ def build_model(
         model_class: an Auto class, or a model's own class.
         options: more of its `from_pretrained`, such as `ignore_mismatched_sizes`.
 
-    Raises:
-        UserError: there are no weights, they cannot be read, or they are of other shapes than the configuration's.
+    Raises UserError: there are no weights, they cannot be read, or they are of other shapes than the configuration's.
     """
     dtype = torch.get_default_dtype()
     if name_or_path is not None and not loading.holds_weights():

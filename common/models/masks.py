@@ -1,4 +1,4 @@
-"""Attention masks decided by what the host knows, so that no forward waits for the device to look.
+"""Which attention mask does a micro-batch need? Decided by what the host knows: no forward waits for the device.
 
 transformers looks twice whether a plain mask would do: at the positions, for several sequences packed into a row, and
 at the padding mask, for one without padding. Each look is a wait a micro-batch, and inside torch.compile, where it

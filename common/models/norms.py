@@ -1,4 +1,4 @@
-"""Batch norm and what takes its place: which of them keeps an update the same however its global batch is cut.
+"""Which norm keeps an update the same however its global batch is cut? Batch norm, and what takes its place.
 
 Batch norm's statistics are those of a micro-batch, on one rank. So the update depends on the layout, unlike everything
 else here. Group norm's are those of one image.
@@ -35,8 +35,7 @@ def has_batch_norm(model: nn.Module) -> bool:
 def settle_norm(args: argparse.Namespace, model: nn.Module) -> None:
     """Fills in `args.norm` by what the model has, and what follows from it for `args.drop_last_window`.
 
-    Raises:
-        UserError: --norm has no effect on the model, or a micro-batch is too small for it; one line.
+    Raises UserError: --norm has no effect on the model, or a micro-batch is too small for it; one line.
     """
     if not has_batch_norm(model):
         if args.norm in ("batch", "sync_batch"):

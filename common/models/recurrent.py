@@ -1,4 +1,4 @@
-"""One sequence that does not fit: its recurrence in segments that are computed again in backward, its MLPs in tiles.
+"""How is one sequence trained that does not fit? Its recurrence in segments that backward repeats, its MLPs in tiles.
 
 A recurrent network keeps something for every step that it makes. Here only the state at a segment's start is kept, and
 backward computes one segment again at a time: sqrt(L) segments of sqrt(L) steps need memory for 2 sqrt(L) of them, and
@@ -22,8 +22,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from common.training.precision import without_autocast
 
 CELLS = {"lstm": nn.LSTM, "gru": nn.GRU}
-
-
 State = tuple[Tensor, ...]  # each (layers, B, width): of an LSTM two, of a GRU one
 
 
@@ -142,8 +140,6 @@ class RecurrentLM(PreTrainedModel):
 
 
 AutoConfig.register(RecurrentConfig.model_type, RecurrentConfig, exist_ok=True)
-
-
 AutoModelForCausalLM.register(RecurrentConfig, RecurrentLM, exist_ok=True)
 
 

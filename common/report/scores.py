@@ -1,22 +1,19 @@
-"""Figures of what a model predicts or writes, beside what needs no model."""
+"""How good is what a model predicts or writes, beside an answer that needs no model?"""
 
 import math
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
-import evaluate
 import numpy as np
-from sacrebleu.metrics import CHRF
-from sklearn.metrics import accuracy_score, f1_score, r2_score
 from transformers import PreTrainedTokenizerBase
 
-from common.data.pairs import Pairs
+if TYPE_CHECKING:
+    from common.data.pairs import Pairs
 
 
 def score_targets(
-    written: dict[int, list[int]], samples: Pairs, train: Pairs, tokenizer: PreTrainedTokenizerBase
+    written: dict[int, list[int]], samples: "Pairs", train: "Pairs", tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, Any], list[str]]:
     """chrF (0 to 100) of what a model wrote for some of `samples`, beside two baselines, how much of it is exactly its
     target, and lines to print.
@@ -24,6 +21,7 @@ def score_targets(
     The baselines: the most frequent target of the (first 100,000) training pairs for every sample, and the first tokens
     of each source, as many as a training target has on average. All against the targets as the tokenizer decodes them.
     """
+    from sacrebleu.metrics import CHRF  # here because only recipes that write text need it
 
     def texts(sequences: Iterable[Any]) -> list[str]:
         return [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in sequences]
@@ -42,8 +40,8 @@ def score_targets(
         "exact": sum(answer == target for answer, target in zip(answers, targets, strict=True)) / len(written),
         "chrf_of_most_frequent_target": chrf(frequent * len(pairs)),
         "chrf_of_copied_source": chrf(texts(source[:num_copied] for source, _ in pairs)),
-        "examples": [{"target": target, "written": answer} for target, answer in zip(targets, answers, strict=True)][
-            -4:
+        "examples": [
+            {"target": target, "written": answer} for target, answer in list(zip(targets, answers, strict=True))[-4:]
         ],
     }
     lines = [
@@ -54,45 +52,29 @@ def score_targets(
     return figures, lines + [f"{name:>11}  {text}" for one in figures["examples"] for name, text in one.items()]
 
 
-class ClassificationScores(evaluate.Metric):
-    """accuracy; macro_f1, the plain mean of the F1 of every label that is there or was predicted; and majority_share,
-    the accuracy of always answering with the most frequent label."""
-
-    def _info(self) -> evaluate.MetricInfo:
-        return _info(self, "int64")
-
-    def _compute(self, predictions: list[int], references: list[int]) -> dict[str, float]:
-        return {
-            "accuracy": float(accuracy_score(references, predictions)),
-            "macro_f1": float(f1_score(references, predictions, average="macro", zero_division=0)),
-            "majority_share": max(Counter(references).values()) / len(references),
-        }
-
-
-class RegressionScores(evaluate.Metric):
-    """r2, the share of the variance that is explained (0 is always answering with the mean), and Pearson's r."""
-
-    def _info(self) -> evaluate.MetricInfo:
-        return _info(self, "float64")
-
-    def _compute(self, predictions: list[float], references: list[float]) -> dict[str, float]:
-        if len(references) < 2 or not np.isfinite(predictions).all():
-            return {"r2": math.nan, "pearson": math.nan}
-        with np.errstate(invalid="ignore"):  # of equal predictions there is no correlation: nan
-            pearson = np.corrcoef(predictions, references)[0, 1]
-        return {"r2": float(r2_score(references, predictions)), "pearson": float(pearson)}
-
-
-def _info(metric: evaluate.Metric, dtype: str) -> evaluate.MetricInfo:
-    value = datasets.Value(dtype)
-    features = datasets.Features({"predictions": value, "references": value})
-    return evaluate.MetricInfo(type(metric).__doc__, citation="", features=features)
-
-
 def score(predictions: np.ndarray, targets: np.ndarray) -> dict[str, float]:
-    """The figures of predictions (N,), for int targets those of classification, else of regression."""
-    metric = ClassificationScores if targets.dtype.kind == "i" else RegressionScores
-    return metric(keep_in_memory=True).compute(predictions=predictions, references=targets)
+    """The figures of predictions (N,), for int targets those of classification, else of regression.
+
+    accuracy; macro_f1, the plain mean of the F1 of every label that is there or was predicted; and majority_share, the
+    accuracy of always answering with the most frequent label. Or r2, the share of the variance that is explained (0 is
+    always answering with the mean), and Pearson's r.
+    """
+    # Directly, and not by `evaluate`: its `load` downloads a module that calls scikit-learn, and fails offline; a
+    # metric of one's own there is only a longer way to call it.
+    from sklearn.metrics import accuracy_score, f1_score, r2_score  # here because it takes seconds
+
+    if targets.dtype.kind == "i":
+        return {
+            "accuracy": float(accuracy_score(targets, predictions)),
+            "macro_f1": float(f1_score(targets, predictions, average="macro", zero_division=0)),
+            "majority_share": float(np.unique(targets, return_counts=True)[1].max() / len(targets)),
+        }
+    predictions, targets = predictions.astype(np.float64), targets.astype(np.float64)
+    if len(targets) < 2 or not np.isfinite(predictions).all():
+        return {"r2": math.nan, "pearson": math.nan}
+    with np.errstate(invalid="ignore"):  # of equal predictions there is no correlation: nan
+        pearson = np.corrcoef(predictions, targets)[0, 1]
+    return {"r2": float(r2_score(targets, predictions)), "pearson": float(pearson)}
 
 
 def describe_scores(results: dict[str, float]) -> str:
