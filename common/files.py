@@ -15,10 +15,7 @@ from filelock import FileLock, Timeout
 from common.errors import UserError
 
 PARTIAL = ".partial"
-
-
 LOCK = ".lock"
-
 
 # Seconds to wait for it: data workers of a killed run hold it for some, ranks that lost their launcher for an update.
 LOCK_TIMEOUT = 60
@@ -50,7 +47,6 @@ DISK_ERRORS = {
     getattr(errno, name)
     for name in ("ENOSPC", "EDQUOT", "EROFS", "EIO", "EFBIG", "EACCES", "EISDIR", "ENOTDIR", "EBUSY")
 }
-
 
 # Those that no wrong path or name in the code can provoke.
 FULL_OR_BROKEN = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}

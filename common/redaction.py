@@ -8,11 +8,7 @@ from types import TracebackType
 from typing import Any
 
 HIDDEN = "(not shown)"
-
-
 NAMES = ("TOKEN", "KEY", "PASSWORD", "PASSWD", "SECRET", "CREDENTIALS")  # how the names of secrets end
-
-
 PATTERNS = {
     # user:password@ and token@ in an address, also where a path was made of it; a password may hold @ and /
     r"(:/{1,2})(?:[^\s/@:]*:\S*|[^\s/@]+)@": rf"\1{HIDDEN}@",

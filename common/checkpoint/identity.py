@@ -23,8 +23,6 @@ SETTINGS = {
     "max_grad_norm": True,
     "mixed_precision": True,
 }
-
-
 CHANGEABLE = ("dataset", *(name for name, can_change in SETTINGS.items() if can_change))
 
 

@@ -22,7 +22,6 @@ from common.models.classifiers import choose_labels, set_labels
 from common.models.load import check_model, load_config
 
 SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
-
 Rows = tuple[str, list[Example]]  # a name for messages, and the rows
 
 

@@ -43,14 +43,12 @@ LATE = 3.0  # seconds between two turns of the thread, after which it was this p
 # of a process waiting in the loop: a library that holds Python's lock, a host that swaps. A launcher ends the stopped
 # process 30 seconds later, so that the launch ends within 50.
 SILENCE = 15.0
-
 update: int | None = None  # the update that this process is at; the loop sets it
 # Whether it is in the loop, which sets it: before and after, a library may hold Python's lock for as long as it reads
 # or writes a model, and silence means nothing.
 in_loop = False
 # What the run writes about its own failure, given a line that says why; called in one process.
 note_failure: Callable[[str], None] | None = None
-
 _watch: "_Watch | None" = None
 _num_watches = _num_waits = 0
 

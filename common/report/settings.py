@@ -15,14 +15,8 @@ from common.redaction import redact
 
 # Variables that change what a run does or where it reads and writes.
 PREFIXES = ("ACCELERATE_", "CUDA_", "DS_", "FSDP_", "GLOO_", "HF_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "PYTORCH_")
-
-
 PREFIXES += ("TOKENIZERS_", "TORCH", "TRANSFORMERS_", "XDG_CACHE_HOME")
-
-
 LAUNCH_SETTINGS = ("num_machines", "machine_rank", "main_process_ip", "main_process_port", "num_processes")
-
-
 LAUNCH_SETTINGS += ("mixed_precision", "use_cpu", "gpu_ids", "num_cpu_threads_per_process")
 
 
