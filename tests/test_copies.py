@@ -14,36 +14,34 @@ from common.files import complete_or_absent
 from common.parallel.ending import user_mistakes_end_here
 
 LANGUAGE = {"lm.py", "moe.py", "long_sequence.py", "seq2seq.py", "classify.py"}
-# What only some recipes load. All other modules of common/ are for every recipe.
+# What a recipe may load of common/: what every one does, and what its job needs.
+EVERY = """
+    arguments checkpoint.agreement checkpoint.format checkpoint.identity checkpoint.layouts
+    checkpoint.random_states checkpoint.resume checkpoint.save checkpoint.write checks data.hub errors files
+    memory models.load models.masks parallel.connect parallel.deepspeed_files parallel.deepspeed_flags
+    parallel.ending parallel.extensions parallel.launch parallel.liveness parallel.loading parallel.mode
+    parallel.sharding redaction report.settings report.tracking run training.accumulation
+    training.activation_checkpointing training.activation_offload training.batching training.optimizers
+    training.precision training.stopping
+"""
+TEXT = "data.cache data.columns data.readers data.rows data.sources data.standard_library data.tokenizer"
+TOKENS = "data.chats data.text training.linear_cross_entropy training.losses training.output_head"
+PREDICTED = "models.classifiers report.plots report.predictions"
 OURS = {
-    "data.sources": LANGUAGE,
-    "data.readers": LANGUAGE,
-    "data.standard_library": LANGUAGE,
-    "data.tokenizer": LANGUAGE,
-    "data.text": {"lm.py", "moe.py", "long_sequence.py"},
-    "data.chats": {"lm.py", "moe.py", "long_sequence.py"},
-    "data.labels": {"classify.py"},
-    "data.pairs": {"seq2seq.py"},
-    "data.images": {"vision.py"},
-    "data.image_files": {"vision.py"},
-    "models.classifiers": {"classify.py", "vision.py"},
-    "models.experts": {"moe.py"},
-    "models.image_models": {"vision.py"},
-    "models.norms": {"vision.py"},
-    "models.recurrent": {"long_sequence.py"},
-    "report.plots": {"classify.py", "vision.py"},
-    "report.scores": {"classify.py", "seq2seq.py"},
-    "training.linear_cross_entropy": {"lm.py", "moe.py", "long_sequence.py"},
-    "training.losses": {"lm.py", "moe.py", "long_sequence.py"},
-    "training.output_head": {"lm.py", "moe.py", "long_sequence.py"},
+    "classify.py": f"{TEXT} {PREDICTED} data.labels models.text_classifier report.scores",
+    "lm.py": f"{TEXT} {TOKENS}",
+    "long_sequence.py": f"{TEXT} {TOKENS} models.long_sequence models.recurrent",
+    "moe.py": f"{TEXT} {TOKENS} models.experts models.mixture",
+    "seq2seq.py": f"{TEXT} data.pairs models.encoder_decoder report.scores",
+    "vision.py": f"{PREDICTED} data.image_files data.images models.image_classifier models.image_models models.norms",
 }
 # Packages that take seconds or that not everybody has.
 HEAVY = {
     "pyarrow": LANGUAGE,
     "datasets": set(),
     "evaluate": set(),
-    "sklearn": {"classify.py"},
-    "sacrebleu": {"seq2seq.py"},
+    "sklearn": set(),
+    "sacrebleu": set(),
     "bitsandbytes": set(),
     "deepspeed": set(),
     "matplotlib": set(),
@@ -64,7 +62,7 @@ def loaded(name, load, heavy=()):
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
 
-loaded("checkpoint", lambda: __import__("common.checkpoint"))
+loaded("checkpoint", lambda: __import__("common.checkpoint.__main__"))
 import transformers.modeling_utils
 for recipe in sys.argv[1:]:
     loaded(recipe, lambda: runpy.run_path(f"recipes/{recipe}", run_name="imported"))
@@ -76,10 +74,14 @@ def test_each_recipe_loads_what_it_uses_and_no_more():
     assert result.returncode == 0, result.stderr
     loaded = {line.split()[0]: set(line.split()[1:]) for line in result.stdout.splitlines()}
     assert loaded.keys() == {"checkpoint", *RECIPES}
-    for module, users in (OURS | HEAVY).items():
+    ours = {path.stem for path in (ROOT / "common").iterdir()}
+    for recipe, names in OURS.items():
+        found = {name for name in loaded[recipe] if name.split(".")[0] in ours - {"__init__"}}
+        assert {name for name in found if not (ROOT / "common" / name).is_dir()} == {*EVERY.split(), *names.split()}
+    for module, users in HEAVY.items():
         assert {name for name in loaded if module in loaded[name]} == users, module
     assert not {"PIL", "transformers"} & loaded["checkpoint"]  # `list` looks at files, and that is all
-    assert all("checkpoint_format" in found for found in loaded.values())  # the control: what is loaded is seen
+    assert "checkpoint.format" in loaded["checkpoint"]
 
 
 # What a copied recipe is given, in a file that all recipes can read, and a part of what it then says.

@@ -9,10 +9,9 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
-from common.data.labels import LabelledTexts
 from common.errors import UserError, shorten
 from common.models.load import build_model, gathered
-from common.training.batching import Collate
+from common.training.batching import Collate, Samples
 
 HEAD = "ForSequenceClassification"  # how transformers' classes end that have a head for labels
 
@@ -80,7 +79,7 @@ def find_inputs(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 @torch.no_grad()
-def check_padding(model: torch.nn.Module, collate: Collate, samples: LabelledTexts, accelerator: Accelerator) -> None:
+def check_padding(model: torch.nn.Module, collate: Collate, samples: Samples, accelerator: Accelerator) -> None:
     """Whether the shortest text has the same logits by itself and padded; call it on all ranks, after `prepare`.
 
     Raises UserError: it has not, as with a model that reads its answer at the last token, padding or not. An update
