@@ -151,9 +151,7 @@ def _add_run(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("run")
     group.add_argument("--output_dir", help="directory for all that the run writes (default: runs/ and the time)")
     group.add_argument("--overwrite", action="store_true", help="delete the run that --output_dir holds")
-    group.add_argument(
-        "--dry_run", action="store_true", help="check everything up to the first update and write nothing"
-    )
+    group.add_argument("--dry_run", action="store_true", help="check everything up to the first update; write no run")
     group.add_argument("--seed", type=seed, default=0, help="seed of the weights, the order of the samples and dropout")
     group.add_argument(
         "--eval_every",
@@ -211,7 +209,7 @@ def _add_run(parser: ArgumentParser) -> None:
 
 def _add_batch(parser: ArgumentParser, lengths_vary: bool) -> None:
     group = parser.add_argument_group("batch (the update is the same however it is cut; only dropout differs)")
-    group.add_argument("--num_updates", type=positive, default=1000, help="number of optimizer updates")
+    group.add_argument("--num_updates", type=positive, default=1000, help="number of optimizer updates in all")
     group.add_argument("--global_batch_size", type=positive, default=8, help="samples in an update, over all ranks")
     group.add_argument("--micro_batch_size", type=positive, metavar="M", help="samples that a device computes at once")
     if lengths_vary:
@@ -275,7 +273,7 @@ def add_language_arguments(parser: argparse.ArgumentParser, one_text: bool = Tru
     )
     group.add_argument(
         "--dataset_name",
-        help="in their place: a data set of the hub, or a local directory; its validation or test split is held out",
+        help="in place of --train_file: of the hub, or a local directory; its validation or test split is held out",
     )
     group.add_argument("--dataset_config", help="the data set's configuration, where it has several")
     if one_text:
@@ -286,9 +284,9 @@ def add_language_arguments(parser: argparse.ArgumentParser, one_text: bool = Tru
         parser.set_defaults(text_column="text")
     if examples:
         group.add_argument("--prompt_column", help="column with what is given (default: prompt)")
+        group.add_argument("--completion_column", help="column with what is learned (default: completion)")
         shape = "cut the joined texts into blocks, or take each row as an example (default: by the columns)"
         group.add_argument("--shape", choices=("blocks", "examples"), help=shape)
-        group.add_argument("--completion_column", help="column with what is learned (default: completion)")
     else:
         parser.set_defaults(prompt_column=None, completion_column=None)
     group.add_argument("--sequence_length", type=positive, default=256, help="most tokens in a sample")

@@ -142,9 +142,16 @@ class Run:
         """
         self.model.train()
         if self.args.dry_run:
-            yield islice(self.loader, 1)
+            first = (batch for batch in islice(self.loader, 1))
+            yield first
+            first.close()  # and with it the processes that load data
             settings.print_settings(self.args, self.asked, self.accelerator)
-            self.accelerator.print("dry run: one forward and one backward done, nothing written")
+            done = (
+                "no update is left"
+                if self.state.update >= self.args.num_updates
+                else "one forward and one backward done"
+            )
+            self.accelerator.print(f"dry run: {done}, nothing written")
             ending.end_run(self.accelerator)
             sys.exit()
         self.output_dir = checks.make_output_dir(self.args, self.accelerator)
@@ -153,7 +160,9 @@ class Run:
         self.checkpoints.resume(self.resumed, self.model, self.optimizer)  # last: the random streams go on from here
         self.progress = tracking.Progress(self.accelerator, self.output_dir, self.args.num_updates, self.state)
         with self.progress, StopRequests() as self.requests:
-            yield self.progress.batches(self.loader)
+            batches = self.progress.batches(self.loader)
+            yield batches
+            batches.close()
             if not self.is_stopped:
                 self.checkpoints.training_done(self.state, self.model, self.optimizer)
 

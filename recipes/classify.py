@@ -116,7 +116,7 @@ def train(args, run, model, optimizer, batches):
 
 def main():
     args = parse_arguments()
-    run = Run(args)
+    run = Run(args, text_classifier.check_arguments(args))
     tokenizer, config, train_set, held_out, names = load_data(args)
     run.begin(config, tokenizer, train_set, held_out, model_class=AutoModelForSequenceClassification)
     model, new_weights = build_classifier(config, args.model_name_or_path, args.trust_remote_code, args.new_head)

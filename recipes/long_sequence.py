@@ -58,7 +58,7 @@ def parse_arguments():
     group.add_argument("--levels", type=positive, metavar="K", help=about)
     about = "recurrent: cut the gradient after N bytes; NOT the gradient of the sequence"
     group.add_argument("--truncate", type=positive, metavar="N", help=about)
-    about = f"transformer: positions that an MLP has at once; 0: all (default: {long_sequence.MLP_ROWS} where found)"
+    about = f"transformer: positions in an MLP at once; 0: all (default: {long_sequence.MLP_ROWS} if MLPs are found)"
     group.add_argument("--mlp_rows", type=arguments.not_negative, metavar="R", help=about)
     args = parser.parse_args()
     if args.architecture and args.model_name_or_path:

@@ -50,8 +50,8 @@ def parse_arguments():
     group = parser.add_argument_group("mixture of experts")
     group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "size, from scratch (default: tiny)"))
     group.add_argument("--upcycle", action="store_true", help="each expert starts as the MLP of a dense model")
-    group.add_argument("--num_experts", type=arguments.positive, help="in a layer (default: by size, up-cycled 8)")
-    group.add_argument("--experts_per_token", type=arguments.positive, help="default: by size, up-cycled 2")
+    group.add_argument("--num_experts", type=arguments.positive, help="in a layer (default: the size's, or 8)")
+    group.add_argument("--experts_per_token", type=arguments.positive, help="of them (default: the size's, or 2)")
     group.add_argument("--dense", action="store_true", help="from scratch: a dense model of as many active parameters")
     group.add_argument("--balance", **arguments.one_of(experts.BALANCE, "(default: bias)"))
     about = "step of the bias, or factor of the loss (default: 0.01; the bias of a pretrained mixture: 0.001)"

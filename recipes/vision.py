@@ -27,7 +27,6 @@ from common.data import image_files, images
 from common.models import image_classifier, norms
 from common.models.classifiers import describe_new_weights
 from common.parallel.ending import user_mistakes_end_here
-from common.parallel.launch import find_launch, runs_on_cpu
 from common.report.predictions import draw_confusion, loss_and_accuracy, measure
 from common.run import Run
 from common.training.accumulation import loss_scale, skip_step, synchronize_gradients
@@ -48,7 +47,7 @@ def parse_arguments():
     group = parser.add_argument_group("data (default: scikit-learn's digits)")
     group.add_argument("--train_dir", metavar="DIR", help="training images: one subfolder for each class")
     group.add_argument("--validation_dir", metavar="DIR", help="held-out images, in the same form")
-    group.add_argument("--dataset_name", help="of the hub, or what save_to_disk wrote; holds out validation or test")
+    group.add_argument("--dataset_name", help="of the hub, or what save_to_disk wrote; validation or test is held out")
     group.add_argument("--dataset_config", help="the data set's configuration, where it has several")
     group.add_argument("--label_column", help="column with the classes (default: the data set's first such column)")
     group.add_argument(
@@ -119,7 +118,7 @@ def train(args, run, model, optimizer, batches):
 
 def main():
     args = parse_arguments()
-    run = Run(args, image_classifier.check_arguments(args, runs_on_cpu(find_launch())), lengths_vary=False)
+    run = Run(args, image_classifier.check_arguments(args), lengths_vary=False)
     preprocessing, config, train_set, held_out, new_head = load_data(args)
     flags = ("augment", "norm")
     run.begin(config, None, train_set, held_out, *flags, model_class=AutoModelForImageClassification)

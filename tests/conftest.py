@@ -2,6 +2,7 @@
 
 import ast
 import atexit
+import contextlib
 import functools
 import json
 import math
@@ -132,8 +133,10 @@ def need(package):
 def kill_all(processes):
     """With their children. Workers of a launcher lead sessions of their own: no signal to its group reaches them."""
     for process in processes:
-        for child in [*process.children(recursive=True), process]:
-            child.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in [*process.children(recursive=True), process]:
+                with contextlib.suppress(psutil.NoSuchProcess):  # it may be ending by itself
+                    child.kill()
 
 
 class Server:

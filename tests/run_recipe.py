@@ -54,7 +54,6 @@ import common.models.load  # noqa: E402
 import common.models.masks  # noqa: E402
 import common.parallel.connect  # noqa: E402
 import common.parallel.ending  # noqa: E402
-import common.parallel.launch  # noqa: E402
 import common.parallel.liveness  # noqa: E402
 import common.parallel.loading  # noqa: E402
 import common.parallel.sharding  # noqa: E402
@@ -74,7 +73,6 @@ CHANGED = (
     common.files,
     common.parallel.connect,
     common.parallel.ending,
-    common.parallel.launch,
     common.parallel.loading,
     common.training.accumulation,
     common.training.batching,
@@ -391,7 +389,7 @@ def cores(count):
 
 def user_names_threads(_):
     """Of the launcher's environment."""
-    common.parallel.launch.names_threads = lambda launch: True
+    common.parallel.connect.names_threads = lambda launch: True
 
 
 def threads_of_step(path):
@@ -709,7 +707,7 @@ def no_tf32(_):
 
 def no_wait(_):
     """Ranks meet in collectives only."""
-    for module in (common.parallel.ending, common.checkpoint.save, common.parallel.loading):
+    for module in (common.parallel.ending, common.checkpoint.resume, common.checkpoint.save, common.parallel.loading):
         module.wait_for_all = lambda: None
 
 
@@ -788,9 +786,9 @@ def forget(what):
     if what == "learning_rate":
         rate, first = common.training.optimizers.learning_rate, []
 
-        def from_zero(update, **settings):
+        def from_zero(update, *settings):
             first.append(update)
-            return rate(update - first[0], **settings)
+            return rate(update - first[0], *settings)
 
         common.training.optimizers.learning_rate = from_zero
     if what == "samples":

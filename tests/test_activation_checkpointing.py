@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
@@ -390,6 +391,15 @@ def test_frozen_embeddings_get_no_gradient_work():
     assert all(p.grad is not None for p in model.model.layers[0].parameters())
 
 
+def test_a_layer_runs_again_in_training_only():
+    for is_training, expected in ((True, 2), (False, 1)):
+        model, runs = build("llama").train(is_training), []
+        quiet_apply(model, "full")
+        model.model.layers[0].input_layernorm.register_forward_hook(lambda *_, runs=runs: runs.append(1))
+        model_loss(model).backward()
+        assert len(runs) == expected
+
+
 def test_none_switches_off_what_the_config_asked_for():
     model = build("llama")
     apply_activation_checkpointing(model, "full", CPU)
@@ -408,13 +418,15 @@ def test_model_that_cannot_is_refused_in_one_line(mode):
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
-def test_same_gradients_under_fsdp2(mode):
-    """A second run of a layer gathers its weights again."""
-    reference, sharded = build("gpt2"), build("gpt2")
+def test_same_gradients_under_ddp_and_fsdp2(mode):
+    """DDP counts each gradient once; under FSDP2 a second run of a layer gathers its weights again."""
+    reference, replicated, sharded = build("gpt2"), build("gpt2"), build("gpt2")
     model_loss(reference).backward()
+    quiet_apply(replicated, mode)
     quiet_apply(sharded, mode)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
+        model_loss(DistributedDataParallel(replicated)).backward()
         for unit in [*sharded.transformer.h, sharded]:
             fully_shard(unit, mesh=init_device_mesh("cpu", (1,)))
         model_loss(sharded).backward()
@@ -422,6 +434,7 @@ def test_same_gradients_under_fsdp2(mode):
     finally:
         dist.destroy_process_group()
     assert largest_difference(full_gradients, gradients(reference)) <= 1e-6
+    assert largest_difference(gradients(replicated), gradients(reference)) <= 1e-6
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])

@@ -89,6 +89,25 @@ def test_activation_checkpointing_takes_less_memory(mode, functions_file, tmp_pa
     assert peaks[mode] < 0.9 * peaks["none"]
 
 
+@pytest.mark.parametrize("mode", ["selective", "full", "offload"])
+def test_dropout_within_fused_attention_is_drawn_again(mode):
+    """The second run of a layer has the random numbers of the first: the gradients are those without it."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from common.training.activation_checkpointing import apply_activation_checkpointing
+
+    found, tokens = {}, torch.arange(512, device="cuda").view(4, 128) % 64
+    for name in ("none", mode):
+        torch.manual_seed(0)
+        config = GPT2Config(vocab_size=64, n_embd=128, n_layer=4, n_head=4, n_positions=128, attn_pdrop=0.3)
+        model = GPT2LMHeadModel(config).cuda().train()
+        apply_activation_checkpointing(model, name, torch.device("cuda"))
+        torch.manual_seed(1)
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        found[name] = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert (found[mode] - found["none"]).norm() <= 2e-2 * found["none"].norm()
+
+
 def checkpointed_step(mode, tokens, num_layers=8):
     """A function that makes the gradients of a Llama on the GPU in bf16, and the model."""
     from transformers import LlamaConfig, LlamaForCausalLM

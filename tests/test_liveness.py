@@ -49,7 +49,9 @@ def write_spec(path, output_flags, **changes):
     return ["tests/run_recipe.py", path]
 
 
-@pytest.mark.parametrize(("config", "lost", "watched"), [("zero1", 0, True), ("fsdp2", 1, True), ("fsdp2", 1, False)])
+@pytest.mark.parametrize(
+    ("config", "lost", "watched"), [("multi_cpu", 1, True), ("zero1", 0, True), ("fsdp2", 1, True), ("fsdp2", 1, False)]
+)
 def test_a_killed_process_ends_the_others_and_is_named(config, lost, watched, functions_file, tmp_path, extensions):
     with launched(tmp_path, functions_file, config, **({} if watched else {"no_watch": True})) as launcher:
         find_rank(launcher, lost).kill()

@@ -135,7 +135,7 @@ def test_one_collective_an_update_carries_what_the_ranks_agree_on(functions_file
     counted = our_collectives(tmp_path / "plain-n", 2)
     assert [ours for update, ours in enumerate(counted) if update not in saved] == 3 * [once]
     for update in saved:
-        assert counted[update][:1] == once and {*counted[update][1:]} == {"checkpoint._sum"}
+        assert counted[update][:1] == once and {*counted[update][1:]} == {"agreement.sum"}
     assert our_collectives(tmp_path / "control-n", 2)[0] != once
     asked, late = (read_metrics(tmp_path / name) for name in ("asked", "late"))
     assert [line["loss"] is None for line in asked] == [False, False, True] and len(late) == 4

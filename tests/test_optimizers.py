@@ -318,8 +318,7 @@ def test_the_rate_reaches_every_group_through_accelerate():
 
 def test_help_can_be_printed():
     """A per cent sign in it would be argparse's format code."""
-    parser = arguments.ArgumentParser()
-    arguments.add_shared_arguments(parser)
+    parser = arguments.recipe_parser("")
     text = " ".join(parser.format_help().split())
     for line in (
         *ACTIVATION_CHECKPOINTING.values(),

@@ -11,8 +11,9 @@ MOST_LINES = 150
 WITH_LOSSES = ("lm.py", "long_sequence.py", "moe.py", "seq2seq.py")
 # The lines of the shared `main` that a recipe has otherwise.
 OWN = {
-    "classify.py": ("tokenizer, config,", "results |= "),
+    "classify.py": ("run = Run(", "tokenizer, config,", "results |= "),
     "long_sequence.py": ("run = Run(",),
+    "seq2seq.py": ("run = Run(",),
     "vision.py": ("run = Run(", "tokenizer, config,", "with run.training(", "results |= "),
 }
 # What moe.py says of its own in the shared parts: it balances the experts.

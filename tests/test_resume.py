@@ -27,7 +27,7 @@ CONFIGS = {
     "zero3_offload_cpu": ["--mixed_precision", "bf16"],
 }
 WITHOUT = {"multi_node", "multi_node_zero3", "zero3_offload_nvme"}
-# What a recipe trains: DATA and MODEL stand for what the fixtures make. Dropout is in all but moe and vision.
+# What a recipe trains: DATA and MODEL stand for what the fixtures make. Dropout is in WITH_DROPOUT.
 TEXT = ["--train_file", "DATA", "--validation_file", "DATA"]
 RECIPES = {
     "lm": [*TEXT, "--model_name_or_path", "MODEL", "--shape", "examples", "--sequence_length", 64],
@@ -37,6 +37,7 @@ RECIPES = {
     "long_sequence": [*TEXT, "--hidden_size", 32, "--sequence_length", 256, "--segments", 4],
     "vision": ["--model_config", "convnet"],
 }
+WITH_DROPOUT = ("lm", "classify", "seq2seq", "vision")
 NUM_UPDATES, SAVED = 4, 2
 
 
@@ -95,6 +96,14 @@ def test_every_recipe_resumes_bit_for_bit(config, data, tmp_path):
         metrics = read_metrics(tmp_path / name)
         assert ["validation_loss" in line for line in metrics] == [False, True, False, True], name
         assert manifest_of(tmp_path / name, SAVED)["position"]["best_validation_loss"] is not None, name
+
+
+def test_a_resume_that_forgets_the_random_states_draws_another_dropout(data, tmp_path):
+    """The control of the test above: dropout is in use, and the losses show it."""
+    run_matrix("cpu", WITH_DROPOUT, data, tmp_path, second={"forget": "random"})
+    for name in WITH_DROPOUT:
+        whole, again = (outcome(tmp_path / f"{name}{end}", NUM_UPDATES)[0] for end in ("", "-again"))
+        assert whole[:SAVED] == again[:SAVED] and whole[SAVED:] != again[SAVED:], name
 
 
 FP16 = {"fp16": 1}

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import shutil
+import types
 from functools import partial
 
 import datasets
@@ -31,7 +32,9 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, pi
 
 from common.data import image_files, images
 from common.errors import UserError
+from common.models.image_models import ConvNet, ConvNetConfig
 from common.parallel import ending
+from common.report import predictions
 from common.training.batching import make_loader
 from recipes import vision
 
@@ -62,9 +65,9 @@ def convnet_dir(tmp_path_factory, data):
     """A ConvNet for them without dropout, as the recipe saves it."""
     path = tmp_path_factory.mktemp("convnet")
     labels = dict(enumerate(CLASSES))
-    config = vision.ConvNetConfig(image_size=(8, 8), hidden_size=16, dropout=0.0, id2label=labels)
+    config = ConvNetConfig(image_size=(8, 8), hidden_size=16, dropout=0.0, id2label=labels)
     torch.manual_seed(0)
-    vision.ConvNet(config).save_pretrained(path)
+    ConvNet(config).save_pretrained(path)
     images.preprocess(image_files.folder(data / "train")).save_pretrained(path)
     return path
 
@@ -194,18 +197,18 @@ def test_a_pipeline_predicts_what_the_evaluation_did(data, convnet_dir, tmp_path
             results = results_of(out)
             assert results["validation_loss"] == pytest.approx(np.mean(losses), rel=1e-4), out.name
             assert results["accuracy"] == hits / len(losses), out.name
-    gray = vision.ConvNet.from_pretrained(tmp_path / "gray-convnet/model").eval()
+    gray = ConvNet.from_pretrained(tmp_path / "gray-convnet/model").eval()
     pixels = torch.rand(2, 3, 8, 8)  # of colours it sees what PIL would make gray
     assert gray.config.num_channels == 1
     luma = (pixels * torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(1, keepdim=True)
     assert torch.allclose(gray(pixels).logits, gray(luma).logits, atol=1e-5)
 
 
-def test_the_confusion_matrix_counts_true_by_predicted(data, convnet_dir, tmp_path):
+def test_the_confusion_matrix_counts_true_by_predicted(data, convnet_dir, tmp_path, monkeypatch):
     """In-process, against the saved model image by image: not symmetric, so rows are not columns."""
     shutil.copytree(convnet_dir, tmp_path / "model")
     _, _, expected = measure(tmp_path, data / "validation")
-    model = vision.ConvNet.from_pretrained(convnet_dir)
+    model = ConvNet.from_pretrained(convnet_dir)
     held_out = image_files.folder(data / "validation")
     preprocessing = images.preprocess(image_files.folder(data / "train"))
     accelerator = Accelerator(cpu=True)
@@ -214,8 +217,13 @@ def test_the_confusion_matrix_counts_true_by_predicted(data, convnet_dir, tmp_pa
     )
     collate = partial(images.collate_images, preprocessing=preprocessing)
     loader = make_loader(args, images.ImageSamples(held_out, preprocessing), accelerator, collate)
-    figures = vision.evaluate(model, loader, accelerator, with_matrix=True)
-    assert figures["confusion"] == expected.tolist()
+    run = types.SimpleNamespace(accelerator=accelerator, held_out=loader)
+    run.micro_batches = lambda batch: [(micro_batch, None) for micro_batch in batch.micro_batches]
+    _, *answers = predictions.measure(run, model, vision.predict)
+    drawn = []
+    monkeypatch.setattr(predictions, "save_confusion_matrix", lambda counts, *_: drawn.append(counts))
+    predictions.draw_confusion(*answers, held_out.classes, tmp_path)
+    assert drawn[0].tolist() == expected.tolist()
     assert (expected != expected.T).any()
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedToke
 from common.data.pairs import Pairs
 from common.data.rows import Source
 from common.data.tokenizer import load_tokenizer, train_tokenizer
-from common.errors import UserError, refuse
+from common.errors import refuse
 from common.models.load import check_model, load_config
 from common.parallel.mode import is_sharded
 from common.training.batching import Collate, cut_global_batch
@@ -23,6 +23,16 @@ TOKENIZERS = {
     "bpe": "trained on your text, of the vocabulary that the size has",
     "bytes": "each byte is a token; for short texts, spelling and numbers",
 }
+
+
+def check_arguments(args: argparse.Namespace) -> list[str]:
+    """One line for each flag that has no effect."""
+    problems = []
+    if args.tokenizer and args.model_name_or_path:
+        problems.append("--tokenizer is for models from scratch, a pretrained one has its own; take it out")
+    if args.validation_file and not (args.train_file or args.dataset_name):
+        problems.append("--validation_file needs --train_file or --dataset_name; name the training data")
+    return problems
 
 
 def choose_model(
@@ -35,13 +45,9 @@ def choose_model(
         source: the training text, whose `columns` a new tokenizer is trained on.
 
     Raises:
-        UserError: flags that contradict each other, or a line for each way in which the lengths do not fit the model.
+        UserError: a line for each way in which the lengths do not fit the model.
     """
-    if args.validation_file and not (args.train_file or args.dataset_name):
-        raise UserError("--validation_file needs --train_file or --dataset_name; name the training data")
     if args.model_name_or_path:
-        if args.tokenizer:
-            raise UserError("--tokenizer is for models from scratch, a pretrained one has its own; take it out")
         config = load_config(args.model_name_or_path, args.trust_remote_code, AutoModelForSeq2SeqLM)
         tokenizer = load_tokenizer(args.model_name_or_path, args.trust_remote_code)
         refuse(_check_lengths(config, tokenizer, args))

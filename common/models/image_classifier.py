@@ -12,11 +12,12 @@ from common.models.classifiers import build_labeller, choose_classes
 from common.models.image_models import ConvNet, ConvNetConfig, NormResNet, NormResNetConfig
 from common.models.load import build_model, count_parameters, load_config
 from common.models.norms import settle_norm
+from common.parallel import launch
 
 LARGEST_CONVNET = 50e6  # parameters; nearly all are in its hidden layer, which sees every pixel
 
 
-def check_arguments(args: argparse.Namespace, on_cpu: bool) -> list[str]:
+def check_arguments(args: argparse.Namespace) -> list[str]:
     """One line for each mistake in the flags for images that can be seen before data or model are touched."""
     problems = images.check_augmentations(args.augment)
     if args.train_dir and args.dataset_name:
@@ -25,7 +26,7 @@ def check_arguments(args: argparse.Namespace, on_cpu: bool) -> list[str]:
         problems.append("--validation_dir without --train_dir: the digits have held-out images of their own; give both")
     if args.label_column and not args.dataset_name:
         problems.append("--label_column has no effect without --dataset_name; take it out, or name the data set")
-    if args.norm == "sync_batch" and on_cpu:
+    if args.norm == "sync_batch" and launch.runs_on_cpu(launch.find_launch()):
         problems.append("--norm sync_batch: torch synchronises batch norm on GPUs only; use --norm group, or batch")
     if args.norm and args.model_config in ("convnet", "vit"):
         problems.append(f"--norm {args.norm}: {args.model_config} has no batch norm; take it out, or use resnet")

@@ -17,7 +17,7 @@ from common.data.labels import (
 )
 from common.data.rows import Source
 from common.data.tokenizer import load_tokenizer, train_tokenizer
-from common.errors import UserError, refuse, shorten
+from common.errors import refuse, shorten
 from common.models.classifiers import choose_labels, set_labels
 from common.models.load import check_model, load_config
 
@@ -25,22 +25,27 @@ SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediat
 Rows = tuple[str, list[Example]]  # a name for messages, and the rows
 
 
+def check_arguments(args: argparse.Namespace) -> list[str]:
+    """One line for each flag that has no effect."""
+    problems = []
+    if args.new_head and not args.model_name_or_path:
+        problems.append("--new_head has no effect without --model_name_or_path; take it out, or name the model")
+    if not (args.train_file or args.dataset_name) and (args.validation_file or args.pair_column):
+        problems.append(
+            "--validation_file and --pair_column need --train_file or --dataset_name; name the training data"
+        )
+    return problems
+
+
 def read_rows(
     args: argparse.Namespace, source: Source, held_out_source: Source | None
 ) -> tuple[Rows, Rows | None, list[str] | None, list[str] | None]:
-    """Training rows, held-out rows or None, the labels to learn, or None for numbers, and the classes by number.
+    """Reads all rows, and finds out what is to be learned.
 
-    The last are those of data that number their classes, else None.
-
-    Raises:
-        UserError: flags that have no effect, or a row that cannot be read; one line.
+    Returns:
+        The training rows; the held-out rows, or None; the labels, or None where numbers are learned; where the data
+        number their classes, the names in that order, else None.
     """
-    if args.new_head and not args.model_name_or_path:
-        raise UserError("--new_head has no effect without --model_name_or_path; take it out, or name the model")
-    if not (args.train_file or args.dataset_name) and (args.validation_file or args.pair_column):
-        raise UserError(
-            "--validation_file and --pair_column need --train_file or --dataset_name; name the training data"
-        )
     classes, held_out = None, None
     if source.embedded:
         rows, held_out_rows = read_packages()

@@ -66,7 +66,7 @@ def user_mistakes_end_here() -> Iterator[None]:
 def _end_data_workers() -> None:
     """They ignore the signal by which Python ends them (see common.training.stopping), and it would wait for ever.
 
-    In a run that ends well the loader's iterator has ended them; an error's traceback holds it.
+    In a run that ends well the loader's iterator has ended them, behind the loop; an error's traceback holds it.
     """
     workers = multiprocessing.active_children()
     if workers:

@@ -43,7 +43,7 @@ def decided_once(decide: Callable[[], Any]) -> Any:
 def prepare(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """`accelerator.prepare` of a model that `models.build_model` made; call it on all ranks together."""
+    """`accelerator.prepare` of a model that `models.load.build_model` made; call it on all ranks together."""
     if not has_one_copy():
         wait_for_all()  # however long one of them read its data or its model
         return accelerator.prepare(model, optimizer)

@@ -23,9 +23,10 @@ def measure(
         run: a `common.run.Run`. predict: of a micro-batch the sum of its losses, and its predictions (N,).
     """
     model.eval()
-    for buffer in model.buffers():
-        if buffer.is_floating_point():  # running statistics: the main process's, which are saved, on all of them
-            accelerate.utils.broadcast(buffer)
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):  # the main process's statistics, which are saved
+            for statistics in (module.running_mean, module.running_var):
+                accelerate.utils.broadcast(statistics)
     loss_sums, answers = [], []
     for batch in run.held_out:
         for micro_batch, _ in run.micro_batches(batch):

@@ -200,7 +200,7 @@ def print_run(
 class Progress:
     """Shows and records one update after the other, on the main process; the other ranks only keep time.
 
-    A `with` block; `waiting()` goes around the wait for data, `update(...)` ends an update.
+    A `with` block; `batches(...)` times the wait for data, `update(...)` ends an update.
     """
 
     def __init__(self, accelerator: Accelerator, output_dir: Path | None, num_updates: int, state: Any):
