@@ -2,10 +2,12 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
 from conftest import launch_command, make_model_dir, run, write_rows
+from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import (
     AutoModelForSequenceClassification,
@@ -30,6 +32,7 @@ STARTS = {
     "classify-new-head": f"classify {TEXT} --model_name_or_path DIR/labeller --new_head",
     "seq2seq": f"seq2seq {TEXT} --model_config tiny --target_length 16",
     "seq2seq-pretrained": f"seq2seq {TEXT} --model_name_or_path DIR/pairs --target_length 16",
+    "seq2seq-apart": f"seq2seq {TEXT} --model_name_or_path DIR/pairs-apart --target_length 16",
     "moe": f"moe {TEXT} --model_config tiny",
     "moe-pretrained": f"moe {TEXT} --model_name_or_path DIR/mixture",
     "moe-upcycled": f"moe {TEXT} --model_name_or_path DIR/plain --upcycle",
@@ -97,6 +100,11 @@ def directory(functions_file, tmp_path_factory):
         model.save_pretrained(path / name)
         if name != "resnet":
             tokenizer.save_pretrained(path / name)
+    # Its encoder has an embedding of its own, which its configuration ties.
+    shutil.copytree(path / "pairs", path / "pairs-apart")
+    own = {"encoder.embed_tokens.weight": torch.randn(384, 32)}
+    weights = load_file(path / "pairs/model.safetensors") | own
+    save_file(weights, path / "pairs-apart/model.safetensors", metadata={"format": "pt"})
     images.preprocess(image_files.digits("train")).save_pretrained(path / "resnet")
     return path
 
@@ -156,6 +164,7 @@ def test_the_starts_are_those_that_could_go_wrong(started):
     )
     tied = {name for name, one in starts.items() if len(set(one["tied"].values())) < len(one["tied"])}
     assert {"lm", "seq2seq", "moe"} <= tied and "lm-untied" not in tied
+    assert "encoder.embed_tokens.weight" in starts["seq2seq-apart"]["weights"]
     assert starts["seq2seq-pretrained"]["generation"]["no_repeat_ngram_size"] == 3
     assert starts["resnet-new-head"]["buffers"]["resnet.embedder.embedder.normalization.running_var"].min() >= 1
     biases = [b for name, b in starts["moe-pretrained"]["buffers"].items() if name.endswith("e_score_correction_bias")]

@@ -58,11 +58,11 @@ def held_out_splits(name: str, config: str | None) -> Iterator[str]:
     from datasets import get_dataset_split_names, load_from_disk
 
     path, splits = Path(name).expanduser(), []
-    if (path / "dataset_dict.json").exists():
-        splits = load_from_disk(str(path))
-    elif not is_saved(path) and (path.is_dir() or not hub_problem(name, "dataset")):  # else one split, saved by itself
-        with suppress(Exception):  # of a dozen types
-            splits = get_dataset_split_names(name, config)
+    with suppress(Exception):  # of a dozen types
+        if (path / "dataset_dict.json").exists():
+            splits = load_from_disk(str(path))
+        elif not is_saved(path) and (path.is_dir() or not hub_problem(name, "dataset")):
+            splits = get_dataset_split_names(name, config)  # else there is one split, saved by itself
     yield from (split for split in ("validation", "test") if split in splits)
 
 

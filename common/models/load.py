@@ -28,7 +28,7 @@ from common.training.precision import follow_precision
 
 
 def prepare_encoder_decoder(model: PreTrainedModel) -> None:
-    """Makes embeddings that have one weight one module; call it on the bare model.
+    """Makes embeddings that have one weight one module; call it on the bare model, on all ranks together.
 
     transformers gives encoder and decoder a module each, and FSDP2 refuses a weight that is in two of its groups. An
     embedding that a checkpoint keeps apart stays so.
@@ -41,11 +41,13 @@ def prepare_encoder_decoder(model: PreTrainedModel) -> None:
             raise UserError(
                 f"{type(model).__name__} does not begin all targets with its decoder_start_token_id; take another model"
             )
-    shared = model.get_input_embeddings()
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, torch.nn.Embedding) and child.weight is shared.weight:
-                setattr(module, name, shared)
+    shared, modules = model.get_input_embeddings(), list(model.named_modules())
+    # Only what holds the weights knows whether the checkpoint keeps one apart.
+    twins = loading.decided_once(
+        lambda: [name for name, one in modules if isinstance(one, torch.nn.Embedding) and one.weight is shared.weight]
+    )
+    for parent, _, name in (twin.rpartition(".") for twin in twins):
+        setattr(model.get_submodule(parent), name, shared)
 
 
 def load_config(

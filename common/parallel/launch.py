@@ -32,7 +32,9 @@ class Launch:
     num_processes: int = field(default_factory=lambda: int(os.environ.get("WORLD_SIZE", 1)))
     mode: str = "plain"  # plain, DDP, FSDP, DeepSpeed
     mixed_precision: str = field(default_factory=lambda: os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
-    use_cpu: bool = field(default_factory=lambda: parse_flag_from_env("ACCELERATE_USE_CPU"))
+    use_cpu: bool = field(
+        default_factory=lambda: bool(os.environ.get("ACCELERATE_USE_CPU")) and parse_flag_from_env("ACCELERATE_USE_CPU")
+    )
     gradient_accumulation_steps: str = field(
         default_factory=lambda: os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     )

@@ -44,7 +44,8 @@ def sum_token_losses(model: PreTrainedModel, chunk_rows: int = 512) -> str:
     ...) returns N times its own mean loss instead.
 
     Returns: one line that says what will run.
-    Raises: UserError where the model's own loss is another one and cannot be told which positions predict what.
+    Raises: UserError where the model's own loss has more terms and cannot be told which positions predict what, or
+        where it is not the cross-entropy of logits that cannot be reproduced.
     """
     if not hasattr(model.forward, "__func__"):
         raise ValueError(f"{type(model).__name__}.forward is wrapped already: call sum_token_losses(model) first")
