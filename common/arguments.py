@@ -122,8 +122,7 @@ def positive_float(text: str) -> float:
 def one_of(table: dict, first: str = "") -> dict:
     """argparse keywords for a choice from a table, whose error suggests the nearest name.
 
-    Args:
-        first: of the help text; where the table tells what each name means, that follows.
+    first: of the help text; where the table tells what each name means, that follows.
     """
 
     def name(text: str) -> str:
@@ -262,8 +261,7 @@ def _add_optimizer(parser: ArgumentParser) -> None:
 def add_language_arguments(parser: argparse.ArgumentParser, one_text: bool = True, examples: bool = False) -> None:
     """The flags of the recipes that read text.
 
-    Args:
-        one_text: a row has one, in `--text_column`. examples: or a prompt and a completion.
+    one_text: a row has one, in `--text_column`. examples: or a prompt and a completion.
     """
     group = parser.add_argument_group("data (default: the source code of Python's standard library)")
     formats = "training text: .txt .jsonl .parquet .csv files, also compressed, or globs of them"
@@ -321,8 +319,7 @@ def choose_model(
 def text_sources(args: argparse.Namespace) -> "tuple[Source, Source | None]":
     """Where training and held-out text come from, as the language flags say; without any, the embedded corpus.
 
-    Raises:
-        UserError: a line for each file that is not there or cannot be read, or two answers to where the text is.
+    Raises UserError: a line for each file that is not there or cannot be read, or two answers to where the text is.
     """
     from common.data.rows import Source  # here because recipes without text do not need it
     from common.data.sources import check_sources  # here because recipes without text do not need it

@@ -137,8 +137,7 @@ def _check_output_dir(path: Path, overwrite: bool) -> list[str]:
 def check_samples(args: argparse.Namespace, train: Samples, validation: Samples | None) -> None:
     """Whether the data make a global batch, and whether every sample fits a micro-batch.
 
-    Raises:
-        UserError: a line for each way in which they do not.
+    Raises UserError: a line for each way in which they do not.
     """
     problems = []
     if args.keep_best and validation is None:
@@ -162,8 +161,7 @@ def check_samples(args: argparse.Namespace, train: Samples, validation: Samples 
 def make_output_dir(args: argparse.Namespace, accelerator: Accelerator) -> Path:
     """Creates the output directory and takes it for this run, emptied if `--overwrite`; call it after all checks.
 
-    Raises:
-        UserError: it cannot be created, or another run writes there, of which nothing is deleted.
+    Raises UserError: it cannot be created, or another run writes there, of which nothing is deleted.
     """
     path = Path(args.output_dir)
     if not accelerator.is_main_process:

@@ -77,8 +77,7 @@ def complete_or_absent(
 ) -> Iterator[Path]:
     """A directory to write into, which takes its name, and the place of what had it, when all in it is on the disk.
 
-    Raises:
-        UserError: one line, for an error of the disk; nothing is left then.
+    Raises UserError: one line, for an error of the disk; nothing is left then.
     """
     partial = directory.with_name(directory.name + PARTIAL)
     try:
@@ -101,8 +100,7 @@ _locks: dict[Path, FileLock] = {}  # held until this process ends
 def lock_output_dir(directory: Path) -> None:
     """Takes an output directory for this process, until it ends; harmless twice.
 
-    Raises:
-        UserError: another process writes there.
+    Raises UserError: another process writes there.
     """
     lock = _locks.setdefault(directory.absolute(), FileLock(directory / LOCK))
     if lock.is_locked:

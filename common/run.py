@@ -60,8 +60,7 @@ class Run:
             problems: a line for each mistake that the recipe has found in its own flags.
             lengths_vary: whether samples are of different lengths.
 
-        Raises:
-            UserError: a line for each mistake.
+        Raises UserError: a line for each mistake.
         """
         self.args, self.asked = args, launch.find_launch()
         found = checks.check_arguments(args, launch.runs_on_cpu(self.asked), lengths_vary)
@@ -137,8 +136,7 @@ class Run:
 
         With --dry_run it gives the first one, writes nothing, and ends the run behind the loop.
 
-        Args:
-            config, pretrained: what an exported model needs beside its weights, each with a `save_pretrained`.
+        config, pretrained: what an exported model needs beside its weights, each with a `save_pretrained`.
         """
         self.model.train()
         if self.args.dry_run:
@@ -206,8 +204,7 @@ class Run:
     def end_update(self, batch: GlobalBatch, **figures: float) -> bool:
         """Records the update, with the recipe's own `figures`, and saves where that is due; True: end the loop.
 
-        Raises:
-            RuntimeError: too many updates in a row were not finite.
+        Raises RuntimeError: too many updates in a row were not finite.
         """
         state = self.state
         if "validation_loss" in figures:

@@ -1,9 +1,7 @@
 """The language-model recipe, run as a user runs it: `accelerate launch` with the shipped configs."""
 
 import json
-import shutil
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT, launch, launch_command, make_model_dir, need, read_metrics, relative_difference, run
@@ -92,22 +90,6 @@ def one_process(functions_file, model_dir, tmp_path_factory):
     return out, more, launch(*flags(functions_file, out, *more, model_dir=model_dir))
 
 
-@pytest.mark.parametrize("config", ["multi_cpu", "multi_gpu"])
-def test_two_processes_make_the_losses_of_one(config, one_process, functions_file, model_dir, tmp_path):
-    """DDP over gloo in float32; multi_gpu.yaml runs as a rehearsal where there is no GPU."""
-    reference, more, _ = one_process
-    precision = [] if config == "multi_cpu" else ["--mixed_precision", "no"]
-    arguments = flags(functions_file, tmp_path / "run", *more, model_dir=model_dir)
-    result = run([*launch_command(config, *precision), "recipes/lm.py", *arguments], CUDA_VISIBLE_DEVICES="")
-    assert result.returncode == 0, result.stderr
-    metrics = read_metrics(tmp_path / "run")
-    assert json.loads((tmp_path / "run/run.json").read_text())["world_size"] == 2
-    assert "x 2 processes" in result.stdout
-    expected = read_metrics(reference)
-    assert [line["loss"] for line in metrics] == pytest.approx([line["loss"] for line in expected], rel=1e-6)
-    assert [line["sample_digest"] for line in metrics] == [line["sample_digest"] for line in expected]
-
-
 def test_a_run_leaves_what_the_interface_promises(one_process):
     out, _, result = one_process
     metrics = read_metrics(out)
@@ -137,21 +119,6 @@ def test_dry_run_writes_nothing(functions_file, model_dir, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_copied_recipe_runs_from_another_directory(functions_file, model_dir, tmp_path):
-    """`cp -r recipes/lm.py common elsewhere/`: its own common/ is used, not the repository's."""
-    shutil.copy(ROOT / "recipes/lm.py", tmp_path)
-    shutil.copytree(ROOT / "common", tmp_path / "common")
-    marker = tmp_path / "common/training/batching.py"
-    marker.write_text(marker.read_text() + "\nprint('the copy of common/')\n")
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    result = launch(
-        *flags(functions_file, tmp_path / "run", model_dir=model_dir), script=tmp_path / "lm.py", cwd=elsewhere
-    )
-    assert "the copy of common/" in result.stdout
-    assert len(read_metrics(tmp_path / "run")) == 4
-
-
 @pytest.mark.parametrize("optimizer", ["adamw8bit", "adafactor", "sgd"])
 def test_every_optimizer_trains(optimizer, functions_file, model_dir, tmp_path):
     more = ["--optimizer", optimizer, "--learning_rate", 0.1 if optimizer == "sgd" else 1e-3, "--num_updates", 6]
@@ -169,17 +136,6 @@ def test_activation_checkpointing_does_not_change_the_update(
     launch(*flags(functions_file, tmp_path / "run", *more, model_dir=model_dir), config=config)
     expected = [line["loss"] for line in read_metrics(reference)]
     assert [line["loss"] for line in read_metrics(tmp_path / "run")] == pytest.approx(expected, rel=allowed)
-
-
-def test_bf16_on_a_cpu_is_bf16(one_process, functions_file, model_dir, tmp_path):
-    """single_gpu.yaml without a GPU runs its own precision: losses near float32's, and not equal to them."""
-    reference, more, _ = one_process
-    arguments = flags(functions_file, tmp_path / "run", *more, model_dir=model_dir)
-    result = launch(*arguments, config="single_gpu", CUDA_VISIBLE_DEVICES="")
-    assert "bf16" in result.stdout and "on cpu" in result.stdout
-    losses = np.array([line["loss"] for line in read_metrics(tmp_path / "run")])
-    expected = np.array([line["loss"] for line in read_metrics(reference)])
-    assert (losses != expected).all() and np.allclose(losses, expected, rtol=0.01)
 
 
 def test_a_compiled_model_makes_the_same_update(one_process, functions_file, model_dir, tmp_path):

@@ -1,5 +1,4 @@
 import math
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -224,14 +223,6 @@ def test_32_bit_states_of_embeddings_do_not_leak_into_a_later_optimizer():
 
 def test_adamw_is_fused():
     assert make_optimizer("adamw", build("llama"), 1e-3, 0.1).defaults["fused"] is True
-
-
-def test_bitsandbytes_is_imported_only_when_asked_for():
-    program = "import sys, common.training.optimizers as o; o.optimizers_help(); print('bitsandbytes' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.strip() == "False"
-    make_optimizer("adamw8bit", build("llama"), 1e-3, 0.1)  # control
-    assert "bitsandbytes" in sys.modules
 
 
 def test_a_missing_bitsandbytes_is_one_line(monkeypatch):

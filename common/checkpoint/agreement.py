@@ -73,8 +73,7 @@ class Agreement:
     def share_output_dir(self, args: argparse.Namespace) -> None:
         """All ranks take rank 0's (the default's name has the time in it), and each host sees what is written there.
 
-        Raises:
-            UserError: the hosts do not share it.
+        Raises UserError: the hosts do not share it.
         """
         if self.world == 1:
             return

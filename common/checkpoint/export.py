@@ -19,8 +19,7 @@ EXPORTED = (".json", ".jinja", ".txt", ".model", ".spm", ".bpe", ".codes", ".tik
 def export(directory: Path, target: Path) -> None:
     """Writes the weights of a checkpoint as a model that `from_pretrained` loads, with its tokenizer; or nothing.
 
-    Raises:
-        UserError: no sound checkpoint there, or something else where the model should go; one line.
+    Raises UserError: no sound checkpoint there, or something else where the model should go; one line.
     """
     import transformers
 

@@ -30,8 +30,7 @@ def is_sound(path: Path, manifest: dict[str, Any], ranks: Agreement) -> bool:
 def find_sound(ranks: Agreement, damaged: set[Path]) -> Reader:
     """The newest checkpoint that its manifest confirms; one that is damaged is told, noted in `damaged` and passed.
 
-    Raises:
-        UserError: there is none, or it is of a newer format.
+    Raises UserError: there is none, or it is of a newer format.
     """
     found, problems = list_checkpoints(ranks.output_dir)
     for path, manifest in found:

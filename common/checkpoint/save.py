@@ -85,8 +85,7 @@ class Checkpoints:
             pretrained: what the export needs besides the weights, each with a `save_pretrained`.
             facts: go into every manifest.
 
-        Raises:
-            UserError: another process writes there.
+        Raises UserError: another process writes there.
         """
         self.facts = facts | {"architecture": type(self.accelerator.unwrap_model(model)).__name__}
         generation = getattr(self.accelerator.unwrap_model(model), "generation_config", None)
@@ -117,8 +116,7 @@ class Checkpoints:
     def update_done(self, state: TrainingState, model: torch.nn.Module, optimizer: Any, news: dict[str, float]) -> bool:
         """Ends an update: a checkpoint where one is due. True if any rank was asked to stop; it is complete then.
 
-        Args:
-            news: `news` summed over the ranks, so that all of them do the same.
+        news: `news` summed over the ranks, so that all of them do the same.
         """
         if news["failed"]:
             self.ranks.raise_first(self.writer.failure())
@@ -135,8 +133,7 @@ class Checkpoints:
 
         in_place: without the copy and its memory; the call waits until it is written.
 
-        Raises:
-            UserError: the disk has no room for it, or refused the one before.
+        Raises UserError: the disk has no room for it, or refused the one before.
         """
         if state.update == self.last_saved:
             return

@@ -51,8 +51,7 @@ class Writer:
             optimizer: which waits with its next step until all is copied.
             in_place: without the copy and its memory; the call waits until it is written.
 
-        Raises:
-            UserError: the disk has no room for it.
+        Raises UserError: the disk has no room for it.
         """
         self.manifest = manifest
         partial = self.ranks.directory / f"update-{manifest['update']:06}{PARTIAL}"

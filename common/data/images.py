@@ -181,8 +181,7 @@ def check_augmentations(names: Iterable[str]) -> list[str]:
 class ImageSamples:
     """Images as `common.training.batching.Samples`: an item is (uint8 pixels (C, H, W), label).
 
-    Args:
-        augment: names of `AUGMENTATIONS`, applied in their order; empty to evaluate.
+    augment: names of `AUGMENTATIONS`, applied in their order; empty to evaluate.
     """
 
     unit = "images"

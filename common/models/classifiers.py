@@ -21,8 +21,7 @@ def choose_labels(
 ) -> list[str] | None:
     """The labels that a pretrained model's head is to have: its own, if they hold the data's, else the data's.
 
-    Args:
-        classes: the data's in the order of their numbers, where they have such: those of a head without names.
+    classes: the data's in the order of their numbers, where they have such: those of a head without names.
 
     Raises UserError: the model has a head for other labels and is to keep it, or has none and is to replace it.
     """
@@ -120,8 +119,7 @@ def build_labeller(
 ) -> tuple[PreTrainedModel, list[str]]:
     """A pretrained model with a head for `config`'s labels, and the names of the weights that start at random.
 
-    Args:
-        new_head: the checkpoint's head is of other labels, as many or not; else it is kept, if there is one.
+    new_head: the checkpoint's head is of other labels, as many or not; else it is kept, if there is one.
     """
     options = {"output_loading_info": True, "ignore_mismatched_sizes": new_head}
     model, loaded = build_model(config, name_or_path, trust_remote_code, model_class, **options)

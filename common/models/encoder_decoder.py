@@ -44,8 +44,7 @@ def choose_model(
         sizes: of models from scratch: layers of each stack, width, heads, a head's width, MLP width, vocabulary, ...
         source: the training text, whose `columns` a new tokenizer is trained on.
 
-    Raises:
-        UserError: a line for each way in which the lengths do not fit the model.
+    Raises UserError: a line for each way in which the lengths do not fit the model.
     """
     if args.model_name_or_path:
         config = load_config(args.model_name_or_path, args.trust_remote_code, AutoModelForSeq2SeqLM)

@@ -230,8 +230,7 @@ class Routing:
         """After the optimizer's step: `bias` moves, the same on all ranks. Returns figures for the global batch's
         record.
 
-        Args:
-            news: what `news` gave, summed over the ranks and on the host.
+        news: what `news` gave, summed over the ranks and on the host.
         """
         if not self.layers:
             return {}

@@ -10,7 +10,7 @@ from common.data.image_files import Images, with_classes
 from common.errors import UserError
 from common.models.classifiers import build_labeller, choose_classes
 from common.models.image_models import ConvNet, ConvNetConfig, NormResNet, NormResNetConfig
-from common.models.load import build_model, count_parameters, load_config
+from common.models.load import build_model, load_config, parameter_sizes
 from common.models.norms import settle_norm
 from common.parallel import launch
 
@@ -45,8 +45,7 @@ def choose_model(
 
     Also returns the images, with their classes in the model's order, and whether the model needs a new head for them.
 
-    Raises:
-        UserError: the images or the flags do not fit the model.
+    Raises UserError: the images or the flags do not fit the model.
     """
     size, new_head = (args.image_size, args.image_size) if args.image_size else None, False
     if args.model_name_or_path:
@@ -73,7 +72,7 @@ def make_config(args: argparse.Namespace, preprocessing: images.Preprocessing) -
         raise UserError(f"images of {width} x {height} pixels are too small for a model; give --image_size 8, or more")
     if args.model_config == "convnet":
         config = ConvNetConfig(image_size=(height, width), **facts)
-        num_parameters = count_parameters(config, model_class=AutoModelForImageClassification)
+        num_parameters = sum(parameter_sizes(config, model_class=AutoModelForImageClassification))
         if num_parameters > LARGEST_CONVNET:
             raise UserError(
                 f"--model_config convnet: images of {width} x {height} make {num_parameters / 1e6:.0f} M parameters; "

@@ -51,18 +51,15 @@ def prepare_encoder_decoder(model: PreTrainedModel) -> None:
 
 
 def load_config(
-    name_or_path: str, trust_remote_code: bool = False, model_class: Any = AutoModelForCausalLM, **changes: Any
+    name_or_path: str, trust_remote_code: bool = False, model_class: Any = AutoModelForCausalLM
 ) -> PreTrainedConfig:
     """The configuration of a pretrained model of an Auto class: a local directory or a hub name.
-
-    Args:
-        changes: settings of the configuration that the recipe decides, such as `num_labels`.
 
     Raises UserError: there is none, or `model_class` has no model of its type.
     """
     where, problem = locate_pretrained(name_or_path)
     try:
-        config = AutoConfig.from_pretrained(**where, trust_remote_code=trust_remote_code, **changes)
+        config = AutoConfig.from_pretrained(**where, trust_remote_code=trust_remote_code)
     except Exception as error:  # a dozen types, by what is missing
         reason = problem or f"its config.json cannot be loaded: {one_line(error)}"
         raise UserError(f"--model_name_or_path {name_or_path}: {reason}") from error
@@ -125,13 +122,6 @@ def whole_weights() -> Iterator[None]:
         yield
     finally:
         plugin.set_deepspeed_weakref()
-
-
-def count_parameters(
-    config: PreTrainedConfig, trust_remote_code: bool = False, model_class: Any = AutoModelForCausalLM
-) -> int:
-    """The number of a model's parameters, tied ones once; allocates none of them."""
-    return sum(parameter_sizes(config, trust_remote_code, model_class))
 
 
 def parameter_sizes(

@@ -26,8 +26,7 @@ FINE_TUNING_SHARE = 0.1  # of that learning rate, for a pretrained model
 def choose_defaults(args: argparse.Namespace, architecture: str) -> None:
     """Fills in the flags that depend on the architecture, and refuses those that have no effect on it.
 
-    Raises:
-        UserError: a line for each of them, and for a sequence that cannot be cut as asked.
+    Raises UserError: a line for each of them, and for a sequence that cannot be cut as asked.
     """
     sequence_length, hidden_size, num_layers, rate = ARCHITECTURES[architecture]
     args.sequence_length = args.sequence_length or sequence_length
@@ -81,8 +80,7 @@ def _check_segments(args: argparse.Namespace, length: int, what: str) -> list[st
 def choose_model(args: argparse.Namespace, source: Source) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
     """Configuration and tokenizer of a pretrained model, or of one from scratch; fills in the flags' defaults.
 
-    Raises:
-        UserError: a line for each flag that has no effect on the model, or cannot be as asked.
+    Raises UserError: a line for each flag that has no effect on the model, or cannot be as asked.
     """
     if args.model_name_or_path:
         config = load_config(args.model_name_or_path, args.trust_remote_code)

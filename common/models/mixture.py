@@ -17,8 +17,7 @@ SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_val
 def settle_mixture(parser: argparse.ArgumentParser, args: argparse.Namespace, size: tuple | None) -> None:
     """Fills in the flags of the mixture that were not given, and ends with one line where they contradict each other.
 
-    Args:
-        size: of a model from scratch, by `choose_mixture`, or None.
+    size: of a model from scratch, by `choose_mixture`, or None.
     """
     is_pretrained = args.model_name_or_path and not args.upcycle
     if args.upcycle and not args.model_name_or_path:
@@ -54,8 +53,7 @@ def choose_mixture(
             width, vocabulary, ... With --dense that size's dense peer.
         source: the training text, on which the tokenizer of a model from scratch is trained.
 
-    Raises:
-        UserError: the pretrained model has no routers that `--balance` can balance, or cannot be up-cycled.
+    Raises UserError: the pretrained model has no routers that `--balance` can balance, or cannot be up-cycled.
     """
     if args.model_name_or_path:
         config = load_config(args.model_name_or_path, args.trust_remote_code)

@@ -27,17 +27,12 @@ def use_group_norm(model: nn.Module) -> None:
                 setattr(module, name, nn.GroupNorm(math.gcd(channels, max(1, channels // 16)), channels))
 
 
-def has_batch_norm(model: nn.Module) -> bool:
-    """Whether a layer's output for one image depends on the other images of its micro-batch."""
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-
-
 def settle_norm(args: argparse.Namespace, model: nn.Module) -> None:
     """Fills in `args.norm` by what the model has, and what follows from it for `args.drop_last_window`.
 
     Raises UserError: --norm has no effect on the model, or a micro-batch is too small for it; one line.
     """
-    if not has_batch_norm(model):
+    if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         if args.norm in ("batch", "sync_batch"):
             raise UserError(f"--norm {args.norm}: {type(model).__name__} has no batch norm; take it out")
         return

@@ -22,11 +22,9 @@ from common.redaction import redact
 def check_space(launch: Launch, parameter_sizes: Callable[[], list[int]]) -> None:
     """Whether what a mode keeps in files has room for them, and in its buffers, before the model is built.
 
-    Args:
-        parameter_sizes: makes the number of elements of each parameter.
+    parameter_sizes: makes the number of elements of each parameter.
 
-    Raises:
-        UserError: a line for each path with too little space, and one for buffers that the file makes too small.
+    Raises UserError: a line for each path with too little space, and one for buffers that the file makes too small.
     """
     if launch.mode != "DeepSpeed":
         return
@@ -41,8 +39,7 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs) -> Acce
 
     Processes wait for each other for `args.connect_timeout` seconds. From then on, the loss of one ends all.
 
-    Raises:
-        UserError: the mode, world size or precision that runs is not the one that was asked.
+    Raises UserError: the mode, world size or precision that runs is not the one that was asked.
     """
     liveness.start(args.connect_timeout)
     is_sharded_on_cpu = runs_on_cpu(launch) and launch.mode in ("FSDP", "DeepSpeed")

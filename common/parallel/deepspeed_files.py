@@ -34,8 +34,7 @@ def inline_deepspeed_config(settings: dict[str, Any]) -> dict[str, Any]:
 def read_deepspeed_config(config: str | dict[str, Any]) -> dict[str, Any]:
     """The settings of a DeepSpeed file, or those that were given.
 
-    Raises:
-        UserError: the file is not there, or is no JSON object; one line.
+    Raises UserError: the file is not there, or is no JSON object; one line.
     """
     if not isinstance(config, str):
         return config
@@ -157,8 +156,7 @@ def check_nvme_space(
     A parameter takes 16 bytes of files for the optimizer (its float32 copy, AdamW's two moments, its gradient) and 4
     for itself; hosts share them.
 
-    Raises:
-        UserError: a line for each path with too little space.
+    Raises UserError: a line for each path with too little space.
     """
     zero = read_deepspeed_config(config).get("zero_optimization", {})
     in_files = [part for part, device in offload_devices(zero).items() if device == "nvme"]
@@ -185,8 +183,7 @@ def size_nvme_buffers(config: dict[str, Any], parameter_sizes: Callable[[], list
     DeepSpeed's default is 100 million elements, where the embedding of an 8 B model has 525 million. Returns whether
     there are such buffers.
 
-    Raises:
-        UserError: the file gives a size that is too small, where DeepSpeed would fail with an assertion.
+    Raises UserError: the file gives a size that is too small, where DeepSpeed would fail with an assertion.
     """
     zero = config.get("zero_optimization", {})
     if offload_devices(zero)["offload_param"] != "nvme":

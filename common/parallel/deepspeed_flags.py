@@ -67,8 +67,7 @@ def settle_deepspeed(
 ) -> Settled:
     """What DeepSpeed is to be given, and what is to be said of it. For the arguments see `check_deepspeed`.
 
-    Raises:
-        UserError: the file cannot be read.
+    Raises UserError: the file cannot be read.
     """
     settled = Settled(copy.deepcopy(read_deepspeed_config(config)))
     for key in settled.config:

@@ -103,8 +103,7 @@ def _is_open(path: Path) -> bool:
 def build_extensions(offload_devices: Iterable[str]) -> None:
     """The extensions for offload to these devices (none, cpu, nvme); on a CPU, also the one of DeepSpeed's collectives.
 
-    Raises:
-        UserError: one line, where one cannot be built.
+    Raises UserError: one line, where one cannot be built.
     """
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         _build_extension("ShareMemCommBuilder", "g++")

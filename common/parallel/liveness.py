@@ -56,11 +56,9 @@ _num_watches = _num_waits = 0
 def start(timeout: float) -> None:
     """Waits until all ranks of the launch are there, then watches them; every rank calls it before it connects.
 
-    Args:
-        timeout: seconds to wait.
+    timeout: seconds to wait.
 
-    Raises:
-        UserError: a rank is not there by then, or rank 0 cannot be reached.
+    Raises UserError: a rank is not there by then, or rank 0 cannot be reached.
     """
     global _watch, _num_watches, update, in_loop, note_failure
     update, in_loop, note_failure = None, False, None
@@ -103,8 +101,7 @@ def wait_for_all() -> None:
 def connecting(timeout: float) -> Iterator[None]:
     """Around the calls that make the process group: it ends where they take longer than `timeout` seconds.
 
-    Raises:
-        UserError: the processes cannot connect.
+    Raises UserError: the processes cannot connect.
     """
     if _watch is None:
         yield

@@ -13,8 +13,7 @@ logger = logging.getLogger(__name__)
 def save_confusion_matrix(matrix: np.ndarray, labels: Sequence[str], path: Path) -> None:
     """Draws how often each class (row) was taken for each class (column).
 
-    Args:
-        matrix: counts, (classes, classes). labels: the classes' names.
+    matrix: counts, (classes, classes). labels: the classes' names.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # here because it takes seconds; not pyplot: no display
     from matplotlib.figure import Figure

@@ -19,8 +19,7 @@ def measure(
 ) -> tuple[float, np.ndarray, np.ndarray]:
     """Mean loss, predictions (N,) and targets (N,) of all held-out samples, each counted once, alike on all ranks.
 
-    Args:
-        run: a `common.run.Run`. predict: of a micro-batch the sum of its losses, and its predictions (N,).
+    run: a `common.run.Run`. predict: of a micro-batch the sum of its losses, and its predictions (N,).
     """
     model.eval()
     for module in model.modules():

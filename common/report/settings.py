@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -20,45 +20,42 @@ LAUNCH_SETTINGS = ("num_machines", "machine_rank", "main_process_ip", "main_proc
 LAUNCH_SETTINGS += ("mixed_precision", "use_cpu", "gpu_ids", "num_cpu_threads_per_process")
 
 
-class Setting(NamedTuple):
-    name: str
-    value: Any
-    source: str
+def list_settings(args: argparse.Namespace, launch: Launch, accelerator: Accelerator) -> Iterator[tuple[str, Any, str]]:
+    """Name, value and source of every setting of this run.
 
-
-def list_settings(args: argparse.Namespace, launch: Launch, accelerator: Accelerator) -> Iterator[Setting]:
-    """Every setting that this run has; call it after `accelerator.prepare`, which resolves DeepSpeed's `auto`."""
-    yield Setting("mode", describe_mode(accelerator), "what runs")
-    yield Setting("device", accelerator.device, "what runs")
-    yield Setting("precision", describe_precision(accelerator), "what runs")
-    yield Setting("processes", accelerator.num_processes, "what runs")
-    yield Setting("CPU threads of a process", torch.get_num_threads(), "what runs")
+    Call it after `accelerator.prepare`, which resolves DeepSpeed's `auto`.
+    """
+    yield ("mode", describe_mode(accelerator), "what runs")
+    yield ("device", accelerator.device, "what runs")
+    yield ("precision", describe_precision(accelerator), "what runs")
+    yield ("processes", accelerator.num_processes, "what runs")
+    yield ("CPU threads of a process", torch.get_num_threads(), "what runs")
 
     for name in sorted(launch.settings):
         is_fsdp = name.startswith("fsdp_") and launch.mode == "FSDP"
         is_parallel = name.startswith("parallelism_config_") and launch.settings.get("use_parallelism_config")
         if name in LAUNCH_SETTINGS or is_fsdp or is_parallel:
-            yield Setting(name, launch.settings[name], _source(launch, name))
+            yield (name, launch.settings[name], _source(launch, name))
 
     if accelerator.deepspeed_plugin is not None:
         source = launch.deepspeed_config if isinstance(launch.deepspeed_config, str) else launch.source
         asked = dict(flatten(read_deepspeed_config(launch.deepspeed_config)))
         for name, value in flatten(accelerator.deepspeed_plugin.deepspeed_config):
             if name in asked and asked[name] == value:
-                yield Setting(name, value, source)
+                yield (name, value, source)
             elif name in asked and asked[name] == "auto" and name not in BATCH_KEYS:
-                yield Setting(name, value, f"{source}: auto, resolved")
+                yield (name, value, f"{source}: auto, resolved")
             else:
-                yield Setting(name, value, "set by Accelerate or the recipe")
+                yield (name, value, "set by Accelerate or the recipe")
 
     # An argument's name is its flag's, and no flag may be shortened.
     given = {word.split("=")[0] for word in sys.argv[1:] if word.startswith("--")}
     for name, value in vars(args).items():
-        yield Setting(f"--{name}", value, "flag" if f"--{name}" in given else "default")
+        yield (f"--{name}", value, "flag" if f"--{name}" in given else "default")
 
     for name, value in sorted(launch.environment.items()):
         if name.startswith(PREFIXES):
-            yield Setting(name, value, "environment")
+            yield (name, value, "environment")
 
 
 def _source(launch: Launch, name: str) -> str:

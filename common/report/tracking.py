@@ -285,16 +285,6 @@ class Progress:
         """Share of the time so far that the loop waited for data."""
         return self.waited / max(time.perf_counter() - self.started, 1e-9)
 
-    @property
-    def padding_share(self) -> float:
-        """Share of the processed tokens so far that were padding, over all ranks."""
-        return 1 - self.num_tokens / max(self.num_processed, 1)
-
-    @property
-    def work_difference(self) -> float:
-        """How much more the busiest rank computed than the idlest, in tokens with padding, as a share."""
-        return float(self.rank_work.max() / self.rank_work.min() - 1) if self.num_tokens else 0.0
-
     def results(self) -> dict[str, Any]:
         """What the training took, for the summary."""
         seconds = (self.ended or time.perf_counter()) - self.started
@@ -302,8 +292,9 @@ class Progress:
             "training_seconds": seconds,
             "unit": self.unit,
             "tokens_per_second": self.num_tokens / seconds,
-            "padding_share": self.padding_share,
-            "work_difference": self.work_difference,
+            # Of what all ranks processed; and how much more the busiest of them processed than the idlest.
+            "padding_share": 1 - self.num_tokens / max(self.num_processed, 1),
+            "work_difference": float(self.rank_work.max() / self.rank_work.min() - 1) if self.num_tokens else 0.0,
             "waiting_for_data": self.waiting_share,
             "skipped_updates": self.state.skipped_updates,
             "peak_memory_bytes": peak_memory_bytes(self.accelerator.device),

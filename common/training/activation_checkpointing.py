@@ -73,8 +73,7 @@ def apply_activation_checkpointing(model: nn.Module, mode: str, device: torch.de
         mode: a key of `ACTIVATION_CHECKPOINTING`.
         device: where the model computes. `offload` warns, and is `full`, where device memory is host memory.
 
-    Raises:
-        UserError: a model whose layers cannot be checkpointed.
+    Raises UserError: a model whose layers cannot be checkpointed.
     """
     assert mode in ACTIVATION_CHECKPOINTING, mode
     if mode == "none":

@@ -98,12 +98,11 @@ def sample_ids_of(
     epoch, number = divmod(update, updates_per_epoch(num_samples, global_batch_size, drop_last_window))
     start = number * global_batch_size
     ids = np.arange(start, min(start + global_batch_size, num_samples))
-    return ids if seed is None else permute(ids, num_samples, key=hash_key(seed, epoch))
-
-
-def hash_key(seed: int, epoch: int) -> int:
-    """A key for `permute`: seeds and epochs that lie side by side give unrelated permutations."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=8).digest(), "little")
+    if seed is None:
+        return ids
+    # Hashed, so that seeds and epochs that lie side by side give unrelated permutations.
+    key = hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=8).digest()
+    return permute(ids, num_samples, key=int.from_bytes(key, "little"))
 
 
 def cut_global_batch(

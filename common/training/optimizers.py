@@ -64,8 +64,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     Returns:
         One dict each for `decay` and `no_decay`, with keys `name`, `params` (in the model's order) and `weight_decay`.
         A group without parameters is left out, because DeepSpeed cannot flatten it.
-    Raises:
-        UserError: the model has no trainable parameter.
+    Raises UserError: the model has no trainable parameter.
     """
     decayed: dict[nn.Parameter, bool] = {}
     for module in model.modules():
@@ -106,8 +105,7 @@ def make_optimizer(name: str, model: nn.Module, learning_rate: float, weight_dec
     Weight decay is decoupled: an update takes learning_rate x weight_decay of each decayed parameter away
     (arXiv:1711.05101). Only in sgd it is added to the gradient, and so passes through the momentum.
 
-    Raises:
-        UserError: nothing to train, or no bitsandbytes.
+    Raises UserError: nothing to train, or no bitsandbytes.
     """
     assert name in OPTIMIZERS, name
     groups = parameter_groups(model, weight_decay)
