@@ -87,9 +87,8 @@ class Run:
         From here on all ranks draw the same random numbers.
 
         Args:
-            config: the model's configuration. tokenizer: of transformers, or None.
+            config: the model's configuration. tokenizer: of transformers, or None. model_class: an Auto class.
             own_flags: names of the recipe's own flags that an update depends on.
-            model_class: an Auto class of transformers.
 
         Raises:
             UserError: a line for each thing that is not what the run began with; or there is no checkpoint, too little
@@ -144,11 +143,8 @@ class Run:
             yield first
             first.close()  # and with it the processes that load data
             settings.print_settings(self.args, self.asked, self.accelerator)
-            done = (
-                "no update is left"
-                if self.state.update >= self.args.num_updates
-                else "one forward and one backward done"
-            )
+            num_left = self.args.num_updates - self.state.update
+            done = "one forward and one backward done" if num_left else "no update is left"
             self.accelerator.print(f"dry run: {done}, nothing written")
             ending.end_run(self.accelerator)
             sys.exit()
