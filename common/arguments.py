@@ -53,7 +53,7 @@ class ArgumentParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
 
     def parse_args(self, *args, **kwargs) -> argparse.Namespace:
-        """Without --output_dir it is runs/, the recipe's name and the time."""
+        """Fills in --output_dir, where it is not given: runs/, the recipe's name and the time."""
         parsed = super().parse_args(*args, **kwargs)
         parsed.output_dir = parsed.output_dir or time.strftime(f"runs/{Path(self.prog).stem}-%Y%m%d-%H%M%S")
         return parsed
@@ -122,7 +122,7 @@ def positive_float(text: str) -> float:
 def one_of(table: dict, first: str = "") -> dict:
     """argparse keywords for a choice from a table, whose error suggests the nearest name.
 
-    first: of the help text; where the table tells what each name means, that follows.
+    first: the first line of the help text; what each name means follows, where the table tells it.
     """
 
     def name(text: str) -> str:
@@ -138,7 +138,7 @@ def one_of(table: dict, first: str = "") -> dict:
 
 
 def recipe_parser(description: str, lengths_vary: bool = True) -> ArgumentParser:
-    """With the flags of every recipe; `lengths_vary` says whether its samples are of different lengths."""
+    """A parser with the flags of every recipe; `lengths_vary` says whether its samples are of different lengths."""
     parser = ArgumentParser(description=description)
     _add_run(parser)
     _add_batch(parser, lengths_vary)
@@ -150,14 +150,14 @@ def _add_run(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("run")
     group.add_argument("--output_dir", help="directory for all that the run writes (default: runs/ and the time)")
     group.add_argument("--overwrite", action="store_true", help="delete the run that --output_dir holds")
-    group.add_argument("--dry_run", action="store_true", help="check everything up to the first update; write no run")
-    group.add_argument("--seed", type=seed, default=0, help="seed of the weights, the order of the samples and dropout")
+    group.add_argument("--dry_run", action="store_true", help="check all, up to one forward and backward; write no run")
+    group.add_argument("--seed", type=seed, default=0, help="of weights, sample order, dropout (default: %(default)s)")
     group.add_argument(
         "--eval_every",
         type=not_negative,
         default=0,
         metavar="N",
-        help="measure the held-out data every N updates and at the end; 0: only at the end",
+        help="measure the held-out data every N updates and at the end; 0: only at the end (default: %(default)s)",
     )
     group.add_argument(
         "--connect_timeout",
@@ -171,7 +171,7 @@ def _add_run(parser: ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="TRACKER",
-        help=f"send the metrics to these too: {', '.join(LOGGER_TYPE_TO_CLASS)}",
+        help=f"trackers that get the metrics too: {', '.join(LOGGER_TYPE_TO_CLASS)}",
     )
 
     group = parser.add_argument_group("stop and resume")
@@ -180,7 +180,7 @@ def _add_run(parser: ArgumentParser) -> None:
         type=not_negative,
         default=500,
         metavar="N",
-        help="write a checkpoint every N updates; 0: only when asked to stop",
+        help="write a checkpoint every N updates and after the last one; 0: only when asked to stop",
     )
     group.add_argument(
         "--keep_last", type=positive, default=2, metavar="K", help="keep the K newest checkpoints, at least 2"
@@ -202,12 +202,12 @@ def _add_run(parser: ArgumentParser) -> None:
         default=[],
         choices=CHANGEABLE,
         metavar="NAME",
-        help=f"with --resume: go on although these differ from the checkpoint's; of {', '.join(CHANGEABLE)}",
+        help=f"with --resume: settings that may differ from the checkpoint's, out of {', '.join(CHANGEABLE)}",
     )
 
 
 def _add_batch(parser: ArgumentParser, lengths_vary: bool) -> None:
-    group = parser.add_argument_group("batch (the update is the same however it is cut; only dropout differs)")
+    group = parser.add_argument_group("batch (however a global batch is cut, the update is the same, but for dropout)")
     group.add_argument("--num_updates", type=positive, default=1000, help="number of optimizer updates in all")
     group.add_argument("--global_batch_size", type=positive, default=8, help="samples in an update, over all ranks")
     group.add_argument("--micro_batch_size", type=positive, metavar="M", help="samples that a device computes at once")
@@ -216,7 +216,7 @@ def _add_batch(parser: ArgumentParser, lengths_vary: bool) -> None:
             "--micro_batch_tokens",
             type=positive,
             metavar="T",
-            help="in its place: as many samples at once as fit T tokens with their padding\n"
+            help="in place of --micro_batch_size: as many samples at once as fit T tokens, padding included\n"
             "(default: 1024 on a CPU, 8192 on a GPU, at least one sample; lower it if memory runs out)",
         )
     else:
@@ -226,14 +226,14 @@ def _add_batch(parser: ArgumentParser, lengths_vary: bool) -> None:
         "--num_workers",
         type=not_negative,
         metavar="W",
-        help="processes that load data (default: 2 with a GPU, 0 without)",
+        help="processes that load data for each rank (default: 2 with a GPU, 0 without)",
     )
 
 
 def _add_optimizer(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("optimizer")
     group.add_argument("--optimizer", default="adamw", help=optimizers_help(), **one_of(OPTIMIZERS))
-    group.add_argument("--learning_rate", type=positive_float, help="peak of the learning rate (default: by the model)")
+    group.add_argument("--learning_rate", type=positive_float, help="peak of the learning rate (default: the model's)")
     group.add_argument(
         "--weight_decay", type=not_negative_float, default=0.1, help="weight decay of matrices and embeddings"
     )
@@ -250,7 +250,7 @@ def _add_optimizer(parser: ArgumentParser) -> None:
         "--max_skipped_updates",
         type=positive,
         default=20,
-        help="end after so many updates in a row whose loss or gradient is not finite",
+        help="an update whose loss or gradient is not finite is skipped; fail after so many in a row",
     )
 
     group = parser.add_argument_group("memory and speed")
@@ -261,7 +261,7 @@ def _add_optimizer(parser: ArgumentParser) -> None:
 def add_language_arguments(parser: argparse.ArgumentParser, one_text: bool = True, examples: bool = False) -> None:
     """The flags of the recipes that read text.
 
-    one_text: a row has one, in `--text_column`. examples: or a prompt and a completion.
+    one_text: a row has one text, in `--text_column`. examples: a row may have a prompt and a completion instead.
     """
     group = parser.add_argument_group("data (default: the source code of Python's standard library)")
     formats = "training text: .txt .jsonl .parquet .csv files, also compressed, or globs of them"
@@ -271,7 +271,7 @@ def add_language_arguments(parser: argparse.ArgumentParser, one_text: bool = Tru
     )
     group.add_argument(
         "--dataset_name",
-        help="in place of --train_file: of the hub, or a local directory; its validation or test split is held out",
+        help="in place of --train_file: a hub name or a local directory; its validation or test split is held out",
     )
     group.add_argument("--dataset_config", help="the data set's configuration, where it has several")
     if one_text:
@@ -306,7 +306,7 @@ def choose_model(
 
     Args:
         model_configs: models to train from scratch, the default first; a row ends with AdamW's learning rate.
-        fine_tuning_rate: of a pretrained model.
+        fine_tuning_rate: the learning rate of a pretrained model.
     """
     if args.model_config and args.model_name_or_path:
         parser.error("--model_config and --model_name_or_path are two answers to one question; give one")

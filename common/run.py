@@ -2,16 +2,21 @@
 
     run = Run(args)                                   checks what was asked, connects the processes
     run.begin(config, tokenizer, train_set, held_out) checks data and disk; with --resume refuses what differs
-    model, optimizer = run.prepare(...)               loaders, the first printed block, shards
-    with run.training(config, tokenizer) as batches:  the output directory; goes on where the checkpoint was
+    model, optimizer = run.prepare(...)               loaders, the first printed block; the model goes to the device
+    with run.training(config, tokenizer) as batches:  takes the output directory; loads the checkpoint of --resume
         for batch in batches:
-            for micro_batch, is_last in run.micro_batches(batch): ...
-            if run.all_finite(batch, loss_sums, grad_norm): ...
-            if run.end_update(batch, ...): break
-    results = run.end_training()                      ends here if it was asked to stop
-    run.finish(results, ...)
+            for micro_batch, is_last in run.micro_batches(batch): ...  copied to the device; --dry_run: the first only
+            if run.all_finite(batch, loss_sums, grad_norm): ...        the ranks agree: step, or skip this update
+            if run.end_update(batch, ...): break                       metrics; a checkpoint where one is due
+    results = run.end_training()                      a run that was asked to stop ends here
+    run.write_model(tokenizer)                        model/, gathered where it is sharded
+    run.finish(results, ...)                          prints the results, ends all ranks together
 
-It keeps the books (training state, metrics, checkpoints) and owns no forward, no backward, no clip and no step.
+Training state, metrics and checkpoints are kept here; forward, backward, clipping and the step stay in the recipe.
+
+A new mode of parallelism is accepted in `parallel.launch`, connected in `parallel.connect`, named in `parallel.mode`,
+applied to the model in `parallel.loading` and saved in `checkpoint.layouts`; when gradients synchronise, and by what
+the loss is scaled, is in `training.accumulation`.
 """
 
 import argparse
@@ -49,8 +54,8 @@ class Run:
         accelerator: Accelerate's. device: where this process computes.
         is_sharded: whether a process may hold a part of the weights only.
         held_out: loader of the held-out samples after `prepare`, or None.
-        news: after `all_finite`, what the ranks told each other in this update, summed over them.
-        state: how far the run is. output_dir: where it writes.
+        news: what the ranks exchanged in `all_finite` besides loss and gradient norm, summed over them.
+        state: the training state. output_dir: where the run writes.
     """
 
     def __init__(self, args: argparse.Namespace, problems: Iterable[str] = (), lengths_vary: bool = True):
@@ -90,9 +95,8 @@ class Run:
             config: the model's configuration. tokenizer: of transformers, or None. model_class: an Auto class.
             own_flags: names of the recipe's own flags that an update depends on.
 
-        Raises:
-            UserError: a line for each thing that is not what the run began with; or there is no checkpoint, too little
-                data, or too little disk for the offload of the model.
+        Raises UserError: no checkpoint to resume, or a line for each thing that differs from it; too little data;
+            too little disk for what is offloaded.
         """
         args = self.args
         checks.check_samples(args, train_set, held_out)
@@ -112,10 +116,10 @@ class Run:
         held_out: Samples | None,
         **lines: str,
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        """Sees to --activation_checkpointing and --compile, makes the loaders, prints what will run, wraps or shards.
+        """Applies --activation_checkpointing and --compile, makes loaders, prints what will run, prepares the model.
 
-        From here on each rank draws random numbers of its own, for dropout. `lines` are the recipe's own in the block
-        that is printed: a name and a text each.
+        The model comes back on the device, wrapped, sharded or offloaded as the mode has it. From here on each rank
+        draws random numbers of its own, for dropout. lines: the recipe's own to print, a name and a text each.
         """
         args, accelerator = self.args, self.accelerator
         apply_activation_checkpointing(model, args.activation_checkpointing, self.device)
@@ -131,11 +135,11 @@ class Run:
 
     @contextmanager
     def training(self, config: Any, *pretrained: Any) -> Iterator[Iterator[GlobalBatch]]:
-        """Around the loop: takes the output directory, goes on where the checkpoint was, and gives the global batches.
+        """Around the loop: takes the output directory, loads the checkpoint of --resume, yields the global batches.
 
-        With --dry_run it gives the first one, writes nothing, and ends the run behind the loop.
+        After the last update it saves. With --dry_run: one global batch, no checkpoint loaded or saved, then exit.
 
-        config, pretrained: what an exported model needs beside its weights, each with a `save_pretrained`.
+        config, pretrained: what an exported model needs besides its weights, each with a `save_pretrained`.
         """
         self.model.train()
         if self.args.dry_run:
@@ -161,7 +165,7 @@ class Run:
                 self.checkpoints.training_done(self.state, self.model, self.optimizer)
 
     def micro_batches(self, batch: GlobalBatch) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
-        """This rank's micro-batches of a global batch, on the device, and of each whether it is the last one."""
+        """Copies this rank's micro-batches to the device, one at a time; with each, whether it is the last one."""
         micro_batches = batch.micro_batches[:1] if self.args.dry_run else batch.micro_batches
         for number, micro_batch in enumerate(micro_batches, start=1):
             yield send_to_device(micro_batch, self.device, non_blocking=True), number == len(micro_batches)
@@ -173,13 +177,13 @@ class Run:
         grad_norm: torch.Tensor | float,
         **own_news: torch.Tensor | float,
     ) -> bool:
-        """Whether loss and gradient are finite, the same on all ranks: the optimizer may make its step.
+        """Whether the optimizer may step: loss and gradient are finite, on all ranks alike. Counts the update too.
 
         All that the ranks must agree on in an update travels in this one collective.
 
         Args:
-            loss_sums: this rank's sums of losses, a scalar a micro-batch. grad_norm: scalar, before clipping.
-            own_news: of the recipe, the same names and shapes on all ranks; `news` has their sums.
+            loss_sums: this rank's, one scalar for each micro-batch. grad_norm: scalar, before clipping.
+            own_news: more to sum over the ranks, of the same names and shapes on each; `news` has the sums.
         """
         news = self.checkpoints.news(self.requests) | own_news
         loss, grad_norm, self.news = accumulation.reduce_update(self.accelerator, loss_sums, grad_norm, batch, news)
@@ -194,13 +198,13 @@ class Run:
     def evaluation_is_due(self) -> bool:
         """Whether the held-out samples are to be measured after this update."""
         args, done = self.args, self.state.update
-        is_end = args.keep_best and done == args.num_updates  # it may be the best
+        is_end = args.keep_best and done == args.num_updates  # the last one may be the best
         return bool(self.held_out and args.eval_every) and (done % args.eval_every == 0 or is_end)
 
     def end_update(self, batch: GlobalBatch, **figures: float) -> bool:
-        """Records the update, with the recipe's own `figures`, and saves where that is due; True: end the loop.
+        """Records the update and `figures`; a checkpoint if --save_every or a request to stop asks. True: end the loop.
 
-        Raises RuntimeError: too many updates in a row were not finite.
+        Raises RuntimeError: --max_skipped_updates in a row were not finite.
         """
         state = self.state
         if "validation_loss" in figures:
@@ -215,7 +219,7 @@ class Run:
         return self.is_stopped
 
     def end_training(self) -> dict[str, Any]:
-        """What the training took. A run that was asked to stop ends here, with status 75."""
+        """What the training took; --load_best_at_end loads here. A run that was asked to stop ends, with status 75."""
         if self.is_stopped:
             tracking.end_early(self.accelerator, self.output_dir, self.state)
             ending.end_run(self.accelerator, STOPPED)
@@ -227,7 +231,7 @@ class Run:
 
         Returns the model on the main process, without what the mode wrapped around it; None on all others.
         """
-        weights = self.accelerator.get_state_dict(self.model)  # gathered on the main process, where they are sharded
+        weights = self.accelerator.get_state_dict(self.model)  # if sharded, gathered on the main process
         if not self.accelerator.is_main_process:
             return None
         model = self.accelerator.unwrap_model(self.model)

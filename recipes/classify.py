@@ -9,8 +9,8 @@ rehearsal      the same with --dry_run, on any machine
 continue       the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in another mode
 
 A row has a text (--text_column), or two (--pair_column), and a label (--label_column): one of several classes, named or
-numbered; where the labels are numbers that are not all whole, a number is learned. The model is any encoder or decoder
-that transformers has a class for. Without data: which package of the standard library a function comes from.
+numbered; labels that are numbers, and not all whole, make it a regression. The model is any encoder or decoder that
+transformers can classify with. Without data it learns which package of the standard library a function comes from.
 """
 
 import math
@@ -49,11 +49,11 @@ def parse_arguments():
     arguments.add_language_arguments(parser)
     parser.set_defaults(global_batch_size=32, num_updates=400, sequence_length=128)
     group = parser.add_argument_group("classification")
-    group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "size, from scratch (default: tiny)"))
+    group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: tiny)"))
     group.add_argument("--pair_column", help="column with a second text, such as a hypothesis or an answer")
     group.add_argument("--label_column", default="label", help="column with a class or a number")
-    group.add_argument("--task", choices=("classification", "regression"), help="default: by the labels")
-    group.add_argument("--new_head", action="store_true", help="replace the model's own head, for other labels")
+    group.add_argument("--task", choices=("classification", "regression"), help="what is learned (default: by labels)")
+    group.add_argument("--new_head", action="store_true", help="replace the pretrained head, for other labels")
     args = parser.parse_args()
     arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=2e-5)
     return args

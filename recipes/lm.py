@@ -8,8 +8,8 @@ several GPUs   accelerate launch --config_file accelerate_configs/multi_gpu.yaml
 rehearsal      the same with --dry_run, on any machine
 continue       the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in another mode
 
-Text is cut into blocks of --sequence_length tokens; where rows have `prompt` and `completion`, or `messages`,
-each is an example of its own length, of which the completion, or the assistant's turns, are learned.
+Text is joined and cut into blocks of --sequence_length tokens. A row with `prompt` and `completion`, or `messages`, is
+an example of its own length, and its targets are the completion, or the assistant's turns.
 """
 
 import math
@@ -36,10 +36,10 @@ from common.training.batching import collate_tokens
 from common.training.losses import sum_token_losses
 from common.training.optimizers import learning_rate, make_optimizer, set_learning_rate
 
-# Models to train from scratch, of Llama's shape, and AdamW's learning rate at its peak.
+# Models to train from scratch, of Llama's shape. SHAPE names the fields of LlamaConfig that come first in each row.
 SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 MODEL_CONFIGS = {
-    # by SHAPE: layers, width, heads, key-value heads, MLP width; then vocabulary and learning rate
+    # layers, width, heads, key-value heads, MLP width (as in SHAPE), vocabulary, AdamW's peak learning rate
     "tiny": (4, 128, 4, 2, 384, 4096, 6e-3),  # 1.3 M parameters
     "small": (6, 384, 6, 6, 1024, 8192, 1e-3),  # 13.8 M
     "medium": (12, 768, 12, 12, 2048, 32768, 6e-4),  # 110 M
@@ -51,7 +51,7 @@ def parse_arguments():
     parser = arguments.recipe_parser(__doc__)
     arguments.add_language_arguments(parser, examples=True)
     group = parser.add_argument_group("language model")
-    group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "size, from scratch (default: tiny)"))
+    group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: tiny)"))
     args = parser.parse_args()
     arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=2e-5)
     return args
@@ -75,7 +75,7 @@ def load_data(args):
 
 
 def sum_losses(model, micro_batch):
-    """The sum of the losses of a micro-batch's targets."""
+    """The sum of the losses of a micro-batch's targets; `main` makes the model return it (`sum_token_losses`)."""
     return model(**micro_batch)
 
 

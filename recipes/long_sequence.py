@@ -1,4 +1,4 @@
-"""Trains on sequences of which not even one fits: 131,072 bytes and more, back-propagated in full.
+"""Trains on sequences of which not even one fits the memory: 131,072 bytes and more, back-propagated in full.
 
 smallest run   accelerate launch --config_file accelerate_configs/cpu.yaml recipes/long_sequence.py
 a GRU          the same with --architecture gru; a transformer with --architecture transformer
@@ -8,9 +8,9 @@ several GPUs   accelerate launch --config_file accelerate_configs/multi_gpu.yaml
 rehearsal      the same with --dry_run, on any machine
 continue       the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in another mode
 
-A recurrent network walks the sequence in segments, keeps the state at the start of each, and computes one after the
-other again in backward: memory grows with the square root of the length (--levels: slower still), and the gradient is
-that of the whole sequence. A transformer keeps neither logits nor the wide tensors of its MLPs: both come in tiles.
+A recurrent network runs over the sequence in segments and keeps the state at the start of each; backward recomputes one
+segment at a time: memory grows with the square root of the length (--levels: slower still), and the gradient is that
+of the whole sequence. A transformer keeps neither logits nor the wide tensors of its MLPs: both are made in tiles.
 A token is a byte: the tokenizer has 256 of them and one for the end of a document.
 """
 
@@ -48,17 +48,17 @@ def parse_arguments():
     arguments.add_language_arguments(parser)
     parser.set_defaults(sequence_length=None, num_updates=30, global_batch_size=1, micro_batch_size=1)
     positive, group = arguments.positive, parser.add_argument_group("long sequences")
-    default = "(default: lstm, or the pretrained model's)"
+    default = "kind of network (default: lstm, or the pretrained model's)"
     group.add_argument("--architecture", **arguments.one_of(long_sequence.ARCHITECTURES, default))
-    group.add_argument("--hidden_size", type=positive, help="from scratch (default: 128)")
-    group.add_argument("--num_layers", type=positive, help="from scratch (default: 1, a transformer 4)")
-    about = "recurrent: computed again in backward; sqrt: as many as a segment has steps (default: sqrt)"
+    group.add_argument("--hidden_size", type=positive, help="width, from scratch (default: 128)")
+    group.add_argument("--num_layers", type=positive, help="layers, from scratch (default: 1, a transformer 4)")
+    about = "recurrent: how many segments backward recomputes; sqrt: as many as a segment has steps (default: sqrt)"
     group.add_argument("--segments", type=segments, metavar="none|sqrt|N", help=about)
-    about = "cut each segment likewise, K times in all: less memory, one more forward each (default: 1)"
+    about = "recurrent: levels of segments inside segments; each saves memory for one more forward (default: 1)"
     group.add_argument("--levels", type=positive, metavar="K", help=about)
-    about = "recurrent: cut the gradient after N bytes; NOT the gradient of the sequence"
+    about = "recurrent: truncate back-propagation to N bytes; NOT the gradient of the whole sequence"
     group.add_argument("--truncate", type=positive, metavar="N", help=about)
-    about = f"transformer: positions in an MLP at once; 0: all (default: {long_sequence.MLP_ROWS} if MLPs are found)"
+    about = f"transformer: positions an MLP takes at once; 0: all (default: {long_sequence.MLP_ROWS} if MLPs are found)"
     group.add_argument("--mlp_rows", type=arguments.not_negative, metavar="R", help=about)
     args = parser.parse_args()
     if args.architecture and args.model_name_or_path:
@@ -78,7 +78,7 @@ def load_data(args):
 
 
 def sum_losses(model, micro_batch):
-    """The sum of the losses of a micro-batch's targets."""
+    """The sum of the losses of a micro-batch's targets; `main` makes the model return it (`sum_losses_in_pieces`)."""
     return model(**micro_batch)
 
 

@@ -4,10 +4,11 @@ smallest run   accelerate launch --config_file accelerate_configs/cpu.yaml recip
 up-cycling     accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/moe.py --upcycle \\
                    --model_name_or_path my_llama/ --num_experts 8 --experts_per_token 2 --train_file 'books/*.txt'
 several GPUs   accelerate launch --config_file accelerate_configs/fsdp2.yaml --num_processes 8 recipes/moe.py
+rehearsal      the same with --dry_run, on any machine
 continue       the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in another mode
 
-Data are recipes/lm.py's. A model from scratch, or up-cycled, has the shape of ERNIE 4.5: in each layer the best of some
-experts by a softmax, with a bias on the choice for --balance bias, computed in one batched product (grouped_mm).
+Data as in recipes/lm.py. A model from scratch, or up-cycled, has the shape of ERNIE 4.5: in each layer a softmax router
+chooses each token's experts (--balance bias shifts the choice only), all computed in one batched product (grouped_mm).
 """
 
 import math
@@ -33,9 +34,9 @@ from common.training.batching import collate_tokens
 from common.training.losses import sum_token_losses
 from common.training.optimizers import learning_rate, make_optimizer, set_learning_rate
 
-# Models to train from scratch. A token meets as many parameters as in the model of that name in recipes/lm.py.
+# Models to train from scratch, with as many active parameters as the model of that name in recipes/lm.py has.
 MODEL_CONFIGS = {
-    # layers, width, heads, key-value heads, experts, of them for a token, an expert's width, vocabulary, learning rate
+    # layers, width, heads, key-value heads, experts, experts per token, expert width, vocabulary, learning rate
     "tiny": (4, 128, 4, 2, 8, 2, 192, 4096, 6e-3),  # 3.1 M parameters, 1.3 M active
     "small": (6, 384, 6, 6, 16, 2, 512, 8192, 1e-3),
     "medium": (12, 768, 12, 12, 32, 4, 512, 32768, 6e-4),
@@ -48,13 +49,13 @@ def parse_arguments():
     arguments.add_language_arguments(parser, examples=True)
     parser.set_defaults(num_updates=500)
     group = parser.add_argument_group("mixture of experts")
-    group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "size, from scratch (default: tiny)"))
-    group.add_argument("--upcycle", action="store_true", help="each expert starts as the MLP of a dense model")
-    group.add_argument("--num_experts", type=arguments.positive, help="in a layer (default: the size's, or 8)")
-    group.add_argument("--experts_per_token", type=arguments.positive, help="of them (default: the size's, or 2)")
+    group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: tiny)"))
+    group.add_argument("--upcycle", action="store_true", help="make each expert from the MLP of a dense model")
+    group.add_argument("--num_experts", type=arguments.positive, help="experts of a layer (default: the size's, or 8)")
+    group.add_argument("--experts_per_token", type=arguments.positive, help="each token's (default: the size's, or 2)")
     group.add_argument("--dense", action="store_true", help="from scratch: a dense model of as many active parameters")
-    group.add_argument("--balance", **arguments.one_of(experts.BALANCE, "(default: bias)"))
-    about = "step of the bias, or factor of the loss (default: 0.01; the bias of a pretrained mixture: 0.001)"
+    group.add_argument("--balance", **arguments.one_of(experts.BALANCE, "what balances the experts (default: bias)"))
+    about = "step of the bias, or factor of the balancing loss (default: 0.01; the bias of a pretrained mixture: 0.001)"
     group.add_argument("--balance_strength", type=arguments.positive_float, help=about)
     args = parser.parse_args()
     arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=2e-5)
@@ -73,7 +74,7 @@ def load_data(args):
 
 
 def sum_losses(model, micro_batch):
-    """The sum of the losses of a micro-batch's targets."""
+    """The sum of the losses of a micro-batch's targets; `main` makes the model return it (`sum_token_losses`)."""
     return model(**micro_batch)
 
 
@@ -97,7 +98,7 @@ def train(args, run, model, optimizer, batches, router):
         rate = learning_rate(batch.update, args.lr_schedule, args.learning_rate, args.num_updates, args.warmup_updates)
         set_learning_rate(optimizer, rate)
         scale, loss_sums = loss_scale(accelerator, batch.num_targets), []
-        router.begin_update(accelerator, model, batch)  # `exact` counts where the global batch's tokens go
+        router.begin_update(accelerator, model, batch)  # --balance exact counts each expert's tokens first
         for micro_batch, is_last in run.micro_batches(batch):
             with synchronize_gradients(accelerator, model, now=is_last):
                 loss_sum = sum_losses(model, micro_batch)
@@ -124,7 +125,7 @@ def main():
     run.begin(config, tokenizer, train_set, held_out, "balance", "balance_strength")
     model = mixture.build_mixture(args, config)
     loss = sum_token_losses(model)  # from here on, model(...) is the sum of the losses of a micro-batch's targets
-    router = experts.Routing(model, args.balance, args.balance_strength)  # and has the balancing loss's gradient
+    router = experts.Routing(model, args.balance, args.balance_strength)  # its backward: with the balancing loss
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
     collate = partial(collate_tokens, pad_token_id=tokenizer.pad_token_id)
     experts.gather_whole_blocks(run.accelerator, router.layers)

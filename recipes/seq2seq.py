@@ -9,7 +9,7 @@ rehearsal      the same with --dry_run, on any machine
 continue       the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in another mode
 
 A row has a source (--source_column), which is read, and a target (--target_column), which is learned: a translation, a
-summary, an answer. Without data: the first line of a function's docstring from the function, of the standard library.
+summary, an answer. Without data it learns to write the first line of a docstring from its function.
 The model is of T5's shape from scratch, or any that transformers has for sequence to sequence (T5, BART, Marian, ...).
 """
 
@@ -50,12 +50,12 @@ def parse_arguments():
     arguments.add_language_arguments(parser, one_text=False)
     parser.set_defaults(global_batch_size=16, num_updates=600, sequence_length=128)
     group = parser.add_argument_group("encoder-decoder (--sequence_length is the most tokens of a source)")
-    group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "size, from scratch (default: tiny)"))
-    group.add_argument("--tokenizer", **arguments.one_of(encoder_decoder.TOKENIZERS, "from scratch (default: bpe)"))
+    group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: tiny)"))
+    group.add_argument("--tokenizer", **arguments.one_of(encoder_decoder.TOKENIZERS, "if from scratch (default: bpe)"))
     group.add_argument("--source_column", default="source", help="column with what is read")
     group.add_argument("--target_column", default="target", help="column with what is learned")
     group.add_argument("--target_length", type=arguments.positive, default=64, help="most tokens in a target")
-    about = "held-out targets that the model writes at the end"
+    about = "how many held-out targets the model generates, for scores, at the end; 0: none"
     group.add_argument("--generate", type=arguments.not_negative, default=200, metavar="N", help=about)
     args = parser.parse_args()
     arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=3e-4)
@@ -132,7 +132,7 @@ def main():
     collate = partial(collate_pairs, **tokens)
     model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out)
     describe_use(run.accelerator.unwrap_model(model), config, tokenizer, [tokenizer.eos_token_id])
-    tokenizer.model_max_length = args.sequence_length  # where sources were cut, and are cut when it is used
+    tokenizer.model_max_length = args.sequence_length  # cuts a source in use as in training
     with run.training(config, tokenizer) as batches:
         train(args, run, model, optimizer, batches)
     results, lines = run.end_training(), []

@@ -8,7 +8,7 @@ several GPUs   accelerate launch --config_file accelerate_configs/multi_gpu.yaml
 rehearsal      the same with --dry_run, on any machine
 continue       the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in another mode
 
-A directory has one subfolder a class. Without data of yours, scikit-learn's digits of 8 x 8 pixels are learned.
+An image directory has one subfolder for each class. Without data of yours it learns scikit-learn's 8 x 8 digits.
 """
 
 import math
@@ -47,7 +47,7 @@ def parse_arguments():
     group = parser.add_argument_group("data (default: scikit-learn's digits)")
     group.add_argument("--train_dir", metavar="DIR", help="training images: one subfolder for each class")
     group.add_argument("--validation_dir", metavar="DIR", help="held-out images, in the same form")
-    group.add_argument("--dataset_name", help="of the hub, or what save_to_disk wrote; validation or test is held out")
+    group.add_argument("--dataset_name", help="hub name, or what save_to_disk wrote; validation or test is held out")
     group.add_argument("--dataset_config", help="the data set's configuration, where it has several")
     group.add_argument("--label_column", help="column with the classes (default: the data set's first such column)")
     group.add_argument(
@@ -56,7 +56,7 @@ def parse_arguments():
     group.add_argument("--augment", nargs="+", default=["shift"], **arguments.one_of(images.AUGMENTATIONS))
     arguments.add_model_arguments(parser)
     group = parser.add_argument_group("image model")
-    group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "from scratch (default: convnet)"))
+    group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: convnet)"))
     group.add_argument("--norm", **arguments.one_of(norms.NORMS))
     args = parser.parse_args()
     arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=5e-5)
@@ -64,7 +64,7 @@ def parse_arguments():
 
 
 def load_data(args):
-    """Preprocessing, the model's configuration, training samples, held-out samples or None, and if the head is new."""
+    """Preprocessing, the model's configuration, training samples, held-out samples or None, and is the head new?"""
     train, held_out = image_files.find(args)
     config, preprocessing, train, held_out, new_head = image_classifier.choose_model(args, train, held_out)
     train_set = images.ImageSamples(train, preprocessing, args.augment, args.seed)
@@ -74,7 +74,7 @@ def load_data(args):
 
 def predict(model, micro_batch):
     """The sum of a micro-batch's losses, cross-entropies, and its predictions, (N,)."""
-    # As fast on a CPU or up to a sixth faster, and what tensor cores compute with.
+    # channels_last is the layout that tensor cores compute in; on a CPU it is as fast or up to a sixth faster.
     pixels = micro_batch["pixel_values"].contiguous(memory_format=torch.channels_last)
     logits = model(pixel_values=pixels).logits[micro_batch["target_rows"]]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

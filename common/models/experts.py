@@ -28,8 +28,8 @@ from common.training.batching import GlobalBatch
 BALANCE = {
     "bias": "no loss: a bias on each expert's score, for the choice only, moves once an update, up where the expert "
     "had less than its share of the whole global batch, down where more (arXiv:2408.15664)",
-    "exact": "the loss of the global batch, on all ranks, of each layer (arXiv:2501.11873): a first forward without "
-    "gradients counts; the probabilities are the softmax of the logits, for a sigmoid router too",
+    "exact": "each layer's loss over the whole global batch, on all ranks (arXiv:2501.11873): an extra forward without "
+    "gradients counts the tokens first; probabilities are the softmax of the logits, for a sigmoid router too",
     "usual": "transformers' loss of each micro-batch, all layers pooled: approximate, the update depends on how its "
     "global batch is cut",
     "none": "the routers are left alone",

@@ -21,20 +21,20 @@ def synchronize_gradients(accelerator: Accelerator, model: torch.nn.Module, now:
     """Around one micro-batch's forward and backward: gradients are reduced over the ranks only if `now`.
 
     `accelerator.accumulate` does this too, but counts the steps itself, divides the loss by a fixed number of them and
-    closes the global batch early at the end of a data loader; here a global batch has as many micro-steps as it needs.
+    closes the global batch early at the end of a data loader; here a global batch has any number of micro-batches.
 
-    FSDP reduces after each micro-batch, as ZeRO-2 and 3 do: between micro-batches that are not reduced, every process
-    would hold the whole model's gradients.
+    FSDP reduces after each micro-batch, as ZeRO-2 and 3 do: else every process would hold the whole model's gradients
+    until the last one. Under DeepSpeed the backward of the last one also clips, and steps where the gradient is finite;
+    `clip_grad_norm_` then only returns the norm, and the optimizer's `step` and `zero_grad` do nothing.
     """
-    accelerator.gradient_state._set_sync_gradients(now)  # what AcceleratedOptimizer.step and DeepSpeed's engine ask
+    accelerator.gradient_state._set_sync_gradients(now)  # read by AcceleratedOptimizer.step, and for DeepSpeed's engine
     keeps_whole_gradients = not now and accelerator.distributed_type != DistributedType.FSDP
     with accelerator.no_sync(model) if keeps_whole_gradients else nullcontext():
         yield
 
 
 def loss_scale(accelerator: Accelerator, num_targets: int) -> float:
-    """What a micro-batch's SUM of losses is multiplied by, so that the reduced gradient is that of the global batch's
-    mean.
+    """World size / num_targets: the factor on a micro-batch's SUM of losses that makes gradients those of the mean.
 
     1 / num_targets makes the mean; the world size undoes the averaging over ranks by DDP, FSDP and ZeRO.
     """
@@ -50,16 +50,16 @@ def _widest(device: torch.device) -> torch.dtype:
 def sum_over_ranks(accelerator: Accelerator, *figures: torch.Tensor | float) -> list[Any]:
     """Each figure summed over the ranks, in float64 where the device has it, by one collective.
 
-    A scalar comes back as a float, another tensor as one of its shape on the host. Only the first must be a tensor on
-    the device: what the host knows goes there as a kernel's argument, since a copy would wait for the device. The host
-    waits for it once, at the end.
+    A scalar comes back as a float, another tensor as one of its shape on the host. The first must be a tensor on the
+    device. Numbers of the host are filled in there: a copy would make the host wait for the device, which it does only
+    once, at the end.
     """
     device = figures[0].device
     options = {"dtype": _widest(device), "device": device}
     parts = [
         figure.detach().to(**options)
         if torch.is_tensor(figure) and figure.device == device
-        # What the host knows, a norm of gradients that are offloaded too.
+        # A number of the host, such as the norm of offloaded gradients.
         else torch.full((), float(figure), **options)
         for figure in figures
     ]
@@ -75,12 +75,11 @@ def reduce_update(
     batch: GlobalBatch,
     news: dict[str, torch.Tensor | float],
 ) -> tuple[float, float, dict[str, Any]]:
-    """The global batch's loss (mean over its targets on all ranks), the norm of its gradient, and the news of all
-    ranks.
+    """The global batch's loss (mean over its targets on all ranks), the norm of its gradient, and `news`, summed.
 
-    All that the ranks must agree on travels in this one collective, an update's only one besides its mode's own (a
-    save, an evaluation and `--balance exact` have theirs), and its only wait for the device. Each figure is an element
-    of its own: a loss that is not finite spoils no other.
+    All that the ranks must agree on travels in this one collective. Besides those of its mode an update has no other (a
+    save, an evaluation and `--balance exact` have theirs), and the host waits for the device here only. Each figure is
+    an element of its own: a loss that is not finite spoils no other.
 
     Args:
         loss_sums: this rank's sums of token losses, one scalar a micro-batch.
@@ -101,7 +100,10 @@ def reduce_update(
 
 
 def skip_step(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
-    """Drops the global batch's gradients, leaves weights and optimizer state as they were; lowers fp16's scale."""
+    """In place of the step: drops the gradients, keeps weights and optimizer state, lowers fp16's loss scale.
+
+    Under DeepSpeed it does nothing: the engine has skipped its own step already.
+    """
     if accelerator.scaler is not None:
         accelerator.scaler.update()  # has seen the overflow in unscale_, and halves
     optimizer.zero_grad()

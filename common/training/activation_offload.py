@@ -1,4 +1,4 @@
-"""Moves what a checkpointed layer keeps to host memory and back, beside the computation.
+"""Moves what a checkpointed layer keeps to host memory and back, while other layers compute.
 
 The copies run on a stream of their own: out while the next layers compute, and back while the layer above is computed
 again (torch's `save_on_cpu` copies on the stream that computes, which waits). The host waits for neither: the streams
@@ -47,12 +47,12 @@ class HostOffload:
         self.device = device
         self.side: Any = None  # the stream of the copies
         self.pool: list[torch.Tensor] = []  # free host memory
-        self.layer = self.num_of_layer = 0  # the newest one, counted over all forwards, and what it has moved
+        self.layer = self.num_of_layer = 0  # the newest layer, over all forwards; its tensors so far
         self.moved: weakref.WeakValueDictionary[tuple[int, int], _Moved] = weakref.WeakValueDictionary()  # by both
         self.leaving: deque[tuple[int, weakref.ref[_Moved]]] = deque()
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, what it saves for backward moved. Around `torch.utils.checkpoint` these are a layer's inputs."""
+        """`function`, but what it saves for backward is moved: around `torch.utils.checkpoint`, a layer's inputs."""
 
         @torch.compiler.disable  # a graph has neither streams nor such hooks
         def moving(*args: Any, **kwargs: Any) -> Any:
@@ -112,7 +112,7 @@ class HostOffload:
         self.streams.current_stream(self.device).wait_event(moved.copied)
 
     def _buffer(self, num_bytes: int) -> torch.Tensor:
-        """The smallest free one that is large enough, or a new one."""
+        """The smallest free buffer that is large enough, or a new one."""
         fitting = [(buffer.nbytes, index) for index, buffer in enumerate(self.pool) if buffer.nbytes >= num_bytes]
         if fitting:
             return self.pool.pop(min(fitting)[1])

@@ -23,7 +23,10 @@ from common.training.stopping import ignore_signals
 
 
 class Samples(Protocol):
-    """A data set as the recipes use it; `data.text.Samples` is one. What a sample is, only its `collate` knows."""
+    """A data set as the recipes use it, such as `data.text.Samples`. What a sample is, only `collate` knows.
+
+    Where samples differ by epoch (augmentation), `of_epoch(epoch)` returns the data set of that epoch.
+    """
 
     unit: str  # of a length: "tokens", "images"
     fingerprint: str  # equal where every sample is equal
@@ -38,7 +41,7 @@ class Samples(Protocol):
     def describe(self) -> str: ...
 
 
-# Samples to one micro-batch: tensors, `targets` among them, which holds the real targets only.
+# Makes one micro-batch of a list of samples: named tensors; `targets` holds the real targets, and no padding.
 Collate = Callable[[list[Any]], dict[str, torch.Tensor]]
 
 
@@ -83,7 +86,7 @@ def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
 
 
 def updates_per_epoch(num_samples: int, global_batch_size: int, drop_last_window: bool = False) -> int:
-    """Global batches in one pass over the data; the last one is shorter where there is a rest, unless dropped."""
+    """Global batches in one pass over the data; a remainder makes a shorter last one, unless dropped."""
     return num_samples // global_batch_size if drop_last_window else -(-num_samples // global_batch_size)
 
 
@@ -111,9 +114,9 @@ def cut_global_batch(
     """Cuts a global batch into micro-batches and assigns them: `result[rank][step]` holds positions into `lengths`.
 
     Either `micro_batch_size` samples at once, or at most as many as fit `micro_batch_tokens` tokens with their
-    padding. Every rank gets the same number of steps; where the micro-batches do not go round, an empty array.
+    padding. Every rank gets the same number; where there are too few, an empty array takes a micro-batch's place.
 
-    `lengths` is (n,), or (n, 2) where a sample has two sequences that are padded apart, a source and a target: they are
+    `lengths` is (n,), or (n, 2) where a sample has two sequences, padded separately (a source and a target): they are
     sorted by their sum, and a micro-batch is as long as its longest source and its longest target together.
     """
     lengths = lengths.reshape(len(lengths), -1)
@@ -134,12 +137,12 @@ def cut_global_batch(
 
 
 def padded_length(lengths: np.ndarray) -> int:
-    """Tokens of a row of a micro-batch, of samples of these lengths, (n,) or (n, 2)."""
+    """Tokens, with padding, in each row of a micro-batch of samples of these lengths, (n,) or (n, 2)."""
     return int(lengths.max(0).sum())
 
 
 def _cheapest_starts(descending: np.ndarray, budget: int) -> list[int]:
-    """Where to cut lengths (n, k) whose sums descend: the tokens with padding, plus a price for each cut, are fewest.
+    """Cuts lengths (n, k) of descending sums where the tokens with padding, plus a price for each cut, are fewest.
 
     A micro-batch costs some time whatever it holds, so a cut must save a sixteenth of the budget in padding. Exact, by
     dynamic programming from the longest sample on.
@@ -164,10 +167,10 @@ def _cheapest_starts(descending: np.ndarray, budget: int) -> list[int]:
 def _assign(
     batches: list[list[int]], lengths: np.ndarray, world_size: int, fits: Callable[[int, int], bool]
 ) -> list[list[list[int]]]:
-    """Gives every rank as many micro-batches and as equal work as can be; each rank's largest come first.
+    """Assigns each rank the same number of micro-batches and as equal work as can be; its largest come first.
 
     Work is tokens with padding. The largest micro-batch goes to the rank that has least, and so on; then the busiest
-    rank and the idlest exchange while that helps and `fits(samples, padded length)`.
+    and the idlest rank exchange samples as long as that helps and `fits(number of samples, padded length)`.
     """
     totals, columns = lengths.sum(1).tolist(), lengths.T.tolist()
 
@@ -205,7 +208,7 @@ def _assign(
         done[busiest] -= less
         done[idlest] += more
     for share in assigned:
-        share.sort(key=work, reverse=True)  # what does not fit the memory fails at once, and steps are alike
+        share.sort(key=work, reverse=True)  # running out of memory shows at once; ranks keep pace
     return assigned
 
 
@@ -214,9 +217,9 @@ def collate_tokens(
 ) -> dict[str, torch.Tensor]:
     """Pads samples on the right into one micro-batch: `input_ids` (B, L), `targets` (N,), `target_rows` (N,), int64.
 
-    `target_rows[i]` is the position in the flattened input that predicts `targets[i]`; a sample has the same three of
-    its own. No mask is handed on: finding the targets in one on a GPU would make the host wait at every micro-step. A
-    causal model needs none for padding on the right: no real token looks at it, and it is no target.
+    `target_rows[i]` is the position in the flattened input that predicts `targets[i]`; a sample is the same three, of
+    its own row. There is no mask of targets: to index by one on a GPU makes the host wait at every micro-batch. And no
+    attention mask: in a causal model no real token attends to padding on the right, which is no target either.
     """
     length = max(len(ids) for ids, *_ in samples)
     input_ids = np.full((len(samples), length), pad_token_id, np.int64)
@@ -232,7 +235,7 @@ def collate_tokens(
 
 @dataclass(eq=False)
 class GlobalBatches(torch.utils.data.Dataset):
-    """Item k is this rank's share of update k, so `DataLoader(dataset, sampler=range(k, n), batch_size=None)` is a run.
+    """Item k is this rank's share of update k: `DataLoader(dataset, sampler=range(k, n), batch_size=None)` starts at k.
 
     Exactly one of `micro_batch_size` and `micro_batch_tokens` is given. `seed=None` keeps the data's order.
     """
@@ -256,7 +259,7 @@ class GlobalBatches(torch.utils.data.Dataset):
         ids = sample_ids_of(update, len(self.samples), self.global_batch_size, self.seed, self.drop_last_window)
         lengths = self.samples.lengths(ids)
         assigned = cut_global_batch(lengths, self.world_size, self.micro_batch_size, self.micro_batch_tokens)
-        # Samples that are augmented are others in each epoch.
+        # Augmented samples differ from epoch to epoch.
         samples = self.samples.of_epoch(update // len(self)) if hasattr(self.samples, "of_epoch") else self.samples
         micro_batches = []
         for positions in assigned[self.rank]:
@@ -282,7 +285,7 @@ def make_loader(
     collate: Collate,
     updates: range | None = None,
 ) -> DataLoader:
-    """This rank's share of the global batches `updates` of training, or of all samples in order, to evaluate."""
+    """Loads this rank's share of the training updates `updates`; without them, of all samples in order (evaluation)."""
     dataset = GlobalBatches(
         samples,
         collate,

@@ -45,7 +45,7 @@ def linear_cross_entropy(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, scale, softcap, chunk_rows, dtype, with_gradients):
-        # Those of weight and bias are sums over chunks, in float32 at least; autograd rounds them to the weight's type.
+        # The last two are sums over chunks, in float32 at least; autograd rounds them to the types of weight and bias.
         dtypes = [hidden.dtype, *[torch.promote_types(weight.dtype, torch.float32)] * 2]
         inputs = zip((hidden, weight, bias), dtypes, ctx.needs_input_grad[:3], strict=True)
         ctx.gradients = [torch.zeros_like(x, dtype=d) if with_gradients and needed else None for x, d, needed in inputs]

@@ -45,7 +45,7 @@ def sum_token_losses(model: PreTrainedModel, chunk_rows: int = 512) -> str:
 
     Returns: one line that says what will run.
     Raises: UserError where the model's own loss has more terms and cannot be told which positions predict what, or
-        where it is not the cross-entropy of logits that cannot be reproduced.
+        where its logits cannot be reproduced and its own loss is not their cross-entropy.
     """
     if not hasattr(model.forward, "__func__"):
         raise ValueError(f"{type(model).__name__}.forward is wrapped already: call sum_token_losses(model) first")
@@ -68,7 +68,7 @@ def sum_token_losses(model: PreTrainedModel, chunk_rows: int = 512) -> str:
 
 
 def _choose(model: PreTrainedModel, chunk_rows: int) -> tuple[Callable[..., Tensor], str]:
-    """The function that returns the loss sum, and the line that says so: with and without weights the same."""
+    """The function that computes the loss sum, and the line that says so; a rank without weights chooses the same."""
     has_weights = not any(parameter.is_meta for parameter in model.parameters())
     try:
         head = examine_head(model)

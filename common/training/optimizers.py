@@ -24,7 +24,7 @@ MATRIX_MODULES = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
 ADAM_BETAS = (0.9, 0.95)
 SGD_MOMENTUM = 0.9
 COSINE_FLOOR = 0.1  # of the peak: the last rate of Chinchilla (arXiv:2203.15556), LLaMA and nanoGPT
-WSD_DECAY = 5  # the last fifth of all updates; not 0.2, whose rounding error would add an update to 35 / 5
+WSD_DECAY = 5  # the decay is the last 1/5 of all updates, rounded up
 
 
 class OptimizerFacts(NamedTuple):
@@ -152,7 +152,7 @@ def optimizers_help() -> str:
 def learning_rate(update: int, schedule: str, peak: float, num_updates: int, warmup_updates: int) -> float:
     """The learning rate of update `update`, from 0 to `num_updates` - 1: a pure function, with nothing to save.
 
-    Warm-up: peak x (update + 1) / (warmup_updates + 1); the first update counts, update `warmup_updates` has the peak.
+    Warm-up: peak x (update + 1) / (warmup_updates + 1): above 0 in the first update, the peak at `warmup_updates`.
     Then with r = (num_updates - update) / (num_updates - warmup_updates), from 1 down to above 0 at the last update:
     - linear: peak x r
     - cosine: peak x (0.1 + 0.9 x (1 - cos(pi r)) / 2) (arXiv:1608.03983)

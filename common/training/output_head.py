@@ -148,7 +148,7 @@ def check_own_loss_takes_shifted_targets(model: PreTrainedModel) -> None:
         return torch.autograd.grad(output.loss, output.logits)[0][0]
 
     try:
-        with torch.enable_grad():  # a difference, for terms that look at all rows (a z-loss) are the same in both
+        with torch.enable_grad():  # the difference: terms of all rows (a z-loss) are the same in both
             change = (logits_gradient(1) - logits_gradient(2)).abs().amax(1)
         changed = (change > 1e-3 * change.max()).nonzero().flatten().tolist()
     except Exception as error:

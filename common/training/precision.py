@@ -1,4 +1,4 @@
-"""What neither autocast nor DeepSpeed sees to, where matrix products are computed in bf16 or fp16."""
+"""What autocast, DeepSpeed and FSDP2 leave undone in bf16 and fp16: products of experts, inputs, batch norms."""
 
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-# Transformers computes a mixture's experts with these, the second where torch's own does not run. Autocast knows none.
+# Transformers computes a mixture's experts with these, the second where torch's own does not run. Autocast has neither.
 GROUPED_PRODUCTS = (("aten", "_grouped_mm"), ("transformers", "grouped_mm_fallback"))
 
 
 def _teach_autocast() -> list[torch.library.Library]:
-    """Products of experts are computed in autocast's type, as all others; what is returned must stay alive."""
+    """Lets autocast choose the type of experts' products, as of all others; what is returned must stay alive."""
     libraries = []
     for namespace, name in GROUPED_PRODUCTS:
         libraries.append(torch.library.Library(namespace, "IMPL"))
@@ -33,20 +33,20 @@ _LIBRARIES = _teach_autocast()
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What autocast computes matrix products in there; None where it is off, or the device has none."""
+    """The type in which autocast computes matrix products on the device; None where it is off, or there is none."""
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return None
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
-    """Around what sees to its own dtypes."""
+    """A context without autocast, for code that chooses its own dtypes."""
     is_there = torch.amp.is_autocast_available(device.type)
     return torch.autocast(device.type, enabled=False) if is_there else nullcontext()
 
 
 def follow_precision(model: PreTrainedModel) -> None:
-    """Makes inputs and batch norms of a bare model take weights in bf16 or fp16, as DeepSpeed and FSDP2 give them."""
+    """Lets a bare model's inputs and batch norms fit weights in bf16 or fp16, as DeepSpeed and FSDP2 give them."""
     model.register_forward_pre_hook(_narrow_inputs, with_kwargs=True)
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine and module.track_running_stats:
@@ -54,7 +54,7 @@ def follow_precision(model: PreTrainedModel) -> None:
 
 
 def _narrow_inputs(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Images come in the type of the weights, where that is narrower than theirs."""
+    """Casts inputs with a floating point (images) to the type of the weights, where that is narrower."""
 
     def narrow(value: Any) -> Any:
         is_wider = torch.is_tensor(value) and value.is_floating_point() and value.itemsize > model.dtype.itemsize

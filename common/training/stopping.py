@@ -1,6 +1,6 @@
 """Asked to stop: SIGTERM, SIGINT or SIGUSR1 lets the current update end; then a checkpoint is written.
 
-The ranks agree once an update, when its gradient is there: a request that comes later ends the next update.
+The ranks agree once an update, after its last backward: a request that comes later lets the next update end too.
 """
 
 import os
@@ -26,13 +26,13 @@ def _note_early(number: int, _: FrameType | None) -> None:
 def keep_requests() -> None:
     """From the start of a recipe on, SIGUSR1 waits for the loop; after the loop it does nothing: the end is near.
 
-    Only this one, which is never meant to end a process at once: SIGTERM and SIGINT do, outside the loop.
+    Only SIGUSR1, which is never meant to end a process at once; outside the loop SIGTERM and SIGINT do that.
     """
     signal.signal(signal.SIGUSR1, _note_early)
 
 
 class StopRequests:
-    """A `with` block in which the signals only set `asked`. The third one of a kind acts as it would outside.
+    """A `with` block in which the signals only set `asked`. The third of the same signal acts as it would outside.
 
     The end of the launcher counts as a request too: its ranks would go on alone, where nobody sees or ends them. Where
     the launcher blocked a signal, as launchers/meet.py does, one that came before the block counts in it.
