@@ -36,6 +36,7 @@ from transformers import (
     T5Config,
 )
 
+from common.checks import check_samples
 from common.data.pairs import collate_pairs, docstring_corpus, split_docstring, tokenize_pairs
 from common.data.rows import Source
 from common.data.sources import open_source
@@ -381,8 +382,10 @@ MODEL_MISTAKES = {
 def test_models_and_lengths_that_cannot_be(model, more, odd_models, files, tmp_path, monkeypatch):
     given = flags(files, tmp_path / "run", odd_models[model], *more.split())
     monkeypatch.setattr(sys, "argv", ["seq2seq.py", *given])
+    args = seq2seq.parse_arguments()
     with pytest.raises(UserError, match=MODEL_MISTAKES[model, more]):
-        seq2seq.load_data(seq2seq.parse_arguments())
+        _, _, *samples = seq2seq.load_data(args)
+        check_samples(args, *samples)
 
 
 def test_mistakes_end_the_recipe_in_one_line_with_status_2(files, model_dirs, tmp_path):
