@@ -3,16 +3,15 @@
 import json
 
 import pytest
-from conftest import launch_command, read_metrics, run
+from conftest import read_metrics, run_specs
 
 
 def run_two(directory, functions_file, model_dir, *specs):
     """Runs of three updates with a checkpoint, (name, changes), one after the other on the same two processes."""
     base = ["--train_file", functions_file, "--model_name_or_path", model_dir, "--sequence_length", 64]
     base += ["--num_updates", 3, "--save_every", 2, "--global_batch_size", 8, "--micro_batch_size", 2]
-    flags = {name: [str(part) for part in [*base, "--output_dir", directory / name]] for name, _ in specs}
-    (directory / "spec.json").write_text(json.dumps([{"flags": flags[name], "changes": c} for name, c in specs]))
-    return run([*launch_command("multi_cpu"), "tests/run_recipe.py", directory / "spec.json"])
+    runs = [([*base, "--output_dir", directory / name], changes) for name, changes in specs]
+    run_specs("lm", runs, directory, "multi_cpu")
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +27,7 @@ def three_runs(functions_file, model_dir, tmp_path_factory):
         ("control", enough | {"gradients_beside_buckets": 1, "list_gradients": str(directory / "beside")}),
         ("writes", {"slow_rank": ["write", 9, 5], "memory_of_rank": [1, 0, str(directory / "copied anyway")]}),
     ]
-    result = run_two(directory, functions_file, model_dir, *specs)
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_two(directory, functions_file, model_dir, *specs)
     return directory
 
 
@@ -71,5 +69,5 @@ def test_gradients_lie_in_the_buckets_of_ddp(three_runs):
 def test_without_the_wait_it_meets_the_limit(where, functions_file, model_dir, tmp_path):
     """The control of the first test."""
     changes = {"no_wait": 1, "slow_rank": [where, 9, 5]}
-    result = run_two(tmp_path, functions_file, model_dir, ("run", changes))
-    assert result.returncode != 0 and "Timed out waiting 5000ms" in result.stderr, result.stderr
+    with pytest.raises(AssertionError, match="Timed out waiting 5000ms"):
+        run_two(tmp_path, functions_file, model_dir, ("run", changes))

@@ -1,0 +1,182 @@
+"""Saving and resuming: what a run goes on from and forgets, a disk that fails or is slow, a kill within a save."""
+
+import errno
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from changes import RANK, after, before, change
+from common import files
+from common.checkpoint import layouts, resume, save, write
+from common.training import batching, optimizers
+
+
+def copy_run(paths):
+    """The run begins with what another one had after an update: [from, to, update]."""
+    source, target, update = paths
+    if RANK == 0:
+        shutil.copytree(source, target)
+        for path in Path(target, "checkpoints").iterdir():
+            if path.name > f"update-{update:06}":
+                shutil.rmtree(path)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+def forget(what):
+    """A resume that leaves something out."""
+    if what == "random":
+        change(resume, "restore_generators", lambda *_: None)
+    elif what == "scaler":
+        change(resume, "restore_scaler", lambda *_: None)
+    elif what == "optimizer":
+        pieces = layouts.pieces
+        change(layouts, "make_state", lambda *_: None)
+        change(layouts, "pieces", lambda *args: (one for one in pieces(*args) if one.name.startswith("weight/")))
+    elif what == "buffers":
+        change(layouts, "_buffers", lambda *_: iter(()))
+    elif what == "learning_rate":
+        rate, updates = optimizers.learning_rate, itertools.count()
+        change(optimizers, "learning_rate", lambda update, *schedule: rate(next(updates), *schedule))
+    elif what == "samples":
+        sample_ids, first = batching.sample_ids_of, []
+
+        def from_start(update, *args, **settings):
+            first.append(update)
+            return sample_ids(update - min(first[1:] or [update]), *args, **settings)
+
+        change(batching, "sample_ids_of", from_start)
+
+
+def memory_of_rank(how):
+    """[rank, bytes, file]: what that rank's host has left; the others have enough. Who copies its state touches it."""
+    rank, left, file = how
+    change(write, "available_memory", lambda: left if RANK == rank else 2**60)
+    before(write.Writer, "_copy", lambda *_: Path(f"{file}-{RANK}").touch())
+
+
+def fill_disk(room):
+    """[update, directory, bytes]: something else fills the disk while that update's checkpoint is written."""
+    update, directory, left = room
+    ballast = Path(directory, "ballast")
+
+    def fill(path, _):
+        if f"update-{update:06}" in str(path) and not ballast.exists():
+            ballast.write_bytes(bytes(max(0, shutil.disk_usage(directory).free - left)))
+
+    before(write, "write_file", fill)
+
+
+def failing_write(at):
+    """[rank, update]: the disk of one process refuses that update's checkpoint."""
+    rank, update = at
+
+    def refuse(path, _):
+        if f"update-{update:06}" in str(path) and Path(path).name == f"rank-{rank:05}.safetensors":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    before(write, "write_file", refuse)
+
+
+def slow_copy(how):
+    """[seconds, wait]: a save's copy beside the next update takes so long; whether the optimizer waits for it."""
+    seconds, wait = how
+
+    def delay(*_):
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(seconds)
+
+    before(write.Writer, "_copy", delay)
+    if not wait:
+        change(write.Writer, "_wait_for_copy", lambda self: None)
+
+
+def save_waits_for(path):
+    """A save is not on the disk before there is such a file."""
+
+    def wait(*_):
+        while not Path(path).exists():
+            time.sleep(0.05)
+
+    before(write, "write_file", wait)
+
+
+def lock_timeout(seconds):
+    """How long a run waits for another one in its output directory."""
+    change(files, "LOCK_TIMEOUT", seconds)
+
+
+def kill_in_save(when):
+    """[rank, step, file]: the rank kills itself at that step of its second save or a later one; it leaves the file.
+
+    A step is a moment before, in the middle of or after a write, flush, rename or removal. Without a step every rank
+    writes the names of all of its own to FILE-RANK.
+    """
+    rank, kill_at, file = when
+    saves, seen, removing = [], {}, []
+
+    def step(name):
+        name = re.sub(r"update-\d+", "update", name)
+        if kill_at is None:
+            if name not in seen:
+                seen[name] = True
+                Path(f"{file}-{RANK}").write_text(json.dumps(list(seen)))
+        elif len(saves) >= 2 and (RANK, name) == (rank, kill_at):
+            Path(file).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def around(owner, name, describe):
+        """`describe`, given the arguments: what is done, or nothing where it is no step."""
+        before(owner, name, lambda *args, **_: (what := describe(*args)) and step(f"before {what}"))
+        after(owner, name, lambda done, *args, **_: (what := describe(*args)) and step(f"after {what}"))
+
+    def is_of_a_save(path):
+        return "checkpoints" in Path(path).parts or Path(path).name == "metrics.jsonl"
+
+    def flushing(handle):
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        return is_of_a_save(path) and f"flushing {path.name}"
+
+    def renaming(path, target):
+        return is_of_a_save(path) and f"renaming {path.name} to {target.name}"
+
+    write_file, rmtree = write.write_file, shutil.rmtree
+
+    def write_halting(path, parts):
+        def halting():
+            for number, part in enumerate(parts):
+                half = len(part) // 2
+                yield part[:half]
+                step(f"within {'a later' if number else 'the first'} part of {path.name}")
+                yield part[half:]
+
+        return write_file(path, halting())
+
+    def remove(path, *args, **kwargs):
+        if is_of_a_save(path):
+            removing.append(path)
+            step(f"before removing {path.name}")
+        rmtree(path, *args, **kwargs)
+        removing.clear()
+
+    def removed(_, path, **__):
+        if removing:
+            step(f"after removing {Path(path).name}")
+
+    around(save.Checkpoints, "save", lambda *_: "the start of a save")
+    before(save.Checkpoints, "save", lambda *_, **__: saves.append(1))
+    around(write.Writer, "_copy", lambda _, pieces: pieces and f"the copy of {pieces[0].name}")
+    around(os, "fsync", flushing)
+    around(Path, "rename", renaming)
+    change(write, "write_file", write_halting)
+    change(shutil, "rmtree", remove)
+    after(os, "unlink", removed)
+    after(os, "rmdir", removed)

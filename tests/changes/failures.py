@@ -1,0 +1,106 @@
+"""What happens to a process: it is asked to stop, late, slow, silent or broken, and nobody watches or waits."""
+
+import ctypes
+import os
+import signal
+import time
+from datetime import timedelta
+
+import torch
+from accelerate import Accelerator
+
+from changes import RANK, after, before, before_reduce, change
+from common.checkpoint import resume, save
+from common.data import text
+from common.parallel import connect, ending, liveness, loading
+from common.report import settings, tracking
+from common.training import accumulation
+
+END_RUN = ending.end_run  # which tests/run_recipe.py replaces
+
+
+def signal_at(when):
+    """[update, rank, signal, times, "late"]: the rank sends itself a signal while it computes the update.
+
+    late: after the collective by which the ranks agree in it.
+    """
+    update, rank, name, times, *late = when
+
+    def send(*_, **__):
+        if (liveness.update, RANK) == (update, rank):
+            for _ in range(times):
+                os.kill(os.getpid(), getattr(signal, name))
+
+    if late:
+        before(tracking.Progress, "update", send)
+    else:
+        before(accumulation, "loss_scale", send)
+
+
+def silence(seconds):
+    """How long a process may be silent; a number, or "inf"."""
+    change(liveness, "SILENCE", float(seconds))
+
+
+def hold_lock(at):
+    """One process holds Python's lock: `at` is [rank, update, seconds]."""
+    before_reduce(lambda _, update: at[:2] == [RANK, update] and ctypes.PyDLL(None).sleep(at[2]))
+
+
+def broken_rank(at):
+    """One process fails at an update: `at` is [rank, update]."""
+
+    def fail(_, update):
+        if at == [RANK, update]:
+            raise RuntimeError("this rank is broken")
+
+    before_reduce(fail)
+
+
+def slow_updates(seconds):
+    """Updates that last long enough to be met by a kill."""
+    before_reduce(lambda *_: time.sleep(seconds))
+
+
+def no_watch(_):
+    """Processes that do not watch each other."""
+    change(liveness, "start", lambda timeout: None)
+
+
+def late(at):
+    """One process comes later than the others: `at` is [rank, seconds]."""
+    before(liveness, "start", lambda timeout: time.sleep(at[1] * (RANK == at[0])))
+
+
+def no_wait(_):
+    """Ranks meet in collectives only."""
+    for module in (ending, resume, save, loading):
+        change(module, "wait_for_all", lambda: None)
+
+
+def slow_rank(how):
+    """[where, seconds, limit]: one rank works alone for so long, the collectives of the others end after the limit.
+
+    where: "tokenize", rank 1 before the model is built; "write", rank 0 at the end, which then is the recipe's own.
+    """
+    where, seconds, limit = how
+
+    def time_limit(seconds):
+        torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), torch.distributed.group.WORLD)
+
+    def work(rank):
+        time_limit(limit)
+        time.sleep(seconds * (RANK == rank))
+
+    if where == "write":
+        change(ending, "end_run", END_RUN)
+        after(Accelerator, "get_state_dict", lambda *_: work(0))
+    else:
+        before(text, "tokenize", lambda *_, **__: work(1))
+        after(Accelerator, "prepare", lambda *_: time_limit(1800))
+
+
+def no_redaction(_):
+    """Secrets are written and printed as they come."""
+    for module in (connect, ending, tracking, settings):
+        change(module, "redact", lambda value: value)

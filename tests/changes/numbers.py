@@ -1,0 +1,155 @@
+"""What is computed: types, sums, losses that are not finite, and what a test shows to be another update."""
+
+import inspect
+import textwrap
+
+import accelerate.utils
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from changes import RANK, UNDO, after, before, change
+from common.models.experts import Routing
+from common.parallel import connect, sharding
+from common.training import accumulation, batching, losses, optimizers
+
+
+def float64(_):
+    UNDO.callback(torch.set_default_dtype, torch.get_default_dtype())
+    torch.set_default_dtype(torch.float64)
+
+
+def float64_experts(_):
+    """Float64 throughout ERNIE's mixture of experts, of which transformers computes parts in float32 at any dtype.
+
+    Where these round, a difference in the sixteenth digit, by the cut of a global batch, can become one in the eighth.
+    """
+    from transformers.integrations import moe
+    from transformers.models.ernie4_5_moe import modeling_ernie4_5_moe as ernie
+
+    change(moe, "_can_use_grouped_mm", lambda *_: False)  # torch's kernel knows no float64
+    before(losses, "sum_token_losses", lambda model: model.double())  # its routers are born in float32
+    for owner, name in (
+        (ernie, "apply_rotary_pos_emb"),
+        (ernie.Ernie4_5_MoeRMSNorm, "forward"),
+        (ernie.Ernie4_5_MoeTopKRouter, "forward"),
+    ):
+        source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
+        names = dict(vars(ernie))
+        exec(source.replace("float32", "double").replace("float", "double"), names)
+        change(owner, name, names[name])
+
+
+def own_counts(_):
+    """Each rank moves the biases of its routers by what it counted itself."""
+    end = Routing.end_update
+
+    def alone(self, finite, news):
+        return end(self, finite, news | {name: counts.cpu().double() for name, counts in self.news().items()})
+
+    change(Routing, "end_update", alone)
+
+
+def mean_of_means(_):
+    """What loops do that divide by the number of micro-batches: each micro-batch's mean counts alike."""
+    counts, backward = [], Accelerator.backward
+
+    def count(batch, *_):
+        counts[:] = [len(micro_batch["targets"]) for micro_batch in batch.micro_batches]
+
+    after(batching.GlobalBatches, "__getitem__", count)
+    change(accumulation, "loss_scale", lambda accelerator, num_targets: 1 / len(counts))
+    change(Accelerator, "backward", lambda self, loss: backward(self, loss / counts.pop(0)))
+
+
+def no_broadcast(_):
+    """Processes that keep their own running statistics."""
+    change(accelerate.utils, "broadcast", lambda tensor: tensor)
+
+
+def sums_in_bf16(_):
+    """Gradients are summed, and losses rounded, as Accelerate and DeepSpeed do it by themselves."""
+
+    def as_before(_, accelerator, max_grad_norm):
+        if accelerator.deepspeed_plugin is not None:
+            for key in ("data_types", "communication_data_type"):
+                del accelerator.deepspeed_plugin.deepspeed_config[key]
+        else:
+            accelerator.state.fsdp_plugin.set_mixed_precision(accelerator.mixed_precision, override=True)
+
+    after(sharding, "configure_plugins", as_before)
+
+
+def unsorted(_):
+    """Micro-batches of the samples as they come, in the place of sorted ones."""
+
+    def cut(lengths, world_size, micro_batch_size=None, micro_batch_tokens=None):
+        size = micro_batch_size or max(1, micro_batch_tokens // int(lengths.max()))
+        batches = [np.arange(start, min(start + size, len(lengths))) for start in range(0, len(lengths), size)]
+        batches += [np.arange(0)] * (-len(batches) % world_size)
+        return [batches[rank::world_size] for rank in range(world_size)]
+
+    change(batching, "cut_global_batch", cut)
+
+
+def nan_loss(at):
+    """The loss of one micro-batch in training is NaN: `at` is [rank, call]; of each call, if that is "all"."""
+    rank, call = at
+    calls = []
+
+    def spoil(_, model):
+        forward = model.forward
+
+        def spoiled(*args, **batch):
+            loss = forward(*args, **batch)
+            if "targets" not in batch or not model.training:
+                return loss
+            calls.append(1)
+            return loss * float("nan") if RANK == rank and call in (len(calls), "all") else loss
+
+        model.forward = spoiled
+
+    after(losses, "sum_token_losses", spoil)
+
+
+def no_guard(_):
+    """A step that is not finite is taken all the same."""
+    change(accumulation, "skip_step", lambda accelerator, optimizer: (optimizer.step(), optimizer.zero_grad()))
+
+
+def decay_all(_):
+    """Weight decay pulls at every parameter, norms too."""
+
+    def join(groups, *_):
+        groups[0]["params"] = [parameter for group in groups for parameter in group["params"]]
+        del groups[1:]
+
+    after(optimizers, "parameter_groups", join)
+
+
+def loss_scaler(interval):
+    """A scaler as fp16 has it, on the CPU: its scale doubles after so many updates."""
+
+    def scale(accelerator, *_, **__):
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=interval)
+
+    after(connect, "make_accelerator", scale)
+
+
+def fp16(interval):
+    """A bf16 run computes in fp16, with its scaler: on a CPU torch can, and Accelerate would train in float32."""
+
+    def compute_in_fp16(accelerator, *_, **__):
+        assert accelerator.native_amp and accelerator.mixed_precision == "bf16"
+        accelerator.state._mixed_precision = "fp16"
+        if (plugin := getattr(accelerator.state, "fsdp_plugin", None)) is not None:
+            plugin.set_mixed_precision("fp16", override=True)
+            sharding.configure_plugins(accelerator, 1.0)
+
+    loss_scaler(interval)
+    after(connect, "make_accelerator", compute_in_fp16)
+
+
+def no_tf32(_):
+    """Torch's default stays."""
+    change(torch, "set_float32_matmul_precision", lambda _: None)

@@ -1,0 +1,218 @@
+"""What a run does, written to a file that the test reads: gradients, memory, collectives, threads, graphs."""
+
+import ctypes
+import gc
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from changes import RANK, UNDO, after, before_reduce, change
+from common.checkpoint import layouts
+from common.parallel import connect, loading
+from common.report import tracking
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def before_step(action):
+    """Calls `action` with the optimizer before each step."""
+
+    def hook(optimizer, *_):
+        action(optimizer)
+
+    UNDO.callback(register_optimizer_step_pre_hook(hook).remove)
+
+
+def save_gradients(path):
+    """Writes the reduced gradients of the first optimizer step, by shape and order of the parameters."""
+
+    def save(optimizer):
+        if RANK == 0 and not Path(path).exists():
+            torch.save([p.grad.clone() for group in optimizer.param_groups for p in group["params"]], path)
+
+    before_step(save)
+
+
+def list_gradients(path):
+    """Writes, at each update, in how many storages of how many bytes the gradients lie, and their own bytes."""
+
+    def append(optimizer):
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in gradients}
+        facts = [len(gradients), len(storages), sum(storages.values()), sum(one.nbytes for one in gradients)]
+        with open(f"{path}-{RANK}", "a") as file:
+            file.write(json.dumps(facts) + "\n")
+
+    before_step(append)
+
+
+def note_float32_products(path):
+    """Writes how torch computes float32 products, at each update."""
+    before_step(lambda _: Path(path).write_text(torch.get_float32_matmul_precision()))
+
+
+def threads_of_step(path):
+    """Writes how many threads of the process compute in an optimizer step, and how many torch takes."""
+
+    def ran():
+        return {
+            task.name: int((task / "schedstat").read_text().split()[0]) for task in Path("/proc/self/task").iterdir()
+        }
+
+    earlier = {}
+
+    def begin(_):
+        time.sleep(0.1)  # those of the backward have come to rest
+        earlier.update(ran())
+
+    def end(*_):
+        used = sum(spent > earlier.get(task, 0) for task, spent in ran().items())
+        Path(path).write_text(json.dumps([used, torch.get_num_threads()]))
+
+    before_step(begin)
+    UNDO.callback(register_optimizer_step_post_hook(end).remove)
+
+
+def count_tensors(path):
+    """Writes the number of live tensors at every tenth update."""
+    counts = []
+
+    def count(_, update):
+        if update % 10 == 0:
+            gc.collect()
+            counts.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
+            Path(path).write_text(json.dumps(counts))
+
+    before_reduce(count)
+
+
+def measure_state(path):
+    """Writes the bytes of weights and of optimizer state that each rank holds at the last update."""
+
+    def num_bytes(tensor):
+        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        return tensor.numel() * tensor.element_size()
+
+    def measure(accelerator, _):
+        optimizer = layouts.inner_optimizer(accelerator._optimizers[0])
+        states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+        weights = accelerator.unwrap_model(accelerator._models[0]).parameters()
+        # ZeRO-3 leaves nothing in a parameter but its share beside it.
+        weights = sum(num_bytes(p) or num_bytes(p.ds_tensor) for p in weights)
+        record = {"weights": weights, "optimizer": sum(map(num_bytes, states))}
+        Path(f"{path}-{RANK}.json").write_text(json.dumps(record))
+
+    before_reduce(measure)
+
+
+# Whose collectives are the mode's: gradients, gathered weights, the clip's norm. (Autograd calls DDP's reducer.)
+MODES = ("/torch/distributed/fsdp/", "/torch/nn/parallel/", "/torch/nn/utils/clip_grad.py", "/torch/autograd/")
+MODES += ("/deepspeed/",)
+
+
+class Collectives(TorchDispatchMode):
+    """Sees each collective of this thread, torch's functional ones too, and whose it is: the mode's or ours."""
+
+    def __init__(self):
+        super().__init__()
+        self.ours, self.num_others, self.num_before = [], 0, self.num_issued()
+
+    @staticmethod
+    def num_issued():
+        """As the process groups count them themselves, whichever thread and language called."""
+        groups = torch.distributed.distributed_c10d._world.pg_map if torch.distributed.is_initialized() else ()
+        return sum(group._get_sequence_number_for_group() for group in groups)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:  # it calls what it is made of
+            return NotImplemented
+        name = str(function)
+        if "c10d" in name and "wait" not in name and "wrap" not in name:
+            frame = sys._getframe(1)
+            while not (is_ours := frame.f_code.co_filename.startswith((f"{ROOT}/common/", f"{ROOT}/recipes/"))):
+                if any(part in frame.f_code.co_filename for part in MODES):
+                    break
+                frame = frame.f_back
+            if is_ours:
+                self.ours.append(f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}")
+            else:
+                self.num_others += 1
+        return function(*args, **(kwargs or {}))
+
+
+def count_collectives(path):
+    """Each rank writes the collectives of each update: {"ours": where from, "others": number, "all": number}."""
+    original, updates = tracking.Progress.batches, []
+
+    def batches(self, loader):
+        for batch in original(self, loader):
+            with Collectives() as seen:
+                yield batch
+            number = seen.num_issued() - seen.num_before
+            updates.append({"ours": seen.ours, "others": seen.num_others, "all": number})
+            Path(f"{path}-{RANK}.json").write_text(json.dumps(updates))
+
+    change(tracking.Progress, "batches", batches)
+
+
+def save_start(path):
+    """Writes, from each rank, what `prepare` returned: weights, buffers, which are tied, the optimizer's groups."""
+
+    def save(prepared, *_):
+        model, optimizer = prepared
+        names = {id(p): name for name, p in model.named_parameters()}
+        generation = getattr(model, "generation_config", None)
+        start = {
+            "weights": {name: p.full_tensor().detach() for name, p in model.named_parameters()},
+            "trained": [name for name, p in model.named_parameters() if p.requires_grad],
+            "buffers": dict(model.named_buffers(remove_duplicate=False)),
+            "threads": torch.get_num_threads(),
+            "generation": generation and generation.to_dict(),
+            "tied": {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)},
+            "groups": [group | {"params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups],
+        }
+        torch.save(start, f"{path}-{RANK}.pt")
+
+    after(loading, "prepare", save)
+
+
+def measure_start(path):
+    """Writes the bytes of host memory by which each rank grew, at most, from the seeding until `prepare` returned."""
+    at_first = []
+
+    def resident(which):
+        return 1024 * int(re.search(rf"{which}:\s*(\d+)", Path("/proc/self/status").read_text())[1])
+
+    def begin(*_):
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        at_first.append(resident("VmRSS"))
+
+    after(connect, "seed_everything", begin)
+    after(loading, "prepare", lambda *_: Path(f"{path}-{RANK}").write_text(str(resident("VmHWM") - at_first[0])))
+
+
+def note_attention(path):
+    """--compile compiles nothing: it writes how the traced graphs call attention, and runs them as they are."""
+    original, calls = torch.nn.Module.compile, []
+
+    def backend(graph, _):
+        for node in graph.graph.nodes:
+            if node.op == "call_function" and "attention" in getattr(node.target, "__name__", ""):
+                given = dict(zip(("query", "key", "value", "attn_mask"), node.args, strict=False)) | node.kwargs
+                heads = [given[name].meta["example_value"].shape[1] for name in ("query", "key")]
+                flags = {name: given.get(name) for name in ("is_causal", "enable_gqa")}
+                calls.append({"has_mask": given.get("attn_mask") is not None, "heads": list(map(int, heads)), **flags})
+        Path(path).write_text(json.dumps(calls))
+        return graph.forward
+
+    UNDO.callback(torch._dynamo.reset)
+    change(torch.nn.Module, "compile", lambda self, **options: original(self, backend=backend, **options))

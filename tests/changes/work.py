@@ -1,0 +1,94 @@
+"""How a process works: its cores and threads, what it waits for, and what it keeps in memory."""
+
+import os
+from contextlib import contextmanager
+from unittest import mock
+
+import psutil
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+
+from changes import UNDO, after, before, before_reduce, change
+from common.checkpoint.save import Checkpoints
+from common.data import labels, pairs
+from common.models import load, masks
+from common.parallel import connect
+from common.training import accumulation
+
+FIND_PACKED = masks.masking_utils.find_packed_sequence_indices  # which a run replaces for good
+
+
+def cores(count):
+    """The machine has so many."""
+    change(os, "sched_getaffinity", lambda _: range(count))
+    change(psutil, "cpu_count", lambda logical=True: count)
+
+
+def user_names_threads(_):
+    """Of the launcher's environment."""
+    change(connect, "names_threads", lambda launch: True)
+
+
+def whole_model_on_each_rank(_):
+    """Every process makes the model by itself, as with fsdp_cpu_ram_efficient_loading: false."""
+    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    UNDO.callback(os.environ.__setitem__, name, os.environ[name])
+    os.environ[name] = "false"
+
+
+def gradients_beside_buckets(_):
+    """DDP as it is by itself."""
+    change(connect, "DistributedDataParallelKwargs", lambda **_: DistributedDataParallelKwargs())
+
+
+def leak(_):
+    """Keeps a tensor of each update, as `losses.append(loss)` would."""
+    kept = []
+    before_reduce(lambda *_: kept.append(torch.zeros(1)))
+
+
+def one_more_collective(_):
+    """The ranks agree once more in each update."""
+    before(Checkpoints, "update_done", lambda *_: torch.distributed.all_reduce(torch.zeros(1)))
+
+
+def forbid_host_sync(_):
+    """CUDA raises where the host waits for the device, from the first forward of an update to its last backward."""
+    original = accumulation.synchronize_gradients
+
+    @contextmanager
+    def watched(*args, **kwargs):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with original(*args, **kwargs):
+                yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    change(accumulation, "synchronize_gradients", watched)
+
+
+def read_each_loss(_):
+    """Reads the loss of each micro-batch, as loops do that log it, and once more in its backward."""
+
+    def read(_, loss):
+        loss.item()
+        loss.register_hook(lambda gradient: gradient.item() and None)
+
+    before(Accelerator, "backward", read)
+
+
+def look_at_masks(_):
+    """transformers looks at positions and padding masks, as it does alone; each micro-batch has such a mask."""
+    utils = masks.masking_utils
+    change(load, "decide_on_the_host", lambda: None)
+    change(utils, "find_packed_sequence_indices", FIND_PACKED)
+    own = mock.patch.dict(masks.AttentionMaskInterface._global_mapping, sdpa=utils.sdpa_mask, eager=utils.eager_mask)
+    UNDO.enter_context(own)
+
+    def add_mask(micro_batch, *_, **__):
+        micro_batch.setdefault("attention_mask", torch.ones_like(micro_batch["input_ids"]))
+
+    after(labels, "collate_texts", add_mask)
+    after(pairs, "collate_pairs", add_mask)
