@@ -43,8 +43,8 @@ def after(owner, name, action):
 
 def before_reduce(action):
     """Calls `action` with the Accelerator and the number of the update, before the ranks agree on its end."""
-    before(
-        accumulation,
-        "reduce_update",
-        lambda accelerator, loss_sums, grad_norm, batch, news: action(accelerator, batch.update),
-    )
+
+    def act(accelerator, loss_sums, grad_norm, batch, news):
+        action(accelerator, batch.update)
+
+    before(accumulation, "reduce_update", act)
