@@ -11,6 +11,7 @@ from conftest import (
     assert_mistake,
     assert_same_losses,
     assert_same_update,
+    example_flags,
     launch,
     our_collectives,
     read_metrics,
@@ -61,9 +62,8 @@ def moe_dir(tmp_path_factory, model_dir):
 
 
 def flags(functions_file, model_dir, output_dir, *more):
-    base = ["--train_file", functions_file, "--model_name_or_path", model_dir, "--shape", "examples"]
-    base += ["--sequence_length", 64, "--global_batch_size", 16, "--learning_rate", 1e-3, "--warmup_updates", 0]
-    return [str(part) for part in [*base, "--output_dir", output_dir, *more]]
+    base = ["--global_batch_size", 16, "--learning_rate", 1e-3, "--warmup_updates", 0]
+    return example_flags(functions_file, model_dir, output_dir, *base, *more)
 
 
 # Processes, and (balance, cut of a global batch of 16 samples, what is taken out).

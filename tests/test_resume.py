@@ -6,7 +6,7 @@ All is in use at once: an evaluation that falls on the save, --keep_best, dropou
 import json
 
 import pytest
-from conftest import ROOT, launch_command, make_model_dir, read_metrics, run, told, write_rows
+from conftest import ROOT, make_model_dir, read_metrics, run_specs, write_rows
 from test_checkpoint import manifest_of, outcome
 
 pytestmark = pytest.mark.usefixtures("extensions")
@@ -59,8 +59,7 @@ def flags(recipe, data, output_dir, processes, *more):
     own = [data.get(part, str(part)) for part in RECIPES[recipe]]
     base = ["--num_updates", NUM_UPDATES, "--global_batch_size", 8, "--micro_batch_size", 4 // processes or 1]
     base += ["--save_every", SAVED, "--eval_every", SAVED, "--keep_best", "--keep_last", 9, "--warmup_updates", 1]
-    base += ["--max_grad_norm", 0.5, "--output_dir", output_dir]
-    return [*own, *(str(part) for part in [*base, *more])]
+    return [*own, *base, "--max_grad_norm", 0.5, "--output_dir", output_dir, *more]
 
 
 def run_matrix(config, recipes, data, tmp_path, first=None, second=None):
@@ -69,18 +68,13 @@ def run_matrix(config, recipes, data, tmp_path, first=None, second=None):
     first, second: changes of tests/run_recipe.py for the two runs.
     """
     processes = {"cpu": 1, "single_gpu": 1, "hsdp": 4}.get(config, 2)
-    specs = []
+    runs = []
     for recipe in recipes:
         whole, again = str(tmp_path / recipe), str(tmp_path / f"{recipe}-again")
-        script = f"recipes/{recipe}.py"
-        specs.append({"recipe": script, "flags": flags(recipe, data, whole, processes), "changes": first or {}})
-        resumed = {"copy_run": [whole, again, SAVED], **(second or {})}
-        specs.append({"recipe": script, "flags": flags(recipe, data, again, processes, "--resume"), "changes": resumed})
-    (tmp_path / "specs.json").write_text(json.dumps(specs))
-    command = [*launch_command(config, *CONFIGS[config]), "tests/run_recipe.py", tmp_path / "specs.json"]
-    result = run(command, CUDA_VISIBLE_DEVICES="", TQDM_DISABLE=1, timeout=900)
-    assert result.returncode == 0, told(result)
-    return result
+        runs.append((flags(recipe, data, whole, processes), first or {}, recipe))
+        changes = {"copy_run": [whole, again, SAVED], **(second or {})}
+        runs.append((flags(recipe, data, again, processes, "--resume"), changes, recipe))
+    run_specs("all", runs, tmp_path, config, *CONFIGS[config])
 
 
 @pytest.mark.parametrize("config", CONFIGS)
