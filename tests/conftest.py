@@ -40,6 +40,7 @@ def caches(tmp_path_factory):
 
 # The files that take longest come first, so that at the end no worker has one alone.
 LONG = (
+    "test_layouts",
     "test_checkpoint",
     "test_resume",
     "test_modes",
@@ -368,6 +369,12 @@ def write_jsonl(path, rows):
     return path
 
 
+def source_of(path, rows):
+    from common.data.rows import Source
+
+    return Source(files=(str(write_jsonl(path, rows)),))
+
+
 def write_rows(path, limit):
     """JSONL of functions, in which each recipe that reads text finds its columns: a text, a label, a pair."""
     rows = [
@@ -382,6 +389,40 @@ def functions_file(tmp_path_factory):
     """JSONL of 60 functions: rows of very different lengths."""
     path = tmp_path_factory.mktemp("data") / "functions.jsonl"
     return write_jsonl(path, [{"text": text} for text in stdlib_functions(60)])
+
+
+TEXTS = [
+    "def f(x):\n    return x\n",
+    "hello",
+    "zwölf Boxkämpfer 🥊 – jagen\u2028 Viktor\r\n",
+    "a b c d e f g h i j k l m",
+]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory):
+    """Trained on them."""
+    from common.data.rows import Source
+    from common.data.tokenizer import train_tokenizer
+
+    path = tmp_path_factory.mktemp("tokenizer") / "a.txt"
+    path.write_text("\n".join(TEXTS) * 20)
+    return train_tokenizer(Source(files=(str(path),)), 300, path.parent / "cache")
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def work(monkeypatch):
+    """A list that grows by one each time that a source is really tokenised."""
+    from common.data import text
+
+    done, write = [], text._write_samples
+    monkeypatch.setattr(text, "_write_samples", lambda *args: (done.append(args[0]), write(*args))[1])
+    return done
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ from conftest import (
     run_recipe_alone,
     run_specs,
     stdlib_functions,
+    write_jsonl,
 )
 from sacrebleu.metrics import CHRF
 from safetensors.torch import save_file
@@ -48,11 +49,6 @@ from recipes import seq2seq
 RECIPE = "recipes/seq2seq.py"
 
 
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """40 training pairs and 13 held-out ones, of the standard library: (train.jsonl, held_out.jsonl)."""
@@ -60,7 +56,7 @@ def files(tmp_path_factory):
     pairs = [pair for text in stdlib_functions(400) if (pair := split_docstring(textwrap.dedent(text)))][:53]
     rows = [{"source": source, "target": target} for source, target in pairs]
     assert len(rows) == 53
-    return write_rows(path / "train.jsonl", rows[:40]), write_rows(path / "held_out.jsonl", rows[40:])
+    return write_jsonl(path / "train.jsonl", rows[:40]), write_jsonl(path / "held_out.jsonl", rows[40:])
 
 
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
@@ -346,7 +342,7 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_that_are_no_pairs_are_named_with_their_place(name, tokenizer, tmp_path):
     rows, pattern = ROWS[name]
-    path = write_rows(tmp_path / f"{name}.jsonl", rows)
+    path = write_jsonl(tmp_path / f"{name}.jsonl", rows)
     with pytest.raises(UserError, match=pattern) as caught:
         tokenize_pairs(Source(files=(str(path),)), ("source", "target"), tokenizer, 64, 24)
     assert f"{name}.jsonl" in str(caught.value) and "\n" not in str(caught.value)
