@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import (
     ROOT,
+    assert_same_losses,
     assert_same_update,
     example_flags,
     launch,
@@ -88,12 +89,6 @@ def test_the_command_without_flags_of_its_own_trains_on_the_standard_library(tmp
         assert part in result.stdout, part
 
 
-def test_dry_run_writes_nothing(functions_file, model_dir, tmp_path):
-    result = launch(*flags(functions_file, tmp_path / "run", "--dry_run", model_dir=model_dir), cwd=ROOT)
-    assert "dry run" in result.stdout and "parameters" in result.stdout
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("optimizer", ["adamw8bit", "adafactor", "sgd"])
 def test_every_optimizer_trains(optimizer, functions_file, model_dir, tmp_path):
     more = ["--optimizer", optimizer, "--learning_rate", 0.1 if optimizer == "sgd" else 1e-3, "--num_updates", 6]
@@ -102,15 +97,12 @@ def test_every_optimizer_trains(optimizer, functions_file, model_dir, tmp_path):
     assert metrics[-1]["loss"] < metrics[0]["loss"]
 
 
-@pytest.mark.parametrize(("mode", "config", "allowed"), [("full", "cpu", 1e-6), ("selective", "multi_cpu", 1e-5)])
-def test_activation_checkpointing_does_not_change_the_update(
-    mode, config, allowed, one_process, functions_file, model_dir, tmp_path
-):
+def test_activation_checkpointing_does_not_change_the_update(one_process, functions_file, model_dir, tmp_path):
+    """Of several processes; in tests/test_moe.py of one."""
     reference, more, _ = one_process
-    more = [*more, "--activation_checkpointing", mode]
-    launch(*flags(functions_file, tmp_path / "run", *more, model_dir=model_dir), config=config)
-    expected = [line["loss"] for line in read_metrics(reference)]
-    assert [line["loss"] for line in read_metrics(tmp_path / "run")] == pytest.approx(expected, rel=allowed)
+    more = [*more, "--activation_checkpointing", "selective"]
+    launch(*flags(functions_file, tmp_path / "run", *more, model_dir=model_dir), config="multi_cpu")
+    assert_same_losses(tmp_path / "run", reference)
 
 
 def test_a_compiled_model_makes_the_same_update(one_process, functions_file, model_dir, tmp_path):
@@ -118,8 +110,7 @@ def test_a_compiled_model_makes_the_same_update(one_process, functions_file, mod
     reference, more, _ = one_process
     run_flags = flags(functions_file, tmp_path / "run", *more, "--compile", model_dir=model_dir)
     launch(*run_flags, timeout=900)  # a first compilation, beside other tests
-    expected = [line["loss"] for line in read_metrics(reference)]
-    assert [line["loss"] for line in read_metrics(tmp_path / "run")] == pytest.approx(expected, rel=1e-5)
+    assert_same_losses(tmp_path / "run", reference)
 
 
 def test_sorted_global_batches_hardly_pad_and_load_the_ranks_alike(tmp_path):
@@ -158,17 +149,11 @@ def test_memory_stays_flat(functions_file, model_dir, tmp_path):
     assert counts["leaked"][-1] - counts["leaked"][1] >= 90
 
 
-def test_trackers_of_accelerate_are_fed(functions_file, model_dir, tmp_path):
-    launch(*flags(functions_file, tmp_path / "run", "--report_to", "tensorboard", model_dir=model_dir))
-    assert list((tmp_path / "run").rglob("events.out.tfevents*"))
-
-
 def test_data_workers_change_nothing(functions_file, tmp_path):
     """Two data processes give the losses of none, with dropout on: they draw nothing from the model's random stream."""
     model = make_model_dir(tmp_path / "model", functions_file, attention_dropout=0.1)
-    losses = []
-    for workers in (0, 2):
-        out = tmp_path / f"run{workers}"
-        launch(*flags(functions_file, out, "--num_workers", workers, model_dir=model))
-        losses.append([line["loss"] for line in read_metrics(out)])
+    names = ("0", "2")
+    runs = [(flags(functions_file, tmp_path / name, "--num_workers", name, model_dir=model), {}) for name in names]
+    run_specs("lm", runs, tmp_path)
+    losses = [[line["loss"] for line in read_metrics(tmp_path / name)] for name in names]
     assert losses[0] == losses[1]

@@ -9,11 +9,9 @@ import torch
 from conftest import (
     ROOT,
     assert_mistake,
-    assert_same_losses,
     assert_same_update,
     example_flags,
     launch,
-    our_collectives,
     read_metrics,
     relative_difference,
     results_of,
@@ -122,48 +120,15 @@ def test_the_usual_balancing_loss_depends_on_the_cut(float64_runs):
     assert any(not torch.equal(together[key], alone[key]) for key in together)
 
 
-@pytest.fixture(scope="module")
-def one_process(functions_file, moe_dir, tmp_path_factory):
-    """Six updates in float32 for each way to balance, with a checkpoint after the third."""
-    out = tmp_path_factory.mktemp("one")
-    run_specs("moe", [(mode_flags(functions_file, moe_dir, out / name, name), {}) for name in ("bias", "exact")], out)
-    return out
-
-
-def mode_flags(functions_file, moe_dir, output_dir, balance):
-    more = ["--balance", balance, "--balance_strength", 0.05, "--micro_batch_size", 4, "--num_updates", 6]
-    return flags(functions_file, moe_dir, output_dir, *more, "--save_every", 3)
-
-
-@pytest.mark.parametrize("config", ["multi_cpu", "fsdp2", "zero3"])
-def test_every_mode_makes_the_losses_and_the_bias_of_one_process(
-    config, one_process, functions_file, moe_dir, tmp_path, extensions
-):
-    names = ("bias", "exact")
-    specs = [
-        (mode_flags(functions_file, moe_dir, tmp_path / name, name), {"count_collectives": str(tmp_path / f"n-{name}")})
-        for name in names
-    ]
-    run_specs("moe", specs, tmp_path, config, "--mixed_precision", "no", "--num_processes", 2)
-    for name in names:
-        ours = our_collectives(tmp_path / f"n-{name}", 2)
-        before = ["experts.begin_update"] if name == "exact" else []  # what the loss needs before the first backward
-        assert [ours[number] for number in (0, 1, 3, 4)] == 4 * [[*before, "accumulation.sum_over_ranks"]]
-        assert_same_losses(tmp_path / name, one_process / name)
-        weights = load_file(tmp_path / name / "model/model.safetensors")
-        for key, weight in load_file(one_process / name / "model/model.safetensors").items():
-            if key.endswith(BIAS):
-                assert torch.equal(weight, weights[key]), key
-            assert (weight - weights[key]).abs().max() < 1e-5, key
-
-
-def test_a_resume_that_forgets_the_biases_is_noticed(one_process, functions_file, moe_dir, tmp_path):
+def test_a_resume_that_forgets_the_biases_is_noticed(functions_file, moe_dir, tmp_path):
     """Control of tests/test_resume.py, which resumes this recipe in every mode."""
-    changes = {"copy_run": [str(one_process / "bias"), str(tmp_path / "run"), 3], "forget": "buffers"}
-    run_specs(
-        "moe", [([*mode_flags(functions_file, moe_dir, tmp_path / "run", "bias"), "--resume"], changes)], tmp_path
-    )
-    losses = [[line["loss"] for line in read_metrics(path)] for path in (one_process / "bias", tmp_path / "run")]
+    more = ["--balance_strength", 0.05, "--num_updates", 6, "--save_every", 3]
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    changes = {"copy_run": [str(whole), str(again), 3], "forget": "buffers"}
+    runs = [(flags(functions_file, moe_dir, whole, *more), {})]
+    runs.append((flags(functions_file, moe_dir, again, *more, "--resume"), changes))
+    run_specs("moe", runs, tmp_path)
+    losses = [[line["loss"] for line in read_metrics(path)] for path in (whole, again)]
     assert losses[0][:3] == losses[1][:3] and losses[0] != losses[1]
 
 

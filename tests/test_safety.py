@@ -431,6 +431,7 @@ def test_no_secret_is_written_or_printed(functions_file, model_dir, tmp_path):
         result = run_specs("lm", runs, tmp_path, config, **IN_ENVIRONMENT)
         assert "--text_column" in result.stdout, result.stderr
         assert (out / "checkpoints/update-000002/manifest.json").is_file() and list(out.rglob("hparams.yml"))
+        assert list(out.rglob("events.out.tfevents*"))
         found[redacted] = found_canaries(out, result.stdout, result.stderr)
     assert found[True] == set()
     assert found[False] == {"canary", token("E"), token("N"), token("F"), token("C")}  # the control
