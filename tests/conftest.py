@@ -223,12 +223,8 @@ def run_recipe_alone(name, *flags, **env):
 
 def assert_mistake(result, *patterns, lines=1):
     """A recipe that ended with a user's mistake: our own lines, status 2."""
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert result.returncode == 2, result.stderr
-    assert "Traceback" not in result.stderr
-    assert len(errors) == lines, result.stderr
-    for pattern in patterns:
-        assert re.search(pattern, "\n".join(errors)), f"{pattern} is not in: {errors}"
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
+    assert_refused(result, *patterns, lines=lines)
 
 
 def launch_command(config, *options):

@@ -90,7 +90,6 @@ FLAG_MISTAKES = {
     "--model_config tinny": "did you mean tiny",
     "--lr_schedule cosin": "did you mean cosine",
     "--num_updates 0": "--num_updates.*above 0",
-    "--learning_rate -1": "--learning_rate",
     "--learning_rate inf": "'inf' is not a finite number",
     "--learning_rate nan --weight_decay nan": "--learning_rate: 'nan' is not a finite number",
     "--weight_decay=-0.1": "--weight_decay: '-0.1' is not a finite number from 0 on",

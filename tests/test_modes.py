@@ -174,25 +174,6 @@ def test_all_ranks_skip_an_update_that_is_not_finite(config, functions_file, mod
     assert metrics[-1]["skipped_updates"] == 1
 
 
-MISTAKES = {
-    ("fsdp2", "--optimizer adafactor"): "--optimizer adafactor does not work on the shards of FSDP2; use adamw",
-    ("fsdp2", "--optimizer adamw8bit"): "--optimizer adamw8bit does not work on the shards of FSDP2; use adamw",
-    ("zero2", "--optimizer adamw8bit"): "--optimizer adamw8bit works on whole tensors.*use adamw",
-    ("zero3", "--optimizer adafactor"): "--optimizer adafactor works on whole tensors.*use adamw",
-    ("zero3_offload_cpu", "--optimizer sgd"): "state offloaded, DeepSpeed runs only adamw",
-    ("zero3_offload_cpu", "--optimizer adamw8bit"): "state offloaded, DeepSpeed runs only adamw",
-    ("zero3_offload_nvme", ""): "offload_optimizer.nvme_path /local_nvme: is no directory",
-}
-
-
-@pytest.mark.parametrize(("config", "more"), MISTAKES)
-def test_what_a_mode_cannot_take_is_refused(config, more, tmp_path):
-    command = [*launch_command(config), "recipes/lm.py", "--output_dir", tmp_path / "run", *more.split()]
-    result = run(command, CUDA_VISIBLE_DEVICES="")
-    assert_refused(result, MISTAKES[config, more], lines=None)
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(("text", "pattern"), [("{", "not JSON"), ("[]", "not a JSON object"), (None, "No such file")])
 def test_a_deepspeed_file_that_cannot_be_read(text, pattern, tmp_path):
     """Through the launch, all mistakes together, and nothing written."""

@@ -1,5 +1,6 @@
 """The image-classification recipe, run as a user runs it, and the data that it refuses."""
 
+import functools
 import importlib.util
 import json
 import math
@@ -28,10 +29,10 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, pi
 from common.data import image_files, images
 from common.errors import UserError
 from common.models.image_models import ConvNet, ConvNetConfig
-from common.parallel import ending
 from recipes import vision
 
 CLASSES = ("one", "seven", "zero")
+recipe = functools.partial(run_recipe_alone, "vision.py", CUDA_VISIBLE_DEVICES="")
 
 
 def write_folder(directory, digits, count, first=0):
@@ -219,7 +220,7 @@ def test_a_head_for_other_classes_is_replaced(names, is_new, data, convnet_dir, 
     settings = json.loads((tmp_path / "model/config.json").read_text())
     (tmp_path / "model/config.json").write_text(json.dumps(settings | {"id2label": dict(enumerate(names))}))
     more = ["--model_name_or_path", tmp_path / "model", "--num_updates", 1, "--learning_rate", 1e-30]
-    result = run_recipe_alone("vision.py", *flags(data, tmp_path / "run", *more), CUDA_VISIBLE_DEVICES="")
+    result = recipe(*flags(data, tmp_path / "run", *more))
     assert result.returncode == 0, result.stderr
     assert ("a new head: classifier.bias, classifier.weight start at random" in result.stdout) == is_new
     before, after = (load_file(path / "model/model.safetensors") for path in (tmp_path, tmp_path / "run"))
@@ -375,19 +376,6 @@ def test_bad_data_is_named(data, tmp_path):
     assert image_files.check_classes(good, image_files.folder(str(held_out))).labels.tolist() == [1, 1, 2, 2]
 
 
-def test_a_broken_image_that_a_data_worker_meets_is_one_line(data, tmp_path, capsys):
-    """Beyond the 1000 images that are looked at first, it is met in the loop, maybe in another process."""
-    shutil.copytree(data / "train", tmp_path / "train")
-    found = image_files.folder(str(tmp_path / "train"))
-    samples = images.ImageSamples(found, images.preprocess(found))
-    (tmp_path / "train/one/001.png").write_text("no image")
-    with pytest.raises(SystemExit) as ended, ending.user_mistakes_end_here():
-        list(torch.utils.data.DataLoader(samples, batch_size=None, num_workers=1))
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert ended.value.code == 2 and len(errors) == 1
-    assert "one/001.png: cannot be read" in errors[0] and "Traceback" not in errors[0]
-
-
 def test_flags_that_do_not_fit_are_refused_together(data, tmp_path):
     """All at once, nothing written."""
     more = ["--norm", "sync_batch", "--dataset_name", "mnist", "--augment", "rand", "none"]
@@ -395,23 +383,21 @@ def test_flags_that_do_not_fit_are_refused_together(data, tmp_path):
     patterns += ["sync_batch: torch synchronises", "sync_batch: convnet has no batch norm"]
     if importlib.util.find_spec("torchvision") is None:
         patterns.append(r"--augment rand needs torchvision .*; pip install it")
-    result = run_recipe_alone("vision.py", *flags(data, tmp_path / "run", *more), CUDA_VISIBLE_DEVICES="")
+    result = recipe(*flags(data, tmp_path / "run", *more))
     assert_mistake(result, *patterns, lines=len(patterns))
-    result = run_recipe_alone(
-        "vision.py", *flags(data, tmp_path / "run", *MODELS["batch"], "--micro_batch_size", 1), CUDA_VISIBLE_DEVICES=""
-    )
+    result = recipe(*flags(data, tmp_path / "run", *MODELS["batch"], "--micro_batch_size", 1))
     assert_mistake(result, "--micro_batch_size 1: batch norm needs several images")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_model_that_does_not_fit_the_images(data, convnet_dir, tmp_path):
     """A ConvNet for images that make it huge, and one channel for colours."""
-    result = run_recipe_alone("vision.py", *flags(data, tmp_path / "run", "--image_size", 512), CUDA_VISIBLE_DEVICES="")
+    result = recipe(*flags(data, tmp_path / "run", "--image_size", 512))
     assert_mistake(result, "images of 512 x 512 make 529 M parameters; use --model_config resnet")
     shutil.copytree(data / "train", tmp_path / "train")
     Image.new("RGB", (8, 8)).save(tmp_path / "train/one/000.png")
     more = ["--train_dir", tmp_path / "train", "--model_name_or_path", convnet_dir]
-    result = run_recipe_alone("vision.py", *flags(data, tmp_path / "run", *more), CUDA_VISIBLE_DEVICES="")
+    result = recipe(*flags(data, tmp_path / "run", *more))
     assert_mistake(result, "one/000.png: has colours, but the model takes gray images")
-    result = run_recipe_alone("vision.py", *flags(data, tmp_path / "run", "--global_batch_size", 64))
+    result = recipe(*flags(data, tmp_path / "run", "--global_batch_size", 64))
     assert_mistake(result, "fewer than --global_batch_size 64; lower it, or give more data")
