@@ -32,10 +32,10 @@ run_specs = functools.partial(conftest.run_specs, CUDA_VISIBLE_DEVICES=os.enviro
 
 
 def train(output_dir, functions_file, model_dir, *more, precision="no", config="single_gpu", processes=1, **env):
-    command = launch_command(config, "--mixed_precision", precision, "--num_processes", processes)
-    result = run([*command, "recipes/lm.py", *flags(functions_file, model_dir, output_dir, *more)], **env)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return [line["loss"] for line in read_metrics(output_dir)], result.stdout
+    runs = [(flags(functions_file, model_dir, output_dir, *more), {})]
+    mode = (config, "--mixed_precision", precision, "--num_processes", processes)
+    printed = run_specs("lm", runs, output_dir.parent, *mode, **env).stdout
+    return [line["loss"] for line in read_metrics(output_dir)], printed
 
 
 @pytest.fixture(scope="module")
@@ -278,9 +278,7 @@ def test_every_recipe_trains_on_a_gpu(recipe, precision, tmp_path):
     losses = {}
     for config, asked in (("cpu", "no"), ("single_gpu", precision)):
         more = ["--num_updates", 5, "--warmup_updates", 3, "--output_dir", tmp_path / config, *OTHERS[recipe]]
-        command = launch_command(config, "--mixed_precision", asked)
-        result = run([*command, f"recipes/{recipe}.py", *more], timeout=600)
-        assert result.returncode == 0, result.stdout + result.stderr
+        run_specs(recipe, [(more, {})], tmp_path, config, "--mixed_precision", asked)
         losses[config] = read_metrics(tmp_path / config)[0]["loss"]  # before the first update, so in each precision
     assert losses["single_gpu"] == pytest.approx(losses["cpu"], rel=0.02)
 
@@ -298,7 +296,7 @@ def test_on_two_gpus_gradients_lie_in_the_buckets_and_no_rank_meets_a_limit(func
         for number, changes in enumerate((reads, writes)):
             given = flags(functions_file, model_dir, tmp_path / f"{number}{control}", "--save_every", 5)
             runs.append((given, changes | dict.fromkeys(control, 1)))
-        result = run_specs("lm", runs, tmp_path, "multi_gpu", "--num_processes", 2, check=False)
+        result = run_specs("lm", runs, tmp_path, "multi_gpu", check=False)
         assert (result.returncode == 0) != bool(control), result.stdout + result.stderr
     assert not list(tmp_path.glob("copied*"))
     num, storages, held, own = json.loads((tmp_path / "gradients-0").read_text().splitlines()[0])

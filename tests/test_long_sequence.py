@@ -204,7 +204,6 @@ MISTAKES = {
     "--segments 4 --truncate 8": "--segments has no effect with --truncate",
     "--levels 2 --segments none": "--levels has no effect without --segments",
     "--truncate 300": "--truncate 300 cuts nothing of --sequence_length 300",
-    "--global_batch_size 4000": "fewer than --global_batch_size 4000",
     "--activation_checkpointing full": "--activation_checkpointing full is for a transformer",
     "--compile": "--compile is for a transformer",
     "--mlp_rows 8": "--mlp_rows is for a transformer",

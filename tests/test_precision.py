@@ -103,7 +103,6 @@ def test_sums_in_bf16_would_be_noticed(config, exact, functions_file, model_dir,
 
 
 IMAGES = {  # micro-batches of 4, since batch norm needs several images
-    "convnet": [],
     "resnet": ["--model_config", "resnet"],
     "resnet with batch norm": ["--model_config", "resnet", "--norm", "batch"],
     "vit": ["--model_config", "vit"],
@@ -113,7 +112,7 @@ IMAGES = {  # micro-batches of 4, since batch norm needs several images
 @pytest.mark.usefixtures("extensions")
 @pytest.mark.parametrize("config", ["fsdp2", "zero2", "zero3"])
 def test_every_image_model_trains_in_bf16(config, tmp_path):
-    """tests/test_resume.py runs the other recipes: of all inputs, only images are floating-point numbers."""
+    """Beside those of tests/test_resume.py: of all inputs, only images are floating-point numbers."""
     flags = ["--global_batch_size", 16, "--micro_batch_size", 4, "--num_updates", 2, "--warmup_updates", 0]
     flags += ["--eval_every", 2, "--save_every", 0, "--output_dir"]
     runs = [([*flags, tmp_path / name, *more], {}) for name, more in IMAGES.items()]

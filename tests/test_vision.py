@@ -399,5 +399,3 @@ def test_a_model_that_does_not_fit_the_images(data, convnet_dir, tmp_path):
     more = ["--train_dir", tmp_path / "train", "--model_name_or_path", convnet_dir]
     result = recipe(*flags(data, tmp_path / "run", *more))
     assert_mistake(result, "one/000.png: has colours, but the model takes gray images")
-    result = recipe(*flags(data, tmp_path / "run", "--global_batch_size", 64))
-    assert_mistake(result, "fewer than --global_batch_size 64; lower it, or give more data")
