@@ -165,15 +165,10 @@ def test_the_update_is_the_same_however_the_global_batch_is_cut(functions_file, 
     assert relative_difference(runs["truncated"][0], runs["size-4"][0]) > 1e-4
 
 
-@pytest.fixture(scope="module")
-def one_process(functions_file, tmp_path_factory):
-    out = tmp_path_factory.mktemp("one") / "run"
-    return out, launch(*flags(functions_file, out, "--save_every", 4), script=RECIPE)
-
-
-def test_a_run_ends_with_figures_that_are_right(one_process, functions_file, tmp_path):
+def test_a_run_ends_with_figures_that_are_right(functions_file, tmp_path):
     """The printed lines; the loss against one of the exported model's own logits; the checkpoint's export."""
-    out, result = one_process
+    out = tmp_path / "first"
+    result = launch(*flags(functions_file, out, "--save_every", 4), script=RECIPE)
     assert "17 segments, computed again in backward; the gradient of the whole sequence" in result.stdout
     assert "(common.models.recurrent.RecurrentLM.from_pretrained loads it)" in result.stdout
     command = [sys.executable, "-m", "common.checkpoint", "export", out / "checkpoints/update-000004", tmp_path / "m"]

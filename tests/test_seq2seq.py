@@ -228,15 +228,10 @@ def test_the_update_is_the_same_however_the_global_batch_is_cut(files, model_dir
 # --- figures, resume -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def one_process(files, model_dirs, tmp_path_factory):
-    out = tmp_path_factory.mktemp("one") / "run"
-    return out, launch(*flags(files, out, model_dirs / "t5"), script=RECIPE)
-
-
-def test_the_figures_are_those_of_an_independent_computation(one_process, files):
+def test_the_figures_are_those_of_an_independent_computation(files, model_dirs, tmp_path):
     """transformers' own loss and generation, a sample at a time, on the exported model; sacrebleu on the texts."""
-    out, finished = one_process
+    out = tmp_path / "run"
+    printed = launch(*flags(files, out, model_dirs / "t5"), script=RECIPE).stdout
     model = AutoModelForSeq2SeqLM.from_pretrained(out / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(out / "model")
     loss_sum, num_targets, written, targets, copies = 0, 0, [], [], []
@@ -264,7 +259,7 @@ def test_the_figures_are_those_of_an_independent_computation(one_process, files)
     assert figures["examples"][-1] == {"target": targets[-1], "written": written[-1]}
     assert figures["chrf_of_most_frequent_target"] == pytest.approx(CHRF().corpus_score(frequent, [targets]).score)
     for part in (f"{figures['chrf']:.1f}", f"padding {figures['padding_share']:.1%}", "AutoModelForSeq2SeqLM"):
-        assert part in finished.stdout
+        assert part in printed
 
 
 def test_bytes_are_tokens_that_are_resumed_saved_and_loaded_by_transformers(files, tmp_path):

@@ -145,15 +145,10 @@ def measure(output_dir, directory, classes=CLASSES):
     return np.mean(losses), np.mean(hits)
 
 
-@pytest.fixture(scope="module")
-def one_process(data, tmp_path_factory):
-    out = tmp_path_factory.mktemp("one") / "run"
-    return out, launch(*flags(data, out, *MODELS["group"]), script="recipes/vision.py").stdout
-
-
-def test_the_figures_are_those_of_the_saved_model(one_process, data):
+def test_the_figures_are_those_of_the_saved_model(data, tmp_path):
     """Held-out loss and accuracy, computed again from `model/` with transformers' own classes of preprocessing."""
-    out, printed = one_process
+    out = tmp_path / "run"
+    printed = launch(*flags(data, out, *MODELS["group"]), script="recipes/vision.py").stdout
     results = results_of(out)
     loss, accuracy = measure(out, data / "validation")
     assert results["validation_loss"] == pytest.approx(loss, rel=1e-5)
