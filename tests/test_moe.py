@@ -1,13 +1,11 @@
 """Mixtures of experts: law 1 for the router, every way to balance, up-cycling, the modes, resume, and mistakes."""
 
 import re
-import runpy
 import sys
 
 import pytest
 import torch
 from conftest import (
-    ROOT,
     assert_mistake,
     assert_same_update,
     example_flags,
@@ -265,18 +263,10 @@ def test_deepspeed_in_bf16_leaves_the_bias_its_small_steps(moe_dir):
 
 
 def test_the_dense_peer_has_as_many_active_parameters(functions_file, tmp_path):
-    more = ["--train_file", functions_file, "--dense", "--dry_run", "--output_dir", tmp_path / "run"]
-    printed = launch(*more, script=RECIPE).stdout
-    dense = int(re.search(r"ForCausalLM, ([\d,]+) parameters", printed)[1].replace(",", ""))
+    """But for the routers: in 4 layers a weight for each of 8 experts and 128 features."""
+    given = ["--train_file", functions_file, "--dry_run", "--output_dir", tmp_path / "run"]
+    printed = [run_recipe_alone("moe.py", *given, *more).stdout for more in ([], ["--dense"])]
+    active = re.search(r"([\d,]+) of [\d,]+ parameters are active", printed[0])[1]
+    dense = re.search(r"ForCausalLM, ([\d,]+) parameters", printed[1])[1]
+    assert int(active.replace(",", "")) - int(dense.replace(",", "")) == 4 * 8 * 128
     assert not (tmp_path / "run").exists()
-    layers, width, heads, kv_heads, num_experts, top_k, expert_width, vocabulary, _ = runpy.run_path(
-        str(ROOT / RECIPE), run_name="recipe"
-    )["MODEL_CONFIGS"]["tiny"]
-    shape = dict(num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, num_key_value_heads=kv_heads)
-    shape |= dict(head_dim=width // heads, vocab_size=vocabulary, intermediate_size=1)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(experts.moe_config(shape, num_experts, top_k, expert_width))
-    active = experts.count_active(
-        experts.find_layers(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
-    )
-    assert active - dense == layers * num_experts * width  # the routers
