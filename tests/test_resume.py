@@ -65,7 +65,8 @@ def data(functions_file, model_dir, tmp_path_factory):
     rows = write_rows(directory / "rows.jsonl", 40)
     model = make_model_dir(directory / "model", functions_file, attention_dropout=0.1)
     sizes = {"vocab_size": 384, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-    T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0)).save_pretrained(directory / "t5")
+    sizes |= {"pad_token_id": 2, "decoder_start_token_id": 2, "dropout_rate": 0.0}
+    T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(directory / "t5")
     AutoTokenizer.from_pretrained(model_dir).save_pretrained(directory / "t5")
     return {"DATA": rows, "MODEL": model, "LLAMA": model_dir, "T5": directory / "t5"}
 
@@ -131,7 +132,7 @@ def run_equal(config, data, out):
     """All of them, in float32, and with accumulation and clipping that count."""
     runs = [
         (
-            flags(own, data, out / name, 1 if config == "cpu" else 2),
+            flags(own, data, out / name, 1 if config == "cpu" else 2, "--learning_rate", 1e-3),
             {"count_collectives": str(out / f"{name}-n")},
             name.removesuffix("-exact"),
         )
@@ -159,7 +160,7 @@ def test_every_recipe_makes_the_update_of_one_process(config, one_process, data,
         weights = load_file(tmp_path / name / "model/model.safetensors")
         for key, weight in load_file(one_process / name / "model/model.safetensors").items():
             is_counted = key.endswith("e_score_correction_bias")  # moved by whole numbers of tokens
-            assert (weight - weights[key]).abs().max() <= (0 if is_counted else 1e-5), (name, key)
+            assert (weight - weights[key]).abs().max() <= (0 if is_counted else 2e-5), (name, key)
         counts = ["experts.begin_update"] if name == "moe-exact" else []  # before the first backward
         ours = our_collectives(tmp_path / f"{name}-n", 2)
         assert ours[0] == ours[2] == [*counts, "accumulation.sum_over_ranks"], name  # the others are saved
