@@ -39,16 +39,7 @@ def caches(tmp_path_factory):
 
 
 # The files that take longest come first, so that at the end no worker has one alone.
-LONG = (
-    "test_layouts",
-    "test_checkpoint",
-    "test_resume",
-    "test_modes",
-    "test_kills",
-    "test_launch",
-    "test_multi_node",
-    "test_precision",
-)
+LONG = "resume modes multi_node kills layouts checkpoint precision launch".split()
 
 
 # Of `make quick`, which skips what has not begun in time; there the long files come last.
@@ -56,10 +47,11 @@ TIME_IS_OVER = float(os.environ.get("NO_TEST_BEGINS_AFTER", "inf"))
 
 
 def pytest_collection_modifyitems(items):
-    if TIME_IS_OVER < math.inf:
-        items.sort(key=lambda item: item.path.stem in LONG)
-    else:
-        items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+    def place(item):
+        name = item.path.stem.removeprefix("test_")
+        return LONG.index(name) if name in LONG else len(LONG)
+
+    items.sort(key=place, reverse=TIME_IS_OVER < math.inf)
 
 
 def pytest_runtest_setup():
