@@ -39,15 +39,7 @@ def caches(tmp_path_factory):
 
 
 # The files that take longest come first, so that at the end no worker has one alone.
-LONG = (
-    "test_checkpoint",
-    "test_resume",
-    "test_modes",
-    "test_kills",
-    "test_launch",
-    "test_multi_node",
-    "test_precision",
-)
+LONG = "resume modes multi_node kills layouts checkpoint precision launch".split()
 
 
 # Of `make quick`, which skips what has not begun in time; there the long files come last.
@@ -55,10 +47,11 @@ TIME_IS_OVER = float(os.environ.get("NO_TEST_BEGINS_AFTER", "inf"))
 
 
 def pytest_collection_modifyitems(items):
-    if TIME_IS_OVER < math.inf:
-        items.sort(key=lambda item: item.path.stem in LONG)
-    else:
-        items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+    def place(item):
+        name = item.path.stem.removeprefix("test_")
+        return LONG.index(name) if name in LONG else len(LONG)
+
+    items.sort(key=place, reverse=TIME_IS_OVER < math.inf)
 
 
 def pytest_runtest_setup():
@@ -177,7 +170,9 @@ def server(*launcher):
 
 
 def base_env(**env):
-    return os.environ | {"OMP_NUM_THREADS": "1", "TQDM_MININTERVAL": "5"} | {k: str(v) for k, v in env.items()}
+    """This process's environment with these variables, and without one that is None."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_MININTERVAL": "5"} | env
+    return {name: str(value) for name, value in env.items() if value is not None}
 
 
 # What a test may change for a script whose launcher runs already.
@@ -220,12 +215,8 @@ def run_recipe_alone(name, *flags, **env):
 
 def assert_mistake(result, *patterns, lines=1):
     """A recipe that ended with a user's mistake: our own lines, status 2."""
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert result.returncode == 2, result.stderr
-    assert "Traceback" not in result.stderr
-    assert len(errors) == lines, result.stderr
-    for pattern in patterns:
-        assert re.search(pattern, "\n".join(errors)), f"{pattern} is not in: {errors}"
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
+    assert_refused(result, *patterns, lines=lines)
 
 
 def launch_command(config, *options):
@@ -234,11 +225,10 @@ def launch_command(config, *options):
     return [BIN / "accelerate", "launch", "--config_file", path, *options]
 
 
-def launch(*flags, config="cpu", script="recipes/lm.py", processes=None, cwd=ROOT, **env):
-    """Runs a recipe as a user does, with a shipped config, and expects success."""
-    command = launch_command(config, *(["--num_processes", processes] if processes else []))
-    result = run([*command, script, *flags], cwd=cwd, **env)
-    assert result.returncode == 0, told(result)
+def launch(*flags, config="cpu", script="recipes/lm.py", check=True, **env):
+    """Runs a recipe as a user does, with a shipped config, and expects success unless told otherwise."""
+    result = run([*launch_command(config), script, *flags], **env)
+    assert not check or result.returncode == 0, told(result)
     return result
 
 
@@ -283,17 +273,22 @@ def relative_difference(gradients, reference):
     return math.sqrt(difference / sum(b.square().sum() for b in reference))
 
 
-def run_specs(recipe, runs, directory, config="cpu", *options):
-    """Several runs of a recipe, one after the other in one launch; each is its flags, and its changes."""
+def specs_command(recipe, runs, directory, config="cpu", *options):
+    """A launch of several runs, one after the other: of each its flags, changes, and recipe if it is another."""
     specs = [
-        {"recipe": f"recipes/{recipe}.py", "flags": [str(flag) for flag in flags], "changes": changes}
-        for flags, changes in runs
+        {"recipe": f"recipes/{(*own, recipe)[0]}.py", "flags": [str(flag) for flag in flags], "changes": changes}
+        for flags, changes, *own in runs
     ]
-    path = directory / f"{recipe}-{config}.json"
+    path = Path(directory) / f"{recipe}-{Path(config).stem}.json"
     path.write_text(json.dumps(specs))
-    command = [*launch_command(config, *options), "tests/run_recipe.py", path]
-    result = run(command, CUDA_VISIBLE_DEVICES="", TQDM_DISABLE=1, timeout=600)
-    assert result.returncode == 0, told(result)
+    return [*launch_command(config, *options), "tests/run_recipe.py", path]
+
+
+def run_specs(recipe, runs, directory, config="cpu", *options, check=True, **env):
+    """Runs what `specs_command` makes, without a GPU, and expects success unless told otherwise."""
+    env = {"CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": 1, "timeout": 900} | env
+    result = run(specs_command(recipe, runs, directory, config, *options), **env)
+    assert not check or result.returncode == 0, told(result)
     return result
 
 
@@ -304,7 +299,7 @@ def run_in_float64(recipe, cuts, directory):
     """
     import torch
 
-    for processes, config in ((1, "cpu"), (2, "multi_cpu")):
+    for processes in sorted({count for count, *_ in cuts.values()}):
         runs = [
             (
                 [*flags, "--output_dir", directory / name],
@@ -313,7 +308,8 @@ def run_in_float64(recipe, cuts, directory):
             for name, (count, flags, changes) in cuts.items()
             if count == processes
         ]
-        run_specs(recipe, runs, directory, config)
+        mode = ("cpu",) if processes == 1 else ("multi_cpu", "--num_processes", processes)
+        run_specs(recipe, runs, directory, *mode)
     return {
         name: (torch.load(directory / f"{name}.pt"), read_metrics(directory / name), directory / name) for name in cuts
     }
@@ -352,7 +348,19 @@ def stdlib_functions(limit):
             if isinstance(node, ast.FunctionDef):
                 texts.append("\n".join(lines[node.lineno - 1 : node.end_lineno]))
         if len(texts) >= limit:
-            return texts[:limit]
+            break
+    return texts[:limit]
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def source_of(path, rows):
+    from common.data.rows import Source
+
+    return Source(files=(str(write_jsonl(path, rows)),))
 
 
 def write_rows(path, limit):
@@ -361,16 +369,48 @@ def write_rows(path, limit):
         {"text": text, "label": "long" if len(text) > 700 else "short", "source": text, "target": text[4:40]}
         for text in stdlib_functions(limit)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_jsonl(path, rows)
 
 
 @pytest.fixture(scope="session")
 def functions_file(tmp_path_factory):
     """JSONL of 60 functions: rows of very different lengths."""
     path = tmp_path_factory.mktemp("data") / "functions.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in stdlib_functions(60)))
-    return path
+    return write_jsonl(path, [{"text": text} for text in stdlib_functions(60)])
+
+
+TEXTS = [
+    "def f(x):\n    return x\n",
+    "hello",
+    "zwölf Boxkämpfer 🥊 – jagen\u2028 Viktor\r\n",
+    "a b c d e f g h i j k l m",
+]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory):
+    """Trained on them."""
+    from common.data.rows import Source
+    from common.data.tokenizer import train_tokenizer
+
+    path = tmp_path_factory.mktemp("tokenizer") / "a.txt"
+    path.write_text("\n".join(TEXTS) * 20)
+    return train_tokenizer(Source(files=(str(path),)), 300, path.parent / "cache")
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def work(monkeypatch):
+    """A list that grows by one each time that a source is really tokenised."""
+    from common.data import text
+
+    done, write = [], text._write_samples
+    monkeypatch.setattr(text, "_write_samples", lambda *args: (done.append(args[0]), write(*args))[1])
+    return done
 
 
 @pytest.fixture(scope="session")
@@ -406,6 +446,24 @@ def make_model_dir(path, text_file, **settings):
     return path
 
 
+@pytest.fixture
+def small_disk():
+    """Mounts a tmpfs of so many bytes on a directory; needs the right to mount."""
+    mounted = []
+
+    def mount(path, size):
+        path.mkdir(parents=True, exist_ok=True)
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path]
+        if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("needs the right to mount a tmpfs")
+        mounted.append(path)
+        return path
+
+    yield mount
+    for path in reversed(mounted):
+        subprocess.run(["umount", "-l", path], check=True)
+
+
 @pytest.fixture(scope="session")
 def extensions():
     """DeepSpeed's extensions, built before a test waits for them; `make test` has done it."""
@@ -414,12 +472,17 @@ def extensions():
     assert result.returncode == 0, told(result)
 
 
+def example_flags(file, model, output_dir, *more):
+    """Of lm.py or moe.py: each row of the file is a sample, of up to 64 tokens."""
+    base = ["--train_file", file, "--model_name_or_path", model, "--shape", "examples", "--sequence_length", 64]
+    return [str(part) for part in [*base, "--output_dir", output_dir, *more]]
+
+
 def equivalence_flags(functions_file, model_dir, output_dir, *more):
     """Ten updates with accumulation, and with clipping and weight decay that count."""
-    base = ["--train_file", functions_file, "--model_name_or_path", model_dir, "--shape", "examples"]
-    base += ["--sequence_length", 64, "--num_updates", 10, "--global_batch_size", 8, "--micro_batch_size", 2]
-    base += ["--learning_rate", 1e-3, "--weight_decay", 1.0, "--max_grad_norm", 0.5, "--output_dir", output_dir]
-    return [str(part) for part in [*base, *more]]
+    base = ["--num_updates", 10, "--global_batch_size", 8, "--micro_batch_size", 2, "--learning_rate", 1e-3]
+    base += ["--weight_decay", 1.0, "--max_grad_norm", 0.5]
+    return example_flags(functions_file, model_dir, output_dir, *base, *more)
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from conftest import ROOT, base_env, launch_command, make_model_dir, stdlib_functions
+from conftest import ROOT, base_env, make_model_dir, specs_command, stdlib_functions, write_jsonl
 
 sys.path.insert(0, str(ROOT))
 
@@ -68,10 +68,8 @@ class Campaign:
         changes = {"kill_in_save": kill_in_save} if kill_in_save else {}
         if self.args.delay and not (kill_in_save and kill_in_save[1] is None):
             changes["slow_updates"] = self.args.delay
-        spec = self.directory / "spec.json"
-        spec.write_text(json.dumps([{"flags": [str(flag) for flag in flags], "changes": changes}]))
-        command = launch_command(self.args.config, "--num_processes", self.args.processes, "--mixed_precision", "no")
-        command += [ROOT / "tests/run_recipe.py", spec]
+        mode = (self.args.config, "--num_processes", self.args.processes, "--mixed_precision", "no")
+        command = specs_command("lm", [(flags, changes)], self.directory, *mode)
         env = base_env(TQDM_DISABLE=1, CUDA_VISIBLE_DEVICES="")
         self.log = open(self.directory / "log", "w")
         return subprocess.Popen([str(part) for part in command], cwd=ROOT, env=env, stdout=self.log, stderr=self.log)
@@ -212,8 +210,7 @@ def outcome(out):
 
 
 def small_run(directory):
-    data = directory / "functions.jsonl"
-    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in stdlib_functions(60)))
+    data = write_jsonl(directory / "functions.jsonl", [{"text": text} for text in stdlib_functions(60)])
     flags = ["--train_file", data, "--model_name_or_path", make_model_dir(directory / "model", data)]
     return [*flags, "--shape", "examples", "--sequence_length", 64, "--global_batch_size", 8, "--micro_batch_size", 2]
 

@@ -1,13 +1,11 @@
 """The samples of an update are arithmetic, and cutting and assigning them loses none, pads little, shares equally."""
 
-import ast
 import functools
-import sysconfig
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import stdlib_functions
 
 from common.training.batching import (
     GlobalBatches,
@@ -127,15 +125,7 @@ def test_a_budget_holds_for_samples_of_two_sequences(world_size):
 @functools.cache
 def stdlib_function_lengths():
     """Lengths, in words, of the functions of Python's standard library: real, with a long tail."""
-    lengths = []
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-        source = path.read_text(encoding="utf-8", errors="replace")
-        lines = source.splitlines()
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.FunctionDef):
-                text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
-                lengths.append(min(512, max(1, len(text) // 3)))
-    return np.array(lengths)
+    return np.array([min(512, max(1, len(text) // 3)) for text in stdlib_functions(10**6)])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

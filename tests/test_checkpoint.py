@@ -1,4 +1,4 @@
-"""Stop and resume: bit for bit in one layout, on other layouts, through damage and mistakes; and the export."""
+"""Checkpoints through damage, mistakes, signals and full disks; the best one; and the export."""
 
 import hashlib
 import json
@@ -8,51 +8,42 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import psutil
 import pytest
-from conftest import BIN, ROOT, assert_refused, launch_command, make_model_dir, read_metrics, run, told
+from conftest import (
+    BIN,
+    ROOT,
+    assert_refused,
+    example_flags,
+    launch,
+    launch_command,
+    read_metrics,
+    run,
+    run_specs,
+    specs_command,
+)
+from running import Run, find_rank, wait_for_updates, wait_until
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.checkpoint.format import DTYPE_NAMES, TrainingState, find_best, find_damage, hash_of, list_checkpoints
 from common.training.optimizers import learning_rate
 
+LM = [*launch_command("cpu"), "recipes/lm.py"]
 # What of a line of metrics.jsonl does not depend on the clock.
 EXACT = ("update", "loss", "grad_norm", "learning_rate", "target_tokens", "skipped_updates", "sample_digest")
 EXACT += ("validation_loss",)  # where there was an evaluation
 NUM_UPDATES = 20  # 60 functions, 8 an update: an epoch is 8 updates, the last one of 4 samples
 
 
-@pytest.fixture(scope="module")
-def dropout_model(functions_file, tmp_path_factory):
-    return make_model_dir(tmp_path_factory.mktemp("model"), functions_file, attention_dropout=0.1)
-
-
 pytestmark = pytest.mark.usefixtures("extensions")
 
 
 def flags(functions_file, model_dir, output_dir, *more):
-    base = ["--train_file", functions_file, "--model_name_or_path", model_dir, "--shape", "examples"]
-    base += ["--sequence_length", 64, "--num_updates", NUM_UPDATES, "--global_batch_size", 8, "--warmup_updates", 2]
-    base += ["--learning_rate", 1e-3, "--output_dir", output_dir, "--save_every", 10]
-    return [str(part) for part in [*base, *more]]
-
-
-def specs_command(specs, directory, config="cpu", *options):
-    """Several runs, one after the other, in one launch; each is (flags, changes)."""
-    path = Path(directory) / f"{config}.json"
-    path.write_text(json.dumps([{"flags": flags, "changes": changes} for flags, changes in specs]))
-    return [*launch_command(config, *options), "tests/run_recipe.py", path]
-
-
-def run_specs(specs, directory, config="cpu", processes=1, precision="no", check=True):
-    command = specs_command(specs, directory, config, "--mixed_precision", precision, "--num_processes", processes)
-    result = run(command, CUDA_VISIBLE_DEVICES="", TQDM_DISABLE=1, timeout=600)
-    assert not check or result.returncode == 0, told(result)
-    return result
+    base = ["--num_updates", NUM_UPDATES, "--global_batch_size", 8, "--warmup_updates", 2, "--learning_rate", 1e-3]
+    return example_flags(functions_file, model_dir, output_dir, *base, "--save_every", 10, *more)
 
 
 def exact_metrics(output_dir):
@@ -71,126 +62,12 @@ def outcome(output_dir, update=NUM_UPDATES):
     return exact_metrics(output_dir), {key: manifest[key] for key in kept}, hashlib.sha256(weights).hexdigest()
 
 
-# Config, processes, and more flags: with accumulation, but for two processes that take a whole global batch at once. In
-# the other modes: tests/test_resume.py.
-CUTS = {
-    "cpu": (1, ["--micro_batch_size", 2, "--num_workers", 2]),
-    "multi_cpu": (2, ["--micro_batch_size", 4, "--num_workers", 2]),
-    "fsdp2": (2, ["--micro_batch_size", 1, "--num_workers", 2]),
-    "zero2": (2, ["--micro_batch_size", 1]),
-    "zero3": (2, ["--micro_batch_size", 1]),
-}
-# Where it is asked to stop, in the updates done then: within an epoch, at its end, and one later; by which rank.
-STOPS = [(5, 0, "SIGTERM", 1), (8, -1, "SIGUSR1", 2), (9, 0, "SIGINT", 1)]
-
-
-@pytest.mark.parametrize("config", CUTS)
-def test_a_stopped_run_goes_on_bit_for_bit(config, functions_file, dropout_model, tmp_path):
-    """Stopped and resumed three times: losses, weights, optimizer and random states of the run that never stopped.
-
-    So is what goes on from a checkpoint whose state was still being copied when the next update was ready.
-    """
-    processes, more = CUTS[config]
-    whole, again, stopped = (tmp_path / name for name in ("whole", "again", "stopped"))
-    specs = [(flags(functions_file, dropout_model, whole, *more), {"slow_copy": [0.5, True]})]
-    resumed = flags(functions_file, dropout_model, again, *more, "--resume")
-    specs.append((resumed, {"copy_run": [str(whole), str(again), 10]}))
-    for number, (done, rank, name, times) in enumerate(STOPS):
-        given = flags(functions_file, dropout_model, stopped, *more, *(["--resume"] if number else []))
-        specs.append((given, {"signal_at": [done - 1, rank % processes, name, times]}))
-    specs.append((flags(functions_file, dropout_model, stopped, *more, "--resume"), {}))
-    result = run_specs(specs, tmp_path, config, processes)
-    assert outcome(stopped) == outcome(whole)
-    assert outcome(again) == outcome(whole)
-    for done, *_ in STOPS:
-        assert result.stdout.count(f"stopped after update {done}, checkpoint written") == 1
-
-
-@pytest.mark.parametrize("more", [1, 2])
-def test_a_signal_is_kept_until_training_begins_and_the_third_one_ends_it(more, tmp_path):
-    (tmp_path / "stop.py").write_text(f"""
-import os, signal
-from common.training.stopping import StopRequests
-signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGUSR1}})  # as launchers/meet.py leaves it
-os.kill(os.getpid(), signal.SIGUSR1)
-with StopRequests() as stop:
-    assert stop.asked
-    for _ in range({more}):
-        os.kill(os.getpid(), signal.SIGUSR1)
-os.kill(os.getpid(), signal.SIGUSR1)  # what comes later is kept again, and does no harm
-""")
-    result = run([BIN / "python", tmp_path / "stop.py"], PYTHONPATH=ROOT)
-    assert result.returncode == (0 if more == 1 else -signal.SIGUSR1), result.stderr
-
-
-def test_what_a_resume_forgets_is_noticed(functions_file, dropout_model, tmp_path):
-    """The controls of the test above: each part of the state, left out, changes the outcome."""
-    specs = []
-    sources = {"plain": {}, "scaled": {"loss_scaler": 3}, "copied late": {"slow_copy": [0.5, False]}}
-    for name, changes in sources.items():
-        specs.append((flags(functions_file, dropout_model, tmp_path / name, "--micro_batch_size", 2), changes))
-    forgotten = ("random", "optimizer", "learning_rate", "samples")
-    resumed = {name: ("plain", {"forget": name}) for name in forgotten} | {"nothing": ("plain", {})}
-    resumed["scaler"] = ("scaled", {"loss_scaler": 3, "forget": "scaler"})
-    resumed["nothing scaled"] = ("scaled", {"loss_scaler": 3})
-    resumed["to wait for the copy"] = ("copied late", {})
-    for name, (source, changes) in resumed.items():
-        changes = {"copy_run": [str(tmp_path / source), str(tmp_path / name), 10]} | changes
-        more = ["--micro_batch_size", 2, "--resume"]
-        specs.append((flags(functions_file, dropout_model, tmp_path / name, *more), changes))
-    run_specs(specs, tmp_path)
-    same = {name for name, (source, _) in resumed.items() if outcome(tmp_path / name) == outcome(tmp_path / source)}
-    assert same == {"nothing", "nothing scaled"}
-
-
-# Config, processes, and after which update it stops; None: the end.
-CHAINS = {
-    "float64": [("multi_cpu", 4, 4), ("fsdp2", 2, 8), ("cpu", 1, 12), ("multi_cpu", 2, 16), ("fsdp2", 4, None)],
-    "float32": [("zero3", 2, 5), ("zero1", 4, 9), ("cpu", 1, 12), ("zero2", 2, None)],
-}
-
-
-@pytest.mark.parametrize("dtype", CHAINS)
-def test_a_run_goes_on_with_other_processes_and_in_another_mode(dtype, functions_file, model_dir, tmp_path):
-    """The same samples and learning rates, and the losses of one process, through four changes of the layout."""
-    changes = {"float64": 1} if dtype == "float64" else {}  # no dropout: its streams are the ranks'
-    more = ["--micro_batch_size", 1]
-    copied = [str(tmp_path / "whole"), str(tmp_path / "forgetful"), 10]
-    forgetful = changes | {"copy_run": copied, "forget": "optimizer"}
-    specs = [(flags(functions_file, model_dir, tmp_path / "whole", *more), changes)]
-    specs.append((flags(functions_file, model_dir, tmp_path / "forgetful", *more, "--resume"), forgetful))
-    run_specs(specs, tmp_path)
-    chained = flags(functions_file, model_dir, tmp_path / "chained", *more)
-    for number, (config, processes, stop) in enumerate(CHAINS[dtype]):
-        change = changes | ({"signal_at": [stop - 1, 0, "SIGTERM", 1]} if stop else {})
-        run_specs([([*chained, *(["--resume"] if number else [])], change)], tmp_path, config, processes)
-    tolerance = 1e-10 if dtype == "float64" else 1e-5
-    lines, expected = read_metrics(tmp_path / "chained"), read_metrics(tmp_path / "whole")
-    for line, other in zip(lines, expected, strict=True):
-        for key in ("update", "sample_digest", "learning_rate"):
-            assert line[key] == other[key], line["update"]
-        assert line["loss"] == pytest.approx(other["loss"], rel=tolerance), line["update"]
-    weights = load_file(tmp_path / "whole/model/model.safetensors")
-    for name, weight in load_file(tmp_path / "chained/model/model.safetensors").items():
-        assert (weight - weights[name]).abs().max() < tolerance, name
-    # Control: a run that lost only its optimizer state is outside the tolerance.
-    control = [line["loss"] for line in read_metrics(tmp_path / "forgetful")]
-    assert control[10:] != pytest.approx([other["loss"] for other in expected[10:]], rel=tolerance)
-
-
 @pytest.fixture(scope="module")
 def finished(functions_file, model_dir, tmp_path_factory):
     """A run with the checkpoints of updates 10, 15 and 20."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    run_recipe(flags(functions_file, model_dir, out, "--save_every", 5, "--keep_last", 3))
+    launch(*flags(functions_file, model_dir, out, "--save_every", 5, "--keep_last", 3))
     return out
-
-
-def run_recipe(arguments, check=True):
-    command = [*launch_command("cpu", "--mixed_precision", "no", "--num_processes", 1), "recipes/lm.py", *arguments]
-    result = run(command, CUDA_VISIBLE_DEVICES="", TQDM_DISABLE=1)
-    assert not check or result.returncode == 0, result.stdout + result.stderr
-    return result
 
 
 def flip_bit(path):
@@ -315,14 +192,14 @@ def test_the_newest_sound_checkpoint_is_taken(finished, functions_file, model_di
     with open(out / "metrics.jsonl", "a") as file:
         file.write('{"update": 20, "lo')  # torn
     more = flags(functions_file, model_dir, out, "--resume", "--save_every", 2)
-    result = run_specs([(more, {"signal_at": [13, 0, "SIGTERM", 1]})], tmp_path)
+    result = run_specs("lm", [(more, {"signal_at": [13, 0, "SIGTERM", 1]})], tmp_path)
     assert "resuming from" in result.stdout and "update-000010, after update 10" in result.stdout
     assert f"update-000020: {MISSING}" in result.stderr
     assert "update-000015: rank-00000.safetensors is damaged: its SHA-256 differs" in result.stderr
     assert "update-000016: manifest.json is damaged" in result.stderr
     left = {path.name for path in (out / "checkpoints").iterdir()} - {"update-000016", "update-000025"}
     assert left == {"update-000012", "update-000014", "my-own"}
-    run_recipe(flags(functions_file, model_dir, out, "--resume"))
+    launch(*flags(functions_file, model_dir, out, "--resume"))
     assert outcome(out) == outcome(finished)
     assert checkpoint_command("list", finished).returncode == 0
 
@@ -332,7 +209,7 @@ def test_what_is_not_the_runs_own_is_refused(finished, functions_file, model_dir
     before = sorted((path, path.stat().st_mtime_ns) for path in finished.rglob("*"))
     changed = ["--global_batch_size", 4, "--learning_rate", 2e-3, "--num_updates", 22, "--sequence_length", 48]
     changed = flags(functions_file, model_dir, finished, "--resume", *changed)
-    result = run_recipe(changed, check=False)
+    result = launch(*changed, check=False)
     patterns = ["--global_batch_size is 4, the checkpoint's is 8; give 8\n"]
     patterns += ["--learning_rate is 0.002, the checkpoint's is 0.001", "--num_updates is 22, the checkpoint's is 20"]
     assert_refused(result, *patterns, "other training data: their fingerprint is", lines=4)
@@ -344,7 +221,7 @@ def test_what_is_not_the_runs_own_is_refused(finished, functions_file, model_dir
     identity = json.loads((newest / "manifest.json").read_text())["identity"]
     model = identity["model"] | {"attention_dropout": 0.1}
     change_manifest(newest, identity=identity | {"tokenizer": "0" * 16, "model": model})
-    result = run_recipe(flags(functions_file, model_dir, other, "--resume", "--optimizer", "sgd"), check=False)
+    result = launch(*flags(functions_file, model_dir, other, "--resume", "--optimizer", "sgd"), check=False)
     patterns = [
         "another model: its attention_dropout is 0.0, the checkpoint's is 0.1",
         "another tokenizer: .* is 0{16};",
@@ -352,16 +229,16 @@ def test_what_is_not_the_runs_own_is_refused(finished, functions_file, model_dir
     assert_refused(result, *patterns, "--optimizer is sgd, the checkpoint's is adamw; give adamw$", lines=3)
 
     change_manifest(newest, format=2)
-    result = run_recipe(flags(functions_file, model_dir, other, "--resume"), check=False)
+    result = launch(*flags(functions_file, model_dir, other, "--resume"), check=False)
     assert_refused(result, "its format is 2, newer than this code's 1")
 
     shutil.rmtree(newest)
     changed[changed.index(str(finished))] = str(other)
     changed[changed.index("--global_batch_size", changed.index("--resume")) + 1] = "8"
-    run_recipe([*changed, "--allow_changed", "learning_rate", "num_updates", "dataset"])
+    launch(*changed, "--allow_changed", "learning_rate", "num_updates", "dataset")
     assert len(read_metrics(other)) == 22
     fewer = ["--num_updates", 15, "--resume", "--allow_changed", "num_updates"]
-    result = run_recipe(flags(functions_file, model_dir, finished, *fewer), check=False)
+    result = launch(*flags(functions_file, model_dir, finished, *fewer), check=False)
     assert_refused(result, "has made 20 updates already, more than --num_updates 15")
 
 
@@ -372,7 +249,7 @@ def test_the_text_elsewhere_and_a_damaged_line_of_metrics_do_no_harm(finished, f
     text.write_bytes(functions_file.read_bytes())  # a path and a time of its own
     lines = (out / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (out / "metrics.jsonl").write_bytes(b"".join([*lines[:3], b"\0\xff\n", *lines[4:]]))
-    result = run_recipe(flags(text, model_dir, out, "--resume"))
+    result = launch(*flags(text, model_dir, out, "--resume"))
     assert "the line of update 3 before update 15 are lost or damaged" in result.stdout
     expected = exact_metrics(finished)
     assert exact_metrics(out) == expected[:3] + expected[4:]
@@ -400,7 +277,7 @@ def test_a_longer_run_keeps_the_warm_up_that_it_began_with(functions_file, model
     del given[at : at + 2]
     longer = [*given, "--num_updates", "60", "--resume", "--allow_changed", "num_updates"]
     asked = [*longer, "--warmup_updates", "3"]
-    result = run_specs([(one, {}) for one in (given, longer, asked)], tmp_path, check=False)
+    result = run_specs("lm", [(one, {}) for one in (given, longer, asked)], tmp_path, check=False)
     assert_refused(result, "--warmup_updates is 3, the checkpoint's is 1; give 1, or --allow_changed warmup_updates")
     for done in (40, 60):
         assert manifest_of(tmp_path / "run", done)["identity"]["settings"]["warmup_updates"] == 1
@@ -434,7 +311,8 @@ def test_the_best_one_is_named_or_loaded_at_the_end(config, functions_file, mode
     if config == "cpu":
         specs.append((flags(functions_file, model_dir, tmp_path / "last", *more), {}))
     # In bf16 DeepSpeed's model/ is in bf16 too, and not comparable with the export's float32.
-    result = run_specs(specs, tmp_path, config, BEST[config], precision="bf16" if config == "fsdp2" else "no")
+    mode = (config, "--mixed_precision", "bf16" if config == "fsdp2" else "no", "--num_processes", BEST[config])
+    result = run_specs("lm", specs, tmp_path, *mode)
     for name in ["loaded", "last"][: len(specs)]:
         out = tmp_path / name
         evaluated = [line for line in read_metrics(out) if "validation_loss" in line]
@@ -486,53 +364,42 @@ def test_an_exported_checkpoint_is_the_model(finished, model_dir, tmp_path):
 # --- asked to stop
 
 
-QUIET = {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
-LM = [*launch_command("cpu"), "recipes/lm.py"]
+def children(process):
+    return psutil.Process(process.pid).children(recursive=True)
 
 
-def start(*command, **options):
-    command = [str(part) for part in command]
-    return subprocess.Popen(command, cwd=ROOT, env=os.environ | QUIET, stderr=subprocess.PIPE, text=True, **options)
-
-
-def recipes_of(process):
-    """The ranks below a launcher, in order, and their data workers."""
-    children = psutil.Process(process.pid).children(recursive=True)
-    ranks = [child for child in children if "recipes/lm.py" in child.cmdline() and child.ppid() == process.pid]
-    return sorted(ranks, key=lambda child: child.pid), [child for child in children if child not in ranks]
-
-
-def wait_for_updates(out, number, process):
-    while not (out / "metrics.jsonl").is_file() or len((out / "metrics.jsonl").read_text().splitlines()) < number:
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.02)
-
-
+# Config, the signal, who gets it, and more flags.
 SIGNALLED = {
-    "one process, SIGINT": ("cpu", signal.SIGINT, "first", 1, []),
-    "one rank, twice, SIGUSR1, during saves": ("multi_cpu", signal.SIGUSR1, "last", 2, ["--save_every", 1]),
-    "all processes, SIGTERM": ("multi_cpu", signal.SIGTERM, "all", 1, ["--num_workers", 1]),
-    "without a launcher, SIGTERM": (None, signal.SIGTERM, "first", 1, []),
+    "one process, SIGINT": ("cpu", signal.SIGINT, children, []),
+    "one rank, twice, SIGUSR1, during saves": (
+        "multi_cpu",
+        signal.SIGUSR1,
+        lambda process: [find_rank(process, 1)] * 2,
+        ["--save_every", 1],
+    ),
+    "all processes, SIGTERM": ("multi_cpu", signal.SIGTERM, children, ["--num_workers", 1]),
+    "without a launcher, SIGTERM": (None, signal.SIGTERM, lambda process: [process], []),
 }
 
 
 @pytest.mark.parametrize("case", SIGNALLED)
 def test_a_signal_ends_the_update_and_leaves_a_checkpoint(case, functions_file, model_dir, tmp_path):
-    config, number, target, times, more = SIGNALLED[case]
+    config, number, targets, more = SIGNALLED[case]
     out = tmp_path / "run"
     launcher = launch_command(config) if config else [BIN / "python"]
-    process = start(*launcher, "recipes/lm.py", *flags(functions_file, model_dir, out, "--num_updates", 5000, *more))
-    wait_for_updates(out, 5, process)
-    ranks, workers = recipes_of(process) if config else ([process], [])
-    for one in {"first": ranks[:1], "last": ranks[-1:], "all": [*ranks, *workers]}[target]:
-        for _ in range(times):
-            one.send_signal(number)
-    _, errors = process.communicate(timeout=120)
-    assert f"{number.name}: stopping after this update or the next" in errors
+    with Run(tmp_path) as started:
+        given = flags(functions_file, model_dir, out, "--num_updates", 5000, *more)
+        process = started.start([*launcher, "recipes/lm.py", *given])
+        wait_for_updates(out, 5)
+        for target in targets(process):
+            target.send_signal(number)
+        (status,) = started.wait(120)
+    printed = started.output()
+    assert f"{number.name}: stopping after this update or the next" in printed
     if config:  # `accelerate launch` reports 1, whatever the script's status is
-        assert process.returncode == 1 and re.search(r"exit status 75|exitcode *: 75", errors), errors
+        assert status == 1 and re.search(r"exit status 75|exitcode *: 75", printed), printed
     else:
-        assert process.returncode == 75
+        assert status == 75
     done = len(read_metrics(out))
     assert 5 <= done < 5000
     assert json.loads((out / "run.json").read_text())["status"] == f"stopped after update {done}"
@@ -540,18 +407,37 @@ def test_a_signal_ends_the_update_and_leaves_a_checkpoint(case, functions_file, 
     assert not list((out / "checkpoints").glob("*.partial")) and not (out / "model").exists()
 
 
+@pytest.mark.parametrize("more", [1, 2])
+def test_a_signal_is_kept_until_training_begins_and_the_third_one_ends_it(more, tmp_path):
+    (tmp_path / "stop.py").write_text(f"""
+import os, signal
+from common.training.stopping import StopRequests
+signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGUSR1}})  # as launchers/meet.py leaves it
+os.kill(os.getpid(), signal.SIGUSR1)
+with StopRequests() as stop:
+    assert stop.asked
+    for _ in range({more}):
+        os.kill(os.getpid(), signal.SIGUSR1)
+os.kill(os.getpid(), signal.SIGUSR1)  # what comes later is kept again, and does no harm
+""")
+    result = run([BIN / "python", tmp_path / "stop.py"], PYTHONPATH=ROOT)
+    assert result.returncode == (0 if more == 1 else -signal.SIGUSR1), result.stderr
+
+
 def test_a_sigusr1_at_the_start_waits_for_the_first_update(functions_file, model_dir, tmp_path):
     """As soon as the recipe runs: else it would end the process, with nothing saved."""
-    process = start(*LM, *flags(functions_file, model_dir, tmp_path / "run"))
-    is_caught = False
-    while not is_caught:
-        assert process.poll() is None, process.stderr.read()
-        for rank in recipes_of(process)[0]:
-            caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{rank.pid}/status").read_text())
-            is_caught = bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
-    assert not (tmp_path / "run").exists()  # long before the loop, which catches it in any case
-    rank.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=120)
+
+    def is_caught():
+        states = [Path(f"/proc/{one.pid}/status").read_text() for one in children(launcher)]
+        return any(int(re.search(r"SigCgt:\s*(\w+)", state)[1], 16) >> signal.SIGUSR1 - 1 & 1 for state in states)
+
+    with Run(tmp_path) as started:
+        launcher = started.start([*LM, *flags(functions_file, model_dir, tmp_path / "run")])
+        wait_until(is_caught)
+        assert not (tmp_path / "run").exists()  # long before the loop, which catches it in any case
+        (script,) = children(launcher)
+        script.send_signal(signal.SIGUSR1)
+        started.wait(120)
     assert json.loads((tmp_path / "run/run.json").read_text())["status"] == "stopped after update 1"
     assert manifest_of(tmp_path / "run", 1)["samples"] == 8
 
@@ -560,66 +446,44 @@ def test_a_resume_waits_for_the_run_that_still_writes_its_checkpoint(functions_f
     """The launcher of one process dies of SIGTERM, and the script saves alone."""
     out, saved = tmp_path / "run", tmp_path / "saved"
     given = flags(functions_file, model_dir, out, "--num_updates", 5000, "--save_every", 0)
-    launcher = start(*specs_command([(given, {"save_waits_for": str(saved)})], tmp_path))
-    wait_for_updates(out, 3, launcher)
-    (script,) = psutil.Process(launcher.pid).children()
     try:
-        launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(timeout=30) == -signal.SIGTERM and script.is_running()
-        command = [*LM, *given, "--resume", "--allow_changed", "num_updates"]
-        command[command.index("5000")] = len(read_metrics(out)) + 20
-        again = start(*command, stdout=subprocess.PIPE)
-        line = ""
-        while "waiting for another process" not in line:
-            line = again.stdout.readline()
-            assert line, "it did not wait"
-        saved.touch()
-        printed, _ = again.communicate(timeout=240)
+        with Run(tmp_path) as started:
+            launcher = started.start(specs_command("lm", [(given, {"save_waits_for": str(saved)})], tmp_path))
+            wait_for_updates(out, 3)
+            (script,) = children(launcher)
+            launcher.send_signal(signal.SIGTERM)
+            assert launcher.wait(timeout=30) == -signal.SIGTERM and script.is_running()
+            more = ["--num_updates", len(read_metrics(out)) + 20, "--resume", "--allow_changed", "num_updates"]
+            again = started.start([*LM, *given, *more])
+            wait_until(lambda: "waiting for another process" in started.output(1))
+            saved.touch()
+            assert again.wait(timeout=240) == 0
         stopped = json.loads((out / "run.json").read_text())["resumed_at"]
-        assert again.returncode == 0 and f"resuming from {out}/checkpoints/update-{stopped:06}, after" in printed
+        assert f"resuming from {out}/checkpoints/update-{stopped:06}, after" in started.output(1)
     finally:
         saved.touch()  # which ends the script
 
 
 def test_overwrite_deletes_nothing_of_a_run_that_still_writes(functions_file, model_dir, tmp_path):
+    """Control: the same command, when nobody writes there any more."""
     out = tmp_path / "run"
-    overwriting = flags(functions_file, model_dir, out, "--num_updates", 3, "--overwrite")
-    command = specs_command([(overwriting, {"lock_timeout": 0.5})], tmp_path)
-    process = start(*LM, *flags(functions_file, model_dir, out, "--num_updates", 5000))
-    try:
-        wait_for_updates(out, 12, process)
+    overwriting = [(flags(functions_file, model_dir, out, "--num_updates", 3, "--overwrite"), {"lock_timeout": 0.5})]
+    with Run(tmp_path) as started:
+        launcher = started.start([*LM, *flags(functions_file, model_dir, out, "--num_updates", 5000)])
+        wait_for_updates(out, 12)
         before = {path for path in out.rglob("*") if "update-0" not in str(path)}
-        assert_refused(run(command, TQDM_DISABLE=1), "another run writes there; end it, or name another directory")
-        done = len(read_metrics(out))
-        wait_for_updates(out, done + 2, process)
+        result = run_specs("lm", overwriting, tmp_path, check=False)
+        assert_refused(result, "another run writes there; end it, or name another directory")
+        wait_for_updates(out, len(read_metrics(out)) + 2)
         assert before <= set(out.rglob("*")) and list_checkpoints(out)[0]
-    finally:
-        for rank in recipes_of(process)[0]:
-            rank.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
-    run(command, TQDM_DISABLE=1)  # the control: nobody writes there any more
+        (script,) = children(launcher)
+        script.send_signal(signal.SIGTERM)
+        started.wait(60)
+    run_specs("lm", overwriting, tmp_path)
     assert len(read_metrics(out)) == 3
 
 
 # --- the disk
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """Mounts a tmpfs of so many bytes on a directory; needs the right to mount."""
-    mounted = []
-
-    def mount(path, size):
-        path.mkdir(parents=True, exist_ok=True)
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path]
-        if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
-            pytest.skip("needs the right to mount a tmpfs")
-        mounted.append(path)
-        return path
-
-    yield mount
-    for path in reversed(mounted):
-        subprocess.run(["umount", "-l", path], check=True)
 
 
 # Bytes left when the disk fills up within a save: for nothing, for a part of the tensors.
@@ -629,18 +493,18 @@ def test_a_disk_that_fills_up_within_a_save(left, functions_file, model_dir, sma
     disk = small_disk(tmp_path / "disk", "4M")
     arguments = flags(functions_file, model_dir, disk / "run", "--num_updates", 12, "--save_every", 5)
     changes = {"fill_disk": [10, str(disk), left], "slow_updates": 0.1}
-    result = run_specs([(arguments, changes)], tmp_path, check=False)
+    result = run_specs("lm", [(arguments, changes)], tmp_path, check=False)
     assert_refused(result, r"^error: disk: .*[\d,]+ (bytes )?free")
     found, problems = list_checkpoints(disk / "run")
     assert [manifest["update"] for path, manifest in found if not find_damage(path, manifest)] == [5] and not problems
     (disk / "ballast").unlink()
-    run_recipe([*arguments, "--resume"])
+    launch(*arguments, "--resume")
     assert len(read_metrics(disk / "run")) == 12
 
 
 def test_a_save_that_cannot_fit_is_refused_before_it_starts(functions_file, model_dir, small_disk, tmp_path):
     disk = small_disk(tmp_path / "disk", "1300K")
-    result = run_recipe(flags(functions_file, model_dir, disk / "run", "--save_every", 5), check=False)
+    result = launch(*flags(functions_file, model_dir, disk / "run", "--save_every", 5), check=False)
     pattern = r"No space left on device \(.*update-000010.partial\); ([\d,]+) bytes needed, ([\d,]+) free"
     assert_refused(result, pattern)
     needed, free = (int(number.replace(",", "")) for number in re.search(pattern, result.stderr).groups())
@@ -651,7 +515,7 @@ def test_a_save_that_cannot_fit_is_refused_before_it_starts(functions_file, mode
 
 def test_a_disk_without_room_for_the_model_is_one_line(functions_file, model_dir, small_disk, tmp_path):
     disk = small_disk(tmp_path / "disk", "100K")
-    result = run_recipe(flags(functions_file, model_dir, disk / "run", "--save_every", 0), check=False)
+    result = launch(*flags(functions_file, model_dir, disk / "run", "--save_every", 0), check=False)
     assert_refused(result, "disk: .*run/model could not be written: No space left on device")
     assert len(read_metrics(disk / "run")) == NUM_UPDATES
     assert not list((disk / "run").glob("model*"))
@@ -663,7 +527,7 @@ def test_a_disk_that_became_read_only(finished, functions_file, model_dir, small
     checkpoints = small_disk(out / "checkpoints", "4M")
     shutil.copytree(finished / "checkpoints/update-000010", checkpoints / "update-000010")
     subprocess.run(["mount", "-o", "remount,ro", checkpoints], check=True)
-    result = run_recipe(flags(functions_file, model_dir, out, "--resume", "--save_every", 5), check=False)
+    result = launch(*flags(functions_file, model_dir, out, "--resume", "--save_every", 5), check=False)
     assert_refused(result, "disk: .*Read-only file system .*update-000015.partial")
     assert "resuming from" in result.stdout  # the old one still loads
 
@@ -677,9 +541,9 @@ def test_what_stands_in_a_checkpoints_place_is_put_away(finished, functions_file
     (out / "checkpoints/update-000015").write_text("a file")
     (out / "checkpoints/update-000015.partial").write_text("a file")
     (out / "checkpoints/update-000020.partial/rank-00000.safetensors").mkdir(parents=True)
-    run_recipe(flags(functions_file, model_dir, out, "--resume", "--save_every", 5))
+    launch(*flags(functions_file, model_dir, out, "--resume", "--save_every", 5))
     assert outcome(out) == outcome(finished)
     (out / "metrics.jsonl").unlink()
     (out / "metrics.jsonl").mkdir()
-    result = run_recipe(flags(functions_file, model_dir, out, "--resume"), check=False)
+    result = launch(*flags(functions_file, model_dir, out, "--resume"), check=False)
     assert_refused(result, "disk: .*metrics.jsonl is no file")

@@ -12,14 +12,11 @@ import pytest
 import torch
 from conftest import (
     assert_mistake,
-    assert_same_losses,
     assert_same_update,
     launch,
-    launch_command,
     make_model_dir,
     relative_difference,
     results_of,
-    run,
     run_in_float64,
     run_recipe_alone,
     stdlib_functions,
@@ -180,22 +177,6 @@ def test_held_out_texts_are_counted_once_on_any_number_of_processes(float64_runs
 def one_process(files, encoder, tmp_path_factory):
     out = tmp_path_factory.mktemp("one") / "run"
     return out, launch(*flags(files, encoder, out), script=SCRIPT)
-
-
-@pytest.mark.usefixtures("extensions")
-@pytest.mark.parametrize("config", ["multi_cpu", "fsdp2", "zero3"])
-def test_every_mode_makes_the_update_of_one_process(config, one_process, files, encoder, tmp_path):
-    """Also where the head, which the checkpoint does not have, is drawn while the weights are cut."""
-    command = launch_command(config, "--mixed_precision", "no", "--num_processes", 2)
-    result = run([*command, SCRIPT, *flags(files, encoder, tmp_path / "run")], CUDA_VISIBLE_DEVICES="")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert_same_losses(tmp_path / "run", one_process[0])
-    assert results_of(tmp_path / "run")["accuracy"] == results_of(one_process[0])["accuracy"]
-    models = [
-        AutoModelForSequenceClassification.from_pretrained(out / "model") for out in (one_process[0], tmp_path / "run")
-    ]
-    for weight, expected in zip(*(model.parameters() for model in models), strict=True):
-        assert (weight - expected).abs().max() < 1e-5
 
 
 def test_the_model_that_a_run_leaves_gives_the_figures_that_it_printed(one_process, rows):

@@ -36,18 +36,8 @@ OURS = {
     "vision.py": f"{PREDICTED} data.image_files data.images models.image_classifier models.image_models models.norms",
 }
 # Packages that take seconds or that not everybody has.
-HEAVY = {
-    "pyarrow": LANGUAGE,
-    "datasets": set(),
-    "evaluate": set(),
-    "sklearn": set(),
-    "sacrebleu": set(),
-    "bitsandbytes": set(),
-    "deepspeed": set(),
-    "matplotlib": set(),
-    "tensorboard": set(),
-    "torchvision": set(),
-}
+HEAVY = {"pyarrow": LANGUAGE}
+NOBODYS = "datasets evaluate sklearn sacrebleu bitsandbytes deepspeed matplotlib tensorboard torchvision".split()
 
 # Forks, so that torch and transformers are imported once.
 LOADED = """
@@ -78,7 +68,7 @@ def test_each_recipe_loads_what_it_uses_and_no_more():
     for recipe, names in OURS.items():
         found = {name for name in loaded[recipe] if name.split(".")[0] in ours - {"__init__"}}
         assert {name for name in found if not (ROOT / "common" / name).is_dir()} == {*EVERY.split(), *names.split()}
-    for module, users in HEAVY.items():
+    for module, users in (HEAVY | dict.fromkeys(NOBODYS, set())).items():
         assert {name for name in loaded if module in loaded[name]} == users, module
     assert not {"PIL", "transformers"} & loaded["checkpoint"]  # `list` looks at files, and that is all
     assert "checkpoint.format" in loaded["checkpoint"]

@@ -8,7 +8,7 @@ import pytest
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils import DeepSpeedPlugin
 from conftest import equivalence_flags as flags
-from conftest import launch_command, read_metrics, recipe_arguments, run
+from conftest import read_metrics, recipe_arguments, run_specs
 from running import set_world, settings_shown
 
 from common.parallel.deepspeed_files import flatten
@@ -312,22 +312,16 @@ def test_a_yaml_that_repeats_what_its_deepspeed_file_says_is_refused(tmp_path):
     )
 
 
-def run_lm(config, *options, flags):
-    result = run([*launch_command(config, *options), "recipes/lm.py", *flags], CUDA_VISIBLE_DEVICES="", timeout=600)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result
-
-
 @pytest.mark.usefixtures("extensions")
 @pytest.mark.parametrize("offload", [False, True])
 def test_their_runs_are_those_of_the_shipped_file(offload, functions_file, model_dir, tmp_path):
     """In bf16: Accelerate's example of ZeRO-2, and ZeRO-3 offloaded as `accelerate config` writes it."""
-    shipped, bf16 = "zero3_offload_cpu" if offload else "zero2", ("--mixed_precision", "bf16")
+    shipped = "zero3_offload_cpu" if offload else "zero2"
     more = ("--num_updates", 3, "--max_grad_norm", 1.0)
-    run_lm(shipped, *bf16, flags=flags(functions_file, model_dir, tmp_path / "shipped", *more))
+    given = [(flags(functions_file, model_dir, tmp_path / name, *more), {}) for name in ("shipped", "run")]
+    run_specs("lm", given[:1], tmp_path, shipped, "--mixed_precision", "bf16")
     if offload:
         path = write_yaml(tmp_path / "c.yaml", mixed_precision="bf16", deepspeed_config=written_section(3, True))
-        result = run_lm(path, flags=flags(functions_file, model_dir, tmp_path / "run", *more))
     else:
         example = accelerate_example(2, offload=False)
         example["bf16"] = {"enabled": example.pop("fp16")["enabled"]}
@@ -335,7 +329,8 @@ def test_their_runs_are_those_of_the_shipped_file(offload, functions_file, model
         # The precision of the launch may also stand in the YAML, which Accelerate by itself refuses beside a file.
         section = {"deepspeed_config_file": str(tmp_path / "mine.json"), "zero3_init_flag": True}
         path = write_yaml(tmp_path / "c.yaml", mixed_precision="bf16", deepspeed_config=section)
-        result = run_lm(path, flags=flags(functions_file, model_dir, tmp_path / "run", *more))
+    result = run_specs("lm", given[1:], tmp_path, path)
+    if not offload:
         assert "mine.json: no effect here: steps_per_print" in result.stderr
         assert "optimizer (--optimizer adamw, --learning_rate 0.001, --weight_decay 1.0)" in result.stdout
     assert len(re.findall(r"DeepSpeed's settings \(.*\), filled in: ", result.stdout)) == 1
@@ -352,7 +347,8 @@ def test_the_precision_of_the_file_runs_where_the_launch_says_none(functions_fil
     example |= {"gradient_clipping": 0.5, "train_batch_size": 8}
     (tmp_path / "mine.json").write_text(json.dumps(example))
     options = ("--num_processes", 1, "--deepspeed_config_file", tmp_path / "mine.json")
-    result = run_lm("zero3", *options, flags=flags(functions_file, model_dir, tmp_path / "run", "--dry_run"))
+    given = flags(functions_file, model_dir, tmp_path / "run", "--dry_run")
+    result = run_specs("lm", [(given, {})], tmp_path, "zero3", *options)
     assert "precision  bf16" in result.stdout
     source = str(tmp_path / "mine.json")
     view = settings_shown(result.stdout)

@@ -1,11 +1,14 @@
 """What only a GPU can show: `make gpu` where there is one. Elsewhere they are skipped."""
 
+import functools
 import json
 import math
+import os
 
+import conftest
 import pytest
 import torch
-from conftest import assert_refused, launch, launch_command, read_metrics, run
+from conftest import assert_refused, example_flags, launch, launch_command, read_metrics, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -21,16 +24,18 @@ OTHERS = {
 
 
 def flags(functions_file, model_dir, output_dir, *more):
-    base = ["--train_file", functions_file, "--model_name_or_path", model_dir, "--shape", "examples"]
-    base += ["--sequence_length", 64, "--num_updates", 10, "--global_batch_size", 8, "--micro_batch_tokens", 128]
-    return [str(part) for part in [*base, "--learning_rate", 1e-3, "--output_dir", output_dir, *more]]
+    base = ["--num_updates", 10, "--global_batch_size", 8, "--micro_batch_tokens", 128, "--learning_rate", 1e-3]
+    return example_flags(functions_file, model_dir, output_dir, *base, *more)
+
+
+run_specs = functools.partial(conftest.run_specs, CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def train(output_dir, functions_file, model_dir, *more, precision="no", config="single_gpu", processes=1, **env):
-    command = launch_command(config, "--mixed_precision", precision, "--num_processes", processes)
-    result = run([*command, "recipes/lm.py", *flags(functions_file, model_dir, output_dir, *more)], **env)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return [line["loss"] for line in read_metrics(output_dir)], result.stdout
+    runs = [(flags(functions_file, model_dir, output_dir, *more), {})]
+    mode = (config, "--mixed_precision", precision, "--num_processes", processes)
+    printed = run_specs("lm", runs, output_dir.parent, *mode, **env).stdout
+    return [line["loss"] for line in read_metrics(output_dir)], printed
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +72,7 @@ def test_the_host_does_not_wait_within_a_global_batch(recipe, control, functions
     given = flags(functions_file, model_dir, tmp_path / "run")
     if recipe != "lm":
         given = ["--num_updates", 3, "--warmup_updates", 1, "--output_dir", tmp_path / "run", *OTHERS[recipe]]
-    spec = [{"recipe": f"recipes/{recipe}.py", "flags": list(map(str, given)), "changes": changes}]
-    (tmp_path / "spec.json").write_text(json.dumps(spec))
-    result = run([*launch_command("single_gpu"), "tests/run_recipe.py", tmp_path / "spec.json"], timeout=600)
+    result = run_specs(recipe, [(given, changes)], tmp_path, "single_gpu", check=False)
     assert (result.returncode != 0) == control, result.stderr
     if control:
         assert "synchronizing" in result.stderr
@@ -227,10 +230,8 @@ def test_what_is_left_in_float32_is_tf32(functions_file, model_dir, tmp_path):
     """In a bf16 run: what torch says at its end. Control: the same with torch's default."""
     for control in (False, True):
         changes = {"note_float32_products": str(tmp_path / "said")} | ({"no_tf32": 1} if control else {})
-        spec = [{"flags": flags(functions_file, model_dir, tmp_path / f"run{control}"), "changes": changes}]
-        (tmp_path / "spec.json").write_text(json.dumps(spec))
-        result = run([*launch_command("single_gpu"), "tests/run_recipe.py", tmp_path / "spec.json"])
-        assert result.returncode == 0, result.stderr
+        given = flags(functions_file, model_dir, tmp_path / f"run{control}")
+        run_specs("lm", [(given, changes)], tmp_path, "single_gpu")
         assert (tmp_path / "said").read_text() == ("highest" if control else "high")
 
 
@@ -255,13 +256,10 @@ def test_sharded_modes_on_one_gpu(config, precision, tolerance, float32_losses, 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_run_goes_on_from_a_checkpoint(precision, functions_file, model_dir, tmp_path):
     """With fp16's loss scale. A GPU adds in any order, so the losses after it are near, and not equal in each bit."""
-    spec = [{"flags": flags(functions_file, model_dir, tmp_path / "run", "--save_every", 5)}]
-    spec.append({"flags": flags(functions_file, model_dir, tmp_path / "again", "--save_every", 5, "--resume")})
-    spec[1]["changes"] = {"copy_run": [str(tmp_path / "run"), str(tmp_path / "again"), 5]}
-    (tmp_path / "spec.json").write_text(json.dumps(spec))
-    command = launch_command("single_gpu", "--mixed_precision", precision)
-    result = run([*command, "tests/run_recipe.py", tmp_path / "spec.json"])
-    assert result.returncode == 0, result.stdout + result.stderr
+    runs = [(flags(functions_file, model_dir, tmp_path / "run", "--save_every", 5), {})]
+    given = flags(functions_file, model_dir, tmp_path / "again", "--save_every", 5, "--resume")
+    runs.append((given, {"copy_run": [str(tmp_path / "run"), str(tmp_path / "again"), 5]}))
+    run_specs("lm", runs, tmp_path, "single_gpu", "--mixed_precision", precision)
     lines, expected = (read_metrics(tmp_path / name) for name in ("again", "run"))
     assert [line["skipped_updates"] for line in lines] == [line["skipped_updates"] for line in expected]
     scales = [
@@ -280,9 +278,7 @@ def test_every_recipe_trains_on_a_gpu(recipe, precision, tmp_path):
     losses = {}
     for config, asked in (("cpu", "no"), ("single_gpu", precision)):
         more = ["--num_updates", 5, "--warmup_updates", 3, "--output_dir", tmp_path / config, *OTHERS[recipe]]
-        command = launch_command(config, "--mixed_precision", asked)
-        result = run([*command, f"recipes/{recipe}.py", *more], timeout=600)
-        assert result.returncode == 0, result.stdout + result.stderr
+        run_specs(recipe, [(more, {})], tmp_path, config, "--mixed_precision", asked)
         losses[config] = read_metrics(tmp_path / config)[0]["loss"]  # before the first update, so in each precision
     assert losses["single_gpu"] == pytest.approx(losses["cpu"], rel=0.02)
 
@@ -296,16 +292,11 @@ def test_on_two_gpus_gradients_lie_in_the_buckets_and_no_rank_meets_a_limit(func
     reads = {"slow_rank": ["tokenize", 9, 5], "list_gradients": str(tmp_path / "gradients")}
     writes = {"slow_rank": ["write", 9, 5], "memory_of_rank": [1, 0, str(tmp_path / "copied")]}
     for control in ([], ["no_wait"]):
-        specs = [
-            {
-                "flags": flags(functions_file, model_dir, tmp_path / f"{number}{control}", "--save_every", 5),
-                "changes": changes | dict.fromkeys(control, 1),
-            }
-            for number, changes in enumerate((reads, writes))
-        ]
-        (tmp_path / "spec.json").write_text(json.dumps(specs))
-        command = launch_command("multi_gpu", "--num_processes", 2)
-        result = run([*command, "tests/run_recipe.py", tmp_path / "spec.json"])
+        runs = []
+        for number, changes in enumerate((reads, writes)):
+            given = flags(functions_file, model_dir, tmp_path / f"{number}{control}", "--save_every", 5)
+            runs.append((given, changes | dict.fromkeys(control, 1)))
+        result = run_specs("lm", runs, tmp_path, "multi_gpu", check=False)
         assert (result.returncode == 0) != bool(control), result.stdout + result.stderr
     assert not list(tmp_path.glob("copied*"))
     num, storages, held, own = json.loads((tmp_path / "gradients-0").read_text().splitlines()[0])

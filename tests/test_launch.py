@@ -22,6 +22,7 @@ class Case:
 
     config: str | None = None
     options: tuple = ()
+    flags: tuple = ()  # of the recipe
     changes: dict = field(default_factory=dict)
     environment: dict = field(default_factory=dict)
     launcher: tuple = ("accelerate", "launch")
@@ -94,6 +95,26 @@ CASES = {
     "clipping in a flag of the launcher": Case(
         "zero1", ("--gradient_clipping", 0.05), refused="--gradient_clipping 0.05 beside ds_configs/zero1.json"
     ),
+    # What a mode cannot take of the recipe's flags, or of the machine
+    "Adafactor on FSDP's shards": Case(
+        "fsdp2", flags=("--optimizer", "adafactor"), refused="adafactor does not work on the shards of FSDP2; use adamw"
+    ),
+    "8 bits on FSDP's shards": Case(
+        "fsdp2", flags=("--optimizer", "adamw8bit"), refused="adamw8bit does not work on the shards of FSDP2; use adamw"
+    ),
+    "8 bits on ZeRO's shards": Case(
+        "zero2", flags=("--optimizer", "adamw8bit"), refused="adamw8bit works on whole tensors.*use adamw"
+    ),
+    "Adafactor on ZeRO's shards": Case(
+        "zero3", flags=("--optimizer", "adafactor"), refused="adafactor works on whole tensors.*use adamw"
+    ),
+    "SGD on the host": Case("zero3_offload_cpu", flags=("--optimizer", "sgd"), refused="DeepSpeed runs only adamw"),
+    "8 bits on the host": Case(
+        "zero3_offload_cpu", flags=("--optimizer", "adamw8bit"), refused="DeepSpeed runs only adamw"
+    ),
+    "files in a directory that is not there": Case(
+        "zero3_offload_nvme", refused="offload_optimizer.nvme_path /local_nvme: is no directory"
+    ),
     # Mixed and mistaken settings
     "processes of another launch in the environment": Case(
         "cpu", environment={"WORLD_SIZE": 4, "RANK": 1, "LOCAL_RANK": 1}, refused="unset WORLD_SIZE RANK LOCAL_RANK"
@@ -139,7 +160,7 @@ def test_a_command_that_cannot_run_as_asked_is_refused(name, tmp_path, monkeypat
     launch = parse_launch([*map(str, launch_options(case, tmp_path)), "recipes/lm.py"], environment={})
     started = 1 if "1 started" in case.refused else launch.num_processes
     set_world(monkeypatch, started)
-    problems = check_launch(launch, recipe_arguments())
+    problems = check_launch(launch, recipe_arguments(*case.flags))
     assert any(re.search(case.refused, problem) for problem in problems), problems
 
 

@@ -11,7 +11,7 @@ import time
 from multiprocessing.connection import Connection
 
 import pytest
-from conftest import launch_command, run
+from conftest import read_metrics, run_specs, specs_command
 from running import Run, find_rank, num_updates, wait_for_updates, wait_until
 
 from common.parallel import liveness
@@ -20,17 +20,16 @@ LINE = r"error: rank {rank} on host \S+ {what} at update \d+; this process \(ran
 
 
 def flags(functions_file, output_dir, *more):
-    base = ["--train_file", functions_file, "--sequence_length", 64, "--output_dir", output_dir, *more]
-    return [str(part) for part in base]
+    return ["--train_file", functions_file, "--sequence_length", 64, "--output_dir", output_dir, *more]
 
 
 @contextlib.contextmanager
 def launched(tmp_path, functions_file, config="multi_cpu", **changes):
     """A launch of two processes, once they have trained for some updates; the launcher, ended at last."""
     given = flags(functions_file, tmp_path / "run", "--num_updates", 50_000)
-    script = write_spec(tmp_path / "spec.json", given, **changes)
+    mode = (config, "--mixed_precision", "no", "--num_processes", 2)
     with Run(tmp_path) as run:
-        launcher = run.start([*launch_command(config, "--mixed_precision", "no", "--num_processes", 2), *script])
+        launcher = run.start(specs_command("lm", [(given, changes)], tmp_path, *mode))
         wait_for_updates(tmp_path / "run", 3)
         yield launcher
 
@@ -44,9 +43,8 @@ def named(tmp_path, rank, what):
     return re.findall(LINE.format(rank=rank, what=what), (tmp_path / "output-0").read_text())
 
 
-def write_spec(path, output_flags, **changes):
-    path.write_text(json.dumps([{"flags": output_flags, "changes": changes}]))
-    return ["tests/run_recipe.py", path]
+def run_two(tmp_path, given, **changes):
+    return run_specs("lm", [(given, changes)], tmp_path, "multi_cpu", check=False, timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -102,8 +100,7 @@ def test_without_a_limit_a_stopped_process_is_waited_for(functions_file, tmp_pat
 
 
 def test_an_exception_of_one_process_is_told_by_the_others(functions_file, tmp_path):
-    script = write_spec(tmp_path / "spec.json", flags(functions_file, tmp_path / "run"), broken_rank=[1, 2])
-    result = run([*launch_command("multi_cpu"), *script], timeout=100)
+    result = run_two(tmp_path, flags(functions_file, tmp_path / "run"), broken_rank=[1, 2])
     assert result.returncode != 0
     assert len(re.findall(LINE.format(rank=1, what="ended with RuntimeError: this rank is broken"), result.stderr)) == 1
     assert "at update 2;" in result.stderr
@@ -114,9 +111,9 @@ def test_an_exception_of_one_process_is_told_by_the_others(functions_file, tmp_p
 
 def test_an_exception_of_all_processes_is_nobodys_loss(functions_file, tmp_path):
     given = flags(functions_file, tmp_path / "run", "--max_skipped_updates", 2)
-    script = write_spec(tmp_path / "spec.json", given, nan_loss=[0, "all"])
-    result = run([*launch_command("multi_cpu"), *script], timeout=100)
+    result = run_two(tmp_path, given, nan_loss=[0, "all"])
     assert result.returncode != 0 and "not finite 2 times in a row" in result.stderr
+    assert len(read_metrics(tmp_path / "run")) == 2
     assert "error: rank" not in result.stderr
     assert re.match("failed at update 1: RuntimeError: update 1: loss or gradient not finite", status_of(tmp_path))
 
@@ -151,8 +148,7 @@ def test_two_ranks_that_leave_together_spoil_neithers_good_bye(monkeypatch):
 @pytest.mark.parametrize("seconds", [1, 60])
 def test_a_process_that_never_arrives_is_named(seconds, functions_file, tmp_path):
     given = flags(functions_file, tmp_path / "run", "--num_updates", 2, "--connect_timeout", 15, "--dry_run")
-    script = write_spec(tmp_path / "spec.json", given, late=[1, seconds])
-    result = run([*launch_command("multi_cpu"), *script], timeout=120)
+    result = run_two(tmp_path, given, late=[1, seconds])
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     if seconds < 15:
         assert result.returncode == 0 and not errors, result.stderr

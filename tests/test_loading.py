@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import launch_command, make_model_dir, run, write_rows
+from conftest import make_model_dir, run_specs, write_rows
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import (
@@ -114,13 +114,9 @@ def start(directory, runs):
     specs = []
     for name, (command, changes) in runs.items():
         recipe, *flags = f"{command} {SMALL} --output_dir DIR/out/{name}".replace("DIR", str(directory)).split()
-        specs.append({"recipe": f"recipes/{recipe}.py", "flags": flags, "changes": changes})
-    (directory / "spec.json").write_text(json.dumps(specs))
+        specs.append((flags, changes, recipe))
     # As a user starts it, who names no number of threads.
-    command = ["env", "-u", "OMP_NUM_THREADS", *launch_command("fsdp2_offload"), "tests/run_recipe.py"]
-    result = run([*command, directory / "spec.json"], TQDM_DISABLE=1)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result
+    return run_specs("all", specs, directory, "fsdp2_offload", OMP_NUM_THREADS=None)
 
 
 @pytest.fixture(scope="module")

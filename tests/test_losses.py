@@ -35,11 +35,8 @@ SMALL = {
 GPT2_NAMES = {"n_embd": 16, "n_head": 2, "n_layer": 1}
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "attn_layer_indices": [0], "num_hidden_layers": 2}
-CHUNKED, FULL_LOGITS, OWN_LOSS = (
-    "chunked linear cross-entropy",
-    "cross-entropy over the model's own",
-    "the model's own loss",
-)
+CHUNKED, FULL_LOGITS = "chunked linear cross-entropy", "cross-entropy over the model's own"
+OWN_LOSS = "the model's own loss"
 FAMILIES = {  # name: (model type, its config, how the message begins, what it says besides)
     "llama": ("llama", {}, CHUNKED, ""),
     "llama tied": ("llama", {"tie_word_embeddings": True}, CHUNKED, ""),

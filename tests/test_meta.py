@@ -87,12 +87,8 @@ def load(recipe):
 def step(recipe, flags, output_dir, device, precision):
     """Shapes and dtypes after one update: of its losses, its norm, and each weight with its gradient and its state."""
     module, made = load(recipe), {"parameters": []}
-    make, scale, sum_losses, compile_module = (
-        module.make_optimizer,
-        module.loss_scale,
-        module.sum_losses,
-        torch.nn.Module.compile,
-    )
+    make, scale, sum_losses = module.make_optimizer, module.loss_scale, module.sum_losses
+    compile_module = torch.nn.Module.compile
 
     def make_accelerator(*args, **kwargs):
         accelerator = Accelerator(cpu=True, mixed_precision=precision)

@@ -1,18 +1,15 @@
 """Mixtures of experts: law 1 for the router, every way to balance, up-cycling, the modes, resume, and mistakes."""
 
 import re
-import runpy
 import sys
 
 import pytest
 import torch
 from conftest import (
-    ROOT,
     assert_mistake,
-    assert_same_losses,
     assert_same_update,
+    example_flags,
     launch,
-    our_collectives,
     read_metrics,
     relative_difference,
     results_of,
@@ -61,9 +58,8 @@ def moe_dir(tmp_path_factory, model_dir):
 
 
 def flags(functions_file, model_dir, output_dir, *more):
-    base = ["--train_file", functions_file, "--model_name_or_path", model_dir, "--shape", "examples"]
-    base += ["--sequence_length", 64, "--global_batch_size", 16, "--learning_rate", 1e-3, "--warmup_updates", 0]
-    return [str(part) for part in [*base, "--output_dir", output_dir, *more]]
+    base = ["--global_batch_size", 16, "--learning_rate", 1e-3, "--warmup_updates", 0]
+    return example_flags(functions_file, model_dir, output_dir, *base, *more)
 
 
 # Processes, and (balance, cut of a global batch of 16 samples, what is taken out).
@@ -122,48 +118,15 @@ def test_the_usual_balancing_loss_depends_on_the_cut(float64_runs):
     assert any(not torch.equal(together[key], alone[key]) for key in together)
 
 
-@pytest.fixture(scope="module")
-def one_process(functions_file, moe_dir, tmp_path_factory):
-    """Six updates in float32 for each way to balance, with a checkpoint after the third."""
-    out = tmp_path_factory.mktemp("one")
-    run_specs("moe", [(mode_flags(functions_file, moe_dir, out / name, name), {}) for name in ("bias", "exact")], out)
-    return out
-
-
-def mode_flags(functions_file, moe_dir, output_dir, balance):
-    more = ["--balance", balance, "--balance_strength", 0.05, "--micro_batch_size", 4, "--num_updates", 6]
-    return flags(functions_file, moe_dir, output_dir, *more, "--save_every", 3)
-
-
-@pytest.mark.parametrize("config", ["multi_cpu", "fsdp2", "zero3"])
-def test_every_mode_makes_the_losses_and_the_bias_of_one_process(
-    config, one_process, functions_file, moe_dir, tmp_path, extensions
-):
-    names = ("bias", "exact")
-    specs = [
-        (mode_flags(functions_file, moe_dir, tmp_path / name, name), {"count_collectives": str(tmp_path / f"n-{name}")})
-        for name in names
-    ]
-    run_specs("moe", specs, tmp_path, config, "--mixed_precision", "no", "--num_processes", 2)
-    for name in names:
-        ours = our_collectives(tmp_path / f"n-{name}", 2)
-        before = ["experts.begin_update"] if name == "exact" else []  # what the loss needs before the first backward
-        assert [ours[number] for number in (0, 1, 3, 4)] == 4 * [[*before, "accumulation.sum_over_ranks"]]
-        assert_same_losses(tmp_path / name, one_process / name)
-        weights = load_file(tmp_path / name / "model/model.safetensors")
-        for key, weight in load_file(one_process / name / "model/model.safetensors").items():
-            if key.endswith(BIAS):
-                assert torch.equal(weight, weights[key]), key
-            assert (weight - weights[key]).abs().max() < 1e-5, key
-
-
-def test_a_resume_that_forgets_the_biases_is_noticed(one_process, functions_file, moe_dir, tmp_path):
+def test_a_resume_that_forgets_the_biases_is_noticed(functions_file, moe_dir, tmp_path):
     """Control of tests/test_resume.py, which resumes this recipe in every mode."""
-    changes = {"copy_run": [str(one_process / "bias"), str(tmp_path / "run"), 3], "forget": "buffers"}
-    run_specs(
-        "moe", [([*mode_flags(functions_file, moe_dir, tmp_path / "run", "bias"), "--resume"], changes)], tmp_path
-    )
-    losses = [[line["loss"] for line in read_metrics(path)] for path in (one_process / "bias", tmp_path / "run")]
+    more = ["--balance_strength", 0.05, "--num_updates", 6, "--save_every", 3]
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    changes = {"copy_run": [str(whole), str(again), 3], "forget": "buffers"}
+    runs = [(flags(functions_file, moe_dir, whole, *more), {})]
+    runs.append((flags(functions_file, moe_dir, again, *more, "--resume"), changes))
+    run_specs("moe", runs, tmp_path)
+    losses = [[line["loss"] for line in read_metrics(path)] for path in (whole, again)]
     assert losses[0][:3] == losses[1][:3] and losses[0] != losses[1]
 
 
@@ -300,18 +263,10 @@ def test_deepspeed_in_bf16_leaves_the_bias_its_small_steps(moe_dir):
 
 
 def test_the_dense_peer_has_as_many_active_parameters(functions_file, tmp_path):
-    more = ["--train_file", functions_file, "--dense", "--dry_run", "--output_dir", tmp_path / "run"]
-    printed = launch(*more, script=RECIPE).stdout
-    dense = int(re.search(r"ForCausalLM, ([\d,]+) parameters", printed)[1].replace(",", ""))
+    """But for the routers: in 4 layers a weight for each of 8 experts and 128 features."""
+    given = ["--train_file", functions_file, "--dry_run", "--output_dir", tmp_path / "run"]
+    printed = [run_recipe_alone("moe.py", *given, *more).stdout for more in ([], ["--dense"])]
+    active = re.search(r"([\d,]+) of [\d,]+ parameters are active", printed[0])[1]
+    dense = re.search(r"ForCausalLM, ([\d,]+) parameters", printed[1])[1]
+    assert int(active.replace(",", "")) - int(dense.replace(",", "")) == 4 * 8 * 128
     assert not (tmp_path / "run").exists()
-    layers, width, heads, kv_heads, num_experts, top_k, expert_width, vocabulary, _ = runpy.run_path(
-        str(ROOT / RECIPE), run_name="recipe"
-    )["MODEL_CONFIGS"]["tiny"]
-    shape = dict(num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, num_key_value_heads=kv_heads)
-    shape |= dict(head_dim=width // heads, vocab_size=vocabulary, intermediate_size=1)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(experts.moe_config(shape, num_experts, top_k, expert_width))
-    active = experts.count_active(
-        experts.find_layers(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
-    )
-    assert active - dense == layers * num_experts * width  # the routers

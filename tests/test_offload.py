@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import ROOT, equivalence_flags, launch_command, need, recipe_arguments, run
+from conftest import ROOT, equivalence_flags, need, recipe_arguments, run_specs
 
 from common.errors import UserError
 from common.parallel import extensions
@@ -16,16 +16,13 @@ pytestmark = pytest.mark.usefixtures("extensions")
 
 def test_cpu_adam_takes_the_share_of_the_cores_that_the_user_does_not_name(functions_file, model_dir, tmp_path):
     """Sixteen are made up; what another choice makes is seen to be less."""
-    specs = []
-    for name, more in {"named": {"user_names_threads": 1}, "share": {}}.items():
-        changes = {"cores": 16, "threads_of_step": str(tmp_path / name), **more}
-        flags = equivalence_flags(functions_file, model_dir, tmp_path / "run", "--overwrite", "--num_updates", 1)
-        specs.append({"flags": flags, "changes": changes})
-    (tmp_path / "spec.json").write_text(json.dumps(specs))
-    command = launch_command("zero3_offload_cpu", "--num_processes", 1)
-    command = ["env", "-u", "OMP_NUM_THREADS", *command, "tests/run_recipe.py", tmp_path / "spec.json"]
-    result = run(command, TQDM_DISABLE=1, OMP_WAIT_POLICY="passive")  # idle threads leave the few cores alone
-    assert result.returncode == 0, result.stdout + result.stderr
+    flags = equivalence_flags(functions_file, model_dir, tmp_path / "run", "--overwrite", "--num_updates", 1)
+    runs = [
+        (flags, {"cores": 16, "threads_of_step": str(tmp_path / name), **more})
+        for name, more in {"named": {"user_names_threads": 1}, "share": {}}.items()
+    ]
+    env = {"OMP_NUM_THREADS": None, "OMP_WAIT_POLICY": "passive"}  # idle threads leave the few cores alone
+    run_specs("lm", runs, tmp_path, "zero3_offload_cpu", "--num_processes", 1, **env)
     named, share = (json.loads((tmp_path / name).read_text()) for name in ("named", "share"))
     assert max(named) < 16 == share[1] <= share[0]
 

@@ -1,7 +1,6 @@
 import math
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from common.training.optimizers import (
     set_learning_rate,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
 TEXT = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 CAUSAL = {**TEXT, "num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16, "bos_token_id": 1}

@@ -1,10 +1,8 @@
 """In bf16, in every mode: sums are float32, each recipe's model computes, and what is logged has float32's digits."""
 
-import json
-
 import pytest
 import torch
-from conftest import launch_command, read_metrics, run, told
+from conftest import read_metrics, run_specs
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForImageClassification
 
@@ -19,13 +17,8 @@ SAMPLES = 256  # of one length, in one update
 CUTS = (1, 4, 16, 64)  # into so many micro-batches on each process
 
 
-def launch_runs(specs, directory, config, precision, processes):
-    """Several runs of a recipe in one launch."""
-    (directory / "specs.json").write_text(json.dumps(specs))
-    command = launch_command(config, "--mixed_precision", precision, "--num_processes", processes)
-    command += ["tests/run_recipe.py", directory / "specs.json"]
-    result = run(command, CUDA_VISIBLE_DEVICES="", TQDM_DISABLE=1, timeout=600)
-    assert result.returncode == 0, told(result)
+def in_bf16(config, processes=2):
+    return config, "--mixed_precision", "bf16", "--num_processes", processes
 
 
 def cut(functions_file, model_dir, out, micro_batch_size, **changes):
@@ -34,7 +27,7 @@ def cut(functions_file, model_dir, out, micro_batch_size, **changes):
     flags += ["--sequence_length", 16, "--global_batch_size", SAMPLES, "--micro_batch_size", micro_batch_size]
     flags += ["--num_updates", 1, "--warmup_updates", 0, "--learning_rate", 1e-3, "--max_grad_norm", 0]
     flags += ["--save_every", 1, "--output_dir", out]
-    return {"flags": [str(flag) for flag in flags], "changes": changes}
+    return flags, changes
 
 
 def outcome(out):
@@ -49,7 +42,7 @@ def outcome(out):
 def exact(functions_file, model_dir, tmp_path_factory):
     """One process in float32."""
     directory = tmp_path_factory.mktemp("exact")
-    launch_runs([cut(functions_file, model_dir, directory / "run", SAMPLES)], directory, "cpu", "no", 1)
+    run_specs("lm", [cut(functions_file, model_dir, directory / "run", SAMPLES)], directory)
     return outcome(directory / "run")
 
 
@@ -75,8 +68,8 @@ def test_a_finer_cut_makes_no_gradient_worse(config, exact, functions_file, mode
     processes = 4 if config == "hsdp" else 2
     outs = [tmp_path / str(count) for count in CUTS]
     sizes = [SAMPLES // processes // count for count in CUTS]
-    specs = [cut(functions_file, model_dir, out, size) for out, size in zip(outs, sizes, strict=True)]
-    launch_runs(specs, tmp_path, config, "bf16", processes)
+    runs = [cut(functions_file, model_dir, out, size) for out, size in zip(outs, sizes, strict=True)]
+    run_specs("lm", runs, tmp_path, *in_bf16(config, processes))
     errors = errors_of(outs, exact)
     print(config, errors)
     assert all(1e-4 < error < 0.01 for error in errors)
@@ -94,11 +87,11 @@ def test_a_finer_cut_makes_no_gradient_worse(config, exact, functions_file, mode
 def test_sums_in_bf16_would_be_noticed(config, exact, functions_file, model_dir, tmp_path):
     """Control: ZeRO accumulates in bf16, and FSDP2 reduces in it and rounds the losses, where they are left alone."""
     outs = [tmp_path / str(count) for count in (CUTS[0], CUTS[-1])]
-    specs = [
+    runs = [
         cut(functions_file, model_dir, out, size, sums_in_bf16=True)
         for out, size in zip(outs, (SAMPLES // 2, SAMPLES // 2 // CUTS[-1]), strict=True)
     ]
-    launch_runs(specs, tmp_path, config, "bf16", 2)
+    run_specs("lm", runs, tmp_path, *in_bf16(config))
     errors = errors_of(outs, exact)
     print(config, errors)
     if config == "zero1":
@@ -110,7 +103,6 @@ def test_sums_in_bf16_would_be_noticed(config, exact, functions_file, model_dir,
 
 
 IMAGES = {  # micro-batches of 4, since batch norm needs several images
-    "convnet": [],
     "resnet": ["--model_config", "resnet"],
     "resnet with batch norm": ["--model_config", "resnet", "--norm", "batch"],
     "vit": ["--model_config", "vit"],
@@ -120,14 +112,11 @@ IMAGES = {  # micro-batches of 4, since batch norm needs several images
 @pytest.mark.usefixtures("extensions")
 @pytest.mark.parametrize("config", ["fsdp2", "zero2", "zero3"])
 def test_every_image_model_trains_in_bf16(config, tmp_path):
-    """tests/test_resume.py runs the other recipes: of all inputs, only images are floating-point numbers."""
+    """Beside those of tests/test_resume.py: of all inputs, only images are floating-point numbers."""
     flags = ["--global_batch_size", 16, "--micro_batch_size", 4, "--num_updates", 2, "--warmup_updates", 0]
     flags += ["--eval_every", 2, "--save_every", 0, "--output_dir"]
-    specs = [
-        {"recipe": "recipes/vision.py", "flags": [*map(str, [*flags, tmp_path / name]), *more]}
-        for name, more in IMAGES.items()
-    ]
-    launch_runs(specs, tmp_path, config, "bf16", 2)
+    runs = [([*flags, tmp_path / name, *more], {}) for name, more in IMAGES.items()]
+    run_specs("vision", runs, tmp_path, *in_bf16(config))
     for name in IMAGES:
         line = read_metrics(tmp_path / name)[-1]
         assert 1.5 < line["loss"] < 5 and 1.5 < line["validation_loss"] < 5

@@ -1,13 +1,25 @@
 """Every recipe resumes bit for bit under every config, in the precision that the config is for.
 
-All is in use at once: an evaluation that falls on the save, --keep_best, dropout, accumulation and clipping.
+All is in use at once: an evaluation that falls on the save, --keep_best, dropout, accumulation and clipping. And in
+every mode it makes the update of one process.
 """
 
 import json
 
 import pytest
-from conftest import ROOT, launch_command, make_model_dir, read_metrics, run, told, write_rows
+from conftest import (
+    ROOT,
+    assert_same_losses,
+    make_model_dir,
+    our_collectives,
+    read_metrics,
+    results_of,
+    run_specs,
+    write_rows,
+)
+from safetensors.torch import load_file
 from test_checkpoint import manifest_of, outcome
+from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
 
 pytestmark = pytest.mark.usefixtures("extensions")
 
@@ -44,23 +56,27 @@ NUM_UPDATES, SAVED = 4, 2
 def test_no_config_and_no_recipe_is_left_out():
     assert {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")} == CONFIGS.keys() | WITHOUT
     assert {path.stem for path in (ROOT / "recipes").glob("*.py")} == RECIPES.keys()
+    assert RECIPES.keys() - EQUAL.keys() == {"lm"}
 
 
 @pytest.fixture(scope="module")
-def data(functions_file, tmp_path_factory):
-    """One file for every recipe that reads text, and a model with dropout for lm.py."""
+def data(functions_file, model_dir, tmp_path_factory):
+    """One file for every recipe that reads text, a model with dropout for lm.py, and models without."""
     directory = tmp_path_factory.mktemp("resume")
     rows = write_rows(directory / "rows.jsonl", 40)
     model = make_model_dir(directory / "model", functions_file, attention_dropout=0.1)
-    return {"DATA": str(rows), "MODEL": str(model)}
+    sizes = {"vocab_size": 384, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    sizes |= {"pad_token_id": 2, "decoder_start_token_id": 2, "dropout_rate": 0.0}
+    T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(directory / "t5")
+    AutoTokenizer.from_pretrained(model_dir).save_pretrained(directory / "t5")
+    return {"DATA": rows, "MODEL": model, "LLAMA": model_dir, "T5": directory / "t5"}
 
 
-def flags(recipe, data, output_dir, processes, *more):
-    own = [data.get(part, str(part)) for part in RECIPES[recipe]]
+def flags(own, data, output_dir, processes, *more):
+    own = [data.get(part, part) for part in own]
     base = ["--num_updates", NUM_UPDATES, "--global_batch_size", 8, "--micro_batch_size", 4 // processes or 1]
     base += ["--save_every", SAVED, "--eval_every", SAVED, "--keep_best", "--keep_last", 9, "--warmup_updates", 1]
-    base += ["--max_grad_norm", 0.5, "--output_dir", output_dir]
-    return [*own, *(str(part) for part in [*base, *more])]
+    return [*own, *base, "--max_grad_norm", 0.5, "--output_dir", output_dir, *more]
 
 
 def run_matrix(config, recipes, data, tmp_path, first=None, second=None):
@@ -69,18 +85,13 @@ def run_matrix(config, recipes, data, tmp_path, first=None, second=None):
     first, second: changes of tests/run_recipe.py for the two runs.
     """
     processes = {"cpu": 1, "single_gpu": 1, "hsdp": 4}.get(config, 2)
-    specs = []
+    runs = []
     for recipe in recipes:
         whole, again = str(tmp_path / recipe), str(tmp_path / f"{recipe}-again")
-        script = f"recipes/{recipe}.py"
-        specs.append({"recipe": script, "flags": flags(recipe, data, whole, processes), "changes": first or {}})
-        resumed = {"copy_run": [whole, again, SAVED], **(second or {})}
-        specs.append({"recipe": script, "flags": flags(recipe, data, again, processes, "--resume"), "changes": resumed})
-    (tmp_path / "specs.json").write_text(json.dumps(specs))
-    command = [*launch_command(config, *CONFIGS[config]), "tests/run_recipe.py", tmp_path / "specs.json"]
-    result = run(command, CUDA_VISIBLE_DEVICES="", TQDM_DISABLE=1, timeout=900)
-    assert result.returncode == 0, told(result)
-    return result
+        runs.append((flags(RECIPES[recipe], data, whole, processes), first or {}, recipe))
+        changes = {"copy_run": [whole, again, SAVED], **(second or {})}
+        runs.append((flags(RECIPES[recipe], data, again, processes, "--resume"), changes, recipe))
+    run_specs("all", runs, tmp_path, config, *CONFIGS[config])
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -104,6 +115,56 @@ def test_a_resume_that_forgets_the_random_states_draws_another_dropout(data, tmp
     for name in WITH_DROPOUT:
         whole, again = (outcome(tmp_path / f"{name}{end}", NUM_UPDATES)[0] for end in ("", "-again"))
         assert whole[:SAVED] == again[:SAVED] and whole[SAVED:] != again[SAVED:], name
+
+
+# Without dropout, which each rank draws by itself, any number of processes makes the same update.
+EQUAL = {
+    "classify": [*TEXT, "--model_name_or_path", "LLAMA", "--sequence_length", 32],
+    "seq2seq": [*TEXT, "--model_name_or_path", "T5", "--sequence_length", 32, "--target_length", 16],
+    "moe": RECIPES["moe"],
+    "moe-exact": [*RECIPES["moe"], "--balance", "exact"],
+    "long_sequence": RECIPES["long_sequence"],
+    "vision": ["--model_config", "resnet", "--num_workers", 1],
+}
+FIGURES = ("validation_loss", "accuracy", "macro_f1", "chrf", "examples", "num_generated", "expert_shares")
+
+
+def run_equal(config, data, out):
+    """All of them, in float32, and with accumulation and clipping that count."""
+    runs = [
+        (
+            flags(own, data, out / name, 1 if config == "cpu" else 2, "--learning_rate", 1e-3),
+            {"count_collectives": str(out / f"{name}-n")},
+            name.removesuffix("-exact"),
+        )
+        for name, own in EQUAL.items()
+    ]
+    run_specs("equal", runs, out, config, "--mixed_precision", "no")
+    return out
+
+
+@pytest.fixture(scope="module")
+def one_process(data, tmp_path_factory):
+    return run_equal("cpu", data, tmp_path_factory.mktemp("one"))
+
+
+@pytest.mark.parametrize("config", ["multi_cpu", "fsdp2", "zero3"])
+def test_every_recipe_makes_the_update_of_one_process(config, one_process, data, tmp_path):
+    """Losses, norms, weights and held-out figures; in tests/test_modes.py lm.py does, under every config."""
+    run_equal(config, data, tmp_path)
+    for name in EQUAL:
+        assert_same_losses(tmp_path / name, one_process / name)
+        figures, expected = results_of(tmp_path / name), results_of(one_process / name)
+        for figure in expected.keys() & set(FIGURES):
+            is_loss = isinstance(expected[figure], float)
+            assert figures[figure] == (pytest.approx(expected[figure], rel=1e-5) if is_loss else expected[figure]), name
+        weights = load_file(tmp_path / name / "model/model.safetensors")
+        for key, weight in load_file(one_process / name / "model/model.safetensors").items():
+            is_counted = key.endswith("e_score_correction_bias")  # moved by whole numbers of tokens
+            assert (weight - weights[key]).abs().max() <= (0 if is_counted else 2e-5), (name, key)
+        counts = ["experts.begin_update"] if name == "moe-exact" else []  # before the first backward
+        ours = our_collectives(tmp_path / f"{name}-n", 2)
+        assert ours[0] == ours[2] == [*counts, "accumulation.sum_over_ranks"], name  # the others are saved
 
 
 FP16 = {"fp16": 1}

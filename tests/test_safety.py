@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
-from conftest import BIN, ROOT, launch_command, run
+from conftest import BIN, ROOT, assert_mistake, example_flags, launch, run, run_recipe_alone, run_specs, write_jsonl
 
 from common.checkpoint.__main__ import main
 from common.checkpoint.export import export
@@ -53,17 +53,14 @@ def python(path, canary):
 
 
 def flags(functions_file, model_dir, output_dir, *more):
-    base = ["--train_file", functions_file, "--model_name_or_path", model_dir, "--shape", "examples"]
-    base += ["--sequence_length", 64, "--num_updates", 4, "--save_every", 2, "--output_dir", output_dir]
-    return [*base, *more]
+    return example_flags(functions_file, model_dir, output_dir, "--num_updates", 4, "--save_every", 2, *more)
 
 
 @pytest.fixture(scope="module")
 def finished(functions_file, model_dir, tmp_path_factory):
     """A run with the checkpoints of updates 2 and 4."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    result = run([BIN / "python", "recipes/lm.py", *flags(functions_file, model_dir, out)])
-    assert result.returncode == 0, result.stderr
+    launch(*flags(functions_file, model_dir, out))
     return out
 
 
@@ -214,8 +211,8 @@ def test_a_resume_passes_all_attacks_and_takes_the_sound_checkpoint(finished, fu
     shutil.rmtree(out / "checkpoints/update-000004")
     put_beside(out / "checkpoints/update-000002", canary)
     put_beside(out, canary)
-    result = run([*launch_command("cpu"), "recipes/lm.py", *flags(functions_file, model_dir, out, "--resume")])
-    assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr
+    result = launch(*flags(functions_file, model_dir, out, "--resume"))
+    assert "Traceback" not in result.stderr, result.stderr
     assert "update-000002, after update 2" in result.stdout and not canary.exists()
     told = re.findall(r"^\S+/update-0000(\d\d): ", result.stderr, re.MULTILINE)
     assert sorted(map(int, told)) == [10 + number for number in range(len(ATTACKS))], result.stderr
@@ -231,10 +228,8 @@ def test_a_resume_with_other_tensors_ends_in_one_line(finished, functions_file, 
     edit_rank(lambda rank: rank.update({key: renamed(rank[key]) for key in ("tensors", "numbers")}))(directory, None)
     edit_header(lambda header, _: json.dumps(renamed(header)).encode())(directory, None)
     sign(directory)
-    result = run([BIN / "python", "recipes/lm.py", *flags(functions_file, model_dir, tmp_path / "run", "--resume")])
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert result.returncode == 2 and len(errors) == 1 and "not there in it" in errors[0], result.stderr
-    assert "Traceback" not in result.stderr
+    result = run_recipe_alone("lm.py", *flags(functions_file, model_dir, tmp_path / "run", "--resume"))
+    assert_mistake(result, "not there in it")
 
 
 def test_an_export_takes_no_code_and_nothing_that_only_lies_there(finished, tmp_path):
@@ -425,20 +420,18 @@ def test_no_secret_is_written_or_printed(functions_file, model_dir, tmp_path):
     """In flags, environment and config file; a run with a checkpoint and a tracker, then a dry run of it."""
     column, text = token("C"), tmp_path / f"{token('F')}.jsonl"
     rows = [json.loads(line)["text"] for line in functions_file.read_text().splitlines()]
-    text.write_text("".join(json.dumps({column: row}) + "\n" for row in rows))
+    write_jsonl(text, [{column: row} for row in rows])
     config = tmp_path / "config.yaml"
     config.write_text((ROOT / "accelerate_configs/cpu.yaml").read_text() + f"tpu_env: [HF_TOKEN={token('Y')}]\n")
     found = {}
     for redacted in (True, False):
-        out, spec = tmp_path / f"run{redacted:d}", tmp_path / "spec.json"
+        out, changes = tmp_path / f"run{redacted:d}", {} if redacted else {"no_redaction": True}
         given = flags(text, model_dir, out, "--text_column", column, "--num_updates", 2, "--report_to", "tensorboard")
-        given, changes = [str(part) for part in given], {} if redacted else {"no_redaction": True}
-        specs = [{"flags": given, "changes": changes}]
-        specs += [{"flags": [*given, "--overwrite", "--dry_run"], "changes": changes}]
-        spec.write_text(json.dumps(specs))
-        result = run([*launch_command(config), "tests/run_recipe.py", spec], **IN_ENVIRONMENT)
-        assert result.returncode == 0 and "--text_column" in result.stdout, result.stderr
+        runs = [(given, changes), ([*given, "--overwrite", "--dry_run"], changes)]
+        result = run_specs("lm", runs, tmp_path, config, **IN_ENVIRONMENT)
+        assert "--text_column" in result.stdout, result.stderr
         assert (out / "checkpoints/update-000002/manifest.json").is_file() and list(out.rglob("hparams.yml"))
+        assert list(out.rglob("events.out.tfevents*"))
         found[redacted] = found_canaries(out, result.stdout, result.stderr)
     assert found[True] == set()
     assert found[False] == {"canary", token("E"), token("N"), token("F"), token("C")}  # the control

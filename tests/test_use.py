@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import launch, stdlib_functions
+from conftest import results_of, run_specs, stdlib_functions, write_jsonl
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoConfig,
@@ -61,11 +61,6 @@ SIZES = {
     "max_position_embeddings": 128,
     "sliding_window": 128,
 }
-
-
-def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +123,7 @@ def make_model(path, data, model_type, kind, **settings):
 def flags(data, kind, out, *more):
     base = ["--train_file", data / f"{kind}.jsonl", "--validation_file", data / f"{kind}-held-out.jsonl"]
     base += ["--sequence_length", LENGTH, "--num_updates", 2, "--global_batch_size", 8, "--warmup_updates", 0]
-    return [str(part) for part in [*base, "--save_every", 0, "--output_dir", out, *more]]
+    return [*base, "--save_every", 0, "--output_dir", out, *more]
 
 
 @pytest.fixture(scope="module")
@@ -136,28 +131,26 @@ def runs(data, tmp_path_factory):
     """All of them in one launch: where they are, and what was printed."""
     root = tmp_path_factory.mktemp("runs")
     own = ["--learning_rate", 1e-2, "--model_name_or_path"]
-    specs = {}
+    specs = []
     for name, kind in ARCHITECTURES.items():
         model = make_model(root / f"{name}-model", data, name, kind)
-        specs[name] = "lm", flags(data, "pairs", root / name, *own, model)
+        specs.append((flags(data, "pairs", root / name, *own, model), {}))
         if name in ("llama", "gpt2", "mistral", "opt"):
-            specs[f"{name}-blocks"] = "lm", flags(data, "texts", root / f"{name}-blocks", *own, model)
+            specs.append((flags(data, "texts", root / f"{name}-blocks", *own, model), {}))
     chat = make_model(root / "chat-model", data, "llama", "bos", eos_token_id=0)
     tokenizer = AutoTokenizer.from_pretrained(chat)
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(chat)
-    specs["chat"] = "lm", flags(data, "chats", root / "chat", *own, chat)
-    specs["scratch"] = "lm", flags(data, "pairs", root / "scratch")
+    specs.append((flags(data, "chats", root / "chat", *own, chat), {}))
+    specs.append((flags(data, "pairs", root / "scratch"), {}))
     columns = ["--prompt_column", "Instruction", "--completion_column", "output"]
-    specs["scratch-moe"] = "moe", flags(data, "named", root / "scratch-moe", *columns)
-    specs["scratch-blocks"] = "long_sequence", flags(data, "texts", root / "scratch-blocks")
-    specs["scratch-seq2seq"] = "seq2seq", flags(data, "sources", root / "scratch-seq2seq")
-    specs["scratch-classify"] = "classify", flags(data, "labels", root / "scratch-classify", "--pair_column", "second")
+    specs.append((flags(data, "named", root / "scratch-moe", *columns), {}, "moe"))
+    specs.append((flags(data, "texts", root / "scratch-blocks"), {}, "long_sequence"))
+    specs.append((flags(data, "sources", root / "scratch-seq2seq"), {}, "seq2seq"))
+    specs.append((flags(data, "labels", root / "scratch-classify", "--pair_column", "second"), {}, "classify"))
     again = flags(data, "labels", root / "again", "--model_name_or_path", root / "scratch-classify/model")
-    specs["again"] = "classify", [*again, "--sequence_length", "512"]
-    spec = [{"recipe": f"recipes/{recipe}.py", "flags": one} for recipe, one in specs.values()]
-    (root / "spec.json").write_text(json.dumps(spec))
-    return root, launch(root / "spec.json", script="tests/run_recipe.py", TQDM_DISABLE=1).stdout
+    specs.append(([*again, "--sequence_length", 512], {}, "classify"))
+    return root, run_specs("lm", specs, root).stdout
 
 
 def rows_of(path):
@@ -166,10 +159,6 @@ def rows_of(path):
 
 def load(path, auto=AutoModelForCausalLM):
     return AutoTokenizer.from_pretrained(path / "model"), auto.from_pretrained(path / "model").eval()
-
-
-def told(path):
-    return json.loads((path / "run.json").read_text())["results"]
 
 
 @torch.no_grad()
@@ -200,9 +189,9 @@ def test_the_held_out_loss_of_examples_is_that_of_transformers(name, runs, data)
     if name == "scratch-moe":
         kind, columns = "named", ("Instruction", "output")
     samples = list(pairs_as_used(tokenizer, rows_of(data / f"{kind}-held-out.jsonl"), columns))
-    assert told(root / name)["validation_loss"] == pytest.approx(mean_loss(model, samples), rel=1e-5)
+    assert results_of(root / name)["validation_loss"] == pytest.approx(mean_loss(model, samples), rel=1e-5)
     wrong = [([tokenizer.eos_token_id, *ids], given + 1) for ids, given in samples]  # the control: one token more
-    assert told(root / name)["validation_loss"] != pytest.approx(mean_loss(model, wrong), rel=1e-5)
+    assert results_of(root / name)["validation_loss"] != pytest.approx(mean_loss(model, wrong), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama-blocks", "gpt2-blocks", "mistral-blocks", "opt-blocks", "scratch-blocks"])
@@ -229,7 +218,7 @@ def test_the_held_out_loss_of_blocks_is_that_of_transformers(name, runs, data):
         loss = sum(losses).item() / (len(stream) - 1)
     else:
         loss = mean_loss(model, blocks)
-    assert told(root / name)["validation_loss"] == pytest.approx(loss, rel=1e-5)
+    assert results_of(root / name)["validation_loss"] == pytest.approx(loss, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "scratch", "chat", "scratch-moe", "scratch-seq2seq"])
@@ -278,7 +267,7 @@ def test_a_pipeline_sees_what_the_evaluation_saw(runs, data):
         for answer, row in zip(answers, rows, strict=True)
     ]
     loss = -torch.tensor(scores).log().mean().item()
-    assert told(root / "scratch-classify")["validation_loss"] == pytest.approx(loss, rel=1e-5)
+    assert results_of(root / "scratch-classify")["validation_loss"] == pytest.approx(loss, rel=1e-5)
     types = tokenizer("a", "b", return_tensors="pt")["token_type_ids"]  # the control: without them it is another one
     assert types.sum() > 0
     assert load(root / "again", AutoModelForSequenceClassification)[0].model_max_length == 512
