@@ -1,18 +1,14 @@
 """The image-classification recipe, run as a user runs it, and the data that it refuses."""
 
-import argparse
 import importlib.util
 import json
 import math
 import shutil
-import types
-from functools import partial
 
 import datasets
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from conftest import (
     assert_mistake,
     assert_same_losses,
@@ -34,8 +30,6 @@ from common.data import image_files, images
 from common.errors import UserError
 from common.models.image_models import ConvNet, ConvNetConfig
 from common.parallel import ending
-from common.report import predictions
-from common.training.batching import make_loader
 from recipes import vision
 
 CLASSES = ("one", "seven", "zero")
@@ -202,29 +196,6 @@ def test_a_pipeline_predicts_what_the_evaluation_did(data, convnet_dir, tmp_path
     assert gray.config.num_channels == 1
     luma = (pixels * torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(1, keepdim=True)
     assert torch.allclose(gray(pixels).logits, gray(luma).logits, atol=1e-5)
-
-
-def test_the_confusion_matrix_counts_true_by_predicted(data, convnet_dir, tmp_path, monkeypatch):
-    """In-process, against the saved model image by image: not symmetric, so rows are not columns."""
-    shutil.copytree(convnet_dir, tmp_path / "model")
-    _, _, expected = measure(tmp_path, data / "validation")
-    model = ConvNet.from_pretrained(convnet_dir)
-    held_out = image_files.folder(data / "validation")
-    preprocessing = images.preprocess(image_files.folder(data / "train"))
-    accelerator = Accelerator(cpu=True)
-    args = argparse.Namespace(
-        global_batch_size=8, micro_batch_size=3, micro_batch_tokens=None, num_workers=0, seed=0, drop_last_window=False
-    )
-    collate = partial(images.collate_images, preprocessing=preprocessing)
-    loader = make_loader(args, images.ImageSamples(held_out, preprocessing), accelerator, collate)
-    run = types.SimpleNamespace(accelerator=accelerator, held_out=loader)
-    run.micro_batches = lambda batch: [(micro_batch, None) for micro_batch in batch.micro_batches]
-    _, *answers = predictions.measure(run, model, vision.predict)
-    drawn = []
-    monkeypatch.setattr(predictions, "save_confusion_matrix", lambda counts, *_: drawn.append(counts))
-    predictions.draw_confusion(*answers, held_out.classes, tmp_path)
-    assert drawn[0].tolist() == expected.tolist()
-    assert (expected != expected.T).any()
 
 
 @pytest.mark.usefixtures("extensions")
