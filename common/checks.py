@@ -7,7 +7,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
-from common.errors import UserError
+from common.errors import UserError, refuse
 from common.files import LOCK, lock_output_dir, remove
 from common.parallel.launch import started_world_size
 from common.training.batching import Samples
@@ -154,8 +154,7 @@ def check_samples(args: argparse.Namespace, train: Samples, validation: Samples 
             f"--micro_batch_tokens {args.micro_batch_tokens} does not hold the longest sample of {longest} tokens; "
             f"use at least {longest}, or a lower --sequence_length"
         )
-    if problems:
-        raise UserError("\n".join(problems))
+    refuse(problems)
 
 
 def make_output_dir(args: argparse.Namespace, accelerator: Accelerator) -> Path:

@@ -28,7 +28,6 @@ from common.arguments import text_sources
 from common.data import cache as cache_module
 from common.data import readers
 from common.data import text as text_module
-from common.data.cache import MANIFEST
 from common.data.rows import Source
 from common.data.sources import check_sources, open_source
 from common.data.standard_library import embedded_files, python_functions
@@ -125,8 +124,6 @@ def test_the_same_text_gives_the_same_tokenizer(tmp_path):
     one, two = (train_tokenizer(source, 290, tmp_path / "cache").backend_tokenizer.to_str() for source in sources)
     assert one == two and len(list((tmp_path / "cache").glob("tokenizer-*[0-9a-f]"))) == 2
     assert one != train_tokenizer(sources[0], 280, tmp_path / "cache").backend_tokenizer.to_str()
-    with pytest.raises(UserError, match="at least 257"):
-        train_tokenizer(sources[0], 256, tmp_path / "cache")
 
 
 def test_a_saved_tokenizer_loads_and_gets_a_pad_token(tokenizer, tmp_path):
@@ -536,9 +533,6 @@ def test_all_problems_are_told_together(tmp_path):
     for line, words in zip(lines, ("no.txt: no such", "no file matches", "is empty", "nowhere.jsonl"), strict=True):
         assert words in line
     check_sources(Source(files=(str(tmp_path / "good[1].txt"),)), Source(embedded="train"))
-    for source in (Source(), Source(files=("a.txt",), embedded="train"), Source(embedded="dev")):
-        with pytest.raises(UserError, match="exactly one|no part 'dev'"):
-            check_sources(source)
 
 
 # --- the cache ---
@@ -565,21 +559,6 @@ def test_a_source_is_tokenised_once_until_something_changes(tokenizer, tmp_path,
     write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS[::-1]])  # as long as before
     changed = tokenize(source, tokenizer, 8, None, cache)
     assert len(work) == 4 and changed.fingerprint != first.fingerprint
-
-
-@pytest.mark.parametrize("damage", ["cut", "gone", "manifest"])
-def test_a_damaged_cache_is_built_again(tokenizer, tmp_path, cache, work, damage):
-    source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
-    samples = tokenize(source, tokenizer, 8, "examples", cache)
-    expected = [samples[i][1].tolist() for i in range(len(samples))]
-    if damage == "cut":
-        os.truncate(samples.directory / "tokens.bin", 8)
-    elif damage == "gone":
-        (samples.directory / "offsets.bin").unlink()
-    else:
-        (samples.directory / MANIFEST).write_text('{"tok')
-    samples = tokenize(source, tokenizer, 8, "examples", cache)
-    assert [samples[i][1].tolist() for i in range(len(samples))] == expected and len(work) == 2
 
 
 def test_samples_are_mapped_again_in_a_worker_process(tokenizer, tmp_path, cache):

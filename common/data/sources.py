@@ -21,16 +21,14 @@ from common.data.hub import is_saved, load_split
 from common.data.readers import parquet_classes, read_file, with_class_names
 from common.data.rows import COMPRESSIONS, FILE_TYPES, Corpus, Row, Source, file_type
 from common.data.standard_library import open_embedded
-from common.errors import UserError, one_line
+from common.errors import UserError, one_line, refuse
 
 logger = logging.getLogger(__name__)
 
 
 def check_sources(*sources: Source | None) -> None:
     """Raise one UserError, one line a problem, with every problem of all sources that shows without reading a file."""
-    problems = [problem for source in sources if source is not None for problem in _problems(source)]
-    if problems:
-        raise UserError("\n".join(problems))
+    refuse(problem for source in sources if source is not None for problem in _problems(source))
 
 
 def open_source(source: Source) -> Corpus:
@@ -44,11 +42,6 @@ def open_source(source: Source) -> Corpus:
 
 
 def _problems(source: Source) -> Iterator[str]:
-    given = [name for name in ("files", "dataset_name", "embedded") if getattr(source, name)]
-    if len(given) != 1:
-        yield f"give exactly one of files, a dataset and the embedded corpus (given: {', '.join(given) or 'none'})"
-    if source.embedded not in (None, "train", "validation"):
-        yield f"the embedded corpus has no part {source.embedded!r}; there are: train, validation"
     for pattern in source.files:
         paths = _expand(pattern)
         if not paths and glob.has_magic(pattern):

@@ -8,7 +8,7 @@ from transformers import AutoModelForImageClassification, PreTrainedConfig, PreT
 from common.data import images
 from common.data.image_files import Images, with_classes
 from common.errors import UserError
-from common.models.classifiers import build_labeller, choose_classes
+from common.models.classifiers import build_classifier, choose_classes
 from common.models.image_models import ConvNet, ConvNetConfig, NormResNet, NormResNetConfig
 from common.models.load import build_model, load_config, parameter_sizes
 from common.models.norms import settle_norm
@@ -91,11 +91,8 @@ def make_config(args: argparse.Namespace, preprocessing: images.Preprocessing) -
 
 def make_model(args: argparse.Namespace, config: PreTrainedConfig, new_head: bool) -> tuple[PreTrainedModel, list[str]]:
     """The model, and the names of the weights of a new head, which start at random."""
-    auto = AutoModelForImageClassification
-    if args.model_name_or_path:
-        model, new_weights = build_labeller(config, args.model_name_or_path, args.trust_remote_code, auto, new_head)
-    else:
-        model, new_weights = build_model(config, None, args.trust_remote_code, auto), []
+    where = (args.model_name_or_path, args.trust_remote_code)
+    model, new_weights = build_classifier(config, *where, AutoModelForImageClassification, new_head)
     if args.norm == "sync_batch":
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return model, new_weights

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from common.errors import UserError
+from common.errors import UserError, refuse
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # What DeepSpeed reads at the top of its file, and ignores without a word where it is misspelt.
@@ -167,14 +167,12 @@ def check_nvme_space(
     for part in in_files:
         path, size = zero[part]["nvme_path"], 16 if part == "offload_optimizer" else 4
         needed[path] = needed.get(path, 0) + size * num_parameters // num_machines
-    problems = [
+    refuse(
         f"nvme_path {path}: {num_parameters:,} parameters take {size / 1e9:.3f} GB of files there, and "
         f"{free / 1e9:.3f} GB are free; make room, or name another"
         for path, size in needed.items()
         if (free := shutil.disk_usage(path).free) < size
-    ]
-    if problems:
-        raise UserError("\n".join(problems))
+    )
 
 
 def size_nvme_buffers(config: dict[str, Any], parameter_sizes: Callable[[], list[int]], num_processes: int) -> bool:
