@@ -1,14 +1,13 @@
 """What is asked by flags, checked before anything is made: mistakes that need no model, and the output directory."""
 
 import argparse
-import tempfile
 from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from common.errors import UserError, refuse
-from common.files import LOCK, lock_output_dir, remove
+from common.files import LOCK, lock_output_dir, remove, why_not_writable
 from common.parallel.launch import started_world_size
 from common.training.batching import Samples
 
@@ -127,10 +126,8 @@ def _check_output_dir(path: Path, overwrite: bool) -> list[str]:
     parent = path
     while not parent.exists():
         parent = parent.absolute().parent
-    try:
-        tempfile.TemporaryFile(dir=parent).close()  # os.access says yes to root even where nothing can be made
-    except OSError as error:
-        return [f"--output_dir {path} cannot be written: {error.strerror} in {parent}; name another directory"]
+    if reason := why_not_writable(parent):
+        return [f"--output_dir {path} cannot be written: {reason} in {parent}; name another directory"]
     return []
 
 

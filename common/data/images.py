@@ -240,14 +240,14 @@ class ImageSamples:
 def _own_random_stream(key: str) -> Iterator[None]:
     """Python's and torch's random streams begin at `key`, then go on where they were: dropout is not shifted."""
     number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
-    before, before_torch = random.getstate(), torch.get_rng_state()
-    random.seed(number)
-    torch.default_generator.manual_seed(number)  # torch.manual_seed would seed the GPUs' streams too
-    try:
-        yield
-    finally:
-        random.setstate(before)
-        torch.set_rng_state(before_torch)
+    before = random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(number)
+        torch.default_generator.manual_seed(number)  # torch.manual_seed would seed the GPUs' streams too
+        try:
+            yield
+        finally:
+            random.setstate(before)
 
 
 def augmented(image: Image.Image, name: str, height: int, width: int) -> Image.Image:

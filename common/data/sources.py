@@ -95,7 +95,7 @@ def _open_files(paths: list[str], source: Source) -> Corpus:
 def _open_dataset(source: Source) -> Corpus:
     from datasets import ClassLabel
 
-    name, path = source.dataset_name or "", Path(source.dataset_name or "").expanduser()
+    name, path = source.dataset_name, Path(source.dataset_name).expanduser()
     if path.is_dir() and not is_saved(path):
         return _open_files(_folder_files(path, source), source)
     dataset = load_split(name, source.dataset_config, source.split)

@@ -72,8 +72,7 @@ def choose_model(
         sizes: of models from scratch: layers, width, heads, MLP width, vocabulary, ...
         source: the training text, on which a new tokenizer is trained. names, classes: of `read_rows`.
 
-    Raises:
-        UserError: the model's head is of other labels, or a line for each way in which the texts do not fit the model.
+    Raises UserError: its head is of other labels, or a line for each way in which the texts do not fit the model.
     """
     if args.model_name_or_path:
         config = load_config(args.model_name_or_path, args.trust_remote_code, AutoModelForSequenceClassification)

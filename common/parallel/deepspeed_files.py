@@ -5,7 +5,6 @@ import json
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from common.errors import UserError, refuse
+from common.files import why_not_writable
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # What DeepSpeed reads at the top of its file, and ignores without a word where it is misspelt.
@@ -97,8 +97,11 @@ def check_zero(where: str, zero: Any, left: list[str], optimizer: str) -> list[s
     if devices["offload_param"] != "none" and stage in (1, 2):
         problems.append(f"{where}: offload_param has no effect at stage {stage}; take it out, or set stage 3")
     for part, device in devices.items():
-        path = zero[part].get("nvme_path") if device == "nvme" else None
-        if device == "nvme" and (reason := _cannot_write(path)):
+        if device != "nvme":
+            continue
+        path = zero[part].get("nvme_path")
+        reason = why_not_writable(path) if path and os.path.isdir(path) else "is no directory"
+        if reason:
             problems.append(f"{where}: {part}.nvme_path {path}: {reason}; make it, or name another")
     return problems
 
@@ -129,17 +132,6 @@ def _check_names(zero: dict[str, Any], left: list[str]) -> list[str]:
         hint = f": {reason}; mend it" if reason else hint
         problems.append(f"{name} is not a setting that DeepSpeed takes{hint}")
     return problems
-
-
-def _cannot_write(path: str | None) -> str | None:
-    """Why no file can be made in a directory, or None."""
-    if not path or not os.path.isdir(path):
-        return "is no directory"
-    try:
-        tempfile.TemporaryFile(dir=path).close()  # os.access says yes to root even where nothing can be made
-    except OSError as error:
-        return f"cannot be written ({error.strerror})"
-    return None
 
 
 def offload_devices(zero_optimization: dict[str, Any]) -> dict[str, str]:
