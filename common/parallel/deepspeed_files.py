@@ -74,36 +74,36 @@ def file_precision(config: str | dict[str, Any]) -> str | None:
     return next((name for name in ("bf16", "fp16") if section_of(config, name).get("enabled") is True), None)
 
 
-def check_zero(where: str, zero: Any, left: list[str], optimizer: str) -> list[str]:
+def check_zero(where: str, zero: Any, left: list[str], optimizer: str) -> Iterator[str]:
     """Whether DeepSpeed takes a section zero_optimization, and its offload the optimizer.
 
     `left`: the names of all settings that were "auto", and are left to DeepSpeed's defaults.
     """
     if not isinstance(zero, dict) or not zero:
-        return [f"{where}: it has no section zero_optimization; write one, as in ds_configs/"]
+        yield f"{where}: it has no section zero_optimization; write one, as in ds_configs/"
+        return
     if problems := _check_names(zero, left):
-        return [f"{where}: zero_optimization.{problem}" for problem in problems]
-    problems = []
+        yield from (f"{where}: zero_optimization.{problem}" for problem in problems)
+        return
     stage = zero.get("stage", 0)
     if stage == 0:
-        problems.append(f"{where}: zero_optimization.stage is 0, which shards nothing; set 1, 2 or 3, or use multi_gpu")
+        yield f"{where}: zero_optimization.stage is 0, which shards nothing; set 1, 2 or 3, or use multi_gpu"
     devices = offload_devices(zero)
     if devices["offload_optimizer"] != "none" and optimizer != "adamw":
         # Accelerate would put DeepSpeed's CPU Adam in its place, without a word.
-        problems.append(f"--optimizer {optimizer}: with its state offloaded, DeepSpeed runs only adamw; use adamw")
+        yield f"--optimizer {optimizer}: with its state offloaded, DeepSpeed runs only adamw; use adamw"
     elif optimizer not in ("adamw", "sgd"):
         # ZeRO updates flat pieces of the parameters: factored or block-wise states would be others than the tensors'.
-        problems.append(f"--optimizer {optimizer} works on whole tensors, and ZeRO cuts them; use adamw or sgd")
+        yield f"--optimizer {optimizer} works on whole tensors, and ZeRO cuts them; use adamw or sgd"
     if devices["offload_param"] != "none" and stage in (1, 2):
-        problems.append(f"{where}: offload_param has no effect at stage {stage}; take it out, or set stage 3")
+        yield f"{where}: offload_param has no effect at stage {stage}; take it out, or set stage 3"
     for part, device in devices.items():
         if device != "nvme":
             continue
         path = zero[part].get("nvme_path")
         reason = why_not_writable(path) if path and os.path.isdir(path) else "is no directory"
         if reason:
-            problems.append(f"{where}: {part}.nvme_path {path}: {reason}; make it, or name another")
-    return problems
+            yield f"{where}: {part}.nvme_path {path}: {reason}; make it, or name another"
 
 
 def _check_names(zero: dict[str, Any], left: list[str]) -> list[str]:
