@@ -25,11 +25,11 @@ def list_settings(args: argparse.Namespace, launch: Launch, accelerator: Acceler
 
     Call it after `accelerator.prepare`, which resolves DeepSpeed's `auto`.
     """
-    yield "mode", describe_mode(accelerator), "what runs"
-    yield "device", accelerator.device, "what runs"
-    yield "precision", describe_precision(accelerator), "what runs"
-    yield "processes", accelerator.num_processes, "what runs"
-    yield "CPU threads of a process", torch.get_num_threads(), "what runs"
+    yield ("mode", describe_mode(accelerator), "what runs")
+    yield ("device", accelerator.device, "what runs")
+    yield ("precision", describe_precision(accelerator), "what runs")
+    yield ("processes", accelerator.num_processes, "what runs")
+    yield ("CPU threads of a process", torch.get_num_threads(), "what runs")
 
     for name in sorted(launch.settings):
         is_fsdp = name.startswith("fsdp_") and launch.mode == "FSDP"
@@ -51,7 +51,7 @@ def list_settings(args: argparse.Namespace, launch: Launch, accelerator: Acceler
     # An argument's name is its flag's, and no flag may be shortened.
     given = {word.split("=")[0] for word in sys.argv[1:] if word.startswith("--")}
     for name, value in vars(args).items():
-        yield f"--{name}", value, "flag" if f"--{name}" in given else "default"
+        yield (f"--{name}", value, "flag" if f"--{name}" in given else "default")
 
     for name, value in sorted(launch.environment.items()):
         if name.startswith(PREFIXES):
