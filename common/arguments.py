@@ -76,7 +76,8 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
         return [line for part in text.splitlines() for line in super(_HelpFormatter, self)._split_lines(part, width)]
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, False) else super()._get_help_string(action)
+        has_none = action.default is None or action.default is False or action.default == []  # 0 is one
+        return action.help if has_none else super()._get_help_string(action)
 
 
 def positive(text: str) -> int:
@@ -151,59 +152,27 @@ def _add_run(parser: ArgumentParser) -> None:
     group.add_argument("--output_dir", help="directory for all that the run writes (default: runs/ and the time)")
     group.add_argument("--overwrite", action="store_true", help="delete the run that --output_dir holds")
     group.add_argument("--dry_run", action="store_true", help="check all, up to one forward and backward; write no run")
-    group.add_argument("--seed", type=seed, default=0, help="of weights, sample order, dropout (default: %(default)s)")
-    group.add_argument(
-        "--eval_every",
-        type=not_negative,
-        default=0,
-        metavar="N",
-        help="measure the held-out data every N updates and at the end; 0: only at the end (default: %(default)s)",
-    )
-    group.add_argument(
-        "--connect_timeout",
-        type=positive_float,
-        default=60.0,
-        metavar="SECONDS",
-        help="how long the processes wait for each other at the start",
-    )
-    group.add_argument(
-        "--report_to",
-        nargs="+",
-        default=[],
-        metavar="TRACKER",
-        help=f"trackers that get the metrics too: {', '.join(LOGGER_TYPE_TO_CLASS)}",
-    )
+    group.add_argument("--seed", type=seed, default=0, help="of weights, sample order, dropout")
+    about = "measure the held-out data every N updates and at the end; 0: only at the end"
+    group.add_argument("--eval_every", type=not_negative, default=0, metavar="N", help=about)
+    about = "how long the processes wait for each other at the start"
+    group.add_argument("--connect_timeout", type=positive_float, default=60.0, metavar="SECONDS", help=about)
+    about = f"trackers that get the metrics too: {', '.join(LOGGER_TYPE_TO_CLASS)}"
+    group.add_argument("--report_to", nargs="+", default=[], metavar="TRACKER", help=about)
 
     group = parser.add_argument_group("stop and resume")
-    group.add_argument(
-        "--save_every",
-        type=not_negative,
-        default=500,
-        metavar="N",
-        help="write a checkpoint every N updates and after the last one; 0: only when asked to stop",
-    )
-    group.add_argument(
-        "--keep_last", type=positive, default=2, metavar="K", help="keep the K newest checkpoints, at least 2"
-    )
-    group.add_argument(
-        "--keep_best", action="store_true", help="keep the checkpoint with the lowest validation loss too"
-    )
-    group.add_argument(
-        "--load_best_at_end",
-        action="store_true",
-        help="with --keep_best: write the best checkpoint as model/, not the last one",
-    )
-    group.add_argument(
-        "--resume", action="store_true", help="continue from the newest sound checkpoint in --output_dir"
-    )
-    group.add_argument(
-        "--allow_changed",
-        nargs="+",
-        default=[],
-        choices=CHANGEABLE,
-        metavar="NAME",
-        help=f"with --resume: settings that may differ from the checkpoint's, out of {', '.join(CHANGEABLE)}",
-    )
+    about = "write a checkpoint every N updates and after the last one; 0: only when asked to stop"
+    group.add_argument("--save_every", type=not_negative, default=500, metavar="N", help=about)
+    about = "keep the K newest checkpoints, at least 2"
+    group.add_argument("--keep_last", type=positive, default=2, metavar="K", help=about)
+    about = "keep the checkpoint with the lowest validation loss too"
+    group.add_argument("--keep_best", action="store_true", help=about)
+    about = "with --keep_best: write the best checkpoint as model/, not the last one"
+    group.add_argument("--load_best_at_end", action="store_true", help=about)
+    about = "continue from the newest sound checkpoint in --output_dir"
+    group.add_argument("--resume", action="store_true", help=about)
+    about = f"with --resume: settings that may differ from the checkpoint's, out of {', '.join(CHANGEABLE)}"
+    group.add_argument("--allow_changed", nargs="+", default=[], choices=CHANGEABLE, metavar="NAME", help=about)
 
 
 def _add_batch(parser: ArgumentParser, lengths_vary: bool) -> None:
@@ -212,46 +181,29 @@ def _add_batch(parser: ArgumentParser, lengths_vary: bool) -> None:
     group.add_argument("--global_batch_size", type=positive, default=8, help="samples in an update, over all ranks")
     group.add_argument("--micro_batch_size", type=positive, metavar="M", help="samples that a device computes at once")
     if lengths_vary:
-        group.add_argument(
-            "--micro_batch_tokens",
-            type=positive,
-            metavar="T",
-            help="in place of --micro_batch_size: as many samples at once as fit T tokens, padding included\n"
-            "(default: 1024 on a CPU, 8192 on a GPU, at least one sample; lower it if memory runs out)",
-        )
+        about = "in place of --micro_batch_size: as many samples at once as fit T tokens, padding included\n"
+        about += "(default: 1024 on a CPU, 8192 on a GPU, at least one sample; lower it if memory runs out)"
+        group.add_argument("--micro_batch_tokens", type=positive, metavar="T", help=about)
     else:
         parser.set_defaults(micro_batch_tokens=None)
     group.add_argument("--drop_last_window", action="store_true", help="drop the short last global batch of an epoch")
-    group.add_argument(
-        "--num_workers",
-        type=not_negative,
-        metavar="W",
-        help="processes that load data for each rank (default: 2 with a GPU, 0 without)",
-    )
+    about = "processes that load data for each rank (default: 2 with a GPU, 0 without)"
+    group.add_argument("--num_workers", type=not_negative, metavar="W", help=about)
 
 
 def _add_optimizer(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("optimizer")
     group.add_argument("--optimizer", default="adamw", help=optimizers_help(), **one_of(OPTIMIZERS))
     group.add_argument("--learning_rate", type=positive_float, help="peak of the learning rate (default: the model's)")
-    group.add_argument(
-        "--weight_decay", type=not_negative_float, default=0.1, help="weight decay of matrices and embeddings"
-    )
-    group.add_argument(
-        "--warmup_updates",
-        type=not_negative,
-        help="updates in which the rate rises to its peak (default: a twentieth of the run)",
-    )
+    about = "weight decay of matrices and embeddings"
+    group.add_argument("--weight_decay", type=not_negative_float, default=0.1, help=about)
+    about = "updates in which the rate rises to its peak (default: a twentieth of the run)"
+    group.add_argument("--warmup_updates", type=not_negative, help=about)
     group.add_argument("--lr_schedule", default="cosine", **one_of(SCHEDULES))
-    group.add_argument(
-        "--max_grad_norm", type=not_negative_float, default=1.0, help="clip the gradient to this norm; 0: no clipping"
-    )
-    group.add_argument(
-        "--max_skipped_updates",
-        type=positive,
-        default=20,
-        help="an update whose loss or gradient is not finite is skipped; fail after so many in a row",
-    )
+    about = "clip the gradient to this norm; 0: no clipping"
+    group.add_argument("--max_grad_norm", type=not_negative_float, default=1.0, help=about)
+    about = "an update whose loss or gradient is not finite is skipped; fail after so many in a row"
+    group.add_argument("--max_skipped_updates", type=positive, default=20, help=about)
 
     group = parser.add_argument_group("memory and speed")
     group.add_argument("--activation_checkpointing", default="none", **one_of(ACTIVATION_CHECKPOINTING))
@@ -264,27 +216,23 @@ def add_language_arguments(parser: argparse.ArgumentParser, one_text: bool = Tru
     one_text: a row has one text, in `--text_column`. examples: a row may have a prompt and a completion instead.
     """
     group = parser.add_argument_group("data (default: the source code of Python's standard library)")
-    formats = "training text: .txt .jsonl .parquet .csv files, also compressed, or globs of them"
-    group.add_argument("--train_file", nargs="+", default=[], metavar="FILE", help=formats)
-    group.add_argument(
-        "--validation_file", nargs="+", default=[], metavar="FILE", help="held-out text, in the same formats"
-    )
-    group.add_argument(
-        "--dataset_name",
-        help="in place of --train_file: a hub name or a local directory; its validation or test split is held out",
-    )
+    about = "training text: .txt .jsonl .parquet .csv files, also compressed, or globs of them"
+    group.add_argument("--train_file", nargs="+", default=[], metavar="FILE", help=about)
+    about = "held-out text, in the same formats"
+    group.add_argument("--validation_file", nargs="+", default=[], metavar="FILE", help=about)
+    about = "in place of --train_file: a hub name or a local directory; its validation or test split is held out"
+    group.add_argument("--dataset_name", help=about)
     group.add_argument("--dataset_config", help="the data set's configuration, where it has several")
     if one_text:
-        group.add_argument(
-            "--text_column", default="text", help="column with the text, where rows have no prompt or messages"
-        )
+        about = "column with the text, where rows have no prompt or messages"
+        group.add_argument("--text_column", default="text", help=about)
     else:
         parser.set_defaults(text_column="text")
     if examples:
         group.add_argument("--prompt_column", help="column with what is given (default: prompt)")
         group.add_argument("--completion_column", help="column with what is learned (default: completion)")
-        shape = "cut the joined texts into blocks, or take each row as an example (default: by the columns)"
-        group.add_argument("--shape", choices=("blocks", "examples"), help=shape)
+        about = "cut the joined texts into blocks, or take each row as an example (default: by the columns)"
+        group.add_argument("--shape", choices=("blocks", "examples"), help=about)
     else:
         parser.set_defaults(prompt_column=None, completion_column=None)
     group.add_argument("--sequence_length", type=positive, default=256, help="most tokens in a sample")
@@ -321,8 +269,8 @@ def text_sources(args: argparse.Namespace) -> "tuple[Source, Source | None]":
 
     Raises UserError: a line for each file that is not there or cannot be read, or two answers to where the text is.
     """
-    from common.data.rows import Source  # here because recipes without text do not need it
-    from common.data.sources import check_sources  # here because recipes without text do not need it
+    from common.data.rows import Source  # here because recipes without text need neither
+    from common.data.sources import check_sources
 
     names = ("text_column", "prompt_column", "completion_column")
     columns = {name: getattr(args, name) for name in names}

@@ -1,14 +1,14 @@
 """What is asked by flags, checked before anything is made: mistakes that need no model, and the output directory."""
 
 import argparse
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
-from common.errors import UserError
-from common.files import LOCK, lock_output_dir, remove
+from common.errors import UserError, refuse
+from common.files import LOCK, lock_output_dir, remove, why_not_writable
 from common.parallel.launch import started_world_size
 from common.training.batching import Samples
 
@@ -34,7 +34,7 @@ def check_arguments(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool =
         )
     for tracker in args.report_to:
         problems += _check_tracker(tracker)
-    return problems + _check_data(args) + _check_checkpoints(args)
+    return [*problems, *_check_data(args), *_check_checkpoints(args)]
 
 
 def _settle_batch(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool) -> list[str]:
@@ -60,44 +60,40 @@ def _settle_batch(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool) ->
     return problems
 
 
-def _check_data(args: argparse.Namespace) -> list[str]:
-    problems = []
+def _check_data(args: argparse.Namespace) -> Iterator[str]:
     if getattr(args, "dataset_config", None) and not args.dataset_name:
-        problems.append("--dataset_config has no effect without --dataset_name; take it out, or name the data set")
+        yield "--dataset_config has no effect without --dataset_name; take it out, or name the data set"
     if pair := [f"--{name}" for name in ("prompt_column", "completion_column") if getattr(args, name, None)]:
         if not (args.train_file or args.dataset_name):
-            problems.append(f"{pair[0]} has no effect without --train_file or --dataset_name; name the data")
+            yield f"{pair[0]} has no effect without --train_file or --dataset_name; name the data"
         if args.text_column != "text" or getattr(args, "shape", None) == "blocks":
             other = "--shape blocks" if args.text_column == "text" else f"--text_column {args.text_column}"
-            problems.append(f"{pair[0]} and {other} are two answers to what a sample is; give one")
-    return problems
+            yield f"{pair[0]} and {other} are two answers to what a sample is; give one"
 
 
-def _check_checkpoints(args: argparse.Namespace) -> list[str]:
-    problems = []
+def _check_checkpoints(args: argparse.Namespace) -> Iterator[str]:
     if args.keep_last < 2:
-        problems.append("--keep_last 1: were the only checkpoint damaged, nothing would be left; use at least 2")
+        yield "--keep_last 1: were the only checkpoint damaged, nothing would be left; use at least 2"
     if args.keep_best and not (args.eval_every and args.save_every and args.save_every % args.eval_every == 0):
-        problems.append(
+        yield (
             f"--keep_best compares evaluated checkpoints: --save_every {args.save_every} must be a multiple of "
             f"--eval_every {args.eval_every}, and neither 0"
         )
     if args.load_best_at_end and not args.keep_best:
-        problems.append("--load_best_at_end needs --keep_best, which keeps that checkpoint; give both")
+        yield "--load_best_at_end needs --keep_best, which keeps that checkpoint; give both"
     if args.allow_changed and not args.resume:
-        problems.append("--allow_changed has no effect without --resume; take it out")
+        yield "--allow_changed has no effect without --resume; take it out"
     if args.resume and args.overwrite:
-        problems.append("--resume continues the run that --overwrite deletes; give one")
+        yield "--resume continues the run that --overwrite deletes; give one"
     elif args.resume:
         # A run that has not ended may yet write its first one: `Checkpoints.find` waits for it.
         if not any((Path(args.output_dir) / name).exists() for name in ("checkpoints", LOCK)):
-            problems.append(
+            yield (
                 f"--resume: {args.output_dir} has no checkpoints; name the --output_dir of the run to continue, "
                 "or start anew without --resume"
             )
-    elif args.output_dir and not args.dry_run:
-        problems += _check_output_dir(Path(args.output_dir), args.overwrite)
-    return problems
+    elif not args.dry_run:
+        yield from _check_output_dir(Path(args.output_dir), args.overwrite)
 
 
 def _nearest_batch_sizes(size: int, unit: int) -> str:
@@ -127,10 +123,8 @@ def _check_output_dir(path: Path, overwrite: bool) -> list[str]:
     parent = path
     while not parent.exists():
         parent = parent.absolute().parent
-    try:
-        tempfile.TemporaryFile(dir=parent).close()  # os.access says yes to root even where nothing can be made
-    except OSError as error:
-        return [f"--output_dir {path} cannot be written: {error.strerror} in {parent}; name another directory"]
+    if reason := why_not_writable(parent):
+        return [f"--output_dir {path} cannot be written: {reason} in {parent}; name another directory"]
     return []
 
 
@@ -154,8 +148,7 @@ def check_samples(args: argparse.Namespace, train: Samples, validation: Samples 
             f"--micro_batch_tokens {args.micro_batch_tokens} does not hold the longest sample of {longest} tokens; "
             f"use at least {longest}, or a lower --sequence_length"
         )
-    if problems:
-        raise UserError("\n".join(problems))
+    refuse(problems)
 
 
 def make_output_dir(args: argparse.Namespace, accelerator: Accelerator) -> Path:

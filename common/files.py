@@ -5,6 +5,7 @@ import hashlib
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,6 +70,15 @@ def disk_error_number(error: BaseException) -> int | None:
         told = re.search(r"os error (\d+)", str(error))
         number = int(told[1]) if told else errno.ENOSPC if "No space left" in str(error) else None
     return number if number in DISK_ERRORS else None
+
+
+def why_not_writable(directory: Path | str) -> str | None:
+    """Why no file can be made in a directory, or None. (os.access says yes to root even where nothing can be made.)"""
+    try:
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 @contextmanager

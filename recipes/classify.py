@@ -118,8 +118,9 @@ def main():
     args = parse_arguments()
     run = Run(args, text_classifier.check_arguments(args))
     tokenizer, config, train_set, held_out, names = load_data(args)
-    run.begin(config, tokenizer, train_set, held_out, model_class=AutoModelForSequenceClassification)
-    model, new_weights = build_classifier(config, args.model_name_or_path, args.trust_remote_code, args.new_head)
+    kind, where = AutoModelForSequenceClassification, (args.model_name_or_path, args.trust_remote_code)
+    run.begin(config, tokenizer, train_set, held_out, model_class=kind)
+    model, new_weights = build_classifier(config, *where, kind, args.new_head)
     if new_weights:
         run.accelerator.print(describe_new_weights(new_weights))
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)

@@ -26,7 +26,7 @@ EVERY = """
 """
 TEXT = "data.cache data.columns data.readers data.rows data.sources data.standard_library data.tokenizer"
 TOKENS = "data.chats data.text training.linear_cross_entropy training.losses training.output_head"
-PREDICTED = "models.classifiers report.plots report.predictions"
+PREDICTED = "models.classifiers report.predictions"
 OURS = {
     "classify.py": f"{TEXT} {PREDICTED} data.labels models.text_classifier report.scores",
     "lm.py": f"{TEXT} {TOKENS}",

@@ -194,7 +194,7 @@ def test_the_chunked_loss_sums_the_weights_gradient_in_float32(monkeypatch):
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_a_recurrence_computes_in_float32(cell):
     """With weights in bf16 and under autocast: the loss of the same weights in float32, in every bit."""
-    model = build_model(RecurrentConfig(cell, vocab_size=17, hidden_size=8), model_class=RecurrentLM)
+    model = build_model(RecurrentConfig(cell=cell, vocab_size=17, hidden_size=8), model_class=RecurrentLM)
     model = model.bfloat16().float()
     ids = torch.arange(60)[None] % 17
     rows = {"targets": ids[0, 1:], "target_rows": torch.arange(59)}

@@ -14,7 +14,7 @@ from common.checkpoint.agreement import Agreement
 from common.checkpoint.format import FORMAT, Reader, find_damage, is_number, list_checkpoints, newer_line
 from common.checkpoint.identity import differences
 from common.checkpoint.random_states import restore_random_states
-from common.errors import UserError
+from common.errors import UserError, refuse
 from common.parallel.connect import seed_everything
 from common.parallel.liveness import wait_for_all
 
@@ -66,8 +66,7 @@ def keep_warmup(args: argparse.Namespace, manifest: dict[str, Any], identity: di
 def check_is_own(reader: Reader, args: argparse.Namespace, identity: dict[str, Any]) -> None:
     """Raises UserError, a line for each thing that is not what the run began with."""
     path, manifest = reader.directory, reader.manifest
-    if lines := list(differences(manifest["identity"], identity, args.allow_changed)):
-        raise UserError("\n".join(f"--resume {path}: {line}" for line in lines))
+    refuse(f"--resume {path}: {line}" for line in differences(manifest["identity"], identity, args.allow_changed))
     if manifest["update"] > args.num_updates:
         raise UserError(
             f"--resume {path}: it has made {manifest['update']} updates already, more than --num_updates "

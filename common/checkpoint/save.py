@@ -49,9 +49,8 @@ class Checkpoints:
 
         It takes the output directory first: a run that was asked to stop may still be writing its last checkpoint.
 
-        Raises:
-            UserError: another process writes there, nothing to resume, or a line for each thing that is not what the
-                run began with.
+        Raises UserError: another process writes there, nothing to resume, or a line for each thing that is not what
+            the run began with.
         """
         wait_for_all()  # one may have tokenised for hours what others had in their caches
         self.identity = identity

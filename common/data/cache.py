@@ -15,7 +15,6 @@ from common.data.rows import Row
 from common.errors import UserError, one_line
 from common.files import complete_or_absent
 
-MANIFEST = "sizes.json"  # the size of every file beside it
 FORMAT = 3  # raise it when the meaning of a file in the cache changes
 
 
@@ -29,11 +28,9 @@ def cached(kind: str, identity: list[Any], write: Callable[[Path], None], cache_
     digest = hashlib.blake2b(json.dumps([kind, FORMAT, *identity]).encode(), digest_size=10).hexdigest()
     directory = Path(cache_dir or root) / f"{kind}-{digest}"
     with _only_one(directory):
-        if not _is_complete(directory):
+        if not directory.exists():
             with complete_or_absent(directory, "start again, or set XDG_CACHE_HOME to another disk") as partial:
                 write(partial)
-                sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
-                (partial / MANIFEST).write_text(json.dumps(sizes))
     return directory
 
 
@@ -49,15 +46,6 @@ def _only_one(directory: Path) -> AbstractContextManager:
         raise UserError(
             f"cache {directory.parent}: cannot be written ({one_line(error)}); set XDG_CACHE_HOME"
         ) from error
-
-
-def _is_complete(directory: Path) -> bool:
-    """Whether the files have the sizes that were recorded. (Reading all of them each time would take too long.)"""
-    try:
-        sizes = json.loads((directory / MANIFEST).read_text())
-        return all((directory / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError):
-        return False
 
 
 def hash_files(directory: Path) -> str:

@@ -6,7 +6,6 @@ from typing import Any
 from common.data.rows import Corpus, Row, Source
 from common.errors import UserError, missing_column
 
-SHAPES = ("blocks", "examples")
 PAIR = ("prompt", "completion")
 # What other data sets call these two.
 PAIRS_ELSEWHERE = (
@@ -18,8 +17,6 @@ BATCH_CHARACTERS = 1 << 20  # text handed to the tokenizer at once: it needs som
 
 def choose_columns(corpus: Corpus, source: Source, shape: str | None) -> tuple[str, tuple[str, ...]]:
     """(shape, columns): messages before prompt and completion before text, unless blocks or a column was asked for."""
-    if shape not in (None, *SHAPES):
-        raise UserError(f"no shape {shape!r}; there are: {', '.join(SHAPES)}")
     pair = (source.prompt_column or PAIR[0], source.completion_column or PAIR[1])
     if source.prompt_column or source.completion_column:
         check_columns(corpus, pair, "--prompt_column, --completion_column")

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from common.data.hub import held_out_splits, load_split
-from common.errors import UserError, one_line
+from common.errors import UserError, one_line, refuse
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 DIGITS = "scikit-learn's digits"
@@ -72,8 +72,7 @@ def folder(directory: str) -> Images:
             )
         paths += found
         labels += [label] * len(found)
-    if problems:
-        raise UserError("\n".join(problems))
+    refuse(problems)
     stats = [(path.relative_to(root).as_posix(), path.stat()) for path in paths]
     # The size, not the contents: hashing a large data set takes longer than many a run. A copy has the same.
     fingerprint = fingerprint_of([[name, stat.st_size] for name, stat in stats])

@@ -163,19 +163,16 @@ def to_array(image: Image.Image, height: int, width: int, channels: int) -> np.n
     return pixels[None] if channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
-def check_augmentations(names: Iterable[str]) -> list[str]:
+def check_augmentations(names: Iterable[str]) -> Iterator[str]:
     """One line for each augmentation that cannot be done here."""
-    names, problems = list(names), []
+    names = list(names)
     if "none" in names and len(names) > 1:
-        problems.append(f"--augment {' '.join(names)}: none, and others; take out one or the other")
+        yield f"--augment {' '.join(names)}: none, and others; take out one or the other"
     if needs := [name for name in names if name in NEEDS_TORCHVISION]:
         try:
             import torchvision.transforms  # noqa: F401
         except Exception as error:  # not there, or of another torch
-            problems.append(
-                f"--augment {' '.join(needs)} needs torchvision ({one_line(error)}); pip install it, or use shift"
-            )
-    return problems
+            yield f"--augment {' '.join(needs)} needs torchvision ({one_line(error)}); pip install it, or use shift"
 
 
 class ImageSamples:
@@ -240,14 +237,14 @@ class ImageSamples:
 def _own_random_stream(key: str) -> Iterator[None]:
     """Python's and torch's random streams begin at `key`, then go on where they were: dropout is not shifted."""
     number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
-    before, before_torch = random.getstate(), torch.get_rng_state()
-    random.seed(number)
-    torch.default_generator.manual_seed(number)  # torch.manual_seed would seed the GPUs' streams too
-    try:
-        yield
-    finally:
-        random.setstate(before)
-        torch.set_rng_state(before_torch)
+    before = random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(number)
+        torch.default_generator.manual_seed(number)  # torch.manual_seed would seed the GPUs' streams too
+        try:
+            yield
+        finally:
+            random.setstate(before)
 
 
 def augmented(image: Image.Image, name: str, height: int, width: int) -> Image.Image:

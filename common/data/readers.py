@@ -18,7 +18,6 @@ from common.data.rows import Row, file_type
 from common.errors import UserError, missing_column, one_line
 
 PIECE_BYTES = 1 << 18  # a document in a .txt file is handed on in pieces of this size, each cut at a line's end
-MAX_JSON_ARRAY_BYTES = 256 << 20  # the standard library cannot stream a JSON array: it is held in memory
 MAX_CSV_FIELD_BYTES = 64 << 20  # csv's own 128 KiB is too little for a document; an unclosed quote must still end
 
 
@@ -107,14 +106,8 @@ def _read_json(path: str) -> Iterator[Row]:
 
 
 def _read_json_array(path: str) -> Iterator[Row]:
-    parts, size = [], 0
-    for part in _decoded(path, PIECE_BYTES):
-        parts.append(part)
-        size += len(part)
-        if size > MAX_JSON_ARRAY_BYTES:
-            raise UserError(f"{path}: an array over {MAX_JSON_ARRAY_BYTES >> 20} MiB; write it as JSON Lines (.jsonl)")
     try:
-        items = json.loads("".join(parts))
+        items = json.loads("".join(_decoded(path, PIECE_BYTES)))  # held in memory: Python cannot stream an array
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: malformed JSON ({one_line(error)}); correct it or write JSON Lines") from error
     for number, values in enumerate(items, 1):

@@ -21,16 +21,14 @@ from common.data.hub import is_saved, load_split
 from common.data.readers import parquet_classes, read_file, with_class_names
 from common.data.rows import COMPRESSIONS, FILE_TYPES, Corpus, Row, Source, file_type
 from common.data.standard_library import open_embedded
-from common.errors import UserError, one_line
+from common.errors import UserError, one_line, refuse
 
 logger = logging.getLogger(__name__)
 
 
 def check_sources(*sources: Source | None) -> None:
     """Raise one UserError, one line a problem, with every problem of all sources that shows without reading a file."""
-    problems = [problem for source in sources if source is not None for problem in _problems(source)]
-    if problems:
-        raise UserError("\n".join(problems))
+    refuse(problem for source in sources if source is not None for problem in _problems(source))
 
 
 def open_source(source: Source) -> Corpus:
@@ -44,11 +42,6 @@ def open_source(source: Source) -> Corpus:
 
 
 def _problems(source: Source) -> Iterator[str]:
-    given = [name for name in ("files", "dataset_name", "embedded") if getattr(source, name)]
-    if len(given) != 1:
-        yield f"give exactly one of files, a dataset and the embedded corpus (given: {', '.join(given) or 'none'})"
-    if source.embedded not in (None, "train", "validation"):
-        yield f"the embedded corpus has no part {source.embedded!r}; there are: train, validation"
     for pattern in source.files:
         paths = _expand(pattern)
         if not paths and glob.has_magic(pattern):
@@ -102,7 +95,7 @@ def _open_files(paths: list[str], source: Source) -> Corpus:
 def _open_dataset(source: Source) -> Corpus:
     from datasets import ClassLabel
 
-    name, path = source.dataset_name or "", Path(source.dataset_name or "").expanduser()
+    name, path = source.dataset_name, Path(source.dataset_name).expanduser()
     if path.is_dir() and not is_saved(path):
         return _open_files(_folder_files(path, source), source)
     dataset = load_split(name, source.dataset_config, source.split)

@@ -20,7 +20,7 @@ GENERATED = ("encodings", "pydoc_data", "_sysconfigdata", "config-")
 
 
 def open_embedded(source: Source) -> Corpus:
-    files = embedded_files(source.embedded or "")
+    files = embedded_files(source.embedded)
     if not files:
         raise UserError("this Python has no source files of its standard library; give --train_file instead")
     digest = hashlib.blake2b(digest_size=16)

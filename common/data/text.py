@@ -101,8 +101,6 @@ def tokenize(
 
     Raises UserError that names file and place for whatever cannot be read or makes no sample.
     """
-    if sequence_length < 1:
-        raise UserError(f"a sequence length of {sequence_length} holds no token; use at least 1")
     check_end_of_text(tokenizer)
     corpus = open_source(source)
     shape, columns = choose_columns(corpus, source, shape)

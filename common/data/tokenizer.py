@@ -53,10 +53,8 @@ def train_tokenizer(
     The same text gives the same tokenizer, whatever the number of threads. <|endoftext|> is bos, eos and pad, and the
     tokenizer puts it before every text, as it stands between the documents of a block. Kept in the cache.
 
-    Raises UserError for a vocabulary that cannot hold the 256 bytes, and for what is wrong with the source.
+    vocab_size: at least 257, for the 256 bytes and <|endoftext|>. Raises UserError for what is wrong with the source.
     """
-    if vocab_size < 257:
-        raise UserError(f"a vocabulary of {vocab_size} does not hold 256 bytes and {END_OF_TEXT}; use at least 257")
     corpus = open_source(source)
     if columns is None:
         _, columns = choose_columns(corpus, source, None)

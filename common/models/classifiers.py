@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import UserError, shorten
 from common.models.load import build_model, gathered
@@ -58,16 +58,6 @@ def set_labels(config: PreTrainedConfig, names: list[str] | None, label_column: 
             part.use_cache = False  # of keys and values, for writing text
 
 
-def build_classifier(
-    config: PreTrainedConfig, name_or_path: str | None, trust_remote_code: bool, new_head: bool
-) -> tuple[PreTrainedModel, list[str]]:
-    """The model, and the names of those weights that its checkpoint does not have and that start at random."""
-    kind = AutoModelForSequenceClassification
-    if name_or_path is None:
-        return build_model(config, None, trust_remote_code, kind), []
-    return build_labeller(config, name_or_path, trust_remote_code, kind, new_head)
-
-
 def find_inputs(model: PreTrainedModel) -> tuple[str, ...]:
     """Which tensors the model takes beside `input_ids`. (Some tokenizers tell of token types that a model has not.)"""
     accepted = inspect.signature(model.forward).parameters
@@ -114,13 +104,15 @@ def choose_classes(config: PreTrainedConfig, classes: tuple[str, ...]) -> tuple[
     return (own, False) if sorted(own) == sorted(classes) else (classes, True)
 
 
-def build_labeller(
-    config: PreTrainedConfig, name_or_path: str, trust_remote_code: bool, model_class: Any, new_head: bool
+def build_classifier(
+    config: PreTrainedConfig, name_or_path: str | None, trust_remote_code: bool, model_class: Any, new_head: bool
 ) -> tuple[PreTrainedModel, list[str]]:
-    """A pretrained model with a head for `config`'s labels, and the names of the weights that start at random.
+    """A model with a head for `config`'s labels, and the names of the weights of a pretrained one that start at random.
 
     new_head: the checkpoint's head is of other labels, as many or not; else it is kept, if there is one.
     """
+    if name_or_path is None:
+        return build_model(config, None, trust_remote_code, model_class), []
     options = {"output_loading_info": True, "ignore_mismatched_sizes": new_head}
     model, loaded = build_model(config, name_or_path, trust_remote_code, model_class, **options)
     new_weights = {*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])}

@@ -1,6 +1,7 @@
 """Encoder-decoders: what a source and a target may be, and writing targets on all ranks."""
 
 import argparse
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -25,14 +26,12 @@ TOKENIZERS = {
 }
 
 
-def check_arguments(args: argparse.Namespace) -> list[str]:
+def check_arguments(args: argparse.Namespace) -> Iterator[str]:
     """One line for each flag that has no effect."""
-    problems = []
     if args.tokenizer and args.model_name_or_path:
-        problems.append("--tokenizer is for models from scratch, a pretrained one has its own; take it out")
+        yield "--tokenizer is for models from scratch, a pretrained one has its own; take it out"
     if args.validation_file and not (args.train_file or args.dataset_name):
-        problems.append("--validation_file needs --train_file or --dataset_name; name the training data")
-    return problems
+        yield "--validation_file needs --train_file or --dataset_name; name the training data"
 
 
 def choose_model(
@@ -63,19 +62,20 @@ def choose_model(
     return config, tokenizer
 
 
-def _check_lengths(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> list[str]:
+def _check_lengths(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace
+) -> Iterator[str]:
     """One line for each way in which tokenizer, source length and target length do not fit the model."""
-    problems = check_model(config, tokenizer, args.sequence_length)
+    yield from check_model(config, tokenizer, args.sequence_length)
     positions = getattr(config, "max_position_embeddings", None)
     if positions and 0 < positions < args.target_length:
-        problems.append(f"--target_length {args.target_length} is beyond the model's {positions} positions; lower it")
+        yield f"--target_length {args.target_length} is beyond the model's {positions} positions; lower it"
     num_special = tokenizer.num_special_tokens_to_add()
     for flag, least in (("sequence_length", num_special + 1), ("target_length", max(1, num_special) + 1)):
         if vars(args)[flag] < least:  # nothing but, say, the end token
-            problems.append(f"--{flag} {vars(args)[flag]} holds no text beside special tokens; use at least {least}")
+            yield f"--{flag} {vars(args)[flag]} holds no text beside special tokens; use at least {least}"
     if getattr(config, "decoder_start_token_id", None) is None:
-        problems.append("the model's config.json has no decoder_start_token_id, with which targets begin; put it in")
-    return problems
+        yield "the model's config.json has no decoder_start_token_id, with which targets begin; put it in"
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Which image classifier is asked for: what contradicts it, its configuration, its pixels and its classes."""
 
 import argparse
+from collections.abc import Iterator
 
 import torch
 from transformers import AutoModelForImageClassification, PreTrainedConfig, PreTrainedModel, ViTConfig
@@ -8,7 +9,7 @@ from transformers import AutoModelForImageClassification, PreTrainedConfig, PreT
 from common.data import images
 from common.data.image_files import Images, with_classes
 from common.errors import UserError
-from common.models.classifiers import build_labeller, choose_classes
+from common.models.classifiers import build_classifier, choose_classes
 from common.models.image_models import ConvNet, ConvNetConfig, NormResNet, NormResNetConfig
 from common.models.load import build_model, load_config, parameter_sizes
 from common.models.norms import settle_norm
@@ -17,25 +18,24 @@ from common.parallel import launch
 LARGEST_CONVNET = 50e6  # parameters; nearly all are in its hidden layer, which sees every pixel
 
 
-def check_arguments(args: argparse.Namespace) -> list[str]:
+def check_arguments(args: argparse.Namespace) -> Iterator[str]:
     """One line for each mistake in the flags for images that can be seen before data or model are touched."""
-    problems = images.check_augmentations(args.augment)
+    yield from images.check_augmentations(args.augment)
     if args.train_dir and args.dataset_name:
-        problems.append("--train_dir and --dataset_name are two answers to one question; give one")
+        yield "--train_dir and --dataset_name are two answers to one question; give one"
     if args.validation_dir and not (args.train_dir or args.dataset_name):
-        problems.append("--validation_dir without --train_dir: the digits have held-out images of their own; give both")
+        yield "--validation_dir without --train_dir: the digits have held-out images of their own; give both"
     if args.label_column and not args.dataset_name:
-        problems.append("--label_column has no effect without --dataset_name; take it out, or name the data set")
+        yield "--label_column has no effect without --dataset_name; take it out, or name the data set"
     if args.norm == "sync_batch" and launch.runs_on_cpu(launch.find_launch()):
-        problems.append("--norm sync_batch: torch synchronises batch norm on GPUs only; use --norm group, or batch")
+        yield "--norm sync_batch: torch synchronises batch norm on GPUs only; use --norm group, or batch"
     if args.norm and args.model_config in ("convnet", "vit"):
-        problems.append(f"--norm {args.norm}: {args.model_config} has no batch norm; take it out, or use resnet")
+        yield f"--norm {args.norm}: {args.model_config} has no batch norm; take it out, or use resnet"
     if args.norm == "group" and args.model_name_or_path:
-        problems.append(
+        yield (
             "--norm group: pretrained weights fit the norm that they were trained with; take it out, or train from "
             "scratch with --model_config resnet"
         )
-    return problems
 
 
 def choose_model(
@@ -91,11 +91,8 @@ def make_config(args: argparse.Namespace, preprocessing: images.Preprocessing) -
 
 def make_model(args: argparse.Namespace, config: PreTrainedConfig, new_head: bool) -> tuple[PreTrainedModel, list[str]]:
     """The model, and the names of the weights of a new head, which start at random."""
-    auto = AutoModelForImageClassification
-    if args.model_name_or_path:
-        model, new_weights = build_labeller(config, args.model_name_or_path, args.trust_remote_code, auto, new_head)
-    else:
-        model, new_weights = build_model(config, None, args.trust_remote_code, auto), []
+    where = (args.model_name_or_path, args.trust_remote_code)
+    model, new_weights = build_classifier(config, *where, AutoModelForImageClassification, new_head)
     if args.norm == "sync_batch":
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return model, new_weights

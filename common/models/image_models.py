@@ -1,6 +1,5 @@
 """Which small image classifiers are there that transformers has not? Imported, `from_pretrained` loads them."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,17 +30,10 @@ class ConvNetConfig(PreTrainedConfig):
     model_type = "mnist_convnet"
     turns_rgb_gray = True  # see in_channels_of
 
-    def __init__(
-        self,
-        num_channels: int = 1,
-        image_size: Sequence[int] = (28, 28),  # height, width
-        hidden_size: int = 128,
-        dropout: float = 0.25,
-        **kwargs: Any,
-    ):
-        self.num_channels, self.image_size, self.hidden_size = num_channels, list(image_size), hidden_size
-        self.dropout = dropout
-        super().__init__(**kwargs)
+    num_channels: int = 1
+    image_size: list[int] | tuple[int, ...] = (28, 28)  # height, width
+    hidden_size: int = 128
+    dropout: float = 0.25
 
 
 class ConvNet(PreTrainedModel):

@@ -77,13 +77,12 @@ def load_config(
     return config
 
 
-def check_model(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> list[str]:
+def check_model(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> Iterator[str]:
     """One line for each way in which tokenizer and sequence length do not fit the model."""
-    problems = []
     text = config.get_text_config()
     rows = getattr(text, "vocab_size", None)  # CANINE hashes characters: it has no vocabulary
     if rows and len(tokenizer) > rows:
-        problems.append(
+        yield (
             f"the tokenizer has {len(tokenizer)} tokens, but the model's embedding has {rows} rows: take "
             "the model's own tokenizer, or resize the embedding (model.resize_token_embeddings) and save the model"
         )
@@ -91,10 +90,9 @@ def check_model(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, se
     # says -1 (XLNet).
     positions = getattr(text, "max_position_embeddings", None)
     if positions and 0 < positions < sequence_length:
-        problems.append(
+        yield (
             f"--sequence_length {sequence_length} is beyond the model's {positions} positions; use at most {positions}"
         )
-    return problems
 
 
 def gathered(parameters: list[torch.nn.Parameter], modifier_rank: int | None = None) -> AbstractContextManager:

@@ -7,6 +7,7 @@ collate: a row is never packed, and there is a padding mask only where there is 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,21 +16,9 @@ from transformers import AttentionMaskInterface, masking_utils
 
 def decide_on_the_host() -> None:
     """From now on transformers' masks, of SDPA and of eager attention, depend on shapes alone; in this process."""
-    masking_utils.find_packed_sequence_indices = _never_packed
-    AttentionMaskInterface.register("sdpa", _sdpa_mask)
-    AttentionMaskInterface.register("eager", _eager_mask)
-
-
-def _never_packed(position_ids: torch.Tensor) -> None:
-    """No row holds several sequences."""
-
-
-def _sdpa_mask(**given: Any) -> torch.Tensor | None:
-    return _mask(masking_utils.sdpa_mask, given.get("allow_is_causal_skip", True), **given)
-
-
-def _eager_mask(**given: Any) -> torch.Tensor | None:
-    return _mask(masking_utils.eager_mask, False, **given)  # it has no causal flag
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None  # no row holds several sequences
+    AttentionMaskInterface.register("sdpa", partial(_mask, masking_utils.sdpa_mask, True))
+    AttentionMaskInterface.register("eager", partial(_mask, masking_utils.eager_mask, False))
 
 
 def _mask(
@@ -48,6 +37,7 @@ def _mask(
     if attention_mask is not None:  # there is padding: no look is needed
         return make(attention_mask=attention_mask, **given | {"allow_is_causal_skip": False})
     is_whole = local_size is None or kv_length < local_size
-    if is_whole and (allow_is_bidirectional_skip or (has_causal_flag and q_length == kv_length)):
+    is_causal = has_causal_flag and given.get("allow_is_causal_skip", True) and q_length == kv_length
+    if is_whole and (allow_is_bidirectional_skip or is_causal):
         return None
     return make(allow_is_bidirectional_skip=allow_is_bidirectional_skip, **given)

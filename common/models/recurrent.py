@@ -29,11 +29,10 @@ class RecurrentConfig(PreTrainedConfig):
     """The sizes of a `RecurrentLM`; `cell` is one of `CELLS`."""
 
     model_type = "recurrent_lm"
-
-    def __init__(self, cell="lstm", vocab_size=257, hidden_size=256, num_hidden_layers=1, **kwargs):
-        self.cell, self.vocab_size = cell, vocab_size
-        self.hidden_size, self.num_hidden_layers = hidden_size, num_hidden_layers
-        super().__init__(**kwargs)
+    cell: str = "lstm"
+    vocab_size: int = 257
+    hidden_size: int = 256
+    num_hidden_layers: int = 1
 
 
 class RecurrentWeights(nn.Module):

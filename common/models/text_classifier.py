@@ -1,6 +1,7 @@
 """Texts with labels, and the model that learns them: what the flags ask for, from rows to samples."""
 
 import argparse
+from collections.abc import Iterator
 
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, BertConfig, PreTrainedConfig, PreTrainedTokenizerBase
@@ -25,16 +26,12 @@ SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediat
 Rows = tuple[str, list[Example]]  # a name for messages, and the rows
 
 
-def check_arguments(args: argparse.Namespace) -> list[str]:
+def check_arguments(args: argparse.Namespace) -> Iterator[str]:
     """One line for each flag that has no effect."""
-    problems = []
     if args.new_head and not args.model_name_or_path:
-        problems.append("--new_head has no effect without --model_name_or_path; take it out, or name the model")
+        yield "--new_head has no effect without --model_name_or_path; take it out, or name the model"
     if not (args.train_file or args.dataset_name) and (args.validation_file or args.pair_column):
-        problems.append(
-            "--validation_file and --pair_column need --train_file or --dataset_name; name the training data"
-        )
-    return problems
+        yield "--validation_file and --pair_column need --train_file or --dataset_name; name the training data"
 
 
 def read_rows(
@@ -72,8 +69,7 @@ def choose_model(
         sizes: of models from scratch: layers, width, heads, MLP width, vocabulary, ...
         source: the training text, on which a new tokenizer is trained. names, classes: of `read_rows`.
 
-    Raises:
-        UserError: the model's head is of other labels, or a line for each way in which the texts do not fit the model.
+    Raises UserError: its head is of other labels, or a line for each way in which the texts do not fit the model.
     """
     if args.model_name_or_path:
         config = load_config(args.model_name_or_path, args.trust_remote_code, AutoModelForSequenceClassification)
@@ -91,8 +87,9 @@ def choose_model(
         shape = dict(zip(SHAPE, shape, strict=True), vocab_size=len(tokenizer))
         config = BertConfig(**shape, max_position_embeddings=max(512, args.sequence_length))
     set_labels(config, names, args.label_column, tokenizer.pad_token_id)
+    is_pair = args.pair_column is not None
     problems = check_model(config, tokenizer, args.sequence_length)
-    refuse(problems + check_length(config, tokenizer, args.sequence_length, args.pair_column is not None))
+    refuse([*problems, *check_length(config, tokenizer, args.sequence_length, is_pair)])
     return config, tokenizer, names
 
 

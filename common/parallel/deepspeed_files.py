@@ -5,14 +5,14 @@ import json
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from common.errors import UserError
+from common.errors import UserError, refuse
+from common.files import why_not_writable
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # What DeepSpeed reads at the top of its file, and ignores without a word where it is misspelt.
@@ -74,33 +74,36 @@ def file_precision(config: str | dict[str, Any]) -> str | None:
     return next((name for name in ("bf16", "fp16") if section_of(config, name).get("enabled") is True), None)
 
 
-def check_zero(where: str, zero: Any, left: list[str], optimizer: str) -> list[str]:
+def check_zero(where: str, zero: Any, left: list[str], optimizer: str) -> Iterator[str]:
     """Whether DeepSpeed takes a section zero_optimization, and its offload the optimizer.
 
     `left`: the names of all settings that were "auto", and are left to DeepSpeed's defaults.
     """
     if not isinstance(zero, dict) or not zero:
-        return [f"{where}: it has no section zero_optimization; write one, as in ds_configs/"]
+        yield f"{where}: it has no section zero_optimization; write one, as in ds_configs/"
+        return
     if problems := _check_names(zero, left):
-        return [f"{where}: zero_optimization.{problem}" for problem in problems]
-    problems = []
+        yield from (f"{where}: zero_optimization.{problem}" for problem in problems)
+        return
     stage = zero.get("stage", 0)
     if stage == 0:
-        problems.append(f"{where}: zero_optimization.stage is 0, which shards nothing; set 1, 2 or 3, or use multi_gpu")
+        yield f"{where}: zero_optimization.stage is 0, which shards nothing; set 1, 2 or 3, or use multi_gpu"
     devices = offload_devices(zero)
     if devices["offload_optimizer"] != "none" and optimizer != "adamw":
         # Accelerate would put DeepSpeed's CPU Adam in its place, without a word.
-        problems.append(f"--optimizer {optimizer}: with its state offloaded, DeepSpeed runs only adamw; use adamw")
+        yield f"--optimizer {optimizer}: with its state offloaded, DeepSpeed runs only adamw; use adamw"
     elif optimizer not in ("adamw", "sgd"):
         # ZeRO updates flat pieces of the parameters: factored or block-wise states would be others than the tensors'.
-        problems.append(f"--optimizer {optimizer} works on whole tensors, and ZeRO cuts them; use adamw or sgd")
+        yield f"--optimizer {optimizer} works on whole tensors, and ZeRO cuts them; use adamw or sgd"
     if devices["offload_param"] != "none" and stage in (1, 2):
-        problems.append(f"{where}: offload_param has no effect at stage {stage}; take it out, or set stage 3")
+        yield f"{where}: offload_param has no effect at stage {stage}; take it out, or set stage 3"
     for part, device in devices.items():
-        path = zero[part].get("nvme_path") if device == "nvme" else None
-        if device == "nvme" and (reason := _cannot_write(path)):
-            problems.append(f"{where}: {part}.nvme_path {path}: {reason}; make it, or name another")
-    return problems
+        if device != "nvme":
+            continue
+        path = zero[part].get("nvme_path")
+        reason = why_not_writable(path) if path and os.path.isdir(path) else "is no directory"
+        if reason:
+            yield f"{where}: {part}.nvme_path {path}: {reason}; make it, or name another"
 
 
 def _check_names(zero: dict[str, Any], left: list[str]) -> list[str]:
@@ -131,17 +134,6 @@ def _check_names(zero: dict[str, Any], left: list[str]) -> list[str]:
     return problems
 
 
-def _cannot_write(path: str | None) -> str | None:
-    """Why no file can be made in a directory, or None."""
-    if not path or not os.path.isdir(path):
-        return "is no directory"
-    try:
-        tempfile.TemporaryFile(dir=path).close()  # os.access says yes to root even where nothing can be made
-    except OSError as error:
-        return f"cannot be written ({error.strerror})"
-    return None
-
-
 def offload_devices(zero_optimization: dict[str, Any]) -> dict[str, str]:
     """Where weights (`offload_param`) and optimizer state (`offload_optimizer`) lie: none, cpu or nvme."""
     parts = ("offload_param", "offload_optimizer")
@@ -167,14 +159,12 @@ def check_nvme_space(
     for part in in_files:
         path, size = zero[part]["nvme_path"], 16 if part == "offload_optimizer" else 4
         needed[path] = needed.get(path, 0) + size * num_parameters // num_machines
-    problems = [
+    refuse(
         f"nvme_path {path}: {num_parameters:,} parameters take {size / 1e9:.3f} GB of files there, and "
         f"{free / 1e9:.3f} GB are free; make room, or name another"
         for path, size in needed.items()
         if (free := shutil.disk_usage(path).free) < size
-    ]
-    if problems:
-        raise UserError("\n".join(problems))
+    )
 
 
 def size_nvme_buffers(config: dict[str, Any], parameter_sizes: Callable[[], list[int]], num_processes: int) -> bool:

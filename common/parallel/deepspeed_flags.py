@@ -58,8 +58,8 @@ def check_deepspeed(
         settled = settle_deepspeed(config, args, mixed_precision, num_processes)
     except UserError as error:
         return [str(error)]
-    problems = [f"{where}: {problem}" for problem in settled.problems]
-    return problems + check_zero(where, settled.config.get("zero_optimization"), settled.left, args.optimizer)
+    zero = check_zero(where, settled.config.get("zero_optimization"), settled.left, args.optimizer)
+    return [*(f"{where}: {problem}" for problem in settled.problems), *zero]
 
 
 def settle_deepspeed(

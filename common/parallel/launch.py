@@ -8,6 +8,7 @@ compares what the launcher was told (its config file and flags) with what this p
 import argparse
 import difflib
 import os
+from collections.abc import Iterator
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -136,34 +137,28 @@ def _read_config_file(launch: Launch, known: set[str]) -> None:
                 launch.file_problems.append(f"{launch.config_file}: {key} has the unknown key {name}; {hint}")
 
 
-def check_machines(launch: Launch) -> list[str]:
+def check_machines(launch: Launch) -> Iterator[str]:
     """One line for each mistake in how several machines are to find each other."""
     machines, processes, settings = launch.num_machines, launch.num_processes, launch.settings
     if machines == 1:
-        return []
-    problems = []
+        return
     if processes % machines:
-        problems.append(
+        yield (
             f"{launch.source} asks for {processes} processes on {machines} machines, which does not divide; "
             f"--num_processes is the total: use {max(1, processes // machines) * machines}, or another multiple"
         )
     if not 0 <= launch.machine_rank < machines:
-        problems.append(
-            f"--machine_rank {launch.machine_rank} is not one of 0 to {machines - 1}; --num_machines is {machines}"
-        )
+        yield f"--machine_rank {launch.machine_rank} is not one of 0 to {machines - 1}; --num_machines is {machines}"
     if not settings["main_process_ip"]:
-        problems.append("several machines need --main_process_ip, an address of the machine with --machine_rank 0")
+        yield "several machines need --main_process_ip, an address of the machine with --machine_rank 0"
     if settings["main_process_port"] == 0:
-        problems.append(
-            "--main_process_port 0 is a free port, which the other machines cannot know; give one, such as 29500"
-        )
+        yield "--main_process_port 0 is a free port, which the other machines cannot know; give one, such as 29500"
     launcher = settings["deepspeed_multinode_launcher"] or "pdsh"
     if launch.mode == "DeepSpeed" and launcher != "standard":
-        problems.append(
+        yield (
             f"DeepSpeed would start the other machines itself, by {launcher}; use --deepspeed_multinode_launcher "
             "standard"
         )
-    return problems
 
 
 # What a DeepSpeed file says in their place.
@@ -171,23 +166,21 @@ DEEPSPEED_FLAGS = {f"offload_{part}_{what}" for part in ("optimizer", "param") f
 DEEPSPEED_FLAGS |= {"zero_stage", "gradient_clipping", "zero3_save_16bit_model"}
 
 
-def check_deepspeed_flags(launch: Launch) -> list[str]:
+def check_deepspeed_flags(launch: Launch) -> Iterator[str]:
     """One line for each flag of the launcher that a DeepSpeed file beside it makes void, or that changes its `auto`."""
     file = launch.deepspeed_config
     if not isinstance(file, str):
-        return []
-    problems = []
+        return
     for name in sorted(DEEPSPEED_FLAGS):
         if name in launch.given:
-            problems.append(
+            yield (
                 f"--{name} {launch.settings[name]} beside {file}: what the file says runs; take the flag out, or name "
                 "another file with --deepspeed_config_file"
             )
         elif name in launch.file_settings:
-            problems.append(f"{launch.config_file}: {name} beside {file}: what that file says runs; take one out")
+            yield f"{launch.config_file}: {name} beside {file}: what that file says runs; take one out"
     if "ACCELERATE_GRADIENT_CLIPPING" in launch.environment:
-        problems.append("ACCELERATE_GRADIENT_CLIPPING in the environment has no effect; unset it, use --max_grad_norm")
-    return problems
+        yield "ACCELERATE_GRADIENT_CLIPPING in the environment has no effect; unset it, use --max_grad_norm"
 
 
 def check_environment(launch: Launch) -> list[str]:
@@ -224,7 +217,7 @@ def check_launch(launch: Launch, args: argparse.Namespace) -> list[str]:
 
 def _check_processes(launch: Launch) -> list[str]:
     """Whether as many processes started as were asked for, or what keeps them from it."""
-    if problems := check_machines(launch) + check_environment(launch):
+    if problems := [*check_machines(launch), *check_environment(launch)]:
         return problems
     world, processes = started_world_size(), launch.num_processes
     if world == processes:

@@ -5,6 +5,7 @@ import importlib
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,16 @@ from common.parallel.deepspeed_files import offload_devices
 from common.parallel.extensions import build_extensions
 
 
-def check_fsdp(source: str, settings: dict[str, Any], num_processes: int, optimizer: str) -> list[str]:
+def check_fsdp(source: str, settings: dict[str, Any], num_processes: int, optimizer: str) -> Iterator[str]:
     """One line for each FSDP setting of the launcher that would be another run than the recipe's."""
-    problems = []
     if optimizer not in ("adamw", "sgd"):
         # Their steps mix the shards (DTensor) with plain tensors, and raise.
-        problems.append(
-            f"--optimizer {optimizer} does not work on the shards of FSDP2; use adamw or sgd, or multi_gpu.yaml"
-        )
+        yield f"--optimizer {optimizer} does not work on the shards of FSDP2; use adamw or sgd, or multi_gpu.yaml"
     version = settings.get("fsdp_version")
     if str(version) != "2":
-        problems.append(f"{source} asks for FSDP {version}; set fsdp_version: 2, which the recipes are tested with")
+        yield f"{source} asks for FSDP {version}; set fsdp_version: 2, which the recipes are tested with"
     if str(settings.get("fsdp_activation_checkpointing")).lower() == "true":
-        problems.append(
+        yield (
             f"{source} sets fsdp_activation_checkpointing; take it out and use --activation_checkpointing full, which "
             "works in every mode"
         )
@@ -41,18 +39,17 @@ def check_fsdp(source: str, settings: dict[str, Any], num_processes: int, optimi
         }
         for name in ("tp", "cp", "sp"):
             if sizes[name] > 1:
-                problems.append(
+                yield (
                     f"{source} sets parallelism_config_{name}_size to {sizes[name]}; set it to 1: each process of a "
                     "recipe takes samples of its own"
                 )
         product = sizes["dp_replicate"] * sizes["dp_shard"]
         if product != num_processes and max(sizes["tp"], sizes["cp"], sizes["sp"]) == 1:
-            problems.append(
+            yield (
                 f"{source} asks for {num_processes} processes, but for {sizes['dp_replicate']} copies "
                 f"(parallelism_config_dp_replicate_size) in {sizes['dp_shard']} shards "
                 f"(parallelism_config_dp_shard_size) = {product}; make the product the number of processes"
             )
-    return problems
 
 
 def prepare_rehearsal(mode: str) -> None:

@@ -1,5 +1,7 @@
 """What a classifier predicts for held-out samples: measured on all ranks, and drawn."""
 
+import logging
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from common.report.plots import save_confusion_matrix
 from common.training.accumulation import sum_over_ranks
+
+logger = logging.getLogger(__name__)
 
 
 @torch.no_grad()
@@ -48,8 +51,31 @@ def loss_and_accuracy(loss: float, predictions: np.ndarray, targets: np.ndarray)
 
 
 def draw_confusion(predictions: np.ndarray, targets: np.ndarray, names: Sequence[str], output_dir: Path) -> str:
-    """Writes confusion.png, how often each class was taken for each; returns the line that tells where it is."""
-    counts = np.zeros((len(names), len(names)), np.int64)
+    """Draws confusion.png, how often each class (row) was taken for each (column); the line that says where it is."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here because it takes seconds; not pyplot: no display
+    from matplotlib.figure import Figure
+
+    counts, path = np.zeros((len(names), len(names)), np.int64), output_dir / "confusion.png"
     np.add.at(counts, (targets, predictions), 1)
-    save_confusion_matrix(counts, names, output_dir / "confusion.png")
-    return f"confusion  {output_dir / 'confusion.png'}"
+    side = min(3 + 0.35 * len(names), 20)
+    figure = Figure(figsize=(side, side), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(xlabel="predicted", ylabel="true")
+    axes.imshow(counts / np.maximum(counts.sum(1, keepdims=True), 1), cmap="Blues", vmin=0, vmax=1)
+    if len(names) <= 60:
+        axes.set_xticks(range(len(names)), names, rotation=90)
+        axes.set_yticks(range(len(names)), names)
+    if len(names) <= 30:  # else the numbers would not be readable
+        for (row, column), count in np.ndenumerate(counts):
+            if count:
+                colour = "white" if count > counts[row].sum() / 2 else "black"
+                axes.text(column, row, str(count), ha="center", va="center", color=colour, fontsize=8)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Glyph .* missing")  # else several lines for each such character
+        try:
+            figure.savefig(path, dpi=120)
+        except UserWarning:
+            warnings.filterwarnings("ignore", "Glyph .* missing")
+            figure.savefig(path, dpi=120)
+            logger.warning("%s: boxes stand for characters of the labels that matplotlib's font does not have", path)
+    return f"confusion  {path}"

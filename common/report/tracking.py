@@ -6,7 +6,6 @@ import math
 import os
 import platform
 import resource
-import shutil
 import sys
 import time
 from contextlib import suppress
@@ -22,11 +21,14 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from common.errors import UserError
+from common.files import disk_line
 from common.parallel import liveness
 from common.parallel.mode import describe_mode, describe_precision, running_mode
 from common.redaction import redact
 from common.training.batching import GlobalBatches
 
+# How a tracker calls the name of a run that it can go on with. (The others go on in the same directory or experiment.)
+RUN_NAMES = {"wandb": "id", "trackio": "name"}
 PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "bitsandbytes", "deepspeed", "numpy")
 
 
@@ -47,10 +49,8 @@ def versions() -> dict[str, str]:
     """Of Python and of the packages that shape a result."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found
 
 
@@ -102,15 +102,12 @@ def start_run(args: argparse.Namespace, accelerator: Accelerator, output_dir: Pa
         accelerator.init_trackers(
             Path(sys.argv[0]).stem,
             config=flags,
-            init_kwargs={
-                name: {"id": run, "resume": "allow"} if name == "wandb" else {"name": run, "resume": "allow"}
-                for name, run in state.tracker_runs.items()
-            },
+            init_kwargs={name: {RUN_NAMES[name]: run, "resume": "allow"} for name, run in state.tracker_runs.items()},
         )
         state.tracker_runs = {
-            tracker.name: str(getattr(tracker.tracker, "id" if tracker.name == "wandb" else "name"))
+            tracker.name: str(getattr(tracker.tracker, RUN_NAMES[tracker.name]))
             for tracker in accelerator.trackers
-            if tracker.name in ("wandb", "trackio")  # the others go on in the same directory or experiment
+            if tracker.name in RUN_NAMES
         }
 
 
@@ -203,11 +200,11 @@ class Progress:
     A `with` block; `batches(...)` times the wait for data, `update(...)` ends an update.
     """
 
-    def __init__(self, accelerator: Accelerator, output_dir: Path | None, num_updates: int, state: Any):
+    def __init__(self, accelerator: Accelerator, output_dir: Path, num_updates: int, state: Any):
         self.accelerator, self.is_main, self.state = accelerator, accelerator.is_main_process, state
         self.bar = tqdm(total=num_updates, initial=state.update, unit="update", disable=not self.is_main, smoothing=0.1)
         # Line buffered: a killed run leaves whole lines.
-        self.file = open(output_dir / "metrics.jsonl", "a", buffering=1) if self.is_main and output_dir else None
+        self.file = open(output_dir / "metrics.jsonl", "a", buffering=1) if self.is_main else None
         self.memory_at_start = memory_in_use_bytes(accelerator.device)
         self.waited = 0.0
         self.started = self.last = time.perf_counter()
@@ -250,17 +247,13 @@ class Progress:
             "skipped_updates": self.state.skipped_updates,
             "sample_digest": batch.sample_digest,
         }
-        if self.file:
-            try:
-                self.file.write(to_json_line(record))
-            except OSError as error:
-                free = shutil.disk_usage(Path(self.file.name).parent).free
-                raise UserError(
-                    f"disk: {self.file.name} could not be written after update {record['update']}: {error.strerror}; "
-                    f"{free:,} bytes free; make room, then start again with --resume"
-                ) from error
-            numbers = {key: value for key, value in record.items() if isinstance(value, int | float)}
-            self.accelerator.log(numbers, step=record["update"])
+        try:
+            self.file.write(to_json_line(record))
+        except OSError as error:
+            what, where = f"{self.file.name} could not be written after update {record['update']}", Path(self.file.name)
+            raise UserError(disk_line(error, what, where.parent, 0, "start again with --resume")) from error
+        numbers = {key: value for key, value in record.items() if isinstance(value, int | float)}
+        self.accelerator.log(numbers, step=record["update"])
         if "validation_loss" in record:
             self._tell_evaluation(record)
         self.bar.set_postfix_str(

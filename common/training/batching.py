@@ -136,11 +136,6 @@ def cut_global_batch(
     return [[np.array(batch, np.int64) for batch in steps] for steps in assigned]
 
 
-def padded_length(lengths: np.ndarray) -> int:
-    """Tokens, with padding, in each row of a micro-batch of samples of these lengths, (n,) or (n, 2)."""
-    return int(lengths.max(0).sum())
-
-
 def _cheapest_starts(descending: np.ndarray, budget: int) -> list[int]:
     """Cuts lengths (n, k) of descending sums where the tokens with padding, plus a price for each cut, are fewest.
 
@@ -266,7 +261,7 @@ class GlobalBatches(torch.utils.data.Dataset):
             # Where nothing is left for this rank it computes a dummy sample, so that it joins the step's collectives.
             chosen = [samples[ids[p]] for p in positions] if len(positions) else [samples.dummy_sample()]
             micro_batches.append(self.collate(chosen))
-        work = [sum(padded_length(lengths[p]) * len(p) if len(p) else 1 for p in steps) for steps in assigned]
+        work = [sum(int(lengths[p].max(0).sum()) * len(p) if len(p) else 1 for p in steps) for steps in assigned]
         return GlobalBatch(
             update=update,
             micro_batches=micro_batches,

@@ -47,8 +47,6 @@ def sum_token_losses(model: PreTrainedModel, chunk_rows: int = 512) -> str:
     Raises: UserError where the model's own loss has more terms and cannot be told which positions predict what, or
         where its logits cannot be reproduced and its own loss is not their cross-entropy.
     """
-    if not hasattr(model.forward, "__func__"):
-        raise ValueError(f"{type(model).__name__}.forward is wrapped already: call sum_token_losses(model) first")
     original = model.forward.__func__
     with left_unchanged(model):
         loss_sum, message = _choose(model, chunk_rows)
