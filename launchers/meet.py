@@ -35,7 +35,7 @@ from accelerate.commands import launch  # noqa: E402
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
-from common.errors import UserError
+from common.errors import UserError, refuse
 from common.parallel.launch import Launch, check_machines, parse_launch  # noqa: E402
 from common.parallel.liveness import listen, send  # noqa: E402
 
@@ -215,8 +215,7 @@ def main() -> None:
     words = args.command[2:]
     try:
         asked = parse_launch(words)
-        if problems := check_machines(asked):
-            raise UserError("\n".join(problems))
+        refuse(check_machines(asked))
         if asked.num_machines > 1:
             address = (asked.settings["main_process_ip"], asked.settings["main_process_port"] or DEFAULT_PORT)
             (join_meeting if asked.machine_rank else host_meeting)(asked, address, args.timeout)
