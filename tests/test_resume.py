@@ -56,6 +56,7 @@ NUM_UPDATES, SAVED = 4, 2
 def test_no_config_and_no_recipe_is_left_out():
     assert {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")} == CONFIGS.keys() | WITHOUT
     assert {path.stem for path in (ROOT / "recipes").glob("*.py")} == RECIPES.keys()
+    assert RECIPES.keys() - EQUAL.keys() == {"lm"}
 
 
 @pytest.fixture(scope="module")
