@@ -30,6 +30,8 @@ FIRST = {
 MOST = 5  # test files for one file
 SOURCES = (".py", ".yaml", ".json", ".sh", ".sbatch")
 SECONDS = 90  # after them no test begins
+# Take more than two minutes each, and are left to `make test`.
+TOO_LONG = ["tests/test_kills.py", "tests/test_lm.py::test_a_compiled_model_makes_the_same_update"]
 
 
 def git(*arguments: str) -> list[str]:
@@ -95,7 +97,7 @@ def choose(changed: list[str], edges: dict[str, set[str]]) -> list[str]:
     These are its namesake (test_batching.py for batching.py) and those of FIRST, then the nearest, and of these first
     those that run few recipes.
     """
-    steps = {test: distances(test, edges) for test in edges if is_test(test)}
+    steps = {test: distances(test, edges) for test in edges if is_test(test) and test not in TOO_LONG}
     ranked = []
     for path in changed:
         names = [Path(path).stem] if path.startswith(("common/", "recipes/")) else []
@@ -113,6 +115,7 @@ def main() -> int:
     chosen = choose(changed_files(), looks_at(read_sources()))
     print("tests of what has changed:" if chosen != CORE else "tests of the core:", *chosen, flush=True)
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+    command += [f"--deselect={test}" for test in TOO_LONG]
     env = os.environ | {"NO_TEST_BEGINS_AFTER": str(time.time() + SECONDS)}
     return subprocess.run([*command, *chosen], cwd=ROOT, env=env).returncode
 

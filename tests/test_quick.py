@@ -1,7 +1,7 @@
 """`make quick` finds the tests of what has changed."""
 
 import pytest
-from quick import CORE, MOST, choose, looks_at, read_sources
+from quick import CORE, MOST, ROOT, TOO_LONG, choose, looks_at, read_sources
 
 EDGES = looks_at(read_sources())
 
@@ -35,6 +35,12 @@ def test_no_module_is_left_to_the_core_which_is_for_no_change():
     modules = [path for path in EDGES if path.startswith("common/") and not path.endswith("__init__.py")]
     assert [path for path in modules if choose([path], EDGES) == CORE] == []
     assert choose([], EDGES) == choose(["LICENSE"], EDGES) == CORE
+
+
+def test_what_takes_too_long_is_not_chosen_and_is_there():
+    assert "tests/test_kills.py" not in choose(["tests/test_kills.py", "tests/kill_runs.py"], EDGES)
+    for path, _, name in (test.partition("::") for test in TOO_LONG):
+        assert f"def {name}" in (ROOT / path).read_text()
 
 
 def test_a_config_has_the_tests_that_name_it():
