@@ -17,7 +17,7 @@ test: $(VENV)/installed
 	$(BIN)/python -m common.parallel.extensions
 	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations 25 $(TESTS)
 
-# The tests of what has changed, or the core, in under three minutes.
+# The tests nearest to what has changed, or the core if nothing has, in under three minutes.
 quick: $(VENV)/installed
 	$(BIN)/python tests/quick.py
 

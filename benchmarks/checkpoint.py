@@ -44,12 +44,12 @@ def timed(action):
     return time.perf_counter() - started
 
 
-def measure_ours(checkpoints, position, model, optimizer, update_once=None, usual=0.0):
+def measure_ours(checkpoints, state, model, optimizer, update_once=None, usual=0.0):
     """A save beside updates, of which one alone takes `usual` seconds; without `update_once` the loop waits."""
     os.sync()
-    position.update += 1
+    state.update += 1
     started = time.perf_counter()
-    checkpoints.save(position, model, optimizer)
+    checkpoints.save(state, model, optimizer)
     stall = time.perf_counter() - started
     longer = 0.0
     while update_once and not checkpoints.writer.is_written():
@@ -66,6 +66,62 @@ def measure_save_state(accelerator, directory):
     stall = time.perf_counter() - started
     os.sync()
     return {"stall": stall, "until complete": time.perf_counter() - started}
+
+
+class NoHash:
+    def update(self, _):
+        pass
+
+    def hexdigest(self):
+        return ""
+
+
+HASHED = hashlib.sha256
+
+
+def set_hash(is_real):
+    # (The few bytes of JSON are hashed all the same, as hashing them takes no time.)
+    hashlib.sha256 = HASHED if is_real else (lambda *data: HASHED(*data) if data else NoHash())
+
+
+def make_checkpoints(directory, accelerator, config, model):
+    args = argparse.Namespace(output_dir=str(directory), save_every=1, keep_last=2, keep_best=False, resume=False)
+    args.num_updates, args.global_batch_size, args.seed, args.dry_run = 0, 1, 0, False
+    checkpoints = Checkpoints(args, accelerator)
+    directory.mkdir()
+    checkpoints.identity = identify(args, accelerator, config, None, "none")  # no tokenizer is needed to measure
+    checkpoints.start(config, model=model)
+    return checkpoints
+
+
+def measure(kinds, rounds):
+    """The figures of each kind of save in each round, every second round backwards."""
+    runs = {kind: [] for kind in kinds}
+    try:
+        for number in range(rounds + 1):
+            for kind in list(kinds)[:: -1 if number % 2 else 1]:
+                set_hash("no hash" not in kind)
+                figures = kinds[kind]()
+                if number:  # the first round is warm-up
+                    runs[kind].append(figures)
+    finally:
+        set_hash(True)
+    return runs
+
+
+def summarize(runs):
+    def median(kind, figure):
+        return statistics.median(run[figure] for run in runs[kind])
+
+    return {
+        "median, s": {kind: {figure: median(kind, figure) for figure in runs[kind][0]} for kind in runs},
+        "stall / save_state's": median("ours", "stall") / median("save_state", "stall"),
+        "stall in all / save_state's": statistics.median(r["stall"] + r["while writing"] for r in runs["ours"])
+        / median("save_state", "stall"),
+        "until complete, with / without hash": median("ours, waiting", "until complete")
+        / median("ours, waiting, no hash", "until complete"),
+        "runs": runs,
+    }
 
 
 def main():
@@ -88,47 +144,16 @@ def main():
         optimizer.zero_grad()
 
     usual = statistics.median([timed(update_once) for _ in range(8)][3:])  # the first ones are warm-up
-
-    work = Path(tempfile.mkdtemp(dir=options.directory))
-    args = argparse.Namespace(output_dir=str(work / "ours"), save_every=1, keep_last=2, keep_best=False, resume=False)
-    args.num_updates, args.global_batch_size, args.seed, args.dry_run = 0, 1, 0, False
-    checkpoints = Checkpoints(args, accelerator)
-    (work / "ours").mkdir()
-    checkpoints.identity = identify(args, accelerator, config, None, "none")  # no tokenizer is needed to measure
-    checkpoints.start(config, model=model)
-    position = TrainingState()
-    hashed = hashlib.sha256
-
-    class NoHash:
-        def update(self, _):
-            pass
-
-        def hexdigest(self):
-            return ""
-
-    ours = (checkpoints, position, model, optimizer)
-    kinds = {
-        "ours": lambda: measure_ours(*ours, update_once, usual),
-        "ours, waiting": lambda: measure_ours(*ours),
-        "ours, waiting, no hash": lambda: measure_ours(*ours),
-        "save_state": lambda: measure_save_state(accelerator, work / "theirs"),
-    }
-    runs = {kind: [] for kind in kinds}
-    try:
-        for number in range(options.rounds + 1):
-            for kind in list(kinds)[:: -1 if number % 2 else 1]:
-                # (The few bytes of JSON are hashed all the same, as hashing them takes no time.)
-                hashlib.sha256 = (lambda *data: hashed(*data) if data else NoHash()) if "no hash" in kind else hashed
-                figures = kinds[kind]()
-                if number:  # the first round is warm-up
-                    runs[kind].append(figures)
-    finally:
-        hashlib.sha256 = hashed
-        shutil.rmtree(work)
-
-    def median(kind, figure):
-        return statistics.median(run[figure] for run in runs[kind])
-
+    with tempfile.TemporaryDirectory(dir=options.directory) as work:
+        checkpoints = make_checkpoints(Path(work) / "ours", accelerator, config, model)
+        ours = (checkpoints, TrainingState(), model, optimizer)
+        kinds = {
+            "ours": lambda: measure_ours(*ours, update_once, usual),
+            "ours, waiting": lambda: measure_ours(*ours),
+            "ours, waiting, no hash": lambda: measure_ours(*ours),
+            "save_state": lambda: measure_save_state(accelerator, Path(work) / "theirs"),
+        }
+        runs = measure(kinds, options.rounds)
     report = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{os.cpu_count()} cores, {accelerator.device.type}, {running_mode(accelerator)}",
@@ -137,13 +162,7 @@ def main():
         "parameters": sum(p.numel() for p in model.parameters()),
         "bytes": checkpoints.ranks.needed,
         "usual update, s": usual,
-        "median, s": {kind: {figure: median(kind, figure) for figure in runs[kind][0]} for kind in runs},
-        "stall / save_state's": median("ours", "stall") / median("save_state", "stall"),
-        "stall in all / save_state's": statistics.median(r["stall"] + r["while writing"] for r in runs["ours"])
-        / median("save_state", "stall"),
-        "until complete, with / without hash": median("ours, waiting", "until complete")
-        / median("ours, waiting, no hash", "until complete"),
-        "runs": runs,
+        **summarize(runs),
     }
     options.output_dir.mkdir(parents=True, exist_ok=True)
     path = options.output_dir / f"checkpoint-{accelerator.device.type}.json"

@@ -97,7 +97,8 @@ def resolve(config, mixed_precision, tmp_path):
 
     plugin = DeepSpeedPlugin(hf_ds_config=config)
     plugin.set_mixed_precision(mixed_precision)
-    plugin.deepspeed_config |= {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.5}  # as `adapt` does
+    # As configure_plugins does.
+    plugin.deepspeed_config |= {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.5}
     assert [
         name for name, value in flatten(plugin.deepspeed_config) if value == "auto" and name not in WIDTH_KEYS
     ] == []

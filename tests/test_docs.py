@@ -12,6 +12,7 @@ from accelerate.commands.launch import launch_command_parser
 from conftest import (
     BIN,
     ROOT,
+    assert_refused,
     base_env,
     launch_command,
     make_model_dir,
@@ -52,11 +53,10 @@ def known_flags():
 
 def untrue(page, text):
     """What a page names that is not there: links, paths, modules, flags, make's targets."""
-    prose = re.sub(r"```diff.*?```", "", text, flags=re.S)
-    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", prose) if "://" not in link]
-    paths = re.findall(rf"(?<![\w/.-])(?:{FOLDERS})/[\w/.-]*\w", prose.replace("tests/test_NAME.py", ""))
-    modules = re.findall(r"common(?:\.\w+)+", prose)
-    modules += [f"{package}.{name}" for package, name in re.findall(r"from (common[.\w]*) import (\w+)", prose)]
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+    paths = re.findall(rf"(?<![\w/.-])(?:{FOLDERS})/[\w/.-]*\w", text.replace("tests/test_NAME.py", ""))
+    modules = re.findall(r"common(?:\.\w+)+", text)
+    modules += [f"{package}.{name}" for package, name in re.findall(r"from (common[.\w]*) import (\w+)", text)]
     targets = re.search(r"\.PHONY: (.*)", (ROOT / "Makefile").read_text())[1].split()
     missing = [link for link in links if not ((ROOT / page).parent / link).exists()]
     missing += [path for path in paths if not (ROOT / path).exists() and not path.endswith("/mine.py")]
@@ -64,8 +64,8 @@ def untrue(page, text):
         path = ROOT / module.replace(".", "/")
         if not (path.is_dir() or path.with_suffix(".py").is_file() or path.parent.with_suffix(".py").is_file()):
             missing.append(module)
-    missing += sorted(set(re.findall(r"(?<![\w-])--[a-z][\w-]*", prose)) - known_flags())
-    missing += [f"make {name}" for name in re.findall(r"(?:`| {4})make ([a-z]+)", prose) if name not in targets]
+    missing += sorted(set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - known_flags())
+    missing += [f"make {name}" for name in re.findall(r"(?:`| {4})make ([a-z]+)", text) if name not in targets]
     return missing
 
 
@@ -103,7 +103,7 @@ def test_the_picture_of_a_runs_end_is_drawn_from_what_a_run_printed():
 def place(tmp_path_factory):
     """A directory in which the data and models that the pages name lie, small."""
     from PIL import Image
-    from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+    from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
     place = tmp_path_factory.mktemp("place")
     texts = stdlib_functions(200)
@@ -127,9 +127,10 @@ def place(tmp_path_factory):
     bert = AutoConfig.for_model("bert", num_labels=3, max_position_embeddings=1024, **small)
     t5 = {"num_layers": 1, "d_model": 32, "d_kv": 16, "num_heads": 2, "d_ff": 32, "decoder_start_token_id": 0}
     t5 = AutoConfig.for_model("t5", **(small | t5))
-    for name in ("llama", "encoder", "t5"):
+    for name in ("llama", "encoder", "masked", "t5"):
         shutil.copytree(model, place / "path/to" / name)
     AutoModelForSequenceClassification.from_config(bert).save_pretrained(place / "path/to/encoder")
+    AutoModelForMaskedLM.from_config(bert).save_pretrained(place / "path/to/masked")
     AutoModelForSeq2SeqLM.from_config(t5).save_pretrained(place / "path/to/t5")
     return place
 
@@ -178,6 +179,16 @@ def test_the_commands_of_a_page_run(page, place):
         assert what_fails(*command, place) == [], command
 
 
+@pytest.mark.parametrize(("selected", "status"), [(None, 0), ("no_such_name", 5)])
+def test_a_command_of_tests_selects_some(selected, status):
+    """The second is the control."""
+    found = [words for page in PAGES.values() for words in commands(page) if "pytest" in words]
+    for words in found:
+        words = words[:-1] + [selected or words[-1]]
+        assert run([BIN / "python", *words[1:], "--collect-only"]).returncode == status
+    assert found
+
+
 @pytest.mark.parametrize(
     "broken",
     [
@@ -197,38 +208,53 @@ def test_a_broken_command_is_noticed(broken, place):
 # --- the worked example of docs/new_recipe.md
 
 
-def patched(text, diff):
-    for hunk in re.split(r"^@@.*\n", diff, flags=re.M)[1:]:
-        lines = hunk.splitlines()
-        before, after = ("\n".join(line[1:] for line in lines if line[:1] in (" ", "", sign)) for sign in "-+")
-        assert text.count(before) == 1, hunk
-        text = text.replace(before, after)
-    return text
+DIFF = ROOT / "docs/masked.diff"
 
 
-def losses_of(place, recipe, name, size):
-    """Of a few updates of a copied recipe beside a link to common/, on samples of many lengths, `size` at once."""
-    directory = place / "copies" / f"{name}-{size}"
+@pytest.fixture(scope="module")
+def example(tmp_path_factory):
+    """The recipe that the diff makes, as the page's command does."""
+    directory = tmp_path_factory.mktemp("example")
+    (directory / "recipes").mkdir()
+    shutil.copy(ROOT / "recipes/lm.py", directory / "recipes")
+    result = run(["git", "apply", DIFF], cwd=directory)
+    assert result.returncode == 0, result.stderr
+    return (directory / "recipes/mine.py").read_text()
+
+
+def run_example(place, recipe, name, *flags):
+    """A copied recipe beside a link to common/, run on samples of many lengths; and its output directory."""
+    directory = place / "copies" / name
     (directory / "recipes").mkdir(parents=True)
     (directory / "recipes/mine.py").write_text(recipe)
     (directory / "common").symlink_to(ROOT / "common")
-    flags = (
-        "--train_file my.jsonl --validation_file held_out.jsonl --shape examples --sequence_length 64 --num_updates 5"
-    )
-    flags += f" --micro_batch_size {size} --output_dir {directory}/run"
+    given = ("--train_file", "my.jsonl", "--validation_file", "held_out.jsonl", "--sequence_length", "64")
+    given += ("--shape", "examples", "--output_dir", str(directory / "run"), *flags)
     launcher = [str(BIN / "accelerate-launch"), *map(str, launch_command("cpu")[2:])]
-    command = [str(directory / "recipes/mine.py"), *flags.split()]
-    result = server(*launcher).run(command, base_env(), 300, place)
+    result = server(*launcher).run([str(directory / "recipes/mine.py"), *given], base_env(), 300, place)
+    return result, directory / "run"
+
+
+def losses_of(place, recipe, name, size):
+    """Of a few updates, with `size` samples at once."""
+    flags = ("--num_updates", "5", "--micro_batch_size", size)
+    result, output_dir = run_example(place, recipe, f"{name}-{size}", *flags)
     assert result.returncode == 0, result.stderr
-    return [line["loss"] for line in read_metrics(directory / "run")]
+    return [line["loss"] for line in read_metrics(output_dir)]
 
 
-def test_the_worked_example_is_short_and_makes_the_same_update_however_cut(place):
+def test_the_worked_example_is_short_and_makes_the_same_update_however_cut(place, example):
     """Control: without the mask for padding, it does not."""
-    (diff,) = re.findall(r"```diff\n(.*?)```", PAGES["docs/new_recipe.md"], re.S)
-    assert 0 < len(re.findall(r"^\+.*\S", diff, re.M)) <= 40
-    recipe = patched((ROOT / "recipes/lm.py").read_text(), diff)
-    one, four = (losses_of(place, recipe, "masked", size) for size in ("1", "4"))
+    added, removed, _ = run(["git", "apply", "--numstat", DIFF]).stdout.split()
+    page = PAGES["docs/new_recipe.md"]
+    assert f"adds {added} lines and removes {removed}" in page and max(int(added), int(removed)) <= 40
+    assert f"git apply {DIFF.relative_to(ROOT)}" in page and "causal" not in example.partition("import")[0]
+    one, four = (losses_of(place, example, "masked", size) for size in ("1", "4"))
     assert one == pytest.approx(four, rel=1e-5) and one[-1] < one[0] - 0.5
-    unmasked = recipe.replace("< lengths[:, None]", "< lengths.max() + 0 * lengths[:, None]")
+    unmasked = example.replace("attention_mask=ids >= 0", "attention_mask=ids >= -1")
     assert one != pytest.approx(losses_of(place, unmasked, "unmasked", "4"), rel=1e-5)
+
+
+def test_the_worked_example_refuses_a_tokenizer_without_a_mask_token_in_one_line(place, example):
+    result, _ = run_example(place, example, "no-mask", "--model_name_or_path", "path/to/masked")
+    assert_refused(result, "the tokenizer has no mask token")

@@ -16,7 +16,9 @@ def draw(sources):
     arrows = {name: set() for name in sources}
     for name, text in sources.items():
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "common":
+            if isinstance(node, ast.Import):
+                arrows[name] |= {alias.name for alias in node.names if alias.name.split(".")[0] == "common"}
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "common":
                 for alias in node.names:
                     whole = f"{node.module}.{alias.name}"
                     arrows[name].add(whole if whole in sources else node.module)
@@ -59,6 +61,7 @@ def test_imports_go_downward_and_close_no_circle():
     ("name", "line", "arrow"),
     [
         ("common.training.batching", "from common.models.load import build_model", "batching -> common.models.load"),
+        ("common.training.batching", "import common.models.load", "batching -> common.models.load"),
         ("common.data.rows", "from common.data.text import tokenize", "common.data.rows <-> common.data.text"),
     ],
 )
