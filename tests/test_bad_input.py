@@ -139,7 +139,7 @@ def test_flags_that_cannot_be(flags, tmp_path):
 def test_keep_best_needs_what_it_measures_on(functions_file, model_dir, tmp_path):
     flags = ["--train_file", functions_file, "--model_name_or_path", model_dir, "--sequence_length", 64]
     result = recipe(*flags, "--keep_best", "--save_every", 4, "--eval_every", 4, "--output_dir", tmp_path / "run")
-    assert_mistake(result, "--keep_best has nothing to measure")
+    assert_mistake(result, "--eval_every, --keep_best: there are no held-out data to measure")
     assert not (tmp_path / "run").exists()
 
 

@@ -14,6 +14,9 @@ from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -25,6 +28,14 @@ from common.errors import UserError, one_line
 from common.models.masks import decide_on_the_host
 from common.parallel import loading
 from common.training.precision import follow_precision
+
+# What the models of an Auto class are called.
+JOBS = {
+    AutoModelForCausalLM: "causal language model",
+    AutoModelForSeq2SeqLM: "encoder-decoder",
+    AutoModelForSequenceClassification: "classifier of texts",
+    AutoModelForImageClassification: "classifier of images",
+}
 
 
 def prepare_encoder_decoder(model: PreTrainedModel) -> None:
@@ -65,8 +76,8 @@ def load_config(
         raise UserError(f"--model_name_or_path {name_or_path}: {reason}") from error
     remote = model_class.__name__ in (getattr(config, "auto_map", None) or {})
     if type(config) not in model_class._model_mapping and not remote:
-        kind = "causal language model" if model_class is AutoModelForCausalLM else model_class.__name__
-        raise UserError(f"--model_name_or_path {name_or_path}: {config.model_type} has no {kind} in transformers")
+        what = f"{config.model_type} has no {JOBS[model_class]} in transformers; take a model of another type"
+        raise UserError(f"--model_name_or_path {name_or_path}: {what}")
     if model_class is not AutoModelForCausalLM:
         return config
     if getattr(config, "is_decoder", True) is False and type(config) in MODEL_FOR_MASKED_LM_MAPPING:
