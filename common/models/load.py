@@ -76,7 +76,8 @@ def load_config(
         raise UserError(f"--model_name_or_path {name_or_path}: {reason}") from error
     remote = model_class.__name__ in (getattr(config, "auto_map", None) or {})
     if type(config) not in model_class._model_mapping and not remote:
-        what = f"{config.model_type} has no {JOBS[model_class]} in transformers; take a model of another type"
+        kind = JOBS.get(model_class, model_class.__name__)
+        what = f"{config.model_type} has no {kind} in transformers; take a model of another type"
         raise UserError(f"--model_name_or_path {name_or_path}: {what}")
     if model_class is not AutoModelForCausalLM:
         return config
