@@ -134,8 +134,7 @@ def main():
     results |= describe_held_out(evaluate(run, model), held_out) if held_out else {}
     written, lines = run.write_model(tokenizer), []
     if written and not run.is_sharded:
-        first_tokens, *_ = (held_out or train_set)[0]
-        results["sample"] = write_sample(written, tokenizer, first_tokens[:16])
+        results["sample"] = write_sample(written, tokenizer, held_out or train_set)
         lines = [f"\nthe model writes:\n{results['sample']}\n"]
     run.finish(results, "AutoModelForCausalLM", *lines)
 

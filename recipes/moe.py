@@ -48,11 +48,12 @@ def parse_arguments():
     parser = arguments.recipe_parser(__doc__)
     arguments.add_language_arguments(parser, examples=True)
     parser.set_defaults(num_updates=500)
-    positive, group = arguments.positive, parser.add_argument_group("mixture of experts")
+    group = parser.add_argument_group("mixture of experts")
     group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: tiny)"))
     group.add_argument("--upcycle", action="store_true", help="make each expert from the MLP of a dense model")
-    group.add_argument("--num_experts", type=positive, help="experts of a layer (default: the size's, or 8)")
-    group.add_argument("--experts_per_token", type=positive, help="that compute each token (default: the size's, or 2)")
+    group.add_argument("--num_experts", type=arguments.positive, help="experts of a layer (default: the size's, or 8)")
+    about = "experts that compute each token (default: the size's, or 2)"
+    group.add_argument("--experts_per_token", type=arguments.positive, help=about)
     group.add_argument("--dense", action="store_true", help="from scratch: a dense model of as many active parameters")
     group.add_argument("--balance", **arguments.one_of(experts.BALANCE, "what balances the experts (default: bias)"))
     about = "step of the bias, or factor of the balancing loss (default: 0.01; the bias of a pretrained mixture: 0.001)"
@@ -139,8 +140,7 @@ def main():
     results |= router.report(run.accelerator)
     written, lines = run.write_model(tokenizer), experts.describe_results(results)
     if written and not run.is_sharded:
-        first_tokens, *_ = (held_out or train_set)[0]
-        results["sample"] = write_sample(written, tokenizer, first_tokens[:16])
+        results["sample"] = write_sample(written, tokenizer, held_out or train_set)
         lines += [f"\nthe model writes:\n{results['sample']}\n"]
     run.finish(results, "AutoModelForCausalLM", *lines)
 

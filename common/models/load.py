@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pickle import UnpicklingError
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.state import AcceleratorState, is_initialized
 from safetensors import SafetensorError
@@ -27,6 +26,7 @@ from common.data.hub import locate_pretrained
 from common.errors import UserError, one_line
 from common.models.masks import decide_on_the_host
 from common.parallel import loading
+from common.training.batching import Samples
 from common.training.precision import follow_precision
 
 # What the models of an Auto class are called.
@@ -225,9 +225,10 @@ def describe_use(
 
 
 @torch.no_grad()
-def write_sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: np.ndarray) -> str:
-    """Text that the model writes after the tokens of `prompt`, int64 (length,); in one process, which has it whole."""
-    input_ids = torch.from_numpy(prompt).unsqueeze(0).to(model.device)
+def write_sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: Samples) -> str:
+    """Text that the model writes after the beginning of the first sample; in one process, which has it whole."""
+    first_tokens, *_ = samples[0]
+    input_ids = torch.from_numpy(first_tokens[:16]).unsqueeze(0).to(model.device)
     model.eval()
     written = model.generate(
         input_ids,
