@@ -139,9 +139,11 @@ def check_samples(args: argparse.Namespace, train: Samples, validation: Samples 
     if useless := [flag for flag in sorted(measuring) if vars(args)[flag[2:]] and validation is None]:
         problems.append(f"{', '.join(useless)}: there are no held-out data to measure; name some, or take it out")
     if len(train) < args.global_batch_size:
-        # Shorter blocks are more; an example that is all prompt within the length is no sample.
-        remedies = {True: "lower it, or --sequence_length,", False: "lower it, raise --sequence_length,"}
-        remedy = remedies.get(getattr(train, "is_blocks", None), "lower it,")
+        remedy = "lower it,"
+        if getattr(train, "is_blocks", False):  # shorter ones are more
+            remedy = "lower it, or --sequence_length,"
+        elif dropped := getattr(train, "num_dropped", 0):
+            remedy = f"lower it, raise --sequence_length ({dropped} rows have no target within it),"
         problems.append(
             f"the training data make {len(train)} samples, fewer than --global_batch_size {args.global_batch_size}; "
             f"{remedy} or give more data"

@@ -202,7 +202,7 @@ def test_flags_without_effect_are_told_together_and_by_a_dry_run_too(files, mode
     (files / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = ["--train_file", files / "prompts.jsonl", "--model_name_or_path", model_dir, "--sequence_length", 4]
     result = recipe(*given, "--eval_every", 1, "--output_dir", files / "run")
-    patterns = ["--eval_every: there are no held-out data", "3 samples, fewer .* 8; lower it, raise --sequence_length"]
+    patterns = ["--eval_every: there are no held-out data", "3 samples, fewer .* raise --sequence_length .9 rows"]
     assert_mistake(result, *patterns, lines=2)
     given = ["--train_file", write_rows(files / "rows.jsonl", 8), "--generate", 3, "--output_dir", files / "run"]
     assert_mistake(run_recipe_alone("seq2seq.py", *given), "--generate: there are", "8 samples", lines=2)
