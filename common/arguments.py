@@ -149,10 +149,10 @@ def recipe_parser(description: str, lengths_vary: bool = True) -> ArgumentParser
 
 def _add_run(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("run")
-    group.add_argument("--output_dir", help="directory for all that the run writes (default: runs/ and the time)")
+    group.add_argument("--output_dir", help="directory for all that the run writes (default: runs/RECIPE-DATE-TIME)")
     group.add_argument("--overwrite", action="store_true", help="delete the run that --output_dir holds")
     group.add_argument("--dry_run", action="store_true", help="check all, up to one forward and backward; write no run")
-    group.add_argument("--seed", type=seed, default=0, help="of weights, sample order, dropout")
+    group.add_argument("--seed", type=seed, default=0, help="seed of weights, sample order, dropout")
     about = "measure the held-out data every N updates and at the end; 0: only at the end"
     group.add_argument("--eval_every", type=not_negative, default=0, metavar="N", help=about)
     about = "how long the processes wait for each other at the start"
@@ -184,8 +184,6 @@ def _add_batch(parser: ArgumentParser, lengths_vary: bool) -> None:
         about = "in place of --micro_batch_size: as many samples at once as fit T tokens, padding included\n"
         about += "(default: 1024 on a CPU, 8192 on a GPU, at least one sample; lower it if memory runs out)"
         group.add_argument("--micro_batch_tokens", type=positive, metavar="T", help=about)
-    else:
-        parser.set_defaults(micro_batch_tokens=None)
     group.add_argument("--drop_last_window", action="store_true", help="drop the short last global batch of an epoch")
     about = "processes that load data for each rank (default: 2 with a GPU, 0 without)"
     group.add_argument("--num_workers", type=not_negative, metavar="W", help=about)
@@ -210,10 +208,13 @@ def _add_optimizer(parser: ArgumentParser) -> None:
     group.add_argument("--compile", action="store_true", help="torch.compile the model: slow first updates, then fast")
 
 
-def add_language_arguments(parser: argparse.ArgumentParser, one_text: bool = True, examples: bool = False) -> None:
+def add_language_arguments(
+    parser: argparse.ArgumentParser, one_text: bool = True, examples: bool = False, longest: str | None = None
+) -> None:
     """The flags of the recipes that read text.
 
     one_text: a row has one text, in `--text_column`. examples: a row may have a prompt and a completion instead.
+    longest: what the default of --sequence_length is, where the recipe chooses it; in words.
     """
     group = parser.add_argument_group("data (default: the source code of Python's standard library)")
     about = "training text: .txt .jsonl .parquet .csv files, also compressed, or globs of them"
@@ -224,18 +225,15 @@ def add_language_arguments(parser: argparse.ArgumentParser, one_text: bool = Tru
     group.add_argument("--dataset_name", help=about)
     group.add_argument("--dataset_config", help="the data set's configuration, where it has several")
     if one_text:
-        about = "column with the text, where rows have no prompt or messages"
+        about = "column with the text" + ", where rows have no prompt or messages" * examples
         group.add_argument("--text_column", default="text", help=about)
-    else:
-        parser.set_defaults(text_column="text")
     if examples:
         group.add_argument("--prompt_column", help="column with what is given (default: prompt)")
         group.add_argument("--completion_column", help="column with what is learned (default: completion)")
         about = "cut the joined texts into blocks, or take each row as an example (default: by the columns)"
         group.add_argument("--shape", choices=("blocks", "examples"), help=about)
-    else:
-        parser.set_defaults(prompt_column=None, completion_column=None)
-    group.add_argument("--sequence_length", type=positive, default=256, help="most tokens in a sample")
+    about = "a sample has at most this many tokens" + (f" (default: {longest})" if longest else "")
+    group.add_argument("--sequence_length", type=positive, default=None if longest else 256, help=about)
 
     add_model_arguments(parser)
 
@@ -273,7 +271,7 @@ def text_sources(args: argparse.Namespace) -> "tuple[Source, Source | None]":
     from common.data.sources import check_sources
 
     names = ("text_column", "prompt_column", "completion_column")
-    columns = {name: getattr(args, name) for name in names}
+    columns = {name: getattr(args, name) for name in names if hasattr(args, name)}
     validation = Source(files=tuple(args.validation_file), **columns) if args.validation_file else None
     if args.dataset_name:
         if args.train_file:

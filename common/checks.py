@@ -10,6 +10,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from common.errors import UserError, refuse
 from common.files import LOCK, lock_output_dir, remove, why_not_writable
 from common.parallel.launch import started_world_size
+from common.report.settings import given_flags
 from common.training.batching import Samples
 
 
@@ -44,7 +45,8 @@ def _settle_batch(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool) ->
     if not lengths_vary and not args.micro_batch_size:  # the largest that divides, up to what a device needs to be busy
         share, most = max(1, args.global_batch_size // world), 64 if on_cpu else 256
         args.micro_batch_size = max(size for size in range(1, min(share, most) + 1) if share % size == 0)
-    if args.micro_batch_size and args.micro_batch_tokens:
+    tokens = getattr(args, "micro_batch_tokens", None)  # a flag where lengths vary
+    if args.micro_batch_size and tokens:
         problems.append("--micro_batch_size and --micro_batch_tokens are two answers to one question; give one")
     elif args.micro_batch_size:
         if args.global_batch_size % (args.micro_batch_size * world):
@@ -54,7 +56,7 @@ def _settle_batch(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool) ->
                 f"{args.global_batch_size / (args.micro_batch_size * world):.4g} accumulation steps; "
                 f"{_nearest_batch_sizes(args.global_batch_size, args.micro_batch_size * world)}"
             )
-    elif not args.micro_batch_tokens:
+    elif not tokens:
         longest = getattr(args, "sequence_length", 0) + getattr(args, "target_length", 0)
         args.micro_batch_tokens = max(1024 if on_cpu else 8192, longest)
     return problems
@@ -63,9 +65,11 @@ def _settle_batch(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool) ->
 def _check_data(args: argparse.Namespace) -> Iterator[str]:
     if getattr(args, "dataset_config", None) and not args.dataset_name:
         yield "--dataset_config has no effect without --dataset_name; take it out, or name the data set"
+    if hasattr(args, "train_file") and not (args.train_file or args.validation_file or args.dataset_name):
+        for flag in sorted(given_flags()):
+            if flag.endswith("_column"):
+                yield f"{flag} has no effect without --train_file or --dataset_name; name the data, or take it out"
     if pair := [f"--{name}" for name in ("prompt_column", "completion_column") if getattr(args, name, None)]:
-        if not (args.train_file or args.dataset_name):
-            yield f"{pair[0]} has no effect without --train_file or --dataset_name; name the data"
         if args.text_column != "text" or getattr(args, "shape", None) == "blocks":
             other = "--shape blocks" if args.text_column == "text" else f"--text_column {args.text_column}"
             yield f"{pair[0]} and {other} are two answers to what a sample is; give one"
@@ -75,10 +79,7 @@ def _check_checkpoints(args: argparse.Namespace) -> Iterator[str]:
     if args.keep_last < 2:
         yield "--keep_last 1: were the only checkpoint damaged, nothing would be left; use at least 2"
     if args.keep_best and not (args.eval_every and args.save_every and args.save_every % args.eval_every == 0):
-        yield (
-            f"--keep_best compares evaluated checkpoints: --save_every {args.save_every} must be a multiple of "
-            f"--eval_every {args.eval_every}, and neither 0"
-        )
+        yield "--keep_best needs --eval_every N, and --save_every a multiple of N"
     if args.load_best_at_end and not args.keep_best:
         yield "--load_best_at_end needs --keep_best, which keeps that checkpoint; give both"
     if args.allow_changed and not args.resume:
@@ -92,7 +93,7 @@ def _check_checkpoints(args: argparse.Namespace) -> Iterator[str]:
                 f"--resume: {args.output_dir} has no checkpoints; name the --output_dir of the run to continue, "
                 "or start anew without --resume"
             )
-    elif not args.dry_run:
+    else:
         yield from _check_output_dir(Path(args.output_dir), args.overwrite)
 
 
@@ -134,18 +135,23 @@ def check_samples(args: argparse.Namespace, train: Samples, validation: Samples 
     Raises UserError: a line for each way in which they do not.
     """
     problems = []
-    if args.keep_best and validation is None:
-        problems.append("--keep_best has nothing to measure: there are no held-out data; name some, or take it out")
+    measuring = {"--eval_every", "--keep_best", "--generate"} & given_flags()
+    if useless := [flag for flag in sorted(measuring) if vars(args)[flag[2:]] and validation is None]:
+        problems.append(f"{', '.join(useless)}: there are no held-out data to measure; name some, or take it out")
     if len(train) < args.global_batch_size:
-        remedy = "lower it, or --sequence_length," if hasattr(args, "sequence_length") else "lower it,"
+        remedy = "lower it,"
+        if getattr(train, "is_blocks", False):  # shorter ones are more
+            remedy = "lower it, or --sequence_length,"
+        elif dropped := getattr(train, "num_dropped", 0):
+            remedy = f"lower it, raise --sequence_length ({dropped} rows have no target within it),"
         problems.append(
             f"the training data make {len(train)} samples, fewer than --global_batch_size {args.global_batch_size}; "
             f"{remedy} or give more data"
         )
     longest = max(train.max_length, validation.max_length if validation else 0)
-    if args.micro_batch_tokens and args.micro_batch_tokens < longest:
+    if 0 < (tokens := getattr(args, "micro_batch_tokens", None) or 0) < longest:
         problems.append(
-            f"--micro_batch_tokens {args.micro_batch_tokens} does not hold the longest sample of {longest} tokens; "
+            f"--micro_batch_tokens {tokens} does not hold the longest sample of {longest} tokens; "
             f"use at least {longest}, or a lower --sequence_length"
         )
     refuse(problems)

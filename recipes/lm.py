@@ -123,10 +123,10 @@ def main():
     tokenizer, config, train_set, held_out = load_data(args)
     run.begin(config, tokenizer, train_set, held_out)
     model = build_model(config, args.model_name_or_path, args.trust_remote_code)
-    loss = sum_token_losses(model)  # from here on, model(...) is the sum of the losses of a micro-batch's targets
+    how = sum_token_losses(model)  # from here on, model(...) is the sum of the losses of a micro-batch's targets
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
     collate = partial(collate_tokens, pad_token_id=tokenizer.pad_token_id)
-    model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, loss=loss)
+    model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, loss=how)
     describe_use(run.accelerator.unwrap_model(model), config, tokenizer, train_set.end_tokens)
     with run.training(config, tokenizer) as batches:
         train(args, run, model, optimizer, batches)
@@ -134,7 +134,7 @@ def main():
     results |= describe_held_out(evaluate(run, model), held_out) if held_out else {}
     written, lines = run.write_model(tokenizer), []
     if written and not run.is_sharded:
-        results["sample"] = write_sample(written, tokenizer, (held_out or train_set)[0][0][:16])
+        results["sample"] = write_sample(written, tokenizer, held_out or train_set)
         lines = [f"\nthe model writes:\n{results['sample']}\n"]
     run.finish(results, "AutoModelForCausalLM", *lines)
 

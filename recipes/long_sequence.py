@@ -45,8 +45,8 @@ def segments(text):
 
 def parse_arguments():
     parser = arguments.recipe_parser(__doc__, lengths_vary=False)
-    arguments.add_language_arguments(parser)
-    parser.set_defaults(sequence_length=None, num_updates=30, global_batch_size=1, micro_batch_size=1)
+    arguments.add_language_arguments(parser, longest="131072, a transformer's 8192")
+    parser.set_defaults(num_updates=30, global_batch_size=1, micro_batch_size=1)
     positive, group = arguments.positive, parser.add_argument_group("long sequences")
     default = "kind of network (default: lstm, or the pretrained model's)"
     group.add_argument("--architecture", **arguments.one_of(long_sequence.ARCHITECTURES, default))

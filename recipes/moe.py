@@ -52,7 +52,8 @@ def parse_arguments():
     group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: tiny)"))
     group.add_argument("--upcycle", action="store_true", help="make each expert from the MLP of a dense model")
     group.add_argument("--num_experts", type=arguments.positive, help="experts of a layer (default: the size's, or 8)")
-    group.add_argument("--experts_per_token", type=arguments.positive, help="each token's (default: the size's, or 2)")
+    about = "experts that compute each token (default: the size's, or 2)"
+    group.add_argument("--experts_per_token", type=arguments.positive, help=about)
     group.add_argument("--dense", action="store_true", help="from scratch: a dense model of as many active parameters")
     group.add_argument("--balance", **arguments.one_of(experts.BALANCE, "what balances the experts (default: bias)"))
     about = "step of the bias, or factor of the balancing loss (default: 0.01; the bias of a pretrained mixture: 0.001)"
@@ -124,12 +125,12 @@ def main():
     tokenizer, config, train_set, held_out = load_data(args)
     run.begin(config, tokenizer, train_set, held_out, "balance", "balance_strength")
     model = mixture.build_mixture(args, config)
-    loss = sum_token_losses(model)  # from here on, model(...) is the sum of the losses of a micro-batch's targets
+    how = sum_token_losses(model)  # from here on, model(...) is the sum of the losses of a micro-batch's targets
     router = experts.Routing(model, args.balance, args.balance_strength)  # its backward: with the balancing loss
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
     collate = partial(collate_tokens, pad_token_id=tokenizer.pad_token_id)
     experts.gather_whole_blocks(run.accelerator, router.layers)
-    model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, loss=loss, **router.describe(model))
+    model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, loss=how, **router.describe(model))
     router.prepared()
     describe_use(run.accelerator.unwrap_model(model), config, tokenizer, train_set.end_tokens)
     with run.training(config, tokenizer) as batches:
@@ -139,7 +140,7 @@ def main():
     results |= router.report(run.accelerator)
     written, lines = run.write_model(tokenizer), experts.describe_results(results)
     if written and not run.is_sharded:
-        results["sample"] = write_sample(written, tokenizer, (held_out or train_set)[0][0][:16])
+        results["sample"] = write_sample(written, tokenizer, held_out or train_set)
         lines += [f"\nthe model writes:\n{results['sample']}\n"]
     run.finish(results, "AutoModelForCausalLM", *lines)
 

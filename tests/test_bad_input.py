@@ -1,12 +1,22 @@
 """A user's mistake ends in one line that says what, where and how to mend it, with status 2, and writes nothing."""
 
 import functools
+import importlib
 import json
 import shutil
+import sys
 
 import pytest
-from conftest import assert_mistake, make_model_dir, run_recipe_alone
-from transformers import AutoTokenizer, BertConfig
+from conftest import ROOT, assert_mistake, make_model_dir, run_recipe_alone, write_rows
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BertConfig
+
+from common.checkpoint.__main__ import main as checkpoint_command
+from common.data.hub import load_split
+from common.data.rows import Source
+from common.data.sources import check_sources
+from common.data.tokenizer import load_tokenizer
+from common.errors import UserError
+from common.models.load import load_config
 
 recipe = functools.partial(run_recipe_alone, "lm.py")
 
@@ -120,7 +130,7 @@ def test_flags_that_cannot_be(flags, tmp_path):
 def test_keep_best_needs_what_it_measures_on(functions_file, model_dir, tmp_path):
     flags = ["--train_file", functions_file, "--model_name_or_path", model_dir, "--sequence_length", 64]
     result = recipe(*flags, "--keep_best", "--save_every", 4, "--eval_every", 4, "--output_dir", tmp_path / "run")
-    assert_mistake(result, "--keep_best has nothing to measure")
+    assert_mistake(result, "--eval_every, --keep_best: there are no held-out data to measure")
     assert not (tmp_path / "run").exists()
 
 
@@ -151,3 +161,88 @@ def test_output_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     result = recipe("--output_dir", tmp_path / "file/run", "--num_updates", 1)
     assert_mistake(result, "cannot be written|is a file|not a directory")
+
+
+def parsed(name, monkeypatch, *flags):
+    """A recipe and its arguments."""
+    monkeypatch.setattr(sys, "argv", [name, *map(str, flags)])
+    module = importlib.import_module(f"recipes.{name}")
+    return module, module.parse_arguments()
+
+
+def test_flags_without_effect_are_told_together_and_by_a_dry_run_too(files, model_dir):
+    (files / "full").mkdir()
+    (files / "full/cat.png").write_bytes(b"cat")
+    columns = ["--label_column", "a", "--text_column=b", "--dry_run", "--output_dir", files / "full"]
+    patterns = ["--label_column has no effect", "--text_column has no effect", "is not empty and holds no run"]
+    assert_mistake(run_recipe_alone("classify.py", *columns), *patterns, lines=3)
+    more = ["--source_column", "a", "--dry_run", "--output_dir", "/proc/run"]
+    assert_mistake(run_recipe_alone("seq2seq.py", *more), "--source_column has no", "/proc/run cannot be", lines=2)
+
+    rows = [{"prompt": "a b c d e f g h i j", "completion": "k"}] * 9 + [{"prompt": "a", "completion": "k"}] * 3
+    (files / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["--train_file", files / "prompts.jsonl", "--model_name_or_path", model_dir, "--sequence_length", 4]
+    result = recipe(*given, "--eval_every", 1, "--output_dir", files / "run")
+    patterns = ["--eval_every: there are no held-out data", "3 samples, fewer .* raise --sequence_length .9 rows"]
+    assert_mistake(result, *patterns, lines=2)
+    given = ["--train_file", write_rows(files / "rows.jsonl", 8), "--generate", 3, "--output_dir", files / "run"]
+    assert_mistake(run_recipe_alone("seq2seq.py", *given), "--generate: there are", "8 samples", lines=2)
+    assert not (files / "run").exists() and [path.name for path in (files / "full").iterdir()] == ["cat.png"]
+
+
+def test_folders_that_are_no_data_say_what_is_wrong(tmp_path):
+    for number in range(9):
+        (tmp_path / f"{number}.png").write_bytes(b"x")
+    with pytest.raises(UserError, match="0.png, .*1.png, .*2.png and 6 more: unknown extension") as error:
+        check_sources(Source(files=(f"{tmp_path}/*",)))
+    assert len(str(error.value).splitlines()) == 1
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/train.jsonl").write_text('{"a": \n')
+    with pytest.raises(UserError, match="broken: .* cannot be read .*JSON.*; mend or replace"):
+        load_split(str(tmp_path / "broken"), None, "train")
+
+
+def test_models_that_are_none_say_where_one_is(misfit_models, tmp_path):
+    for name, pattern in {"run.json": "give .*run.json-dir/model", "manifest.json": "checkpoint export"}.items():
+        (tmp_path / f"{name}-dir").mkdir()
+        (tmp_path / f"{name}-dir" / name).write_text("{}")
+        with pytest.raises(UserError, match=pattern):
+            load_config(str(tmp_path / f"{name}-dir"))
+    with pytest.raises(UserError, match="llama has no encoder-decoder in transformers; take"):
+        load_config(str(misfit_models / "good"), model_class=AutoModelForSeq2SeqLM)
+    with pytest.raises(UserError, match="save it there"):
+        load_tokenizer(str(misfit_models / "no_tokenizer"))
+
+
+COLUMN_FLAGS = {
+    ("classify", "label_column"): "--text_column, --pair_column, --label_column",
+    ("long_sequence", "text_column"): "--text_column",
+    ("seq2seq", "target_column"): "--source_column, --target_column",
+}
+
+
+@pytest.mark.parametrize(("name", "column"), COLUMN_FLAGS)
+def test_a_column_that_is_not_there_is_told_with_its_flag(name, column, tmp_path, monkeypatch):
+    rows = write_rows(tmp_path / "rows.jsonl", 8)
+    module, args = parsed(name, monkeypatch, "--train_file", rows, f"--{column}", "foo")
+    with pytest.raises(UserError, match=rf"no column foo; .*\({COLUMN_FLAGS[name, column]}\)"):
+        module.load_data(args)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "recipes").glob("*.py")))
+def test_every_argument_is_a_flag_and_the_length_has_a_default(name, monkeypatch, capsys):
+    """A dry run lists the arguments as flags."""
+    _, args = parsed(name, monkeypatch)
+    with pytest.raises(SystemExit):
+        parsed(name, monkeypatch, "--help")
+    told = " ".join(capsys.readouterr().out.split())
+    assert [one for one in vars(args) if f" --{one} " not in told] == []
+    assert name == "vision" or "at most this many tokens (default: " in told
+    assert ("prompt or messages" in told) == (name in ("lm", "moe"))
+
+
+def test_a_folder_without_checkpoints_is_a_mistake(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["checkpoint", "list", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        checkpoint_command()
+    assert ended.value.code == 2 and capsys.readouterr().err.startswith(f"error: {tmp_path} has no checkpoint; name")

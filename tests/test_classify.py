@@ -379,7 +379,7 @@ def test_a_head_for_other_labels(one_process, files, tmp_path):
     model = one_process[0] / "model"
     more = ["--label_column", "score", "--model_name_or_path", model]
     arguments = flags(files, model, tmp_path / "run", *more)
-    assert_mistake(recipe(*arguments), r"3 labels \(does, raises, returns\), but a number", "--new_head")
+    assert_mistake(recipe(*arguments), r"head \(does, raises, returns\) are not the data's \(numbers\)", "--new_head")
     result = recipe(*arguments, "--new_head", "--dry_run")
     assert result.returncode == 0 and "a new head: classifier.bias, classifier.weight start at random" in result.stdout
     other = (files / "train.jsonl").read_text().replace('"label": "does"', '"label": "acts"')

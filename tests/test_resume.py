@@ -5,6 +5,7 @@ every mode it makes the update of one process.
 """
 
 import json
+import shutil
 
 import pytest
 from conftest import (
@@ -182,3 +183,19 @@ def test_a_save_after_a_skipped_update_is_complete(config, changes, data, tmp_pa
     assert (saved["position"]["skipped_updates"], saved["untrained"]) == (1, [])
     assert not changes or saved["scaler"]["scale"] == 8 * 2 / 2  # doubled after the first update, then halved
     assert outcome(tmp_path / "lm", NUM_UPDATES) == outcome(tmp_path / "lm-again", NUM_UPDATES)
+
+
+def test_a_finished_run_keeps_what_its_training_took(data, tmp_path):
+    """Resumed with nothing left to train; the best model is measured and written all the same."""
+    given = flags("lm", data, tmp_path / "run", 1, "--learning_rate", 10)  # the first checkpoint is the best one
+    run_specs("lm", [(given, {})], tmp_path)
+    first = json.loads((tmp_path / "run/run.json").read_text())
+    shutil.rmtree(tmp_path / "run/model")
+    printed = run_specs("lm", [([*given, "--resume", "--load_best_at_end"], {})], tmp_path).stdout
+    assert "nothing was left to train" in printed and "\ntrained in 0 s, 0 tokens" not in printed
+    again = json.loads((tmp_path / "run/run.json").read_text())
+    took = ["training_seconds", "tokens_per_second", "padding_share", "waiting_for_data", "memory_growth_bytes"]
+    assert [again["results"][name] for name in took] == [first["results"][name] for name in took]
+    assert again["status"] == "finished" and (tmp_path / "run/model/model.safetensors").exists()
+    assert (first["results"]["best"]["is_model"], again["results"]["best"]["is_model"]) == (False, True)
+    assert again["results"]["validation_loss"] < first["results"]["validation_loss"]

@@ -198,7 +198,7 @@ def test_cut_and_empty_rows_are_counted(tokenizer, tmp_path, cache):
     assert len(samples) == 2 and samples.max_length == 12 and samples.lengths([0, 1]).max() == 12
     assert (samples.meta["truncated"], samples.meta["dropped"]) == (1, 2)
     assert "1 cut at 12" in samples.describe() and "2 empty" in samples.describe()
-    with pytest.raises(UserError, match="no sample with a target.*longer"):
+    with pytest.raises(UserError, match="no sample with a target.*raise --sequence_length"):
         tokenize(source_of(tmp_path / "b.jsonl", rows[2:]), tokenizer, 12, None, cache)
     assert not list(cache.glob("*.partial"))
 

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import itertools
 import json
 import math
 import shutil
@@ -26,6 +27,7 @@ from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
 
+from common.checkpoint.format import hash_of
 from common.data import image_files, images
 from common.errors import UserError
 from common.models.image_models import ConvNet, ConvNetConfig
@@ -394,3 +396,22 @@ def test_a_model_that_does_not_fit_the_images(data, convnet_dir, tmp_path):
     more = ["--train_dir", tmp_path / "train", "--model_name_or_path", convnet_dir]
     result = recipe(*flags(data, tmp_path / "run", *more))
     assert_mistake(result, "one/000.png: has colours, but the model takes gray images")
+
+
+def test_other_images_of_the_same_names_and_sizes_are_other_data(tmp_path):
+    """A checkpoint whose manifest has names and sizes alone, as it was written once, is resumed."""
+    random = np.random.default_rng(0)
+    for number, name in itertools.product(range(4), ("a/x", "a/y", "b/x", "b/y")):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        pixels = random.integers(0, 255, (8, 8), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / name / f"{number}.bmp")
+    given = ["--global_batch_size", 4, "--num_updates", 1, "--output_dir", tmp_path / "run", "--train_dir"]
+    run = functools.partial(run_recipe_alone, "vision.py", *given, CUDA_VISIBLE_DEVICES="")
+    assert run(tmp_path / "a").returncode == 0
+    result = run(tmp_path / "b", "--resume")
+    assert_mistake(result, "other training data: .*; give the same files and --image_size, or --allow_changed dataset")
+    path = tmp_path / "run/checkpoints/update-000001/manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["identity"]["dataset"] = manifest["identity"]["dataset"].partition("-")[0]
+    path.write_text(json.dumps(manifest | {"sha256": hash_of(manifest)}))
+    assert run(tmp_path / "a", "--resume").returncode == 0

@@ -33,10 +33,13 @@ def main() -> None:
             measured = manifest["position"]["validation_loss"]
             loss = f", validation loss {measured:.4f}" if measured is not None else ""
             state = f"{damages[path] or 'sound'}{', the best' if path == best else ''}"
-            print(f"{path}: {manifest['mode']}, {manifest['world_size']} processes, {size:,} bytes{loss}, {state}")
-        for line in problems or ([] if found else [f"{args.output_dir}: no checkpoint"]):
+            world = manifest["world_size"]
+            print(f"{path}: {manifest['mode']}, {world} process{'es' * (world > 1)}, {size:,} bytes{loss}, {state}")
+        for line in problems:
             print(line)
-        sys.exit(1 if problems or not found or any(damages.values()) else 0)
+        if not found and not problems:
+            raise UserError(f"{args.output_dir} has no checkpoint; name the --output_dir of a run that has saved one")
+        sys.exit(1 if problems or any(damages.values()) else 0)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

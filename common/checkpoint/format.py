@@ -129,12 +129,12 @@ def _check_manifest(manifest: dict[str, Any]) -> None:
     require(all(text.isprintable() for text in texts), f"{MANIFEST} is malformed: a name is not printable")
     for facts in manifest["files"].values():
         require(is_number(facts["bytes"]) and isinstance(facts["sha256"], str), f"{MANIFEST} is malformed: its files")
-    position, identity = TrainingState(**manifest["position"]), manifest["identity"]
-    is_sound = position.update == manifest["update"] and is_number(position.samples)
-    is_sound &= is_number(position.skipped_updates) and is_number(position.skipped_in_a_row)
-    for loss in (position.best_validation_loss, position.validation_loss):
+    state, identity = TrainingState(**manifest["position"]), manifest["identity"]
+    is_sound = state.update == manifest["update"] and is_number(state.samples)
+    is_sound &= is_number(state.skipped_updates) and is_number(state.skipped_in_a_row)
+    for loss in (state.best_validation_loss, state.validation_loss):
         is_sound &= loss is None or isinstance(loss, float)
-    is_sound &= all(isinstance(run, str) for run in position.tracker_runs.values())
+    is_sound &= all(isinstance(run, str) for run in state.tracker_runs.values())
     is_sound &= all(isinstance(value, bool | int | float) for value in manifest["scaler"].values())
     is_sound &= all(isinstance(name, str) for name in manifest.get("untrained", []))
     is_sound &= all(isinstance(identity[name], dict) for name in ("model", "settings"))

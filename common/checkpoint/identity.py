@@ -3,7 +3,7 @@
 import argparse
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from accelerate import Accelerator
@@ -55,8 +55,10 @@ def identify(
     }
 
 
-def differences(saved: dict, now: dict, allowed: Iterable[str]) -> Iterator[str]:
+def differences(saved: dict, now: dict, args: argparse.Namespace) -> Iterator[str]:
     """One line for each thing that is not what the checkpoint was made with."""
+    allowed = args.allow_changed
+    cut_by = [f"--{name}" for name in ("sequence_length", "target_length", "image_size") if hasattr(args, name)]
     keys = sorted(saved["model"].keys() | now["model"].keys(), key=lambda key: (key != "model_type", key))
     pairs = {key: (now["model"].get(key), saved["model"].get(key)) for key in keys}
     if different := [
@@ -70,10 +72,11 @@ def differences(saved: dict, now: dict, allowed: Iterable[str]) -> Iterator[str]
             "the run's own; one that was trained on the text needs the same text (on another text, train what "
             "`python -m common.checkpoint export` makes, with --model_name_or_path)"
         )
-    elif saved["dataset"] != now["dataset"] and "dataset" not in allowed:
+    # Older checkpoints have of image files what stands before the hyphen: names and sizes.
+    elif saved["dataset"] not in (now["dataset"], now["dataset"].partition("-")[0]) and "dataset" not in allowed:
         yield (
             f"other training data: their fingerprint is {now['dataset']}, the checkpoint's is {saved['dataset']}; give "
-            "the same files and --sequence_length, or --allow_changed dataset to go on with these"
+            f"the same files{' and '.join(['', *cut_by])}, or --allow_changed dataset to go on with these"
         )
     own_flags = dict.fromkeys(now["settings"].keys() - SETTINGS.keys(), False)
     for name, can_change in (SETTINGS | own_flags).items():

@@ -66,7 +66,7 @@ def keep_warmup(args: argparse.Namespace, manifest: dict[str, Any], identity: di
 def check_is_own(reader: Reader, args: argparse.Namespace, identity: dict[str, Any]) -> None:
     """Raises UserError, a line for each thing that is not what the run began with."""
     path, manifest = reader.directory, reader.manifest
-    refuse(f"--resume {path}: {line}" for line in differences(manifest["identity"], identity, args.allow_changed))
+    refuse(f"--resume {path}: {line}" for line in differences(manifest["identity"], identity, args))
     if manifest["update"] > args.num_updates:
         raise UserError(
             f"--resume {path}: it has made {manifest['update']} updates already, more than --num_updates "

@@ -33,14 +33,18 @@ def hub_problem(name: str, repo_type: str) -> str | None:
 
 
 def locate_pretrained(name_or_path: str) -> tuple[dict[str, Any], str | None]:
-    """The first arguments of a transformers `from_pretrained`, and why the hub cannot help, or None.
+    """The first arguments of a transformers `from_pretrained`, and why there is none, or None.
 
     A local directory, with ~ for the user's, or a hub name: of which the cache may have it although the hub does not
     answer.
     """
-    path = Path(name_or_path).expanduser()
+    path, problem = Path(name_or_path).expanduser(), None
     if path.is_dir():
-        return {"pretrained_model_name_or_path": str(path)}, None
+        if (path / "run.json").exists():
+            problem = f"it is a run's --output_dir; give {path / 'model'}"
+        elif (path / "manifest.json").exists():
+            problem = f"it is a checkpoint; make a model of it: python -m common.checkpoint export {path} DIR"
+        return {"pretrained_model_name_or_path": str(path)}, problem
     problem = hub_problem(name_or_path, "model")
     return {"pretrained_model_name_or_path": name_or_path, "local_files_only": problem is not None}, problem
 
@@ -73,13 +77,18 @@ def load_split(name: str, config: str | None, split: str) -> Any:
     """
     from datasets import Dataset, load_dataset, load_from_disk
 
-    saved = is_saved(Path(name).expanduser())
-    problem = None if saved else hub_problem(name, "dataset")
+    path = Path(name).expanduser()
+    is_here, saved = path.is_dir(), is_saved(path)
+    problem = None if is_here else hub_problem(name, "dataset")
     try:
-        data = load_from_disk(str(Path(name).expanduser())) if saved else load_dataset(name, config, split=split)
+        if saved:
+            data = load_from_disk(str(path))
+        else:
+            data = load_dataset(str(path) if is_here else name, config, split=split)
     except Exception as error:
-        told = f"{name}: what save_to_disk wrote cannot be read ({one_line(error)})"
-        raise UserError(told if saved else f"dataset {name}: {problem or one_line(error)}") from error
+        what = "what save_to_disk wrote" if saved else f"the files of the directory for split {split}"
+        told = f"{what} cannot be read ({one_line(error.__cause__ or error)}); mend or replace them"
+        raise UserError(f"dataset {name}: {told if is_here else problem or one_line(error)}") from error
     if not isinstance(data, Dataset):
         if split not in data:
             raise UserError(f"{name}: no split {split}; there are: {', '.join(data)}; name one of them")

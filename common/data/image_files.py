@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from common.errors import UserError, one_line, refuse
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 DIGITS = "scikit-learn's digits"
+NUM_LOOKED_AT = 1000  # images that are decoded before the run: for size, channels, mean, and to find broken ones
 NUM_HELD_OUT_DIGITS = 360  # a fifth, the last ones: by other writers than the first ones
 
 
@@ -30,6 +32,7 @@ class Images:
     labels: np.ndarray  # int64, of each image, into `classes`
     read: Callable[[int], Any]  # what PIL opens (a path, a file in memory), or an image
     where: Callable[[int], str]  # the image's name for messages
+    contents: str = ""  # behind the fingerprint, of files: a hash of how they begin
 
 
 def find(args: argparse.Namespace) -> tuple[Images, Images | None]:
@@ -74,11 +77,22 @@ def folder(directory: str) -> Images:
         labels += [label] * len(found)
     refuse(problems)
     stats = [(path.relative_to(root).as_posix(), path.stat()) for path in paths]
-    # The size, not the contents: hashing a large data set takes longer than many a run. A copy has the same.
+    # The sizes of all, and how a thousand begin: hashing a large data set takes longer than many a run. A copy has the
+    # same.
     fingerprint = fingerprint_of([[name, stat.st_size] for name, stat in stats])
+    contents = hashlib.blake2b(digest_size=8)
+    for number in evenly_spaced(len(paths)):
+        with suppress(OSError), open(paths[number], "rb") as file:  # decoding names it
+            contents.update(file.read(1 << 16))
     names = [str(path) for path in paths]
     return Images(
-        directory, fingerprint, tuple(classes), np.array(labels, np.int64), names.__getitem__, names.__getitem__
+        directory,
+        fingerprint,
+        tuple(classes),
+        np.array(labels, np.int64),
+        names.__getitem__,
+        names.__getitem__,
+        f"-{contents.hexdigest()}",
     )
 
 
@@ -189,6 +203,11 @@ def with_classes(images: Images, classes: tuple[str, ...]) -> Images:
     """The images with other classes' numbers; each class that an image has is one of them."""
     numbers = np.array([classes.index(name) if name in classes else -1 for name in images.classes], np.int64)
     return replace(images, classes=classes, labels=numbers[images.labels])
+
+
+def evenly_spaced(count: int) -> list[int]:
+    """The numbers, below `count`, of the images that are looked at before a run: up to 1000."""
+    return np.unique(np.linspace(0, count - 1, NUM_LOOKED_AT).astype(int)).tolist()
 
 
 def fingerprint_of(facts: Any) -> str:

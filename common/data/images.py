@@ -26,10 +26,9 @@ from transformers import PreTrainedConfig
 from transformers.image_processing_base import ImageProcessingMixin
 
 from common.data.hub import locate_pretrained
-from common.data.image_files import DIGITS, Images, fingerprint_of, open_image
+from common.data.image_files import DIGITS, Images, evenly_spaced, fingerprint_of, open_image
 from common.errors import UserError, one_line
 
-NUM_LOOKED_AT = 1000  # images that are decoded before the run: for size, channels, mean, and to find broken ones
 # Own code, as torchvision is optional: for a CPU build of torch the package index has no wheel. It lends what is longer
 # than a line (crop, rand); it has no shift that repeats the edge.
 AUGMENTATIONS = {
@@ -93,8 +92,7 @@ def preprocess(images: Images, size: tuple[int, int] | None = None, channels: in
     Raises UserError: they have different sizes, and none was given; or they have colours, and the model has one
     channel; or one cannot be decoded.
     """
-    numbers = np.unique(np.linspace(0, len(images.labels) - 1, NUM_LOOKED_AT).astype(int)).tolist()
-    looked_at = [(number, open_image(images, number)) for number in numbers]
+    looked_at = [(number, open_image(images, number)) for number in evenly_spaced(len(images.labels))]
     first_number, first = looked_at[0]
     height, width = size or (first.height, first.width)
     for number, image in looked_at:
@@ -190,7 +188,7 @@ class ImageSamples:
         self.epoch = 0
         self.shape = (len(preprocessing.mean), preprocessing.height, preprocessing.width)
         self.num_target_tokens = len(images.labels)
-        self.fingerprint = fingerprint_of([images.fingerprint, images.classes, self.shape])
+        self.fingerprint = fingerprint_of([images.fingerprint, images.classes, self.shape]) + images.contents
 
     def of_epoch(self, epoch: int) -> "ImageSamples":
         """The same images, augmented as an epoch sees them."""

@@ -48,7 +48,7 @@ def read_examples(
     corpus = open_source(source)
     text_columns = (source.text_column, pair_column) if pair_column else (source.text_column,)
     wanted = (*text_columns, label_column)
-    check_columns(corpus, wanted)
+    check_columns(corpus, wanted, "--text_column, --pair_column, --label_column")
     examples = []
     for row in corpus.rows(wanted, False):
         texts = tuple(filled_text(row, column) for column in text_columns)

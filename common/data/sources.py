@@ -21,7 +21,7 @@ from common.data.hub import is_saved, load_split
 from common.data.readers import parquet_classes, read_file, with_class_names
 from common.data.rows import COMPRESSIONS, FILE_TYPES, Corpus, Row, Source, file_type
 from common.data.standard_library import open_embedded
-from common.errors import UserError, one_line, refuse
+from common.errors import UserError, one_line, refuse, shorten
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ def open_source(source: Source) -> Corpus:
 
 
 def _problems(source: Source) -> Iterator[str]:
+    problems: dict[str, list[str]] = {}
     for pattern in source.files:
         paths = _expand(pattern)
         if not paths and glob.has_magic(pattern):
@@ -50,7 +51,9 @@ def _problems(source: Source) -> Iterator[str]:
             yield f"{pattern}: no such file; correct the path (it is relative to {Path.cwd()})"
         for path in paths:
             if problem := _file_problem(path):
-                yield problem
+                problems.setdefault(problem, []).append(path)
+    for problem, paths in problems.items():  # a folder of images has one, thousands of times
+        yield f"{shorten(paths, 3)}: {problem}"
 
 
 def _expand(pattern: str) -> list[str]:
@@ -64,15 +67,15 @@ def _expand(pattern: str) -> list[str]:
 def _file_problem(path: str) -> str | None:
     extension, compression = file_type(path)
     if Path(path).is_dir():
-        return f"{path}: is a directory; give its files ({path}/*.txt), or give it as a dataset's name"
+        return f"is a directory; give its files ({path}/*.txt), or give it as a dataset's name"
     if extension not in FILE_TYPES:
-        return f"{path}: unknown extension; there are {' '.join(FILE_TYPES)}, and {' '.join(COMPRESSIONS)} behind these"
+        return f"unknown extension; there are {' '.join(FILE_TYPES)}, and {' '.join(COMPRESSIONS)} behind these"
     if extension == ".parquet" and compression:
-        return f"{path}: a Parquet file is read from its end and is compressed inside; unpack it"
+        return "a Parquet file is read from its end and is compressed inside; unpack it"
     if compression and compression not in available_compressions():
-        return f"{path}: this Python cannot unpack {Path(path).suffix}; pip install zstandard, or unpack the file"
+        return f"this Python cannot unpack {Path(path).suffix}; pip install zstandard, or unpack the file"
     if Path(path).stat().st_size == 0:
-        return f"{path}: the file is empty; leave it out or fill it"
+        return "the file is empty; leave it out or fill it"
     return None
 
 

@@ -147,7 +147,7 @@ def _write_samples(
     if counts["targets"] == 0:
         raise UserError(
             f"{corpus.name}: no sample with a target in it ({counts['dropped']} rows were empty or all prompt); "
-            "give more text, or a longer sequence length"
+            "give more text, or raise --sequence_length"
         )
     ends = [token for token, _ in counts.most_common() if isinstance(token, int)]
     is_compressed = measure_compression and is_text and len(whole_text) <= COMPRESSED_BYTES
@@ -229,6 +229,7 @@ class Samples:
         # Inputs and targets of all samples, and the inputs of the longest.
         self.num_tokens = meta["tokens"] - (1 if self.is_blocks else meta["documents"])
         self.num_target_tokens = meta["targets"]
+        self.num_dropped = meta["dropped"]  # rows, which were empty or all prompt within the length
         self.max_length = min(sequence_length, self.num_tokens) if self.is_blocks else meta["max_length"]
         # UTF-8 bytes of the text, by which a loss becomes bits per byte; None where not all of it is predicted.
         self.num_bytes = meta["bytes"] if meta["whole_text"] else None

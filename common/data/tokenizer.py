@@ -33,7 +33,8 @@ def load_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=trust_remote_code)
     except Exception as error:  # a dozen types, by what is missing
-        raise UserError(f"tokenizer {name_or_path}: {problem or one_line(error)}") from error
+        reason = problem or f"cannot be loaded; save it there (tokenizer.save_pretrained): {one_line(error)}"
+        raise UserError(f"tokenizer {name_or_path}: {reason}") from error
     if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):  # the library makes an empty one of no files
         raise UserError(f"tokenizer {name_or_path}: its files are missing; save it there (tokenizer.save_pretrained)")
     if needs_end_of_text or tokenizer.pad_token_id is None:
@@ -44,11 +45,15 @@ def load_tokenizer(
 
 
 def train_tokenizer(
-    source: Source, vocab_size: int, cache_dir: str | Path | None = None, columns: tuple[str, ...] | None = None
+    source: Source,
+    vocab_size: int,
+    cache_dir: str | Path | None = None,
+    columns: tuple[str, ...] | None = None,
+    flags: str = "",
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE of the source's text (of its first 200 MB): every text survives encoding and decoding.
 
-    columns: that hold the text; without them, those of which `tokenize` makes samples.
+    columns: that hold the text; without them, those of which `tokenize` makes samples. flags: that name them.
 
     The same text gives the same tokenizer, whatever the number of threads. <|endoftext|> is bos, eos and pad, and the
     tokenizer puts it before every text, as it stands between the documents of a block. Kept in the cache.
@@ -58,7 +63,7 @@ def train_tokenizer(
     corpus = open_source(source)
     if columns is None:
         _, columns = choose_columns(corpus, source, None)
-    check_columns(corpus, columns)
+    check_columns(corpus, columns, flags)
     directory = cached(
         "tokenizer",
         [corpus.identity, columns, vocab_size],

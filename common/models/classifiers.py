@@ -40,10 +40,9 @@ def choose_labels(
         return [str(number) for number in range(len(own))]
     if names is not None and unnamed and classes and len(classes) == len(own):
         return classes
-    wanted = "a number is to be learned" if names is None else f"the data have {len(names)}: {shorten(names)}"
     raise UserError(
-        f"the model has a head for {len(own)} labels ({shorten(own)}), but {wanted}; give data with its labels, or "
-        "--new_head to replace the head"
+        f"the labels of the model's head ({shorten(own)}) are not the data's ({shorten(names or ['numbers'])}); give "
+        "data with its labels, or --new_head to replace the head"
     )
 
 

@@ -52,7 +52,8 @@ def choose_model(
         return config, tokenizer
     *shape, vocabulary = sizes[args.model_config][:6]
     vocabulary = 257 if args.tokenizer == "bytes" else vocabulary  # the 256 and the end of a text
-    tokenizer = train_tokenizer(source, vocabulary, columns=None if source.embedded else columns)
+    columns = None if source.embedded else columns
+    tokenizer = train_tokenizer(source, vocabulary, columns=columns, flags="--source_column, --target_column")
     end = (tokenizer.eos_token, tokenizer.eos_token_id)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {end[0]}", special_tokens=[end])
     shape = dict(zip(SHAPE, shape, strict=True), vocab_size=vocabulary, feed_forward_proj="gated-gelu")

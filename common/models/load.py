@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pickle import UnpicklingError
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.state import AcceleratorState, is_initialized
 from safetensors import SafetensorError
@@ -14,6 +13,9 @@ from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -24,7 +26,16 @@ from common.data.hub import locate_pretrained
 from common.errors import UserError, one_line
 from common.models.masks import decide_on_the_host
 from common.parallel import loading
+from common.training.batching import Samples
 from common.training.precision import follow_precision
+
+# What the models of an Auto class are called.
+JOBS = {
+    AutoModelForCausalLM: "causal language model",
+    AutoModelForSeq2SeqLM: "encoder-decoder",
+    AutoModelForSequenceClassification: "classifier of texts",
+    AutoModelForImageClassification: "classifier of images",
+}
 
 
 def prepare_encoder_decoder(model: PreTrainedModel) -> None:
@@ -65,8 +76,9 @@ def load_config(
         raise UserError(f"--model_name_or_path {name_or_path}: {reason}") from error
     remote = model_class.__name__ in (getattr(config, "auto_map", None) or {})
     if type(config) not in model_class._model_mapping and not remote:
-        kind = "causal language model" if model_class is AutoModelForCausalLM else model_class.__name__
-        raise UserError(f"--model_name_or_path {name_or_path}: {config.model_type} has no {kind} in transformers")
+        kind = JOBS.get(model_class, model_class.__name__)
+        what = f"{config.model_type} has no {kind} in transformers; take a model of another type"
+        raise UserError(f"--model_name_or_path {name_or_path}: {what}")
     if model_class is not AutoModelForCausalLM:
         return config
     if getattr(config, "is_decoder", True) is False and type(config) in MODEL_FOR_MASKED_LM_MAPPING:
@@ -213,9 +225,10 @@ def describe_use(
 
 
 @torch.no_grad()
-def write_sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: np.ndarray) -> str:
-    """Text that the model writes after the tokens of `prompt`, int64 (length,); in one process, which has it whole."""
-    input_ids = torch.from_numpy(prompt).unsqueeze(0).to(model.device)
+def write_sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: Samples) -> str:
+    """Text that the model writes after the beginning of the first sample; in one process, which has it whole."""
+    first_tokens, *_ = samples[0]
+    input_ids = torch.from_numpy(first_tokens[:16]).unsqueeze(0).to(model.device)
     model.eval()
     written = model.generate(
         input_ids,

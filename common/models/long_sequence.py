@@ -87,7 +87,7 @@ def choose_model(args: argparse.Namespace, source: Source) -> tuple[PreTrainedCo
         choose_defaults(args, getattr(config, "cell", "transformer"))
         return config, load_tokenizer(args.model_name_or_path, args.trust_remote_code)
     choose_defaults(args, args.architecture or "lstm")
-    tokenizer = train_tokenizer(source, BYTES, columns=(source.text_column,))
+    tokenizer = train_tokenizer(source, BYTES, columns=(source.text_column,), flags="--text_column")
     return make_config(args, tokenizer), tokenizer
 
 

@@ -30,8 +30,8 @@ def check_arguments(args: argparse.Namespace) -> Iterator[str]:
     """One line for each flag that has no effect."""
     if args.new_head and not args.model_name_or_path:
         yield "--new_head has no effect without --model_name_or_path; take it out, or name the model"
-    if not (args.train_file or args.dataset_name) and (args.validation_file or args.pair_column):
-        yield "--validation_file and --pair_column need --train_file or --dataset_name; name the training data"
+    if args.validation_file and not (args.train_file or args.dataset_name):
+        yield "--validation_file needs --train_file or --dataset_name; name the training data"
 
 
 def read_rows(

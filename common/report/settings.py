@@ -20,6 +20,11 @@ LAUNCH_SETTINGS = ("num_machines", "machine_rank", "main_process_ip", "main_proc
 LAUNCH_SETTINGS += ("mixed_precision", "use_cpu", "gpu_ids", "num_cpu_threads_per_process")
 
 
+def given_flags() -> set[str]:
+    """Those of the command line. An argument's name is its flag's, and no flag may be shortened."""
+    return {word.split("=")[0] for word in sys.argv[1:] if word.startswith("--")}
+
+
 def list_settings(args: argparse.Namespace, launch: Launch, accelerator: Accelerator) -> Iterator[tuple[str, Any, str]]:
     """Name, value and source of every setting of this run.
 
@@ -48,8 +53,7 @@ def list_settings(args: argparse.Namespace, launch: Launch, accelerator: Acceler
             else:
                 yield (name, value, "set by Accelerate or the recipe")
 
-    # An argument's name is its flag's, and no flag may be shortened.
-    given = {word.split("=")[0] for word in sys.argv[1:] if word.startswith("--")}
+    given = given_flags()
     for name, value in vars(args).items():
         yield (f"--{name}", value, "flag" if f"--{name}" in given else "default")
 

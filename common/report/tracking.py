@@ -92,6 +92,9 @@ def start_run(args: argparse.Namespace, accelerator: Accelerator, output_dir: Pa
             "status": "running",
             "resumed_at": state.update,
         }
+        path = output_dir / "run.json"
+        if state.update == args.num_updates and path.is_file():  # a finished run: its results stay
+            facts["results"] = json.loads(path.read_text()).get("results", {})
         write_run(output_dir, run | facts)
     liveness.note_failure = partial(_end_failed, output_dir)
     if args.report_to:
@@ -202,6 +205,7 @@ class Progress:
 
     def __init__(self, accelerator: Accelerator, output_dir: Path, num_updates: int, state: Any):
         self.accelerator, self.is_main, self.state = accelerator, accelerator.is_main_process, state
+        self.output_dir = output_dir
         self.bar = tqdm(total=num_updates, initial=state.update, unit="update", disable=not self.is_main, smoothing=0.1)
         # Line buffered: a killed run leaves whole lines.
         self.file = open(output_dir / "metrics.jsonl", "a", buffering=1) if self.is_main else None
@@ -281,12 +285,12 @@ class Progress:
     def results(self) -> dict[str, Any]:
         """What the training took, for the summary."""
         seconds = (self.ended or time.perf_counter()) - self.started
-        return {
+        results = {
             "training_seconds": seconds,
             "unit": self.unit,
             "tokens_per_second": self.num_tokens / seconds,
             # Of what all ranks processed; and how much more the busiest of them processed than the idlest.
-            "padding_share": 1 - self.num_tokens / max(self.num_processed, 1),
+            "padding_share": 1 - self.num_tokens / self.num_processed if self.num_processed else 0.0,
             "work_difference": float(self.rank_work.max() / self.rank_work.min() - 1) if self.num_tokens else 0.0,
             "waiting_for_data": self.waiting_share,
             "skipped_updates": self.state.skipped_updates,
@@ -294,6 +298,10 @@ class Progress:
             # Over what the loaded model held. (On a CPU an upper bound: a peak before the loop counts too.)
             "memory_growth_bytes": peak_memory_bytes(self.accelerator.device) - self.memory_at_start,
         }
+        if self.is_main and not self.num_tokens:  # nothing was left to train: what it took is as it was told then
+            before = json.loads((self.output_dir / "run.json").read_text()).get("results", {})
+            results |= {name: before[name] for name in results if name in before}
+        return results
 
     def __enter__(self) -> "Progress":
         liveness.in_loop = True
@@ -336,11 +344,15 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, *
     """The end of a run: figures, the recipe's own `lines`, and where everything lies; figures also go into run.json."""
     run = json.loads((output_dir / "run.json").read_text())
     write_run(output_dir, run | {"results": results, "status": "finished"})
-    print(
-        f"\ntrained in {results['training_seconds']:.0f} s, {results['tokens_per_second']:,.0f} {results['unit']}/s "
-        f"without padding; padding {results['padding_share']:.1%} of what was computed; the busiest process computed "
-        f"{results['work_difference']:.1%} more than the idlest; waiting for data {results['waiting_for_data']:.1%}"
-    )
+    if run["resumed_at"] == run["arguments"]["num_updates"]:
+        print("\nnothing was left to train; the figures of the training are those of the finished run")
+    if results["tokens_per_second"]:
+        print(
+            f"\ntrained in {results['training_seconds']:.0f} s, {results['tokens_per_second']:,.0f} "
+            f"{results['unit']}/s without padding; padding {results['padding_share']:.1%} of what was computed; the "
+            f"busiest process computed {results['work_difference']:.1%} more than the idlest; waiting for data "
+            f"{results['waiting_for_data']:.1%}"
+        )
     if "validation_loss" in results:
         perplexity = f", perplexity {results['perplexity']:.2f}" if "perplexity" in results else ""
         print(f"held-out loss {results['validation_loss']:.4f}{perplexity}")

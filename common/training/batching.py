@@ -286,7 +286,7 @@ def make_loader(
         collate,
         global_batch_size=args.global_batch_size,
         micro_batch_size=args.micro_batch_size,
-        micro_batch_tokens=args.micro_batch_tokens,
+        micro_batch_tokens=getattr(args, "micro_batch_tokens", None),  # where lengths vary
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
         seed=None if updates is None else args.seed,
