@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from accelerate import Accelerator
+from accelerate.logging import get_logger
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from common.errors import UserError, refuse
@@ -12,6 +13,8 @@ from common.files import LOCK, lock_output_dir, remove, why_not_writable
 from common.parallel.launch import started_world_size
 from common.report.settings import given_flags
 from common.training.batching import Samples
+
+logger = get_logger(__name__)  # of the main process
 
 
 def check_arguments(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool = True) -> list[str]:
@@ -93,7 +96,7 @@ def _check_checkpoints(args: argparse.Namespace) -> Iterator[str]:
                 f"--resume: {args.output_dir} has no checkpoints; name the --output_dir of the run to continue, "
                 "or start anew without --resume"
             )
-    else:
+    elif not args.dry_run or "--output_dir" in given_flags():
         yield from _check_output_dir(Path(args.output_dir), args.overwrite)
 
 
@@ -135,9 +138,12 @@ def check_samples(args: argparse.Namespace, train: Samples, validation: Samples 
     Raises UserError: a line for each way in which they do not.
     """
     problems = []
-    measuring = {"--eval_every", "--keep_best", "--generate"} & given_flags()
-    if useless := [flag for flag in sorted(measuring) if vars(args)[flag[2:]] and validation is None]:
-        problems.append(f"{', '.join(useless)}: there are no held-out data to measure; name some, or take it out")
+    if validation is None:
+        if args.keep_best:
+            problems.append("--keep_best has nothing to measure: there are no held-out data; name some, or take it out")
+        for name in ("eval_every", "generate"):
+            if f"--{name}" in given_flags() and getattr(args, name):
+                logger.warning("--%s has no effect: there are no held-out data; name some, or take it out", name)
     if len(train) < args.global_batch_size:
         remedy = "lower it,"
         if getattr(train, "is_blocks", False):  # shorter ones are more

@@ -130,7 +130,7 @@ def test_flags_that_cannot_be(flags, tmp_path):
 def test_keep_best_needs_what_it_measures_on(functions_file, model_dir, tmp_path):
     flags = ["--train_file", functions_file, "--model_name_or_path", model_dir, "--sequence_length", 64]
     result = recipe(*flags, "--keep_best", "--save_every", 4, "--eval_every", 4, "--output_dir", tmp_path / "run")
-    assert_mistake(result, "--eval_every, --keep_best: there are no held-out data to measure")
+    assert_mistake(result, "--keep_best has nothing to measure: there are no held-out data")
     assert not (tmp_path / "run").exists()
 
 
@@ -170,24 +170,26 @@ def parsed(name, monkeypatch, *flags):
     return module, module.parse_arguments()
 
 
-def test_flags_without_effect_are_told_together_and_by_a_dry_run_too(files, model_dir):
-    (files / "full").mkdir()
-    (files / "full/cat.png").write_bytes(b"cat")
-    columns = ["--label_column", "a", "--text_column=b", "--dry_run", "--output_dir", files / "full"]
+def test_flags_without_effect_are_told_together_and_by_a_dry_run_too(tmp_path, model_dir):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/cat.png").write_bytes(b"cat")
+    columns = ["--label_column", "a", "--text_column=b", "--dry_run", "--output_dir", tmp_path / "full"]
     patterns = ["--label_column has no effect", "--text_column has no effect", "is not empty and holds no run"]
     assert_mistake(run_recipe_alone("classify.py", *columns), *patterns, lines=3)
     more = ["--source_column", "a", "--dry_run", "--output_dir", "/proc/run"]
     assert_mistake(run_recipe_alone("seq2seq.py", *more), "--source_column has no", "/proc/run cannot be", lines=2)
 
     rows = [{"prompt": "a b c d e f g h i j", "completion": "k"}] * 9 + [{"prompt": "a", "completion": "k"}] * 3
-    (files / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = ["--train_file", files / "prompts.jsonl", "--model_name_or_path", model_dir, "--sequence_length", 4]
-    result = recipe(*given, "--eval_every", 1, "--output_dir", files / "run")
-    patterns = ["--eval_every: there are no held-out data", "3 samples, fewer .* raise --sequence_length .9 rows"]
-    assert_mistake(result, *patterns, lines=2)
-    given = ["--train_file", write_rows(files / "rows.jsonl", 8), "--generate", 3, "--output_dir", files / "run"]
-    assert_mistake(run_recipe_alone("seq2seq.py", *given), "--generate: there are", "8 samples", lines=2)
-    assert not (files / "run").exists() and [path.name for path in (files / "full").iterdir()] == ["cat.png"]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["--train_file", tmp_path / "prompts.jsonl", "--model_name_or_path", model_dir, "--sequence_length", 4]
+    result = recipe(*given, "--eval_every", 1, "--output_dir", tmp_path / "run")
+    assert "--eval_every has no effect: there are no held-out data" in result.stderr
+    assert_mistake(result, "3 samples, fewer .* raise --sequence_length .9 rows")
+    given = ["--train_file", write_rows(tmp_path / "rows.jsonl", 8), "--generate", 3, "--output_dir", tmp_path / "run"]
+    result = run_recipe_alone("seq2seq.py", *given)
+    assert_mistake(result, "8 samples")
+    assert "--generate has no effect" in result.stderr
+    assert not (tmp_path / "run").exists() and [path.name for path in (tmp_path / "full").iterdir()] == ["cat.png"]
 
 
 def test_folders_that_are_no_data_say_what_is_wrong(tmp_path):
