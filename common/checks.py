@@ -155,7 +155,8 @@ def check_samples(args: argparse.Namespace, train: Samples, validation: Samples 
             f"{remedy} or give more data"
         )
     longest = max(train.max_length, validation.max_length if validation else 0)
-    if 0 < (tokens := getattr(args, "micro_batch_tokens", None) or 0) < longest:
+    tokens = getattr(args, "micro_batch_tokens", None)  # a flag where lengths vary
+    if tokens and tokens < longest:
         problems.append(
             f"--micro_batch_tokens {tokens} does not hold the longest sample of {longest} tokens; "
             f"use at least {longest}, or a lower --sequence_length"

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ class Images:
     labels: np.ndarray  # int64, of each image, into `classes`
     read: Callable[[int], Any]  # what PIL opens (a path, a file in memory), or an image
     where: Callable[[int], str]  # the image's name for messages
-    contents: str = ""  # behind the fingerprint, of files: a hash of how they begin
+    contents: Callable[[], str] = str  # of files: makes what the fingerprint ends with, by how they begin
 
 
 def find(args: argparse.Namespace) -> tuple[Images, Images | None]:
@@ -77,23 +78,22 @@ def folder(directory: str) -> Images:
         labels += [label] * len(found)
     refuse(problems)
     stats = [(path.relative_to(root).as_posix(), path.stat()) for path in paths]
-    # The sizes of all, and how a thousand begin: hashing a large data set takes longer than many a run. A copy has the
-    # same.
     fingerprint = fingerprint_of([[name, stat.st_size] for name, stat in stats])
-    contents = hashlib.blake2b(digest_size=8)
+    names, labels = [str(path) for path in paths], np.array(labels, np.int64)
+    contents = partial(_hash_beginnings, names)
+    return Images(directory, fingerprint, tuple(classes), labels, names.__getitem__, names.__getitem__, contents)
+
+
+def _hash_beginnings(paths: list[str]) -> str:
+    """A hyphen and a hash of how a thousand of the files begin: to read a large data set takes longer than many a run.
+
+    A copy of the data set has the same.
+    """
+    digest = hashlib.blake2b(digest_size=8)
     for number in evenly_spaced(len(paths)):
         with suppress(OSError), open(paths[number], "rb") as file:  # decoding names it
-            contents.update(file.read(1 << 16))
-    names = [str(path) for path in paths]
-    return Images(
-        directory,
-        fingerprint,
-        tuple(classes),
-        np.array(labels, np.int64),
-        names.__getitem__,
-        names.__getitem__,
-        f"-{contents.hexdigest()}",
-    )
+            digest.update(file.read(1 << 16))
+    return f"-{digest.hexdigest()}"
 
 
 def hub(name: str, config: str | None, split: str, label_column: str | None = None) -> Images:

@@ -188,7 +188,11 @@ class ImageSamples:
         self.epoch = 0
         self.shape = (len(preprocessing.mean), preprocessing.height, preprocessing.width)
         self.num_target_tokens = len(images.labels)
-        self.fingerprint = fingerprint_of([images.fingerprint, images.classes, self.shape]) + images.contents
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal where all images and labels are; the training data's is asked for, and held-out files are not read."""
+        return fingerprint_of([self.images.fingerprint, self.images.classes, self.shape]) + self.images.contents()
 
     def of_epoch(self, epoch: int) -> "ImageSamples":
         """The same images, augmented as an epoch sees them."""
