@@ -58,6 +58,17 @@ def can_be_named(path: str) -> bool:
     return not (is_test(path) or path.startswith(("common/", "benchmarks/")))
 
 
+def imported(text: str) -> set[str]:
+    """The modules that a source imports, and each `module.name` that it takes from one."""
+    names = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
 def looks_at(sources: dict[str, str]) -> dict[str, set[str]]:
     """Of each file those that it imports; of a test file also the recipes, configs and scripts that it names.
 
@@ -69,13 +80,7 @@ def looks_at(sources: dict[str, str]) -> dict[str, set[str]]:
     for path, text in sources.items():
         if not path.endswith(".py") or (path.startswith("tests/") and not is_test(path)):
             continue
-        names = set()
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        found[path] = {modules[name] for name in names & modules.keys()}
+        found[path] = {modules[name] for name in imported(text) & modules.keys()}
         if is_test(path):
             words = set(re.findall(r"""["'/](\w+)(?:\.\w+)?["']""", text))
             found[path] |= {other for other in sources if Path(other).stem in words and can_be_named(other)}

@@ -4,6 +4,7 @@ import ast
 
 import pytest
 from conftest import ROOT
+from quick import imported
 
 # From the bottom up: a folder or module of common/ imports what stands before it, and nothing that comes behind it.
 LAYERS = ["errors", "redaction", "files", "memory", "training", "parallel", "data", "models", "report", "checkpoint"]
@@ -13,15 +14,10 @@ LARGEST = {"file": 400, ast.ClassDef: 200, ast.FunctionDef: 60}  # lines
 
 def draw(sources):
     """Which modules each module imports. sources: {name: text}."""
-    arrows = {name: set() for name in sources}
+    arrows = {}
     for name, text in sources.items():
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Import):
-                arrows[name] |= {alias.name for alias in node.names if alias.name.split(".")[0] == "common"}
-            elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "common":
-                for alias in node.names:
-                    whole = f"{node.module}.{alias.name}"
-                    arrows[name].add(whole if whole in sources else node.module)
+        ours = {found for found in imported(text) if found.startswith("common.")}
+        arrows[name] = {found for found in ours if found.rpartition(".")[0] not in sources}  # a module's own names
     return arrows
 
 

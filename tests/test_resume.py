@@ -187,9 +187,8 @@ def test_a_save_after_a_skipped_update_is_complete(config, changes, data, tmp_pa
 
 def test_a_finished_run_keeps_what_its_training_took(data, tmp_path):
     """Resumed with nothing left to train; the best model is measured and written all the same."""
-    given = flags(
-        RECIPES["lm"], data, tmp_path / "run", 1, "--learning_rate", 10
-    )  # the first checkpoint is the best one
+    # At that rate the first checkpoint is the best one.
+    given = flags(RECIPES["lm"], data, tmp_path / "run", 1, "--learning_rate", 10)
     run_specs("lm", [(given, {})], tmp_path)
     first = json.loads((tmp_path / "run/run.json").read_text())
     shutil.rmtree(tmp_path / "run/model")
