@@ -315,22 +315,22 @@ def run_in_float64(recipe, cuts, directory):
     }
 
 
-def assert_same_update(runs, reference, *names):
-    """Law 1: gradients and losses of `run_in_float64` are those of another cut, to the twelfth digit."""
+def assert_same_update(runs, reference, *names, rel=1e-11):
+    """Law 1: gradients of `run_in_float64` are those of another cut, to the twelfth digit. rel: of the losses."""
     expected, metrics, _ = runs[reference]
     for name in names:
         gradients, lines, _ = runs[name]
         assert str(gradients[0].dtype) == "torch.float64"
         assert relative_difference(gradients, expected) < 1e-12, name
         assert [line["sample_digest"] for line in lines] == [line["sample_digest"] for line in metrics]
-        assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in metrics], rel=1e-11), name
+        assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in metrics], rel=rel), name
 
 
-def assert_same_losses(output_dir, reference):
-    """The losses and norms of one process in float32, on the same samples."""
+def assert_same_losses(output_dir, reference, rel=1e-5):
+    """The losses and norms of one process in float32, on the same samples. rel: how far a loss may be off."""
     for line, expected in zip(read_metrics(output_dir), read_metrics(reference), strict=True):
         assert line["sample_digest"] == expected["sample_digest"]
-        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert line["loss"] == pytest.approx(expected["loss"], rel=rel)
         assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 

@@ -64,13 +64,13 @@ def options(config, tmp_path):
     return given
 
 
-def assert_is_the_run_of(reference, output_dir):
-    """The same losses, gradient norms and weights, but for rounding."""
+def assert_is_the_run_of(reference, output_dir, rel=1e-5):
+    """The same losses, gradient norms and weights, but for rounding. rel: how far a loss may be off."""
     expected, weights = reference
     assert all(line["grad_norm"] > 0.5 for line in expected[:5])  # clipped
     for line, other in zip(read_metrics(output_dir), expected, strict=True):
         assert line["sample_digest"] == other["sample_digest"]
-        assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert line["loss"] == pytest.approx(other["loss"], rel=rel)
         assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
     exported = load_file(output_dir / "model/model.safetensors")
     assert exported.keys() == weights.keys()
@@ -97,7 +97,7 @@ def test_every_config_makes_the_update_of_one_process(config, reference, functio
     once = ["accumulation.sum_over_ranks"] if mode != "plain" else []
     assert our_collectives(tmp_path / "collectives", processes) == 10 * [once]
     assert ("rehearsal" in result.stdout) == ("cpu" not in config.removesuffix("_offload_cpu"))
-    assert_is_the_run_of(reference, tmp_path / "run")
+    assert_is_the_run_of(reference, tmp_path / "run", rel=1e-6 if mode == "DDP" else 1e-5)
     if config in HELD:
         whole = sum(weight.nbytes for weight in reference[1].values())
         for rank in range(processes):

@@ -64,13 +64,13 @@ def test_no_config_and_no_recipe_is_left_out():
 def data(functions_file, model_dir, tmp_path_factory):
     """One file for every recipe that reads text, a model with dropout for lm.py, and models without."""
     directory = tmp_path_factory.mktemp("resume")
-    rows = write_rows(directory / "rows.jsonl", 40)
+    rows, held_out = write_rows(directory / "rows.jsonl", 40), write_rows(directory / "held_out.jsonl", 13)
     model = make_model_dir(directory / "model", functions_file, attention_dropout=0.1)
     sizes = {"vocab_size": 384, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
     sizes |= {"pad_token_id": 2, "decoder_start_token_id": 2, "dropout_rate": 0.0}
     T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(directory / "t5")
     AutoTokenizer.from_pretrained(model_dir).save_pretrained(directory / "t5")
-    return {"DATA": rows, "MODEL": model, "LLAMA": model_dir, "T5": directory / "t5"}
+    return {"DATA": rows, "HELD_OUT": held_out, "MODEL": model, "LLAMA": model_dir, "T5": directory / "t5"}
 
 
 def flags(own, data, output_dir, processes, *more):
@@ -118,16 +118,21 @@ def test_a_resume_that_forgets_the_random_states_draws_another_dropout(data, tmp
         assert whole[:SAVED] == again[:SAVED] and whole[SAVED:] != again[SAVED:], name
 
 
-# Without dropout, which each rank draws by itself, any number of processes makes the same update.
+# Without dropout, which each rank draws by itself, any number of processes makes the same update; they share 13 held-out
+# rows, none twice.
+UNEVEN = ["--train_file", "DATA", "--validation_file", "HELD_OUT"]
 EQUAL = {
-    "classify": [*TEXT, "--model_name_or_path", "LLAMA", "--sequence_length", 32],
-    "seq2seq": [*TEXT, "--model_name_or_path", "T5", "--sequence_length", 32, "--target_length", 16],
+    "classify": [*UNEVEN, "--model_name_or_path", "LLAMA", "--sequence_length", 32],
+    "seq2seq": [*UNEVEN, "--model_name_or_path", "T5", "--sequence_length", 32, "--target_length", 16],
     "moe": RECIPES["moe"],
     "moe-exact": [*RECIPES["moe"], "--balance", "exact"],
     "long_sequence": RECIPES["long_sequence"],
     "vision": ["--model_config", "resnet", "--num_workers", 1],
 }
-FIGURES = ("validation_loss", "accuracy", "macro_f1", "chrf", "examples", "num_generated", "expert_shares")
+FIGURES = {"validation_loss": 1e-5, "chrf": 1e-6}  # how far they may be off; these may not be at all:
+FIGURES |= dict.fromkeys(("accuracy", "macro_f1", "examples", "num_generated", "expert_shares"), 0)
+# Of a weight; of those of the others that were moved by Adam from small gradients, 2e-5.
+WEIGHTS = {"classify": 1e-5, "moe": 1e-5, "moe-exact": 1e-5}
 
 
 def run_equal(config, data, out):
@@ -156,13 +161,15 @@ def test_every_recipe_makes_the_update_of_one_process(config, one_process, data,
     for name in EQUAL:
         assert_same_losses(tmp_path / name, one_process / name)
         figures, expected = results_of(tmp_path / name), results_of(one_process / name)
-        for figure in expected.keys() & set(FIGURES):
-            is_loss = isinstance(expected[figure], float)
-            assert figures[figure] == (pytest.approx(expected[figure], rel=1e-5) if is_loss else expected[figure]), name
+        assert "validation_loss" in figures and figures.get("num_generated", 13) == 13
+        for figure in expected.keys() & FIGURES.keys():
+            rel = FIGURES[figure]
+            assert figures[figure] == (pytest.approx(expected[figure], rel=rel) if rel else expected[figure]), name
         weights = load_file(tmp_path / name / "model/model.safetensors")
         for key, weight in load_file(one_process / name / "model/model.safetensors").items():
             is_counted = key.endswith("e_score_correction_bias")  # moved by whole numbers of tokens
-            assert (weight - weights[key]).abs().max() <= (0 if is_counted else 2e-5), (name, key)
+            most = 0 if is_counted else WEIGHTS.get(name, 2e-5)
+            assert (weight - weights[key]).abs().max() <= most, (name, key)
         counts = ["experts.begin_update"] if name == "moe-exact" else []  # before the first backward
         ours = our_collectives(tmp_path / f"{name}-n", 2)
         assert ours[0] == ours[2] == [*counts, "accumulation.sum_over_ranks"], name  # the others are saved
