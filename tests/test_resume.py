@@ -118,8 +118,8 @@ def test_a_resume_that_forgets_the_random_states_draws_another_dropout(data, tmp
         assert whole[:SAVED] == again[:SAVED] and whole[SAVED:] != again[SAVED:], name
 
 
-# Without dropout, which each rank draws by itself, any number of processes makes the same update; they share 13 held-out
-# rows, none twice.
+# Without dropout, which each rank draws by itself, any number of processes makes the same update; they share 13
+# held-out rows, none twice.
 UNEVEN = ["--train_file", "DATA", "--validation_file", "HELD_OUT"]
 EQUAL = {
     "classify": [*UNEVEN, "--model_name_or_path", "LLAMA", "--sequence_length", 32],
