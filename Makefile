@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# The machine's config: make train CONFIG=multi_gpu takes another one of accelerate_configs/.
-CONFIG ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo single_gpu || echo cpu)
+# make train CONFIG=multi_gpu takes that one of accelerate_configs/; without it, what this machine computes fastest.
+CONFIG ?=
 RECIPE ?= lm
 ARGS ?=
 TESTS ?= tests
@@ -11,7 +11,8 @@ TESTS ?= tests
 .PHONY: train quick test bench gpu style clean
 
 train: $(VENV)/installed
-	$(BIN)/accelerate launch --config_file accelerate_configs/$(CONFIG).yaml recipes/$(RECIPE).py $(ARGS)
+	$(BIN)/accelerate launch $(if $(CONFIG),--config_file accelerate_configs/$(CONFIG).yaml,\
+	  $(shell $(BIN)/python -m common.parallel.rates)) recipes/$(RECIPE).py $(ARGS)
 
 test: $(VENV)/installed
 	$(BIN)/python -m common.parallel.extensions

@@ -25,7 +25,7 @@ from common.errors import UserError
 from common.parallel.deepspeed_files import check_nvme_space
 
 CONFIGS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
-PROCESSES = {"cpu": 1, "single_gpu": 1, "hsdp": 4}  # else two
+PROCESSES = {"cpu": 1, "cpu_bf16": 1, "single_gpu": 1, "hsdp": 4}  # else two
 MODES = {
     "multi_node_zero": "DeepSpeed",
     "zero": "DeepSpeed",

@@ -24,6 +24,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from common.data.hub import locate_pretrained
 from common.errors import UserError, one_line
+from common.models.cpu_kernels import use_cpu_kernels
 from common.models.masks import decide_on_the_host
 from common.parallel import loading
 from common.training.batching import Samples
@@ -192,6 +193,7 @@ def _ready(model: PreTrainedModel) -> PreTrainedModel:
     """Makes a new model one that every mode can take, and returns it."""
     follow_precision(model)
     decide_on_the_host()
+    use_cpu_kernels(model)
     try:
         embedding = model.get_input_embeddings()
     except NotImplementedError:  # CANINE has several

@@ -24,6 +24,7 @@ from common.errors import UserError
 from common.files import disk_line
 from common.parallel import liveness
 from common.parallel.mode import describe_mode, describe_precision, running_mode
+from common.parallel.rates import advise
 from common.redaction import redact
 from common.training.batching import GlobalBatches
 
@@ -179,10 +180,12 @@ def print_run(
     targets = f"{train.samples.num_target_tokens / len(train):,.0f} an update on average; the first: "
     targets += f"{first.num_targets:,} in {len(first.micro_batches)} micro-steps on each process"
     epochs = args.num_updates / len(train)
+    measures = accelerator.is_main_process and not rehearsal
+    precision_advice = advise(accelerator.device, accelerator.mixed_precision) if measures else ""
     block = {
         "model": f"{type(model).__name__}, {total:,} parameters"
         + (f", {trainable:,} of them trained" if trainable < total else ""),
-        "precision": describe_precision(accelerator),
+        "precision": describe_precision(accelerator) + precision_advice,
         "mode": f"{describe_mode(accelerator)}, {world} process{'es' * (world > 1)} on {accelerator.device.type}"
         + (", a rehearsal of its GPUs" if rehearsal else ""),
         "optimizer": f"{args.optimizer}, learning rate {args.learning_rate:g}, {args.lr_schedule}",

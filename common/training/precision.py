@@ -1,6 +1,7 @@
 """What autocast, DeepSpeed and FSDP2 leave undone in bf16 and fp16: products of experts, inputs, batch norms."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -43,6 +44,20 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
     """A context without autocast, for code that chooses its own dtypes."""
     is_there = torch.amp.is_autocast_available(device.type)
     return torch.autocast(device.type, enabled=False) if is_there else nullcontext()
+
+
+@contextmanager
+def weights_cast_once() -> Iterator[None]:
+    """Around forwards with the same weights: autocast keeps its copies of them from one forward to the next.
+
+    It drops them when its outermost context ends, which would be each forward's own.
+    """
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
 
 
 def follow_precision(model: PreTrainedModel) -> None:

@@ -1,15 +1,20 @@
 """How a process works: its cores and threads, what it waits for, and what it keeps in memory."""
 
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from unittest import mock
 
 import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from changes import UNDO, after, before, before_reduce, change
+from common import run
 from common.checkpoint.save import Checkpoints
 from common.data import labels, pairs
 from common.models import load, masks
@@ -92,3 +97,37 @@ def look_at_masks(_):
 
     after(labels, "collate_texts", add_mask)
     after(pairs, "collate_pairs", add_mask)
+
+
+def own_kernels(_):
+    """transformers' own attention and norms."""
+    change(load, "use_cpu_kernels", lambda model: None)
+    UNDO.enter_context(mock.patch.dict(AttentionInterface._global_mapping, sdpa=sdpa_attention_forward))
+
+
+def cast_in_each_micro_batch(_):
+    """Autocast drops its copies of the weights at the end of each forward."""
+    change(run, "weights_cast_once", nullcontext)
+
+
+class _CountCasts(TorchDispatchMode):
+    """Counts copies of parameters in another type, as autocast makes them."""
+
+    casts = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        _CountCasts.casts += func is torch.ops.aten._to_copy.default and isinstance(args[0], torch.nn.Parameter)
+        return func(*args, **kwargs or {})
+
+
+def count_casts(path):
+    """Writes how many casts of parameters the micro-batches of a run took."""
+    original, _CountCasts.casts = accumulation.synchronize_gradients, 0
+
+    @contextmanager
+    def counted(*args, **kwargs):
+        with original(*args, **kwargs), _CountCasts():
+            yield
+
+    change(accumulation, "synchronize_gradients", counted)
+    UNDO.callback(lambda: Path(path).write_text(str(_CountCasts.casts)))
