@@ -23,7 +23,7 @@ import argparse
 import math
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -168,9 +168,7 @@ class Run:
     def micro_batches(self, batch: GlobalBatch) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
         """Copies this rank's micro-batches to the device, one at a time; with each, whether it is the last one."""
         micro_batches = batch.micro_batches[:1] if self.args.dry_run else batch.micro_batches
-        # Recomputation frees the copies early, and memory is why it was asked for.
-        keeps_copies = self.args.activation_checkpointing == "none"
-        with weights_cast_once() if keeps_copies else nullcontext():
+        with weights_cast_once(self.args.activation_checkpointing == "none"):
             for number, micro_batch in enumerate(micro_batches, start=1):
                 yield send_to_device(micro_batch, self.device, non_blocking=True), number == len(micro_batches)
 

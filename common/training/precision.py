@@ -47,11 +47,15 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
 
 
 @contextmanager
-def weights_cast_once() -> Iterator[None]:
+def weights_cast_once(keeps_copies: bool) -> Iterator[None]:
     """Around forwards with the same weights: autocast keeps its copies of them from one forward to the next.
 
-    It drops them when its outermost context ends, which would be each forward's own.
+    Without this, or without `keeps_copies`, it drops them at the end of each forward. Recomputation of activations
+    frees them even earlier, and is asked for where memory is short.
     """
+    if not keeps_copies:
+        yield
+        return
     torch.autocast_increment_nesting()
     try:
         yield
