@@ -178,7 +178,7 @@ def test_a_global_batch_counts_what_its_ranks_hold(world_size):
         assert len({(b.num_targets, b.num_tokens, b.sample_digest, len(b.micro_batches)) for b in batches}) == 1
         micro_batches = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
         assert sum(len(micro_batch["targets"]) for micro_batch in micro_batches) == batches[0].num_targets
-        assert sum(micro_batch["input_ids"].numel() for micro_batch in micro_batches) == batches[0].rank_work.sum()
+        assert sum(micro_batch["input_ids"].numel() for micro_batch in micro_batches) == batches[0].num_processed
 
 
 def test_a_rank_without_samples_gets_a_dummy_without_targets():

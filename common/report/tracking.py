@@ -238,7 +238,7 @@ class Progress:
         tokens_per_second = batch.num_tokens / (now - self.last)
         self.last = now
         self.num_tokens += batch.num_tokens
-        self.num_processed += int(batch.rank_work.sum())
+        self.num_processed += batch.num_processed
         self.rank_work = self.rank_work + batch.rank_work
         if not self.is_main:
             return
