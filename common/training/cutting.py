@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-UNEQUAL = 0.025  # by which the busiest rank may be above what is possible; where it is more, more steps are tried
+UNEQUAL = 0.02  # by which the busiest rank may be above what is possible; where it is more, more steps are tried
 MOST_TRIES = 5
 EVERYTHING = 1e18  # more work than there is
 
@@ -121,7 +121,7 @@ def _cut_by_tokens(
         return order, counts, np.zeros_like(counts)
     totals, work = descending.sum(1), row_work(descending, attention_length)
     possible = max(work.sum() / world_size, work.max())
-    best, tried = (math.inf, order, order, order), set()
+    best, tried = ((True, math.inf), order, order, order), set()
     for smaller in budget * 0.75 ** np.arange(3 * MOST_TRIES):
         # More ranks need no more time for more steps, and smaller ones are easier to equalise: half the price.
         ends = _cheapest_ends(totals[:, None], world_size, smaller, smaller / 32) * world_size
@@ -134,13 +134,11 @@ def _cut_by_tokens(
             order = _sort_in_blocks(descending, round((len(ends) * world_size) ** 0.5))
             rows, most = _guess_rows(descending[order], stretches, world_size, budget, attention_length)
         counts, ranks, done = _fill(rows, most, stretches, world_size, possible)
-        cost = done.max() + len(counts) * budget / 64
-        is_equal = done.max() <= (1 + UNEQUAL) * max(done.mean(), possible)
-        if columns == 1 and is_equal:
-            return order, counts, ranks
+        is_unequal = done.max() > (1 + UNEQUAL) * max(done.mean(), possible)
+        cost = (is_unequal, done.max() + len(counts) * budget / 100)
         if cost < best[0]:
             best = cost, order, counts, ranks
-        if len(tried) == MOST_TRIES:
+        if done.max() <= (1 + UNEQUAL) * possible or len(tried) == MOST_TRIES:
             break
     return best[1:]
 
