@@ -170,10 +170,11 @@ def page(report: dict) -> str:
         "",
         f"{report['date']}. {report['machine']}. {packages}. Again with `{report['command']}`.",
         "",
-        "One update is cut into micro-batches for all its ranks. Above possible: the work of the busiest rank, compared "
-        "with the mean of the ranks without padding, or with the longest sample's work if that is more. Padding: as a "
-        "share of the tokens without it. Time: the processor's for one update, median of seven. Attention: the length "
-        "of a row at which attention costs as much as all else; without a number, work is tokens.",
+        "One update is cut into micro-batches for all its ranks. Above possible: the work of the busiest rank, "
+        "compared with the mean of the ranks without padding, or with the longest sample's work if that is more. "
+        "Padding: as a share of the tokens without it. Time: the processor's for one update, median of seven. "
+        "Attention: the length of a row at which attention costs as much as all else; without a number, work is "
+        "tokens. Budget: the most tokens of a micro-batch.",
         "",
         "| lengths | samples | ranks | budget | attention | time | padding | busiest, above possible | micro-steps |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -187,8 +188,8 @@ def page(report: dict) -> str:
         )
     lines += [
         "",
-        "On few ranks a micro-batch is a larger part of all samples, so their lengths differ more: there the plan takes "
-        "some padding, if more micro-steps would cost more than they save.",
+        "On few ranks a micro-batch is a larger part of all samples, so their lengths differ more: there the plan "
+        "takes some padding, if more micro-steps would cost more than they save.",
     ]
     if run := report.get("run"):
         lines += [

@@ -122,6 +122,7 @@ def _cut_by_tokens(
     totals, work = descending.sum(1), row_work(descending, attention_length)
     possible = max(work.sum() / world_size, work.max())
     best, tried = ((True, math.inf), order, order, order), set()
+    price = budget / 16 / min(world_size, 6)  # of a step: on one rank as below; the more ranks wait, the less it counts
     for smaller in budget * 0.75 ** np.arange(3 * MOST_TRIES):
         # More ranks need no more time for more steps, and smaller ones are easier to equalise: half the price.
         ends = _cheapest_ends(totals[:, None], world_size, smaller, smaller / 32) * world_size
@@ -135,7 +136,7 @@ def _cut_by_tokens(
             rows, most = _guess_rows(descending[order], stretches, world_size, budget, attention_length)
         counts, ranks, done = _fill(rows, most, stretches, world_size, possible)
         is_unequal = done.max() > (1 + UNEQUAL) * max(done.mean(), possible)
-        cost = (is_unequal, done.max() + len(counts) * budget / 100)
+        cost = (is_unequal, done.max() + len(counts) * price)
         if cost < best[0]:
             best = cost, order, counts, ranks
         if done.max() <= (1 + UNEQUAL) * possible or len(tried) == MOST_TRIES:
