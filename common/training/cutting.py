@@ -12,8 +12,8 @@ from functools import partial
 
 import numpy as np
 
-UNEQUAL = 0.02  # by which the busiest rank may be above what is possible; where it is more, more steps are tried
-MOST_TRIES = 5
+UNEQUAL = 0.02  # by which the busiest rank may be above what is possible, before a plan of more steps is tried
+MOST_TRIES = 5  # of plans for one update
 EVERYTHING = 1e18  # more work than there is
 
 
@@ -111,8 +111,8 @@ def _cut_by_tokens(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """An order of the samples, and the runs that it is cut into, (steps, world): their counts and their ranks.
 
-    On one rank: the cheapest cut. On several, cuts of more and more steps are tried, until the ranks have equal work;
-    of samples with two sequences until the padding that a step saves is less than its price.
+    On one rank: the cheapest cut. On several, cuts of more and more steps are tried until the busiest rank is hardly
+    above what is possible. If none gets there: the ranks are equal, and the steps save more padding than they cost.
     """
     num_samples, columns = descending.shape
     order = np.arange(num_samples)
@@ -121,10 +121,9 @@ def _cut_by_tokens(
         return order, counts, np.zeros_like(counts)
     totals, work = descending.sum(1), row_work(descending, attention_length)
     possible = max(work.sum() / world_size, work.max())
+    price = budget / 16 / min(world_size, 6)  # of a step; the more ranks wait for the busiest, the less it matters
     best, tried = ((True, math.inf), order, order, order), set()
-    price = budget / 16 / min(world_size, 6)  # of a step: on one rank as below; the more ranks wait, the less it counts
-    for smaller in budget * 0.75 ** np.arange(3 * MOST_TRIES):
-        # More ranks need no more time for more steps, and smaller ones are easier to equalise: half the price.
+    for smaller in budget * 0.75 ** np.arange(3 * MOST_TRIES):  # as if micro-batches had to be smaller
         ends = _cheapest_ends(totals[:, None], world_size, smaller, smaller / 32) * world_size
         stretches = np.diff(np.minimum(ends, num_samples), prepend=0)
         if len(ends) in tried:
