@@ -240,13 +240,13 @@ def test_the_work_of_a_row():
 
 @pytest.mark.parametrize("name", LENGTHS)
 def test_more_ranks_cost_no_more_padding_and_few_more_steps(name):
-    """Two to eight ranks beside one: padding at most 6 % higher, and not twice as many micro-batches in all."""
+    """Two to eight ranks beside one: padding at most 8 points higher, and not twice as many micro-batches in all."""
     for num_samples, world_size in ((128, 2), (128, 4), (512, 8)):
         lengths = draw(name, num_samples, 1024)
         (alone, _, num_alone), (padding, _, num_steps) = (
             measured(lengths, cut_global_batch(lengths, world, micro_batch_tokens=1024)) for world in (1, world_size)
         )
-        assert padding <= alone + 0.06 and num_steps * world_size <= 2 * num_alone + world_size, (padding, alone)
+        assert padding <= alone + 0.08 and num_steps * world_size <= 2 * num_alone + world_size, (padding, alone)
 
 
 def test_of_micro_batches_of_a_fixed_size_the_largest_are_spread():

@@ -14,6 +14,7 @@ import numpy as np
 
 UNEQUAL = 0.02  # by which the busiest rank may be above what is possible, before a plan of more steps is tried
 MOST_TRIES = 5  # of plans for one update
+FEW = 8  # ranks, for which runs are cut as for one
 EVERYTHING = 1e18  # more work than there is
 
 
@@ -48,13 +49,20 @@ def cut_global_batch(
     # (In the fewest bits, of which numpy sorts 16 in a tenth of the time.)
     order = np.argsort((totals.max() - totals).astype(np.min_scalar_type(totals.max())), kind="stable")
     if micro_batch_size is not None:
-        counts, ranks = _cut_by_size(lengths[order], world_size, micro_batch_size, attention_length)
+        num_full, rest = divmod(len(order), world_size * micro_batch_size)
+        last = [(rest + rank) // world_size for rank in range(world_size)] if rest else []  # what is left, equally
+        counts = np.array([micro_batch_size] * (num_full * world_size) + last)
+        ranks, _ = _spread(lengths[order], counts, world_size, attention_length)
     else:
         assert micro_batch_tokens is not None and totals.max() <= micro_batch_tokens, "a sample exceeds the budget"
         again, counts, ranks = _cut_by_tokens(lengths[order], world_size, micro_batch_tokens, attention_length)
         order = order[again]
-    # The largest come first: running out of memory shows at once. A budget's steps stay together: the ranks keep pace.
-    sizes = (counts * longest_of(lengths[order], counts.ravel()).sum(1).reshape(counts.shape)).sum(1)
+    # The largest come first: running out of memory shows at once. What is a step stays together: the ranks keep pace.
+    sizes = (
+        (counts * longest_of(lengths[order], counts.ravel()).sum(1).reshape(counts.shape))
+        .reshape(len(counts), -1)
+        .sum(1)
+    )
     largest = np.argsort(-sizes, kind="stable")
     ends = np.cumsum(counts).reshape(counts.shape)
     assigned: list[list[np.ndarray]] = [[] for _ in range(world_size)]
@@ -72,25 +80,22 @@ def longest_of(lengths: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return longest
 
 
-def _cut_by_size(
-    descending: np.ndarray, world_size: int, size: int, attention_length: float
+def _spread(
+    lengths: np.ndarray, counts: np.ndarray, world_size: int, attention_length: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Runs of `size` samples, (m, 1): their counts and their ranks. What is left at the end is shared equally.
+    """The ranks (m,) of runs of `counts` samples, as many runs on each rank, and what work each rank then has.
 
     The run of most work goes to the rank that has least, and so on, until a rank has its number of them. Then the
     busiest and the idlest rank exchange runs, as long as that helps.
     """
-    num_full, rest = divmod(len(descending), world_size * size)
-    last = [(rest + rank) // world_size for rank in range(world_size)] if rest else []
-    counts = np.array([size] * (num_full * world_size) + last)
-    work = counts * row_work(longest_of(descending, counts), attention_length)
+    work = counts * row_work(longest_of(lengths, counts), attention_length)
     mine: list[list[int]] = [[] for _ in range(world_size)]
     idlest = [(0.0, rank) for rank in range(world_size)]
     for run in np.argsort(-work, kind="stable").tolist():
-        done, rank = heapq.heappop(idlest)
+        had, rank = heapq.heappop(idlest)
         mine[rank].append(run)
         if len(mine[rank]) < len(counts) // world_size:
-            heapq.heappush(idlest, (done + float(work[run]), rank))
+            heapq.heappush(idlest, (had + float(work[run]), rank))
     runs = np.array(mine)
     done = work[runs].sum(1)
     for _ in range(world_size):
@@ -101,9 +106,9 @@ def _cut_by_size(
             break
         runs[most, given], runs[least, taken] = runs[least, taken], runs[most, given]
         done[most], done[least] = done[most] - less[given, taken], done[least] + less[given, taken]
-    ranks = np.zeros((len(counts), 1), np.int64)
-    ranks[runs] = np.arange(world_size)[:, None, None]
-    return counts[:, None], ranks
+    ranks = np.zeros(len(counts), np.int64)
+    ranks[runs] = np.arange(world_size)[:, None]
+    return ranks, done
 
 
 def _cut_by_tokens(
@@ -117,14 +122,23 @@ def _cut_by_tokens(
     num_samples, columns = descending.shape
     order = np.arange(num_samples)
     if world_size == 1:
-        counts = np.diff(_cheapest_ends(descending, 1, budget, budget / 16), prepend=0)[:, None]
+        counts = np.diff(_cheapest_ends(descending, 1, budget, budget / 16), prepend=0)
         return order, counts, np.zeros_like(counts)
     totals, work = descending.sum(1), row_work(descending, attention_length)
     possible = max(work.sum() / world_size, work.max())
-    price = budget / 16 / min(world_size, 6)  # of a step; the more ranks wait for the busiest, the less it matters
+    price = budget / 16 / max(1, min(world_size / 2, 6))  # of a step; the more ranks wait, the less it matters
+
+    def cost_of(done: np.ndarray, steps: int) -> tuple[bool, float]:
+        return done.max() > (1 + UNEQUAL) * max(done.mean(), possible), done.max() + steps * price
+
     best, tried = ((True, math.inf), order, order, order), set()
+    if world_size < FEW:
+        counts = np.diff(_cheapest_ends(descending, 1, budget, budget / 16), prepend=0)
+        counts = np.pad(counts, (0, -len(counts) % world_size))
+        ranks, done = _spread(descending, counts, world_size, attention_length)
+        best = cost_of(done, len(counts) // world_size), order, counts, ranks
     for smaller in budget * 0.75 ** np.arange(3 * MOST_TRIES):  # as if micro-batches had to be smaller
-        ends = _cheapest_ends(totals[:, None], world_size, smaller, smaller / 32) * world_size
+        ends = _cheapest_ends(totals[:, None], world_size, smaller, smaller / 24) * world_size
         stretches = np.diff(np.minimum(ends, num_samples), prepend=0)
         if len(ends) in tried:
             continue
@@ -134,8 +148,7 @@ def _cut_by_tokens(
             order = _sort_in_blocks(descending, round((len(ends) * world_size) ** 0.5))
             rows, most = _guess_rows(descending[order], stretches, world_size, budget, attention_length)
         counts, ranks, done = _fill(rows, most, stretches, world_size, possible)
-        is_unequal = done.max() > (1 + UNEQUAL) * max(done.mean(), possible)
-        cost = (is_unequal, done.max() + len(counts) * price)
+        cost = cost_of(done, len(counts))
         if cost < best[0]:
             best = cost, order, counts, ranks
         if done.max() <= (1 + UNEQUAL) * possible or len(tried) == MOST_TRIES:
