@@ -14,7 +14,7 @@ import numpy as np
 
 UNEQUAL = 0.02  # by which the busiest rank may be above what is possible, before a plan of more steps is tried
 MOST_TRIES = 5  # of plans for one update
-FEW = 8  # ranks, for which runs are cut as for one
+FEW = 8  # ranks: fewer can also take the micro-batches that one would make, in any order
 EVERYTHING = 1e18  # more work than there is
 
 
@@ -58,11 +58,8 @@ def cut_global_batch(
         again, counts, ranks = _cut_by_tokens(lengths[order], world_size, micro_batch_tokens, attention_length)
         order = order[again]
     # The largest come first: running out of memory shows at once. What is a step stays together: the ranks keep pace.
-    sizes = (
-        (counts * longest_of(lengths[order], counts.ravel()).sum(1).reshape(counts.shape))
-        .reshape(len(counts), -1)
-        .sum(1)
-    )
+    tokens = counts.ravel() * longest_of(lengths[order], counts.ravel()).sum(1)
+    sizes = tokens.reshape(len(counts), -1).sum(1)
     largest = np.argsort(-sizes, kind="stable")
     ends = np.cumsum(counts).reshape(counts.shape)
     assigned: list[list[np.ndarray]] = [[] for _ in range(world_size)]
@@ -116,8 +113,8 @@ def _cut_by_tokens(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """An order of the samples, and the runs that it is cut into, (steps, world): their counts and their ranks.
 
-    On one rank: the cheapest cut. On several, cuts of more and more steps are tried until the busiest rank is hardly
-    above what is possible. If none gets there: the ranks are equal, and the steps save more padding than they cost.
+    On one rank: the cheapest cut, which a few ranks may share. On more, cuts of more and more steps are tried until the
+    busiest rank is hardly above what is possible; if none gets there, the best of those that leave the ranks equal.
     """
     num_samples, columns = descending.shape
     order = np.arange(num_samples)
