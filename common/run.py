@@ -38,7 +38,7 @@ from common.checkpoint.identity import identify
 from common.checkpoint.save import Checkpoints
 from common.errors import refuse
 from common.files import complete_or_absent
-from common.models.load import parameter_sizes
+from common.models.load import attention_length, parameter_sizes
 from common.parallel import connect, ending, launch, loading, mode
 from common.report import settings, tracking
 from common.training import accumulation
@@ -126,8 +126,9 @@ class Run:
         apply_activation_checkpointing(model, args.activation_checkpointing, self.device)
         if args.compile:
             model.base_model.compile(dynamic=True)
-        self.loader = make_loader(args, train_set, accelerator, collate, range(self.state.update, args.num_updates))
-        self.held_out = held_out and make_loader(args, held_out, accelerator, collate)
+        updates, longest = range(self.state.update, args.num_updates), attention_length(model.config)
+        self.loader = make_loader(args, train_set, accelerator, collate, updates, longest)
+        self.held_out = held_out and make_loader(args, held_out, accelerator, collate, attention_length=longest)
         held_out_batches, is_rehearsal = self.held_out and self.held_out.dataset, launch.is_rehearsal(self.asked)
         tracking.print_run(args, accelerator, model, self.loader.dataset, held_out_batches, is_rehearsal, **lines)
         self.model, self.optimizer = loading.prepare(accelerator, model, optimizer)

@@ -1,6 +1,7 @@
 """The samples of an update are arithmetic, and cutting and assigning them loses none, pads little, shares equally."""
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -10,11 +11,11 @@ from conftest import stdlib_functions
 from common.training.batching import (
     GlobalBatches,
     collate_tokens,
-    cut_global_batch,
     permute,
     sample_ids_of,
     updates_per_epoch,
 )
+from common.training.cutting import cut_global_batch, longest_of, row_work
 
 
 class ListSamples:
@@ -109,11 +110,11 @@ def test_cutting_loses_nothing_and_every_rank_takes_as_many_steps(world_size, ho
 def test_a_budget_holds_for_samples_of_two_sequences(world_size):
     """Source and target are padded apart. Control: cut by their sum alone, micro-batches exceed the budget."""
     generator = np.random.default_rng(0)
-    lengths = np.stack([generator.integers(1, 200, 64), generator.integers(1, 90, 64)], 1)
+    lengths = np.stack([generator.integers(1, 200, 400), generator.integers(1, 90, 400)], 1)
 
     def sizes(lengths_to_cut):
         assigned = cut_global_batch(lengths_to_cut, world_size, micro_batch_tokens=900)
-        assert sorted(p for steps in assigned for batch in steps for p in batch) == list(range(64))
+        assert sorted(p for steps in assigned for batch in steps for p in batch) == list(range(400))
         return [len(batch) * lengths[batch].max(0).sum() for steps in assigned for batch in steps if len(batch)]
 
     assert max(sizes(lengths)) <= 900 < max(sizes(lengths.sum(1)))
@@ -154,6 +155,114 @@ def measure(lengths, world_size, how, cut):
     return work.sum(), work
 
 
+# --- a plan for any number of ranks -----------------------------------------------------------------------------------
+
+# Lengths of n samples, none above the budget t.
+LENGTHS = {
+    "lognormal": lambda g, n, t: g.lognormal(np.log(t / 32), 0.8, n),
+    "long tail": lambda g, n, t: g.lognormal(np.log(t / 40), 1.3, n),
+    "uniform": lambda g, n, t: g.integers(1, t + 1, n),
+    "constant": lambda g, n, t: np.full(n, t // 3 + 1),
+    "two kinds": lambda g, n, t: np.where(g.random(n) < 0.1, g.integers(t // 2, t, n), g.integers(1, t // 20, n)),
+    "one very long": lambda g, n, t: np.append(g.integers(1, t // 50 + 2, n - 1), t),
+    "all whole budgets": lambda g, n, t: np.full(n, t),
+    "pairs": lambda g, n, t: g.lognormal(np.log(t / 64), 0.8, (n, 2)).clip(1, t // 2),
+}
+
+
+def draw(name, num_samples, budget, seed=0):
+    return LENGTHS[name](np.random.default_rng(seed), num_samples, budget).astype(np.int64).clip(1, budget)
+
+
+def measured(lengths, plan, attention_length=np.inf):
+    """Padding over tokens; the busiest rank's work over what is possible; the micro-steps of a rank."""
+    lengths = lengths.reshape(len(lengths), -1)
+    counts = np.array([[len(positions) for positions in steps] for steps in plan])
+    longest = longest_of(lengths[np.concatenate([p for steps in plan for p in steps])], counts.ravel())
+    work = (counts * row_work(longest, attention_length).reshape(counts.shape)).sum(1)
+    alone = row_work(lengths, attention_length)
+    padding = (counts.ravel() * longest.sum(1)).sum() / lengths.sum() - 1
+    return padding, work.max() / max(alone.sum() / len(plan), alone.max()) - 1, counts.shape[1]
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_any_plan_is_whole_and_within_its_budget(name):
+    """Every sample once, no micro-batch over its budget, as many micro-steps on every rank: any lengths, any world."""
+    for num_samples, world_size, budget in itertools.product((1, 2, 5, 40, 333), (1, 2, 3, 7, 64), (64, 1000)):
+        lengths = draw(name, num_samples, budget, seed=num_samples)
+        for attention_length, size in ((np.inf, None), (100, None), (np.inf, 3)):
+            how = {"micro_batch_size": size} if size else {"micro_batch_tokens": budget}
+            plan = cut_global_batch(lengths, world_size, **how, attention_length=attention_length)
+            assert len(plan) == world_size and len({len(steps) for steps in plan}) == 1
+            runs = [positions for steps in plan for positions in steps]
+            assert sorted(np.concatenate(runs)) == list(range(num_samples))
+            for positions in filter(len, runs):
+                tokens = len(positions) * lengths[positions].reshape(len(positions), -1).max(0).sum()
+                assert len(positions) <= size if size else tokens <= budget
+
+
+WORLDS = [(4096, 64, 16384), (8192, 256, 16384), (16384, 1024, 16384), (65536, 1024, 32768), (1024, 16, 4096)]
+
+
+@pytest.mark.parametrize("attention_length", [np.inf, 3000])
+@pytest.mark.parametrize("num_samples, world_size, budget", WORLDS)
+@pytest.mark.parametrize("name", ["lognormal", "long tail"])
+def test_ranks_share_equally_and_pad_little_in_any_world(name, num_samples, world_size, budget, attention_length):
+    """The busiest rank at most 3 % above what is possible. Padding at most 5 %, of 64 samples a rank and more 2 %.
+
+    Control: with as many samples on every rank, taken in turn from the sorted ones, the busiest is far above that.
+    """
+    lengths = draw(name, num_samples, budget).clip(1, budget // 2)
+    plan = cut_global_batch(lengths, world_size, micro_batch_tokens=budget, attention_length=attention_length)
+    padding, busiest, num_steps = measured(lengths, plan, attention_length)
+    print(f"padding {padding:.2%}, busiest {busiest:.2%} above what is possible, {num_steps} micro-steps")
+    assert busiest <= 0.03 and padding <= (0.02 if num_samples >= 64 * world_size else 0.05)
+    order = np.argsort(-lengths)
+    in_turn = [np.array_split(order[rank::world_size], num_steps) for rank in range(world_size)]
+    assert measured(lengths, in_turn, attention_length)[1] > 0.06
+
+
+def test_work_counts_attention_and_not_tokens_alone():
+    """Ranks with equal work where attention costs. Control: the plan by tokens leaves them unequal."""
+    lengths = draw("long tail", 512, 16384).clip(1, 8192)
+    by_work, by_tokens = (
+        cut_global_batch(lengths, 8, micro_batch_tokens=16384, attention_length=length) for length in (1000, np.inf)
+    )
+    assert measured(lengths, by_work, 1000)[1] <= 0.03 < 0.04 < measured(lengths, by_tokens, 1000)[1]
+
+
+def test_the_work_of_a_row():
+    """Twice as much at the length where attention costs as much as all else; a target attends to its source too."""
+    assert row_work(np.array([[100], [50]]), 100).tolist() == [200, 75]
+    assert row_work(np.array([[30, 20]]), 100).tolist() == [50 + (900 + 400 + 600) / 100]
+    assert row_work(np.array([[30, 20]])).tolist() == [50]
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_more_ranks_cost_no_more_padding_and_few_more_steps(name):
+    """Two to eight ranks beside one: padding at most 8 points higher, and not twice as many micro-batches in all."""
+    for num_samples, world_size in ((128, 2), (128, 4), (512, 8)):
+        lengths = draw(name, num_samples, 1024)
+        (alone, _, num_alone), (padding, _, num_steps) = (
+            measured(lengths, cut_global_batch(lengths, world, micro_batch_tokens=1024)) for world in (1, world_size)
+        )
+        assert padding <= alone + 0.08 and num_steps * world_size <= 2 * num_alone + world_size, (padding, alone)
+
+
+def test_of_micro_batches_of_a_fixed_size_the_largest_are_spread():
+    """As many samples in each; the busiest rank within 2 % of the mean, or of the longest with the shortest."""
+    for world_size, size, steps in ((2, 4, 8), (4, 8, 8), (64, 8, 4), (256, 2, 16)):
+        lengths = draw("lognormal", world_size * size * steps, 4096)
+        plan = cut_global_batch(lengths, world_size, micro_batch_size=size)
+        assert {len(positions) for ranks in plan for positions in ranks} == {size}
+        work = np.sort([[size * lengths[positions].max() for positions in ranks] for ranks in plan])
+        flat = np.sort(work.ravel())
+        possible = max(work.sum() / world_size, flat[-1] + flat[: steps - 1].sum())
+        assert work.sum(1).max() <= 1.02 * possible
+        in_order = -np.sort(-lengths).reshape(world_size, steps, size)  # control: the longest all on one rank
+        assert size * in_order.max(2).sum(1).max() > 1.1 * possible
+
+
 def test_a_collated_batch_predicts_each_next_token():
     samples = ListSamples([3, 1, 2])
     batch = collate_tokens([samples[i] for i in (0, 1, 2)], pad_token_id=9)
@@ -178,7 +287,7 @@ def test_a_global_batch_counts_what_its_ranks_hold(world_size):
         assert len({(b.num_targets, b.num_tokens, b.sample_digest, len(b.micro_batches)) for b in batches}) == 1
         micro_batches = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
         assert sum(len(micro_batch["targets"]) for micro_batch in micro_batches) == batches[0].num_targets
-        assert sum(micro_batch["input_ids"].numel() for micro_batch in micro_batches) == batches[0].rank_work.sum()
+        assert sum(micro_batch["input_ids"].numel() for micro_batch in micro_batches) == batches[0].num_processed
 
 
 def test_a_rank_without_samples_gets_a_dummy_without_targets():

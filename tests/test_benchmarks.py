@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import json
+import math
 import re
 import statistics
 import sys
@@ -121,3 +122,21 @@ def test_the_sweep_of_the_default_rates_runs(tmp_path):
         assert json.loads(path.read_text())["results"]["validation_loss"] == one["validation_loss"]
     again = run([*command, tmp_path / "runs"])
     assert again.returncode == 0 and "trained in" in finished.stdout and "trained in" not in again.stdout
+
+
+# --- the plan of a batch ----------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_the_plan_is_made_from_its_measurements_which_hold_the_bounds():
+    """Ranks of a real run wait at most 2 % for the slowest. Control: another figure is another page."""
+    spec = importlib.util.spec_from_file_location("plan_benchmark", ROOT / "benchmarks/plan_of_a_batch.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    measured = json.loads((ROOT / "benchmarks/results/plan-of-a-batch.json").read_text())
+    page = (ROOT / "benchmarks/results/plan-of-a-batch.md").read_text()
+    assert page == module.page(measured) and measured["run"]["idle"] <= 0.02
+    row = measured["simulated"][0]
+    again = module.measure_plan(row["lengths"], row["samples"], row["ranks"], row["budget"], math.inf)
+    assert {**again, "milliseconds": row["milliseconds"]} == row
+    row["padding"] += 1
+    assert module.page(measured) != page

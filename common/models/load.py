@@ -1,6 +1,7 @@
 """How is a model loaded or made, and does it fit its tokenizer and the data?"""
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pickle import UnpicklingError
@@ -142,6 +143,17 @@ def parameter_sizes(
     with torch.device("meta"):
         model = build_model(config, trust_remote_code=trust_remote_code, model_class=model_class)
     return [parameter.numel() for parameter in model.parameters()]
+
+
+def attention_length(config: PreTrainedConfig) -> float:
+    """The length of a row at which its attention costs as much as all else; infinite for a model without attention.
+
+    In a layer of width d, linear maps take about 12 d² multiplications a token (Llama's shape, or a MLP of 4 d), and
+    attention 2 d for each token that it looks at; it computes those to come as well, or is half as fast.
+    """
+    text = config.get_text_config()
+    is_attending = getattr(text, "num_attention_heads", None) and getattr(text, "hidden_size", None)
+    return 6 * text.hidden_size if is_attending else math.inf
 
 
 def build_model(

@@ -241,7 +241,7 @@ class Progress:
         tokens_per_second = batch.num_tokens / (now - self.last)
         self.last = now
         self.num_tokens += batch.num_tokens
-        self.num_processed += int(batch.rank_work.sum())
+        self.num_processed += batch.num_processed
         self.rank_work = self.rank_work + batch.rank_work
         if not self.is_main:
             return
@@ -292,7 +292,7 @@ class Progress:
             "training_seconds": seconds,
             "unit": self.unit,
             "tokens_per_second": self.num_tokens / seconds,
-            # Of what all ranks processed; and how much more the busiest of them processed than the idlest.
+            # Of the tokens that all ranks processed; and how much more work the busiest of them had than the idlest.
             "padding_share": 1 - self.num_tokens / self.num_processed if self.num_processed else 0.0,
             "work_difference": float(self.rank_work.max() / self.rank_work.min() - 1) if self.num_tokens else 0.0,
             "waiting_for_data": self.waiting_share,

@@ -1,4 +1,4 @@
-"""Which samples make update k, and how they are cut into micro-batches and assigned to the ranks.
+"""Which samples make update k, and each rank's share of them.
 
 Position is arithmetic: the samples of update k are a pure function of (seed, number of samples, global batch size, k).
 Nothing is iterated, so a run can start at any update at once, and any number of ranks sees the same samples.
@@ -10,6 +10,7 @@ padding), and the ranks get equal work at every micro-step.
 
 import argparse
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +20,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
+from common.training.cutting import cut_global_batch, longest_of, row_work
 from common.training.stopping import ignore_signals
 
 
@@ -53,7 +55,8 @@ class GlobalBatch(NamedTuple):
     num_samples: int  # over all ranks
     num_targets: int  # over all ranks: what the global batch's loss is divided by
     num_tokens: int  # input tokens without padding, over all ranks
-    rank_work: torch.Tensor  # int64 (world,), input tokens with padding that each rank computes
+    num_processed: int  # input tokens with padding, over all ranks
+    rank_work: torch.Tensor  # float64 (world,), what each rank computes, as `cutting.row_work` counts it
     sample_digest: str  # hash of the sorted sample ids: equal where the samples are equal
 
 
@@ -108,105 +111,6 @@ def sample_ids_of(
     return permute(ids, num_samples, key=int.from_bytes(key, "little"))
 
 
-def cut_global_batch(
-    lengths: np.ndarray, world_size: int, micro_batch_size: int | None = None, micro_batch_tokens: int | None = None
-) -> list[list[np.ndarray]]:
-    """Cuts a global batch into micro-batches and assigns them: `result[rank][step]` holds positions into `lengths`.
-
-    Either `micro_batch_size` samples at once, or at most as many as fit `micro_batch_tokens` tokens with their
-    padding. Every rank gets the same number; where there are too few, an empty array takes a micro-batch's place.
-
-    `lengths` is (n,), or (n, 2) where a sample has two sequences, padded separately (a source and a target): they are
-    sorted by their sum, and a micro-batch is as long as its longest source and its longest target together.
-    """
-    lengths = lengths.reshape(len(lengths), -1)
-    totals = lengths.sum(1)
-    order = np.argsort(-totals, kind="stable")
-    if micro_batch_size is not None:
-        starts = list(range(0, len(order), micro_batch_size))
-    else:
-        assert micro_batch_tokens is not None and totals.max() <= micro_batch_tokens, "a sample exceeds the budget"
-        starts = _cheapest_starts(lengths[order], micro_batch_tokens)
-    batches = [[int(position) for position in batch] for batch in np.split(order, starts[1:])]
-
-    def fits(num_samples: int, length: int) -> bool:
-        return num_samples <= micro_batch_size if micro_batch_size else num_samples * length <= micro_batch_tokens
-
-    assigned = _assign(batches, lengths, world_size, fits)
-    return [[np.array(batch, np.int64) for batch in steps] for steps in assigned]
-
-
-def _cheapest_starts(descending: np.ndarray, budget: int) -> list[int]:
-    """Cuts lengths (n, k) of descending sums where the tokens with padding, plus a price for each cut, are fewest.
-
-    A micro-batch costs some time whatever it holds, so a cut must save a sixteenth of the budget in padding. Exact, by
-    dynamic programming from the longest sample on.
-    """
-    num_samples, price = len(descending), budget / 16
-    cost, previous = np.full(num_samples + 1, np.inf), np.zeros(num_samples + 1, np.int64)
-    cost[0] = 0
-    for start in range(num_samples):
-        most = descending[start : start + budget // int(descending[start].sum())]
-        sizes = np.maximum.accumulate(most).sum(1) * np.arange(1, len(most) + 1)  # of the first, the first two, ...
-        sizes = sizes[sizes <= budget]
-        ends = np.arange(start + 1, start + len(sizes) + 1)
-        candidate = cost[start] + sizes + price
-        better = ends[candidate < cost[ends]]
-        cost[better], previous[better] = candidate[better - start - 1], start
-    starts = [int(previous[num_samples])]
-    while starts[-1] > 0:
-        starts.append(int(previous[starts[-1]]))
-    return starts[::-1]
-
-
-def _assign(
-    batches: list[list[int]], lengths: np.ndarray, world_size: int, fits: Callable[[int, int], bool]
-) -> list[list[list[int]]]:
-    """Assigns each rank the same number of micro-batches and as equal work as can be; its largest come first.
-
-    Work is tokens with padding. The largest micro-batch goes to the rank that has least, and so on; then the busiest
-    and the idlest rank exchange samples as long as that helps and `fits(number of samples, padded length)`.
-    """
-    totals, columns = lengths.sum(1).tolist(), lengths.T.tolist()
-
-    def length(batch: list[int]) -> int:  # of one column it is the first sample's, since batches are sorted
-        return totals[batch[0]] if len(columns) == 1 else sum(max(map(column.__getitem__, batch)) for column in columns)
-
-    def work(batch: list[int]) -> int:
-        return len(batch) * length(batch) if batch else 0
-
-    steps = -(-len(batches) // world_size)
-    assigned: list[list[list[int]]] = [[] for _ in range(world_size)]
-    done = [0] * world_size
-    for batch in sorted(batches, key=work, reverse=True):
-        rank = min((rank for rank in range(world_size) if len(assigned[rank]) < steps), key=done.__getitem__)
-        assigned[rank].append(batch)
-        done[rank] += work(batch)
-    for share in assigned:
-        share += [[] for _ in range(steps - len(share))]
-
-    for _ in range(8 * world_size):
-        busiest, idlest = done.index(max(done)), done.index(min(done))
-        best, exchange = done[busiest], None
-        for source in filter(None, assigned[busiest]):
-            for target in assigned[idlest]:
-                grown = sorted([*target, source[-1]], key=lambda position: -totals[position])
-                for given, taken in ((source[:-1], grown), (target, source)):  # move one sample, or swap them whole
-                    less, more = work(source) - work(given), work(taken) - work(target)
-                    after = max(done[busiest] - less, done[idlest] + more)
-                    if after < best and fits(len(taken), length(taken)):
-                        best, exchange = after, (source, target, list(given), list(taken), less, more)
-        if exchange is None:
-            break
-        source, target, source_after, target_after, less, more = exchange
-        source[:], target[:] = source_after, target_after
-        done[busiest] -= less
-        done[idlest] += more
-    for share in assigned:
-        share.sort(key=work, reverse=True)  # running out of memory shows at once; ranks keep pace
-    return assigned
-
-
 def collate_tokens(
     samples: list[tuple[np.ndarray, np.ndarray, np.ndarray]], pad_token_id: int
 ) -> dict[str, torch.Tensor]:
@@ -245,6 +149,7 @@ class GlobalBatches(torch.utils.data.Dataset):
     world_size: int
     seed: int | None
     drop_last_window: bool = False
+    attention_length: float = math.inf  # a row's length at which attention costs as much as all else
 
     def __len__(self) -> int:
         """Global batches in an epoch; items beyond it are the next epochs'."""
@@ -253,7 +158,8 @@ class GlobalBatches(torch.utils.data.Dataset):
     def __getitem__(self, update: int) -> GlobalBatch:
         ids = sample_ids_of(update, len(self.samples), self.global_batch_size, self.seed, self.drop_last_window)
         lengths = self.samples.lengths(ids)
-        assigned = cut_global_batch(lengths, self.world_size, self.micro_batch_size, self.micro_batch_tokens)
+        how = (self.micro_batch_size, self.micro_batch_tokens, self.attention_length)
+        assigned = cut_global_batch(lengths, self.world_size, *how)
         # Augmented samples differ from epoch to epoch.
         samples = self.samples.of_epoch(update // len(self)) if hasattr(self.samples, "of_epoch") else self.samples
         micro_batches = []
@@ -261,14 +167,18 @@ class GlobalBatches(torch.utils.data.Dataset):
             # Where nothing is left for this rank it computes a dummy sample, so that it joins the step's collectives.
             chosen = [samples[ids[p]] for p in positions] if len(positions) else [samples.dummy_sample()]
             micro_batches.append(self.collate(chosen))
-        work = [sum(int(lengths[p].max(0).sum()) * len(p) if len(p) else 1 for p in steps) for steps in assigned]
+        runs = [positions for steps in assigned for positions in steps]
+        counts = np.array([len(positions) for positions in runs])
+        longest = longest_of(lengths[np.concatenate(runs)].reshape(len(ids), -1), counts)
+        work = (counts * row_work(longest, self.attention_length)).clip(min=1)  # (a dummy sample is a token)
         return GlobalBatch(
             update=update,
             micro_batches=micro_batches,
             num_samples=len(ids),
             num_targets=int(self.samples.num_targets(ids).sum()),
             num_tokens=int(lengths.sum()),
-            rank_work=torch.tensor(work),
+            num_processed=int((counts * longest.sum(1)).clip(min=1).sum()),
+            rank_work=torch.from_numpy(work.reshape(self.world_size, -1).sum(1)),
             sample_digest=hashlib.blake2b(np.sort(ids).astype("<i8").tobytes(), digest_size=8).hexdigest(),
         )
 
@@ -279,8 +189,12 @@ def make_loader(
     accelerator: Accelerator,
     collate: Collate,
     updates: range | None = None,
+    attention_length: float = math.inf,
 ) -> DataLoader:
-    """Loads this rank's share of the training updates `updates`; without them, of all samples in order (evaluation)."""
+    """Loads this rank's share of the training updates `updates`; without them, of all samples in order (evaluation).
+
+    attention_length: the length at which attention costs as much as all else, by which the ranks get equal work.
+    """
     dataset = GlobalBatches(
         samples,
         collate,
@@ -291,6 +205,7 @@ def make_loader(
         world_size=accelerator.num_processes,
         seed=None if updates is None else args.seed,
         drop_last_window=args.drop_last_window and updates is not None,
+        attention_length=attention_length,
     )
     return DataLoader(
         dataset,

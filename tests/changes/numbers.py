@@ -83,7 +83,7 @@ def sums_in_bf16(_):
 def unsorted(_):
     """Micro-batches of the samples as they come, in the place of sorted ones."""
 
-    def cut(lengths, world_size, micro_batch_size=None, micro_batch_tokens=None):
+    def cut(lengths, world_size, micro_batch_size=None, micro_batch_tokens=None, _=None):
         size = micro_batch_size or max(1, micro_batch_tokens // int(lengths.max()))
         batches = [np.arange(start, min(start + size, len(lengths))) for start in range(0, len(lengths), size)]
         batches += [np.arange(0)] * (-len(batches) % world_size)
