@@ -234,7 +234,7 @@ class Run:
         weights = self.accelerator.get_state_dict(self.model)  # if sharded, gathered on the main process
         if not self.accelerator.is_main_process:
             return None
-        model = self.accelerator.unwrap_model(self.model)
+        model = loading.without_wrapper(self.model)
         with complete_or_absent(Path(self.output_dir) / "model") as directory:
             model.save_pretrained(directory, state_dict=weights)
             for one in pretrained:
