@@ -24,6 +24,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,7 @@ class Run:
         )
         self.device, self.is_sharded = self.accelerator.device, mode.is_sharded(self.accelerator)
         self.checkpoints = Checkpoints(args, self.accelerator)
-        self.state = TrainingState()
-        self.is_stopped = False
+        self.state, self.is_stopped = TrainingState(), False
 
     def begin(
         self,
@@ -126,9 +126,9 @@ class Run:
         apply_activation_checkpointing(model, args.activation_checkpointing, self.device)
         if args.compile:
             model.base_model.compile(dynamic=True)
-        updates, longest = range(self.state.update, args.num_updates), attention_length(model.config)
-        self.loader = make_loader(args, train_set, accelerator, collate, updates, longest)
-        self.held_out = held_out and make_loader(args, held_out, accelerator, collate, attention_length=longest)
+        loader = partial(make_loader, args, accelerator, collate, attention_length(model.config))
+        self.loader = loader(train_set, range(self.state.update, args.num_updates))
+        self.held_out = held_out and loader(held_out)
         held_out_batches, is_rehearsal = self.held_out and self.held_out.dataset, launch.is_rehearsal(self.asked)
         tracking.print_run(args, accelerator, model, self.loader.dataset, held_out_batches, is_rehearsal, **lines)
         self.model, self.optimizer = loading.prepare(accelerator, model, optimizer)
@@ -237,7 +237,7 @@ class Run:
         weights = self.accelerator.get_state_dict(self.model)  # if sharded, gathered on the main process
         if not self.accelerator.is_main_process:
             return None
-        model = self.accelerator.unwrap_model(self.model)
+        model = loading.without_wrapper(self.model)
         with complete_or_absent(Path(self.output_dir) / "model") as directory:
             model.save_pretrained(directory, state_dict=weights)
             for one in pretrained:

@@ -18,13 +18,13 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForSequenceClassification
-
 # The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
-from common import arguments
+from common import arguments  # isort: skip  # before torch: see common/__init__.py
+import torch
+from transformers import AutoModelForSequenceClassification
+
 from common.data.labels import collate_texts, set_pipeline_inputs
 from common.models import text_classifier
 from common.models.classifiers import build_classifier, check_padding, describe_new_weights, find_inputs

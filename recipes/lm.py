@@ -17,13 +17,13 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import torch
-from transformers import LlamaConfig
-
 # The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
-from common import arguments
+from common import arguments  # isort: skip  # before torch: see common/__init__.py
+import torch
+from transformers import LlamaConfig
+
 from common.data.text import tokenize
 from common.data.tokenizer import load_tokenizer, special_token_ids, train_tokenizer
 from common.errors import refuse
@@ -126,8 +126,8 @@ def main():
     how = sum_token_losses(model)  # from here on, model(...) is the sum of the losses of a micro-batch's targets
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
     collate = partial(collate_tokens, pad_token_id=tokenizer.pad_token_id)
+    describe_use(model, config, tokenizer, train_set.end_tokens)
     model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, loss=how)
-    describe_use(run.accelerator.unwrap_model(model), config, tokenizer, train_set.end_tokens)
     with run.training(config, tokenizer) as batches:
         train(args, run, model, optimizer, batches)
     results = run.end_training()

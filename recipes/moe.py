@@ -16,12 +16,12 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import torch
-
 # The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
-from common import arguments
+from common import arguments  # isort: skip  # before torch: see common/__init__.py
+import torch
+
 from common.data.text import tokenize
 from common.errors import refuse
 from common.models import experts, mixture
@@ -130,9 +130,9 @@ def main():
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
     collate = partial(collate_tokens, pad_token_id=tokenizer.pad_token_id)
     experts.gather_whole_blocks(run.accelerator, router.layers)
+    describe_use(model, config, tokenizer, train_set.end_tokens)
     model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, loss=how, **router.describe(model))
     router.prepared()
-    describe_use(run.accelerator.unwrap_model(model), config, tokenizer, train_set.end_tokens)
     with run.training(config, tokenizer) as batches:
         train(args, run, model, optimizer, batches, router)
     results = run.end_training()

@@ -18,13 +18,13 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForSeq2SeqLM
-
 # The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
-from common import arguments
+from common import arguments  # isort: skip  # before torch: see common/__init__.py
+import torch
+from transformers import AutoModelForSeq2SeqLM
+
 from common.data.pairs import collate_pairs, tokenize_pairs
 from common.models import encoder_decoder
 from common.models.load import build_model, describe_use, prepare_encoder_decoder
@@ -130,8 +130,8 @@ def main():
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
     tokens = {"pad_token_id": tokenizer.pad_token_id, "decoder_start_token_id": config.decoder_start_token_id}
     collate = partial(collate_pairs, **tokens)
+    describe_use(model, config, tokenizer, [tokenizer.eos_token_id])
     model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out)
-    describe_use(run.accelerator.unwrap_model(model), config, tokenizer, [tokenizer.eos_token_id])
     tokenizer.model_max_length = args.sequence_length  # cuts a source in use as in training
     with run.training(config, tokenizer) as batches:
         train(args, run, model, optimizer, batches)

@@ -16,13 +16,13 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForImageClassification
-
 # The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
-from common import arguments
+from common import arguments  # isort: skip  # before torch: see common/__init__.py
+import torch
+from transformers import AutoModelForImageClassification
+
 from common.data import image_files, images
 from common.models import image_classifier, norms
 from common.models.classifiers import describe_new_weights

@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from conftest import stdlib_functions
 from common.training.batching import (
     GlobalBatches,
     collate_tokens,
+    make_loader,
     permute,
     sample_ids_of,
     updates_per_epoch,
@@ -288,6 +291,34 @@ def test_a_global_batch_counts_what_its_ranks_hold(world_size):
         micro_batches = [micro_batch for batch in batches for micro_batch in batch.micro_batches]
         assert sum(len(micro_batch["targets"]) for micro_batch in micro_batches) == batches[0].num_targets
         assert sum(micro_batch["input_ids"].numel() for micro_batch in micro_batches) == batches[0].num_processed
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_held_out_samples_are_counted_once_and_hardly_padded(world_size):
+    """Control: cut as an update is, they are padded more. To save memory, they are as in training."""
+    lengths = stdlib_function_lengths()[:400]
+    samples = ListSamples(lengths)
+    samples.max_length = int(lengths.max())
+    args = SimpleNamespace(global_batch_size=8, micro_batch_size=None, micro_batch_tokens=1024, num_workers=0, seed=0)
+    args.drop_last_window = False
+
+    def evaluated(updates=None, activation_checkpointing="none"):
+        args.activation_checkpointing = activation_checkpointing
+        for rank in range(world_size):
+            accelerator = SimpleNamespace(process_index=rank, num_processes=world_size, device=torch.device("cpu"))
+            collate = functools.partial(collate_tokens, pad_token_id=0)
+            for batch in make_loader(args, accelerator, collate, math.inf, samples, updates):
+                yield from batch.micro_batches
+
+    once = [target for index in range(len(lengths)) for target in (samples[index][1]).tolist()]
+    as_an_update, whole, frugal = (
+        list(evaluated(*how)) for how in ((range(-(-len(lengths) // 8)),), (), (None, "full"))
+    )
+    for micro_batches in (whole, frugal):
+        assert sorted(target for one in micro_batches for target in one["targets"].tolist()) == sorted(once)
+    sizes, frugal_sizes = ([one["input_ids"].numel() for one in cut] for cut in (whole, frugal))
+    assert 1024 < max(sizes) <= 2048 and max(frugal_sizes) <= 1024
+    assert sum(sizes) < 1.028 * sum(lengths) < sum(one["input_ids"].numel() for one in as_an_update)
 
 
 def test_a_rank_without_samples_gets_a_dummy_without_targets():

@@ -15,6 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from common.parallel.loading import without_wrapper
+
 
 class Piece(NamedTuple):
     """A range of a tensor's flattened elements that this rank holds."""
@@ -83,7 +85,7 @@ def _parts(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> 
         # tensors in the dtype that computes, which no optimizer knows.
         if isinstance(module, FSDPModule):
             module.reshard()
-    named = dict(accelerator.unwrap_model(model).named_parameters())
+    named = dict(without_wrapper(model).named_parameters())
     zero = _zero_optimizer(optimizer)
     if zero is not None:
         names = {id(p): name for name, p in named.items()}
@@ -152,7 +154,7 @@ def _zero3_parts(zero: Any, names: dict[int, str]) -> Iterator[_Part]:
 
 
 def _buffers(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[Piece]:
-    for prefix, module in accelerator.unwrap_model(model).named_modules():
+    for prefix, module in without_wrapper(model).named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 full = f"buffer/{prefix}.{name}" if prefix else f"buffer/{name}"

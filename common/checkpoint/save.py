@@ -23,6 +23,7 @@ from common.checkpoint.write import Writer
 from common.errors import UserError
 from common.files import PARTIAL, lock_output_dir, remove
 from common.parallel.liveness import wait_for_all
+from common.parallel.loading import without_wrapper
 from common.parallel.mode import running_mode
 from common.parallel.sharding import offload_devices
 from common.training.stopping import StopRequests
@@ -86,8 +87,8 @@ class Checkpoints:
 
         Raises UserError: another process writes there.
         """
-        self.facts = facts | {"architecture": type(self.accelerator.unwrap_model(model)).__name__}
-        generation = getattr(self.accelerator.unwrap_model(model), "generation_config", None)
+        self.facts = facts | {"architecture": type(without_wrapper(model)).__name__}
+        generation = getattr(without_wrapper(model), "generation_config", None)
         pretrained += () if generation is None else (generation,)
         if self.ranks.rank == 0:
             with tempfile.TemporaryDirectory() as directory:

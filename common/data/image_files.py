@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import importlib.util
 import io
 import json
 from collections.abc import Callable
@@ -167,12 +168,12 @@ def check_labels(images: Images) -> None:
 
 def digits(part: str) -> Images:
     """scikit-learn's 1,797 digits of 8 x 8 pixels, which it carries; `part` is "train" or "validation"."""
-    from sklearn.datasets import load_digits  # here because it takes seconds
-
-    data = load_digits()
-    chosen = slice(-NUM_HELD_OUT_DIGITS) if part == "train" else slice(-NUM_HELD_OUT_DIGITS, None)
-    pixels = np.round(data.images[chosen] * (255 / 16)).astype(np.uint8)
-    labels = data.target[chosen].astype(np.int64)
+    # Its file without itself (`sklearn.datasets.load_digits`), which takes a second to import.
+    (package,) = importlib.util.find_spec("sklearn").submodule_search_locations
+    rows = np.loadtxt(Path(package) / "datasets/data/digits.csv.gz", delimiter=",")
+    rows = rows[:-NUM_HELD_OUT_DIGITS] if part == "train" else rows[-NUM_HELD_OUT_DIGITS:]
+    pixels = np.round(rows[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
+    labels = rows[:, -1].astype(np.int64)
     name = f"{DIGITS}, {part}"
     classes = tuple(str(digit) for digit in range(10))
     fingerprint = hashlib.blake2b(pixels.tobytes() + labels.tobytes(), digest_size=8).hexdigest()

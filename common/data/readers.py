@@ -8,14 +8,13 @@ import lzma
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any
-
-import pyarrow
-import pyarrow.parquet
-from fsspec.compression import compr
+from typing import IO, TYPE_CHECKING, Any
 
 from common.data.rows import Row, file_type
 from common.errors import UserError, missing_column, one_line
+
+if TYPE_CHECKING:
+    import pyarrow  # else where a Parquet file is read: few runs have one, and it takes its time
 
 PIECE_BYTES = 1 << 18  # a document in a .txt file is handed on in pieces of this size, each cut at a line's end
 MAX_CSV_FIELD_BYTES = 64 << 20  # csv's own 128 KiB is too little for a document; an unclosed quote must still end
@@ -44,8 +43,15 @@ def read_file(path: str, text_column: str, wanted: tuple[str, ...] | None, whole
 
 @contextmanager
 def _open(path: str) -> Iterator[IO[bytes]]:
-    with open(path, "rb") as raw, compr[file_type(path)[1]](raw, mode="rb") as file:
-        yield file
+    compression = file_type(path)[1]
+    with open(path, "rb") as raw:
+        if compression is None:
+            yield raw
+            return
+        from fsspec.compression import compr  # here because few files are compressed
+
+        with compr[compression](raw, mode="rb") as file:
+            yield file
 
 
 def _decoded(path: str, size: int | None = None) -> Iterator[str]:
@@ -137,6 +143,8 @@ def _read_csv(path: str) -> Iterator[Row]:
 
 
 def _read_parquet(path: str, wanted: tuple[str, ...] | None) -> Iterator[Row]:
+    import pyarrow.parquet
+
     number = 0
     try:
         # pre_buffer would read whole row groups ahead, and some writers make a file one row group
@@ -155,7 +163,16 @@ def _read_parquet(path: str, wanted: tuple[str, ...] | None) -> Iterator[Row]:
         raise UserError(f"{path}: cannot be read as Parquet ({one_line(error)}); check the file") from error
 
 
-def parquet_classes(schema: pyarrow.Schema) -> dict[str, list[str]]:
+def file_classes(path: str) -> dict[str, list[str]]:
+    """Names of each ClassLabel of a Parquet file; other files have none."""
+    if file_type(path)[0] != ".parquet":
+        return {}
+    import pyarrow.parquet
+
+    return parquet_classes(pyarrow.parquet.read_schema(path))
+
+
+def parquet_classes(schema: "pyarrow.Schema") -> dict[str, list[str]]:
     """Names of each ClassLabel, from what `datasets` writes beside a Parquet file's schema."""
     facts = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     features = (facts.get("info") or {}).get("features") or {}

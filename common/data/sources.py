@@ -13,12 +13,8 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
-from fsspec.compression import available_compressions
-
 from common.data.hub import is_saved, load_split
-from common.data.readers import parquet_classes, read_file, with_class_names
+from common.data.readers import file_classes, read_file, with_class_names
 from common.data.rows import COMPRESSIONS, FILE_TYPES, Corpus, Row, Source, file_type
 from common.data.standard_library import open_embedded
 from common.errors import UserError, one_line, refuse, shorten
@@ -72,11 +68,17 @@ def _file_problem(path: str) -> str | None:
         return f"unknown extension; there are {' '.join(FILE_TYPES)}, and {' '.join(COMPRESSIONS)} behind these"
     if extension == ".parquet" and compression:
         return "a Parquet file is read from its end and is compressed inside; unpack it"
-    if compression and compression not in available_compressions():
+    if compression and not _can_unpack(compression):
         return f"this Python cannot unpack {Path(path).suffix}; pip install zstandard, or unpack the file"
     if Path(path).stat().st_size == 0:
         return "the file is empty; leave it out or fill it"
     return None
+
+
+def _can_unpack(compression: str) -> bool:
+    from fsspec.compression import available_compressions  # here because few files are compressed
+
+    return compression in available_compressions()
 
 
 def _open_files(paths: list[str], source: Source) -> Corpus:
@@ -91,8 +93,7 @@ def _open_files(paths: list[str], source: Source) -> Corpus:
         for path in paths:
             yield from read_file(path, source.text_column, wanted, whole_files)
 
-    classes = parquet_classes(pyarrow.parquet.read_schema(paths[0])) if file_type(paths[0])[0] == ".parquet" else {}
-    return Corpus(name, identity, columns, rows, classes)
+    return Corpus(name, identity, columns, rows, file_classes(paths[0]))
 
 
 def _open_dataset(source: Source) -> Corpus:

@@ -2,13 +2,17 @@
 
 import ast
 import hashlib
+import json
+import os
 import sysconfig
 import textwrap
 import tokenize as python_tokenize
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
+from common.data.cache import cached
 from common.data.rows import Corpus, Row, Source
 from common.errors import UserError
 
@@ -23,25 +27,53 @@ def open_embedded(source: Source) -> Corpus:
     files = embedded_files(source.embedded)
     if not files:
         raise UserError("this Python has no source files of its standard library; give --train_file instead")
-    digest = hashlib.blake2b(digest_size=16)
-    for name, path in files:
-        digest.update(name.encode() + b"\0" + path.read_bytes())
+    identity = [_hash_contents(source.embedded)]
 
     def rows(wanted: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
-        for name, path in files:
+        if whole_files:
+            yield from (Row(name, {source.text_column: text}) for name, text in _read_texts(files))
+            return
+        directory = cached("functions", identity, lambda partial: _write_functions(partial, files))
+        with open(directory / "functions.jsonl", encoding="utf-8") as file:
+            for name, function in map(json.loads, file):
+                yield Row(name, {source.text_column: function})
+
+    return Corpus(f"embedded corpus ({source.embedded})", identity, (source.text_column,), rows)
+
+
+def _read_texts(files: tuple[tuple[str, Path], ...]) -> Iterator[tuple[str, str]]:
+    """(relative name, text) of each file but a few, which are in odd encodings on purpose."""
+    for name, path in files:
+        try:
+            with python_tokenize.open(path) as file:  # obeys the file's coding line
+                text = file.read()
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+        yield name, text
+
+
+def _write_functions(directory: Path, files: tuple[tuple[str, Path], ...]) -> None:
+    """functions.jsonl: the name of the file and the source of each function. To find them takes seconds."""
+    with open(directory / "functions.jsonl", "w", encoding="utf-8") as out:
+        for name, text in _read_texts(files):
             try:
-                with python_tokenize.open(path) as file:  # obeys the file's coding line
-                    text = file.read()
-                samples = [text] if whole_files else list(python_functions(text))
-            except (SyntaxError, UnicodeDecodeError):  # a few files are in odd encodings or templates on purpose
+                functions = list(python_functions(text))
+            except SyntaxError:  # a few files are templates
                 continue
-            for sample in samples:
-                yield Row(name, {source.text_column: sample})
-
-    return Corpus(f"embedded corpus ({source.embedded})", [digest.hexdigest()], (source.text_column,), rows)
+            out.writelines(json.dumps([name, function]) + "\n" for function in functions)
 
 
-def embedded_files(part: str) -> list[tuple[str, Path]]:
+@cache
+def _hash_contents(part: str) -> str:
+    """Of the names and contents of a part's files."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, path in embedded_files(part):
+        digest.update(name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def embedded_files(part: str) -> tuple[tuple[str, Path], ...]:
     """(relative name, path) of the standard library's source files in one part, "train" or "validation", sorted.
 
     The part of a file depends on its name alone (blake2b, since hash() differs between processes), so it is the same on
@@ -49,15 +81,17 @@ def embedded_files(part: str) -> list[tuple[str, Path]]:
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = []
-    for path in root.rglob("*.py"):
-        relative = path.relative_to(root)
-        if EXCLUDED.intersection(relative.parts) or relative.parts[0].startswith(GENERATED):
-            continue
-        digest = hashlib.blake2b(relative.as_posix().encode(), digest_size=8).digest()
-        held_out = int.from_bytes(digest, "big") % VALIDATION_SHARE == 0
-        if held_out == (part == "validation"):
-            files.append((relative.as_posix(), path))
-    return sorted(files)
+    for folder, folders, names in os.walk(root):
+        folders[:] = set(folders) - EXCLUDED  # other people's packages are many files
+        for path in (Path(folder, name) for name in names if name.endswith(".py")):
+            relative = path.relative_to(root)
+            if relative.parts[0].startswith(GENERATED):
+                continue
+            digest = hashlib.blake2b(relative.as_posix().encode(), digest_size=8).digest()
+            held_out = int.from_bytes(digest, "big") % VALIDATION_SHARE == 0
+            if held_out == (part == "validation"):
+                files.append((relative.as_posix(), path))
+    return tuple(sorted(files))
 
 
 def python_functions(text: str) -> Iterator[str]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import UserError, shorten
 from common.models.load import build_model, gathered
+from common.parallel.loading import without_wrapper
 from common.training.batching import Collate, Samples
 
 HEAD = "ForSequenceClassification"  # how transformers' classes end that have a head for labels
@@ -87,7 +88,7 @@ def check_padding(model: torch.nn.Module, collate: Collate, samples: Samples, ac
     allowed = 1e-3 if accelerator.mixed_precision == "no" else 0.1
     if (alone - padded).abs().max() > allowed * alone.abs().max() + 1e-6:
         raise UserError(
-            f"{accelerator.unwrap_model(model).config.model_type}: padding on the right changes this model's answer; "
+            f"{without_wrapper(model).config.model_type}: padding on the right changes this model's answer; "
             "take another one"
         )
 

@@ -16,6 +16,7 @@ from common.data.rows import Source
 from common.data.tokenizer import load_tokenizer, train_tokenizer
 from common.errors import refuse
 from common.models.load import check_model, load_config
+from common.parallel.loading import without_wrapper
 from common.parallel.mode import is_sharded
 from common.training.batching import Collate, cut_global_batch
 
@@ -91,7 +92,7 @@ def write_targets(
     lengths = np.maximum(samples.lengths(ids), [0, args.target_length])
     budget = args.micro_batch_tokens and max(args.micro_batch_tokens, int(lengths.sum(1).max()))
     model.eval()
-    model = accelerator.unwrap_model(model)
+    model = without_wrapper(model)
     register_fsdp_forward_method(model, "generate")  # gathers what FSDP2 has sharded; without FSDP2 does nothing
     written = []
     cut = cut_global_batch(lengths, accelerator.num_processes, args.micro_batch_size, budget)

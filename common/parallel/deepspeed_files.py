@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from common.errors import UserError, refuse
 from common.files import why_not_writable
 
@@ -109,6 +107,7 @@ def check_zero(where: str, zero: Any, left: list[str], optimizer: str) -> Iterat
 def _check_names(zero: dict[str, Any], left: list[str]) -> list[str]:
     """What of a section zero_optimization DeepSpeed does not know or take."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # here because it takes seconds
+    from pydantic import ValidationError
 
     old = {"cpu_offload": "offload_optimizer", "cpu_offload_params": "offload_param"}
     problems = [

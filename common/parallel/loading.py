@@ -15,6 +15,7 @@ from accelerate.utils import DistributedType, broadcast_object_list
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import distribute_tensor
+from transformers import PreTrainedModel
 
 from common.parallel.liveness import wait_for_all
 
@@ -24,6 +25,14 @@ def has_one_copy() -> bool:
     if not is_initialized() or AcceleratorState().distributed_type != DistributedType.FSDP:
         return False
     return AcceleratorState().fsdp_plugin.cpu_ram_efficient_loading
+
+
+def without_wrapper(model: nn.Module) -> nn.Module:
+    """The model that DDP or DeepSpeed wraps; any other as it is.
+
+    Not Accelerate's `unwrap_model`, which imports DeepSpeed wherever it is installed.
+    """
+    return model if isinstance(model, PreTrainedModel) else getattr(model, "module", model)
 
 
 def holds_weights() -> bool:

@@ -183,24 +183,47 @@ class GlobalBatches(torch.utils.data.Dataset):
         )
 
 
+EVALUATED_TOKENS = 1 << 20  # that are sorted and cut together, over all ranks; 24 MiB of them on a host, at most
+
+
+def _evaluation_batch(args: argparse.Namespace, samples: Samples) -> dict[str, int | None]:
+    """How the held-out samples are cut: in any groups and micro-batches, as no update depends on it.
+
+    Sorted in larger groups than an update's, samples of all lengths have little padding. And without a graph, a
+    micro-batch of twice the size takes less memory than training; with --activation_checkpointing it might not.
+    """
+    groups, micro_batch_tokens = 1, getattr(args, "micro_batch_tokens", None)
+    if hasattr(args, "micro_batch_tokens"):  # lengths vary
+        groups = max(1, EVALUATED_TOKENS // (args.global_batch_size * samples.max_length))
+    larger = 2 if args.activation_checkpointing == "none" else 1
+    return {
+        "global_batch_size": args.global_batch_size * groups,
+        "micro_batch_size": args.micro_batch_size and args.micro_batch_size * larger,
+        "micro_batch_tokens": micro_batch_tokens and micro_batch_tokens * larger,
+    }
+
+
 def make_loader(
     args: argparse.Namespace,
-    samples: Samples,
     accelerator: Accelerator,
     collate: Collate,
+    attention_length: float,
+    samples: Samples,
     updates: range | None = None,
-    attention_length: float = math.inf,
 ) -> DataLoader:
     """Loads this rank's share of the training updates `updates`; without them, of all samples in order (evaluation).
 
     attention_length: the length at which attention costs as much as all else, by which the ranks get equal work.
     """
+    size = {
+        "global_batch_size": args.global_batch_size,
+        "micro_batch_size": args.micro_batch_size,
+        "micro_batch_tokens": getattr(args, "micro_batch_tokens", None),  # where lengths vary
+    }
     dataset = GlobalBatches(
         samples,
         collate,
-        global_batch_size=args.global_batch_size,
-        micro_batch_size=args.micro_batch_size,
-        micro_batch_tokens=getattr(args, "micro_batch_tokens", None),  # where lengths vary
+        **(size if updates is not None else _evaluation_batch(args, samples)),
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
         seed=None if updates is None else args.seed,

@@ -1,0 +1,181 @@
+"""What a start costs: imports, a dry run and a run of one update of each recipe; evaluation; tokenising.
+
+    .venv/bin/python benchmarks/start.py --parts imports dry_run update evaluation
+    .venv/bin/python benchmarks/start.py --parts dry_run --before ../older     # beside an older checkout
+    .venv/bin/python benchmarks/start.py --parts tokenising --file 200_mb.jsonl
+
+Seconds of whole processes, from a warm cache: run it once before with --fresh. The arms take turns, and each call adds
+its runs to results/start-cpu.json, or with --fresh begins it anew; the medians are of all of them.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+RESULTS = ROOT / "benchmarks/results/start-cpu.json"
+RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py"))
+IMPORTS = {
+    "import torch, transformers, accelerate": "import torch, transformers, accelerate",
+    "the same and a model's class": "import torch, transformers, accelerate; transformers.LlamaForCausalLM",
+}
+
+
+def seconds(command, cwd=ROOT):
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    started = time.perf_counter()
+    subprocess.run([str(part) for part in command], cwd=cwd, env=environment, check=True, capture_output=True)
+    return time.perf_counter() - started
+
+
+def processes(part, before):
+    """Name and command of each arm of a part, and the directory that it runs in."""
+    if part == "imports":
+        yield from ((name, [sys.executable, "-c", code], ROOT) for name, code in IMPORTS.items())
+        with tempfile.NamedTemporaryFile(suffix=".py") as empty:
+            launcher = [Path(sys.executable).parent / "accelerate", "launch"]
+            launcher += ["--config_file", "accelerate_configs/cpu.yaml", empty.name]
+            yield "accelerate launch of an empty script", launcher, ROOT
+        return
+    for recipe in RECIPES:
+        for label, root in [("", ROOT), *([(" before", before)] if before else [])]:
+            with tempfile.TemporaryDirectory() as directory:
+                flags = ["--dry_run"] if part == "dry_run" else ["--num_updates", 1, "--output_dir", directory]
+                yield f"{recipe}.py{label}", [sys.executable, f"recipes/{recipe}.py", *flags], root
+
+
+def evaluation():
+    """Held-out tokens a second of the tiny model, and those of its forward alone on the same samples without padding.
+
+    For functions, of all lengths, and for full blocks; cut as `make_loader` does now, and as an update is cut.
+    """
+    from functools import partial
+    from types import SimpleNamespace
+
+    import torch
+
+    from common.data.rows import Source
+    from common.data.text import tokenize
+    from common.data.tokenizer import special_token_ids, train_tokenizer
+    from common.models.load import build_model
+    from common.training.batching import collate_tokens, make_loader
+    from common.training.losses import sum_token_losses
+    from recipes import lm
+
+    *shape, vocabulary, _ = lm.MODEL_CONFIGS["tiny"]
+    tokenizer = train_tokenizer(Source(embedded="train"), vocabulary)
+    shape = dict(zip(lm.SHAPE, shape, strict=True), vocab_size=vocabulary)
+    model = build_model(lm.LlamaConfig(**shape, **special_token_ids(tokenizer), tie_word_embeddings=True)).eval()
+    sum_token_losses(model)
+    args = SimpleNamespace(global_batch_size=8, micro_batch_size=None, micro_batch_tokens=1024, num_workers=0, seed=0)
+    args.drop_last_window, args.activation_checkpointing = False, "none"
+    accelerator = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"))
+    collate = partial(collate_tokens, pad_token_id=tokenizer.pad_token_id)
+    full = collate([(torch.zeros(256).long().numpy(), torch.ones(256).long().numpy(), torch.arange(256).numpy())] * 4)
+    rates = {}
+
+    def run(name, num_tokens, micro_batches):
+        started = time.perf_counter()
+        with torch.no_grad():
+            for micro_batch in micro_batches:
+                model(**micro_batch)
+        rates[name] = num_tokens / (time.perf_counter() - started)
+
+    run("", 1, [full] * 20)  # warms up
+    del rates[""]
+    run("forward alone", 1024 * 80, [full] * 80)
+    for kind in ("examples", "blocks"):
+        samples = tokenize(Source(embedded="validation"), tokenizer, 256, kind)
+        cuts = {"evaluation": None, "cut as an update": range(-(-len(samples) // 8))}
+        for name, updates in cuts.items():
+            loader = make_loader(args, accelerator, collate, math.inf, samples, updates)
+            run(f"{kind}, {name}", samples.num_tokens, (one for batch in loader for one in batch.micro_batches))
+    return rates
+
+
+def tokenising(file, arm):
+    """MB a second of a JSON Lines file with a column `text`, by the recipe or by `datasets.map` with two processes."""
+    from common.data.rows import Source
+    from common.data.text import tokenize
+    from common.data.tokenizer import encode_plain, train_tokenizer
+
+    tokenizer = train_tokenizer(Source(embedded="train"), 8192)
+    with tempfile.TemporaryDirectory() as directory:
+        if arm == "recipe":
+            started = time.perf_counter()
+            tokenize(Source(files=(file,)), tokenizer, 512, cache_dir=directory)
+        else:
+            import datasets
+
+            data = datasets.load_dataset("json", data_files=file, split="train", cache_dir=directory)
+            started = time.perf_counter()  # without the time that it takes to make its own copy of the file
+            data.map(
+                lambda rows: {"input_ids": encode_plain(tokenizer, rows["text"])["input_ids"]},
+                batched=True,
+                num_proc=2,
+                remove_columns=data.column_names,
+            )
+        took = time.perf_counter() - started
+    return {f"{arm}, {os.path.getsize(file) / 1e6:.0f} MB": os.path.getsize(file) / took / 1e6}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = ("imports", "dry_run", "update", "evaluation", "tokenising")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts[:-1])
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--before", metavar="DIR", help="an older checkout to measure beside this one")
+    parser.add_argument("--file", metavar="FILE", help="JSON Lines to tokenise")
+    parser.add_argument("--arms", nargs="+", default=["recipe", "datasets.map, 2 processes"], help="of tokenising")
+    parser.add_argument("--fresh", action="store_true", help="forget the runs that the file holds")
+    args = parser.parse_args()
+    runs = [] if args.fresh or not RESULTS.exists() else json.loads(RESULTS.read_text())["runs"]
+    for _ in range(args.rounds):
+        for part in args.parts:
+            if part == "evaluation":
+                found = evaluation()
+            elif part == "tokenising":
+                found = {name: rate for arm in args.arms for name, rate in tokenising(args.file, arm).items()}
+            else:
+                found = {}
+                for name, command, cwd in processes(part, args.before):
+                    found[name] = seconds(command, cwd)
+            runs += [{"part": part, "arm": name, "figure": figure} for name, figure in found.items()]
+    write(runs)
+
+
+def write(runs):
+    from common.report.tracking import versions
+
+    arms = dict.fromkeys((run["part"], run["arm"]) for run in runs)
+    medians = {}
+    for part, arm in arms:
+        figures = [run["figure"] for run in runs if (run["part"], run["arm"]) == (part, arm)]
+        medians.setdefault(part, {})[arm] = {"median": median(figures), "rounds": len(figures)}
+    model = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")][0]
+    facts = {
+        "date": date.today().isoformat(),
+        "machine": f"{model}, {os.cpu_count()} cores, {platform.system()}, no GPU",
+        "versions": versions(),
+        "command": "python benchmarks/start.py --parts imports dry_run update evaluation tokenising",
+        "units": "seconds; tokens a second of evaluation; MB (10^6 bytes) a second of tokenising",
+        "medians": medians,
+        "runs": runs,
+    }
+    RESULTS.write_text(json.dumps(facts, indent=1) + "\n")
+    print(json.dumps(medians, indent=1))
+
+
+if __name__ == "__main__":
+    main()
