@@ -30,6 +30,7 @@ bench: $(VENV)/installed-bench
 gpu: $(VENV)/installed-bench
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
 	  { echo "error: torch sees no GPU here, and make gpu needs one; compare torch's CUDA version with the driver's in nvidia-smi" >&2; exit 2; }
+	$(BIN)/python -m pip install --quiet liger-kernel==0.8.5
 	$(BIN)/python -m common.parallel.extensions
 	$(BIN)/python -m pytest -v --no-header --tb=short --durations 10 tests/test_gpu.py 2>&1 | sed 's|$(CURDIR)/||g' | \
 	  tee benchmarks/results/tests-gpu.txt

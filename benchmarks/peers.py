@@ -1,10 +1,11 @@
-"""The peers of benchmarks/throughput.py: a plain Accelerate loop, transformers' Trainer and TRL's SFTTrainer.
+"""The peers of benchmarks/throughput.py: Accelerate loops, transformers' Trainer and TRL's SFTTrainer.
 
-benchmarks/throughput.py starts this file through `accelerate launch`, as it does recipes/lm.py, and says there what is
-the same in all arms. Each peer writes what the recipe writes: a line of metrics.jsonl an update, and run.json.
+benchmarks/throughput.py starts this file through `accelerate launch`, as it does a recipe, and says there what is the
+same in all arms. Each peer writes results.json: seconds and loss of every update, and its memory growth.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -12,17 +13,11 @@ import time
 from pathlib import Path
 
 import torch
+import transformers
 from accelerate import Accelerator, PartialState
+from accelerate.utils import send_to_device
 from datasets import Dataset
 from torch.utils.data import DataLoader
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DataCollatorForSeq2Seq,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
 
 # The repository's root: this file's folder is on the path, the root is not.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
@@ -30,14 +25,15 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 from common.report.tracking import memory_in_use_bytes, peak_memory_bytes  # noqa: E402
 from common.training.optimizers import ADAM_BETAS  # noqa: E402
 
+BLOCK = 512  # tokens of a packed sample
 
-class Recorder(TrainerCallback):
+
+class Recorder(transformers.TrainerCallback):
     """Wall time and loss of each update, and how much memory the training took; a callback for the two Trainers."""
 
-    def __init__(self, num_tokens: list[int]):
-        self.num_tokens = num_tokens  # of each update, without padding: what the recipe counts, on the same samples
+    def __init__(self):
         self.device = PartialState().device
-        self.seconds, self.losses = [], []
+        self.seconds, self.losses, self.results = [], [], {}
 
     def start(self):
         """The model is loaded and the loop begins."""
@@ -53,12 +49,9 @@ class Recorder(TrainerCallback):
 
     def write(self, output_dir):
         growth = peak_memory_bytes(self.device) - self.memory_at_start
-        with open(output_dir / "metrics.jsonl", "w") as file:
-            for loss, tokens, seconds in zip(self.losses, self.num_tokens, self.seconds, strict=True):
-                record = {"loss": loss, "target_tokens": tokens, "tokens_per_second": tokens / seconds}
-                file.write(json.dumps(record) + "\n")
-        results = {"memory_growth_bytes": growth, "num_threads": torch.get_num_threads()}
-        (output_dir / "run.json").write_text(json.dumps({"results": results}))
+        self.results |= {"memory_growth_bytes": growth, "num_threads": torch.get_num_threads()}
+        self.results |= {"seconds": self.seconds, "losses": self.losses}
+        (output_dir / "results.json").write_text(json.dumps(self.results))
 
     def on_train_begin(self, *_, **__):
         self.start()
@@ -71,15 +64,16 @@ class Recorder(TrainerCallback):
             self.losses.append(logs["loss"])
 
 
-def train_plain(args, model, tokenizer, dataset, recorder):
+def adamw(args, model):
+    rates = {"lr": args.learning_rate, "betas": ADAM_BETAS, "weight_decay": args.weight_decay}
+    return torch.optim.AdamW(model.parameters(), **rates, fused=True)
+
+
+def train_plain(args, model, tokenizer, rows, collate, recorder):
     """The loop of the tutorials: micro-batches padded to their longest sample, the mean of their mean losses."""
     accelerator = Accelerator(gradient_accumulation_steps=args.accumulation_steps)
-    collate = DataCollatorForSeq2Seq(tokenizer)
-    loader = DataLoader(dataset, batch_size=args.micro_batch_size, collate_fn=collate)  # in the data's shuffled order
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=args.learning_rate, betas=ADAM_BETAS, weight_decay=args.weight_decay, fused=True
-    )
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    loader = DataLoader(rows, batch_size=args.micro_batch_size, collate_fn=collate)  # in the data's shuffled order
+    model, optimizer, loader = accelerator.prepare(model, adamw(args, model), loader)
     model.train()
     losses = []
     recorder.start()
@@ -98,8 +92,41 @@ def train_plain(args, model, tokenizer, dataset, recorder):
             losses.clear()
 
 
-def trainer_settings(args):
-    """What both Trainers are given; everything else is their default."""
+def train_tuned(args, model, tokenizer, rows, collate, recorder):
+    """What one would write by hand: sorted samples, micro-batches by tokens, each weighted by its targets."""
+    accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(model, adamw(args, model))
+    model.train()
+    recorder.start()
+    for start in range(0, len(rows), args.global_batch_size):
+        samples = sorted(rows[start : start + args.global_batch_size], key=lambda row: -len(row["input_ids"]))
+        batches = [[samples[0]]]
+        for row in samples[1:]:
+            if (len(batches[-1]) + 1) * len(batches[-1][0]["input_ids"]) > args.micro_batch_tokens:
+                batches.append([])
+            batches[-1].append(row)
+        total, losses = sum(num_targets(row, model) for row in samples), []
+        for batch in batches:
+            share = sum(num_targets(row, model) for row in batch) / total
+            loss = model(**send_to_device(dict(collate(batch)), accelerator.device)).loss * share
+            accelerator.backward(loss)
+            losses.append(loss.detach())
+        accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        recorder.losses.append(torch.stack(losses).sum().item())
+        recorder.update()
+
+
+def num_targets(row, model):
+    """Of a sample: its labels; a decoder alone predicts all but the first."""
+    if isinstance(row["labels"], int):
+        return 1
+    return len(row["labels"]) - (not model.config.is_encoder_decoder)
+
+
+def trainer_settings(args, **more):
+    """What all Trainers are given; everything else is their default."""
     return {
         "output_dir": str(args.output_dir),
         "max_steps": args.num_updates,
@@ -116,57 +143,86 @@ def trainer_settings(args):
         # A Trainer takes device and precision from its arguments, not from the config of `accelerate launch`.
         "use_cpu": os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true",
         "bf16": os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16",
+        # Liger's kernels are for GPUs.
+        "use_liger_kernel": torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None,
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-    }
+    } | more
 
 
-def train_trainer(args, model, tokenizer, dataset, recorder):
-    settings = TrainingArguments(**trainer_settings(args))
-    collate = DataCollatorForSeq2Seq(tokenizer)
-    Trainer(model, settings, data_collator=collate, train_dataset=dataset, callbacks=[recorder]).train()
+def train_trainer(args, model, tokenizer, rows, collate, recorder, **more):
+    kind = "Seq2Seq" if model.config.is_encoder_decoder else ""
+    settings = getattr(transformers, f"{kind}TrainingArguments")(**trainer_settings(args, **more))
+    trainer = getattr(transformers, f"{kind}Trainer")
+    data = {"data_collator": collate, "train_dataset": rows}
+    trainer(model, settings, processing_class=tokenizer, callbacks=[recorder], **data).train()
 
 
-def train_sft(args, model, tokenizer, dataset, recorder):
+def train_grouped(*args):
+    train_trainer(*args, train_sampling_strategy="group_by_length")
+
+
+def train_sft(args, model, tokenizer, rows, collate, recorder, **more):
     from trl import SFTConfig, SFTTrainer
 
     # Two of its defaults are turned off: no other arm recomputes activations (slower, less memory), and the samples
     # are cut already.
-    settings = SFTConfig(**trainer_settings(args), gradient_checkpointing=False, max_length=None)
-    SFTTrainer(model, settings, train_dataset=dataset, processing_class=tokenizer, callbacks=[recorder]).train()
+    settings = SFTConfig(**trainer_settings(args, gradient_checkpointing=False, **{"max_length": None} | more))
+    data = Dataset.from_list(rows)
+    trainer = SFTTrainer(model, settings, train_dataset=data, processing_class=tokenizer, callbacks=[recorder])
+    trainer.train()
+    return trainer
+
+
+def train_packed(args, model, tokenizer, rows, collate, recorder):
+    """Joined and cut into blocks: as many of them an update as hold its tokens on average, four at once, once."""
+    num_blocks = sum(len(row["input_ids"]) for row in rows) // BLOCK
+    at_once = min(4, num_blocks)
+    steps = max(1, num_blocks // args.num_updates // at_once)
+    batch = {"per_device_train_batch_size": at_once, "gradient_accumulation_steps": steps}
+    how = {"packing": True, "packing_strategy": "wrapped", "max_length": BLOCK, "max_steps": -1, "num_train_epochs": 1}
+    trainer = train_sft(args, model, tokenizer, rows, collate, recorder, **batch, **how)
+    recorder.results["tokens"] = [len(row["input_ids"]) - 1 for row in trainer.train_dataset]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("arm", choices=("plain", "trainer", "sft"))
+    arms = {name.removeprefix("train_"): train for name, train in globals().items() if name.startswith("train_")}
+    parser.add_argument("arm", choices=arms)
     parser.add_argument("--model_name_or_path", required=True)
-    parser.add_argument("--train_file", required=True, help='JSONL of {"input_ids": [...]}, shuffled')
+    parser.add_argument("--model_class", required=True)
+    parser.add_argument("--train_file", required=True, help="JSONL of samples with labels, shuffled")
     parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--global_batch_size", type=int, required=True, help="samples of an update")
     parser.add_argument("--micro_batch_size", type=int, required=True, help="samples")
-    parser.add_argument("--accumulation_steps", type=int, required=True)
+    parser.add_argument("--micro_batch_tokens", type=int, required=True, help="of the tuned loop, padding included")
     parser.add_argument("--num_updates", type=int, required=True)
     parser.add_argument("--learning_rate", type=float, required=True)
     parser.add_argument("--weight_decay", type=float, required=True)
     parser.add_argument("--max_grad_norm", type=float, required=True)
     args = parser.parse_args()
+    args.accumulation_steps = args.global_batch_size // args.micro_batch_size
     args.output_dir.mkdir(parents=True)
 
     with open(args.train_file) as file:
-        rows = [json.loads(line)["input_ids"] for line in file]
-    # Labels are given, and not left to a collator that masks what equals the padding token: here that is the end token.
-    dataset = Dataset.from_dict({"input_ids": rows, "labels": rows})
-    global_batch = args.micro_batch_size * args.accumulation_steps
-    # One less a row: the model predicts n - 1 of n tokens, and so many the recipe reads.
-    tokens = [
-        sum(len(row) - 1 for row in rows[start : start + global_batch]) for start in range(0, len(rows), global_batch)
-    ]
-    recorder = Recorder(tokens)
-    tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
-    model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=torch.float32)
-    train = {"plain": train_plain, "trainer": train_trainer, "sft": train_sft}[args.arm]
-    train(args, model, tokenizer, dataset, recorder)
+        rows = [json.loads(line) for line in file]
+    recorder = Recorder()
+    path = args.model_name_or_path
+    model = getattr(transformers, args.model_class).from_pretrained(path, dtype=torch.float32)
+    if "input_ids" in rows[0]:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        # Labels are given, and not left to a collator that masks what equals the padding token: here that is the end
+        # token.
+        pads_labels = not isinstance(rows[0]["labels"], int)
+        collate = transformers.DataCollatorForSeq2Seq(tokenizer, model if model.config.is_encoder_decoder else None)
+        collate = collate if pads_labels else transformers.DataCollatorWithPadding(tokenizer)
+    else:
+        tokenizer, collate = None, transformers.default_data_collator
+        for row in rows:  # once, not in every update
+            row["pixel_values"] = torch.tensor(row["pixel_values"])
+    arms[args.arm](args, model, tokenizer, rows, collate, recorder)
     recorder.write(args.output_dir)
 
 

@@ -1,42 +1,53 @@
-"""Measures speed and memory of recipes/lm.py beside three other ways to train the same language model.
+"""Measures speed and memory of the recipes beside other ways to train the same models on the same samples.
 
-    make bench                                   all, on the GPU or else the CPU (two cores: a quarter of an hour)
-    make bench ARGS="--repeats 3"                more rounds
+    make bench                                   the language model in the precision of the config
+    make bench ARGS="--data functions blocks classify seq2seq vision --precisions float32 bf16 --rounds 6"     all rows
+    .venv/bin/python benchmarks/throughput.py --sizes medium --arms recipe plain --merge     adds to what was measured
+    .venv/bin/python benchmarks/throughput.py --rounds 0 --merge                             draws the page again
     .venv/bin/python benchmarks/throughput.py --quick --arms recipe plain --output_dir runs/bench      seconds
 
-The same in all arms: the initial weights (a Llama shape of 14 M parameters, no dropout) and the tokenizer; the samples
-of every update and their order, drawn by the recipe's own rule and written out for the peers; what is predicted (every
-token of a sample but its first, the end token too; samples are cut after 512); AdamW (fused, same betas, constant
-learning rate, weight decay, clipping at 1.0); `accelerate launch` with the same config file, so device and precision;
-the number of threads; full activations kept, nothing compiled.
+The same in all arms: the initial weights and the tokenizer; the samples of every update and their order, drawn by the
+recipe's own rule and written out for the peers (but for two arms, see below); what is predicted; AdamW (fused, same
+betas, constant learning rate, weight decay, clipping at 1.0); `accelerate launch` with the same config file and
+`--mixed_precision`; the number of threads; full activations kept, nothing compiled.
 
 What each arm does in its own way:
-    recipe   recipes/lm.py as shipped: sorts the samples of an update by length, cuts them by a budget of tokens,
-             computes the loss in chunks, and divides it by the number of targets of the whole update
+    recipe   the recipe as shipped, with its default micro-batches: sorts the samples of an update by length, cuts them
+             by a budget of tokens, divides the loss by the number of targets of the whole update
     plain    the padded Accelerate loop of the tutorials: micro-batches of a fixed number of samples, mean of their mean
              losses, weight decay on every parameter
-    trainer  transformers.Trainer with its defaults: the same micro-batches (it does not group by length unless asked)
-    sft      trl.SFTTrainer, likewise, without packing; its gradient checkpointing, on by default, is off here; it also
-             computes entropy and accuracy of the tokens, as it always does
+    tuned    what one would write by hand to be faster: the samples of an update sorted by length, micro-batches of at
+             most --tuned_tokens tokens with their padding, exact weights; the model's own loss
+    trainer  transformers.Trainer (Seq2SeqTrainer): the same micro-batches; on a GPU Liger kernels, where installed
+    grouped  the Trainer with group_by_length, which chooses by length which samples make an update: other updates, of
+             other numbers of tokens; so its speed is that of the whole run, over the same samples
+    sft      trl.SFTTrainer, like trainer, without packing; its gradient checkpointing, on by default, is off here; it
+             also computes entropy and accuracy of the tokens, as it always does
+    packed   the same with packing ("wrapped"; "bfd" wants FlashAttention, which a CPU has not): the samples are joined
+             and cut into blocks of 512. Another function of the data: a sample may be cut in two, and what stands
+             before it in the block is seen by it. Its speed, too, is that of the whole run
 
-The two data sets are Python's standard library: its functions, each at its own length, and its files joined and cut
-into blocks of 512. Each arm is a fresh process; a round is all arms, and every second round goes through them backwards
-(ABBA), so that a machine that slows down slows all arms. Ratios are taken within a round.
+The data are Python's standard library: its functions, each at its own length; its files joined and cut into blocks of
+512 (both for recipes/lm.py); the package that a function comes from (classify); the docstring that belongs to it
+(seq2seq); and scikit-learn's digits (vision), with a ViT. Models: --sizes, by the recipes' names.
 
-Nothing is downloaded and nothing is left behind but the results: caches and outputs lie in a temporary directory.
+Each arm is a fresh process; a round is all arms, and every second round goes through them backwards (ABBA), so that a
+machine that slows down slows all arms. Ratios are taken within a round. Nothing is downloaded; caches and outputs lie
+in a temporary directory (--work_dir keeps models and data for the next call).
 
-Tokens per second: tokens of the update without padding (the same number in each arm) / wall time, after the warm-up.
+Tokens per second: tokens of the update without padding (images, for vision) / wall time, after the warm-up.
 Memory growth: the most that the process held (resident memory; on a GPU, allocated memory) less what it held when the
-model was loaded and the loop began.
+model was loaded and the loop began; in every arm by the same two functions.
 """
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import platform
 import shlex
-import statistics
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -44,161 +55,128 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-import numpy as np
 import psutil
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from throughput_data import DATA, MODELS, ROOT, SEED, data_flags, prepare, settings_of
+from throughput_page import ARMS, draw, targets_table, write_page
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(1, str(ROOT))
+from common.report.tracking import versions
 
-from throughput_page import ARMS, draw, targets_table, write_page  # noqa: E402
-
-from common.data.rows import Source  # noqa: E402
-from common.data.sources import open_source  # noqa: E402
-from common.data.text import tokenize  # noqa: E402
-from common.data.tokenizer import train_tokenizer  # noqa: E402
-from common.parallel.connect import seed_everything  # noqa: E402
-from common.report.tracking import versions  # noqa: E402
-from common.training.batching import sample_ids_of  # noqa: E402
-
-SEQUENCE_LENGTH = 512
-SEED = 0
-OPTIMIZER = ["--learning_rate", "1e-3", "--weight_decay", "0.1", "--max_grad_norm", "1.0"]  # flags of every arm
-MODEL = {"num_hidden_layers": 6, "hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 6}
-VOCABULARY = 8192
-# Samples of an update and of a peer's micro-batch; updates of a run that are not measured, and that are.
-DATA = {
-    "functions": {"shape": "examples", "global_batch": 128, "micro_batch": 8, "warmup": 1, "measured": 1},
-    "blocks": {"shape": "blocks", "global_batch": 16, "micro_batch": 4, "warmup": 1, "measured": 4},
-}
-GPU_UPDATES = {"warmup": 5, "measured": 30}
-QUICK_MODEL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
-QUICK_DATA = {"global_batch": 8, "micro_batch": 4, "warmup": 1, "measured": 1}
+SHARED_FLAGS = ["--learning_rate", "1e-3", "--weight_decay", "0.1", "--max_grad_norm", "1.0"]  # of every arm
+BENCHMARK_FLAGS = [*SHARED_FLAGS, "--seed", str(SEED), "--optimizer", "adamw", "--lr_schedule", "constant"]
+BENCHMARK_FLAGS += ["--warmup_updates", "0"]  # of a recipe
+ON_GPU = torch.cuda.is_available()
+WHOLE_RUN = ("grouped", "packed")  # arms whose updates are others
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
-    parser.add_argument("--repeats", type=int, default=1, help="ABBA passes: each arm runs twice as often (default: 1)")
+    parser.add_argument("--data", nargs="+", choices=DATA, default=["functions", "blocks"])
+    parser.add_argument("--sizes", nargs="+", choices=("small", "medium"), default=["small"])
+    about = "of all arms (default: the config's)"
+    parser.add_argument("--precisions", nargs="+", choices=("float32", "bf16"), help=about)
+    parser.add_argument("--rounds", type=int, default=2, help="each runs every arm once (default: 2)")
     parser.add_argument("--measured", type=int, help="updates of a run that are measured (default: by data)")
-    parser.add_argument(
-        "--micro_batch_tokens", type=int, help="the recipe's (default: 1024; GPU: 4096, a peer's 8 x 512)"
-    )
-    parser.add_argument("--quick", action="store_true", help="seconds, with a toy model: shows that it runs, no more")
+    about = "the recipe's (default: as it chooses itself)"
+    parser.add_argument("--micro_batch_tokens", type=int, help=about)
+    about = "micro-batch of the tuned loop, with padding (default: 1024, the fastest of 1024 to 4096; on a GPU 16384)"
+    parser.add_argument("--tuned_tokens", type=int, default=16384 if ON_GPU else 1024, help=about)
+    parser.add_argument("--quick", action="store_true", help="seconds, with toy models: shows that it runs, no more")
+    parser.add_argument("--merge", action="store_true", help="keep what the result file holds, and add to it")
+    parser.add_argument("--work_dir", type=Path, help="keep models and data here, and take them from here")
     parser.add_argument("--output_dir", type=Path, default=ROOT / "benchmarks/results")
     args = parser.parse_args()
     # For the page: how to measure the same again, wherever the results went.
     without = argparse.ArgumentParser(add_help=False)
     without.add_argument("--output_dir")
-    args.flags = shlex.join(without.parse_known_args()[1])
+    without.add_argument("--work_dir")
+    args.command = f".venv/bin/python benchmarks/throughput.py {shlex.join(without.parse_known_args()[1])}".strip()
     if "recipe" not in args.arms:
         parser.error("--arms: name recipe too, with which the others are compared")
-    if "sft" in args.arms and not importlib.util.find_spec("trl"):
-        parser.error("trl is not installed; pip install -r benchmarks/requirements.txt (make bench does)")
-    args.config = "single_gpu" if torch.cuda.is_available() else "cpu"
-    args.micro_batch_tokens = args.micro_batch_tokens or (4096 if args.config == "single_gpu" else 1024)
-    args.settings = {name: dict(DATA[name]) for name in args.data}
-    for settings in args.settings.values():
-        settings |= QUICK_DATA if args.quick else GPU_UPDATES if args.config == "single_gpu" else {}
-        settings["measured"] = args.measured or settings["measured"]
+    if {"sft", "packed"} & set(args.arms) and {"functions", "blocks"} & set(args.data) and args.rounds:
+        if not importlib.util.find_spec("trl"):
+            parser.error("trl is not installed; pip install -r benchmarks/requirements.txt (make bench does)")
+    args.precisions = args.precisions or ["bf16" if ON_GPU else "float32"]
+    args.sizes = ["quick"] if args.quick else args.sizes
     return args
 
 
-def write_text(work, quick):
-    """The text of both data sets as JSONL (`work`/functions.jsonl, `work`/blocks.jsonl); without held-out files."""
-    for name, whole_files in (("functions", False), ("blocks", True)):
-        with open(work / f"{name}.jsonl", "w") as file:
-            for number, row in enumerate(open_source(Source(embedded="train")).rows(("text",), whole_files)):
-                if quick and number == 100:
-                    break
-                file.write(json.dumps({"text": row.values["text"]}) + "\n")
-
-
-def write_model(work, quick):
-    """The initial model and the tokenizer that all arms load (`work`/model)."""
-    tokenizer = train_tokenizer(Source(files=(str(work / "blocks.jsonl"),)), VOCABULARY)
-    config = LlamaConfig(
-        **(QUICK_MODEL if quick else MODEL),
-        vocab_size=VOCABULARY,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    seed_everything(SEED)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(work / "model")
-    tokenizer.save_pretrained(work / "model")
-    return tokenizer, model.num_parameters()
-
-
-def write_global_batches(work, name, settings, tokenizer):
-    """The samples of every update, in the order in which the recipe draws them, for the peers."""
-    source = Source(files=(str(work / f"{name}.jsonl"),))
-    samples = tokenize(source, tokenizer, SEQUENCE_LENGTH, settings["shape"])
-    lengths = []
-    with open(work / f"{name}.batches.jsonl", "w") as file:
-        for update in range(settings["warmup"] + settings["measured"]):
-            for sample in sample_ids_of(update, len(samples), settings["global_batch"], SEED):
-                input_ids, targets, _ = samples[sample]
-                lengths.append(len(input_ids))
-                file.write(json.dumps({"input_ids": np.append(input_ids, targets[-1]).tolist()}) + "\n")
-    return {"samples": len(samples), "mean_length": statistics.mean(lengths), "max_length": max(lengths)}
-
-
-def run_arm(args, arm, name, work, output_dir):
-    """One fresh process; returns tokens/s after the warm-up, memory growth, and the loss of every update."""
-    settings = args.settings[name]
-    flags = ["--model_name_or_path", work / "model", "--output_dir", output_dir, *OPTIMIZER]
-    flags += ["--num_updates", settings["warmup"] + settings["measured"]]
-    if arm == "recipe":
-        script = ["recipes/lm.py", "--train_file", work / f"{name}.jsonl", "--shape", settings["shape"]]
-        flags += ["--sequence_length", SEQUENCE_LENGTH, "--seed", SEED]
-        flags += ["--global_batch_size", settings["global_batch"], "--micro_batch_tokens", args.micro_batch_tokens]
-        flags += ["--optimizer", "adamw", "--lr_schedule", "constant", "--warmup_updates", 0]
-    else:
-        script = ["benchmarks/peers.py", arm, "--train_file", work / f"{name}.batches.jsonl"]
-        flags += ["--micro_batch_size", settings["micro_batch"]]
-        flags += ["--accumulation_steps", settings["global_batch"] // settings["micro_batch"]]
-    launch = [Path(sys.executable).parent / "accelerate", "launch", "--config_file"]
-    command = [*launch, f"accelerate_configs/{args.config}.yaml", *script, *flags]
+def launch(precision, script):
+    """Runs a script of the repository through `accelerate launch`, with the config of one GPU, or else of a CPU."""
+    command = [Path(sys.executable).parent / "accelerate", "launch", "--config_file"]
+    command += [f"accelerate_configs/{'single_gpu' if ON_GPU else 'cpu'}.yaml"]
+    command += ["--mixed_precision", {"float32": "no", "bf16": "bf16"}[precision], *script]
     result = subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True)
     if result.returncode:
-        sys.exit(f"error: {arm} on {name} failed (exit status {result.returncode}):\n{result.stdout}{result.stderr}")
-    results = json.loads((output_dir / "run.json").read_text())["results"]
-    assert results.get("num_threads", num_threads()) == num_threads(), "an arm ran with another number of threads"
-    updates = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    tokens = [update["target_tokens"] for update in updates]
-    seconds = [update["target_tokens"] / update["tokens_per_second"] for update in updates]
-    warmup = settings["warmup"]
+        sys.exit(f"error: {script} failed (exit status {result.returncode}):\n{result.stdout}{result.stderr}")
+
+
+def run_arm(args, arm, row, facts, folder, output_dir):
+    """One fresh process; returns tokens/s after the warm-up, memory growth, and seconds and loss of every update."""
+    tokens = [sum(map(sum, update)) for update in facts["lengths"]]
+    flags = ["--model_name_or_path", folder / "model", "--output_dir", output_dir, "--num_updates", len(tokens)]
+    flags += ["--global_batch_size", row["global_batch"]]
+    if arm == "recipe":
+        flags += [*data_flags(folder, row), *BENCHMARK_FLAGS]
+        flags += ["--micro_batch_tokens", args.micro_batch_tokens] if args.micro_batch_tokens else []
+        launch(row["precision"], [f"recipes/{row['recipe']}.py", *flags])
+        results = json.loads((output_dir / "run.json").read_text())["results"]
+        updates = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+        assert [update["sample_digest"] for update in updates] == facts["digests"], "other samples than the peers'"
+        seconds = [n / update["tokens_per_second"] for n, update in zip(tokens, updates, strict=True)]
+        results |= {"seconds": seconds, "losses": [update["loss"] for update in updates]}
+    else:
+        flags += ["--train_file", folder / "batches.jsonl", "--model_class", MODELS[row["recipe"]][1], *SHARED_FLAGS]
+        flags += ["--micro_batch_size", row["micro_batch"], "--micro_batch_tokens", args.tuned_tokens]
+        launch(row["precision"], ["benchmarks/peers.py", arm, *flags])
+        results = json.loads((output_dir / "results.json").read_text())
+        assert results["num_threads"] == num_threads(), "an arm ran with another number of threads"
+        tokens = results.get("tokens", tokens)
+    skipped = 0 if arm in WHOLE_RUN else row["warmup"]
+    shutil.rmtree(output_dir)
     return {
-        "tokens_per_second": sum(tokens[warmup:]) / sum(seconds[warmup:]),
+        "tokens_per_second": sum(tokens[skipped:]) / sum(results["seconds"][skipped:]),
         "memory_growth_bytes": results["memory_growth_bytes"],
-        "tokens": tokens,
-        "seconds": seconds,
-        "losses": [update["loss"] for update in updates],
+        **{name: results[name] for name in ("seconds", "losses")},
     }
 
 
-def measure(args, work):
-    """Every run of every arm, in ABBA order: a list of records."""
-    runs = []
-    for name in args.data:
-        for number in range(2 * args.repeats):
-            for arm in args.arms if number % 2 == 0 else args.arms[::-1]:
-                measured = run_arm(args, arm, name, work, work / f"{name}-{arm}-{number}")
-                runs.append({"data": name, "arm": arm, "round": number} | measured)
+def measure(args, work, results, save):
+    """Adds every run of every arm, in ABBA order, to `results`, and saves them after each round."""
+    for name, size, precision in itertools.product(args.data, args.sizes, args.precisions):
+        if size not in MODELS[DATA[name]["recipe"]][0]:
+            continue
+        settings = settings_of(name, size, ON_GPU)
+        settings["measured"] = args.measured or settings["measured"]
+        facts = prepare(work, name, size, settings)
+        if not args.rounds:
+            continue  # a later call finds it in --work_dir
+        key, arms = f"{name}, {size}, {precision}", [arm for arm in args.arms if arm in settings["arms"]]
+        row = describe_row(args, name, size, precision, settings, facts)
+        if results["rows"].setdefault(key, row) != row:
+            sys.exit(f"error: {key} was measured with other settings; measure it again without --merge")
+        done = len({run["round"] for run in results["runs"] if run["row"] == key})
+        for number in range(done, done + args.rounds):
+            for arm in arms if number % 2 == 0 else arms[::-1]:
+                measured = run_arm(args, arm, row, facts, work / f"{name}-{size}", work / "run")
+                results["runs"].append({"row": key, "arm": arm, "round": number} | measured)
                 print(
-                    f"{name}, round {number + 1}, {arm}: {measured['tokens_per_second']:,.0f} tokens/s, "
+                    f"{key}, round {number + 1}, {arm}: {measured['tokens_per_second']:,.0f} tokens/s, "
                     f"+{measured['memory_growth_bytes'] / 1e6:,.0f} MB, {sum(measured['seconds']):.0f} s",
                     flush=True,
                 )
-        different = {tuple(run["tokens"]) for run in runs if run["data"] == name}
-        assert len(different) == 1, f"the arms did not compute the same tokens: {different}"
-    return runs
+            save()
+
+
+def describe_row(args, name, size, precision, settings, facts):
+    """What all arms of a row have in common, for the JSON file and the page, as the file holds it."""
+    tokens = [sum(map(sum, update)) for update in facts["lengths"]]
+    lengths = [sum(sample) for update in facts["lengths"] for sample in update]
+    row = settings | {"data": name, "size": size, "precision": precision, "parameters": facts["parameters"]}
+    row |= {"tuned_tokens": args.tuned_tokens, "micro_batch_tokens": args.micro_batch_tokens, "tokens": tokens}
+    row |= {"mean_length": sum(lengths) / len(lengths), "max_length": max(lengths)}
+    return json.loads(json.dumps(row))  # lists for tuples
 
 
 def num_threads():
@@ -206,14 +184,17 @@ def num_threads():
     return int(os.environ["OMP_NUM_THREADS"])
 
 
-def describe_machine(args):
+def describe_machine():
     """The machine in words, without its name."""
     cpuinfo = Path("/proc/cpuinfo")
     names = [line for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
     cpu = names[0].split(":")[1].strip() if names else platform.processor() or platform.machine()
+    flags = cpuinfo.read_text() if cpuinfo.exists() else ""
+    bf16 = [label for flag, label in (("avx512_bf16", "AVX512-BF16"), ("amx_bf16", "AMX-BF16")) if flag in flags]
+    cpu += f" with {' and '.join(bf16)}" if bf16 else ""
     memory = f"{psutil.virtual_memory().total / 2**30:.0f} GiB of memory"
     machine = f"{cpu}, {num_cores()} cores, {memory}, {platform.system()}"
-    return f"{torch.cuda.get_device_name()}; {machine}" if args.config == "single_gpu" else machine
+    return f"{torch.cuda.get_device_name()}; {machine}" if ON_GPU else machine
 
 
 def num_cores():
@@ -222,40 +203,43 @@ def num_cores():
     return min(allowed, psutil.cpu_count(logical=False) or allowed)
 
 
-def main():
-    args = parse_arguments()
-    started = time.perf_counter()
+def device_name():
+    """For the names of result files."""
+    return torch.cuda.get_device_name().lower().replace(" ", "-") if ON_GPU else "cpu"
+
+
+def begin(work):
+    """Sets the environment of all arms; returns the folder for models and data, absolute."""
     os.environ.setdefault("OMP_NUM_THREADS", str(num_cores()))
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # a Trainer alone in its process would take all GPUs
-    with tempfile.TemporaryDirectory() as work:
-        os.environ["XDG_CACHE_HOME"] = work  # the recipe's cache of tokens: gone with the rest
-        work = Path(work)
-        write_text(work, args.quick)
-        tokenizer, parameters = write_model(work, args.quick)
-        for name, settings in args.settings.items():
-            settings |= write_global_batches(work, name, settings, tokenizer)
-        print(f"model and data written, {time.perf_counter() - started:.0f} s", flush=True)
-        runs = measure(args, work)
-    results = {
-        "machine": describe_machine(args),
-        "threads": num_threads(),
-        "precision": "float32 weights" + (", bf16 matrix products" if args.config == "single_gpu" else ""),
-        "date": time.strftime("%Y-%m-%d"),
-        "versions": versions() | ({"trl": version("trl")} if "sft" in args.arms else {}),
-        "command": f".venv/bin/python benchmarks/throughput.py {args.flags}".strip(),
-        "quick": args.quick,
-        "parameters": parameters,
-        "arms": args.arms,
-        "rounds": 2 * args.repeats,
-        "micro_batch_tokens": args.micro_batch_tokens,
-        "data": args.settings,
-        "runs": runs,
-    }
-    device = "cpu" if args.config == "cpu" else torch.cuda.get_device_name().lower().replace(" ", "-")
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    data, page, picture = (args.output_dir / f"throughput-{device}.{kind}" for kind in ("json", "md", "png"))
-    data.write_text(json.dumps(results, indent=1) + "\n")
+    work = work.resolve()
+    os.environ["XDG_CACHE_HOME"] = str(work / "cache")  # the recipe's cache of tokens: gone with the rest
+    return work
+
+
+def main():
+    args = parse_arguments()
+    started = time.perf_counter()
+    data = args.output_dir / f"throughput-{device_name()}.json"
+    page, picture = data.with_suffix(".md"), data.with_suffix(".png")
+    with tempfile.TemporaryDirectory() as temporary:
+        work = begin(args.work_dir or Path(temporary))
+        facts = {"machine": describe_machine(), "threads": num_threads(), "quick": args.quick}
+        more = [name for name in ("trl", "liger-kernel") if importlib.util.find_spec(name.replace("-", "_"))]
+        facts["versions"] = versions() | {name: version(name) for name in more}
+        results = facts | {"commands": [], "rows": {}, "runs": []}
+        if args.merge and data.exists():
+            results = json.loads(data.read_text())
+            if args.rounds and (different := [name for name in facts if results[name] != facts[name]]):
+                sys.exit(f"error: {data} was measured with another {', '.join(different)}; leave out --merge")
+        if args.rounds:
+            results["commands"].append(f"{time.strftime('%Y-%m-%d')}: {args.command}")
+        args.output_dir.mkdir(parents=True, exist_ok=True)
+        if args.rounds or args.work_dir:
+            measure(args, work, results, lambda: data.write_text(json.dumps(results, indent=1) + "\n"))
+    if not results["runs"]:
+        return
     if importlib.util.find_spec("matplotlib"):
         draw(results, picture)
     else:
