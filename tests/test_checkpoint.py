@@ -28,7 +28,15 @@ from running import Run, find_rank, wait_for_updates, wait_until
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.checkpoint.format import DTYPE_NAMES, TrainingState, find_best, find_damage, hash_of, list_checkpoints
+from common.checkpoint.format import (
+    DTYPE_NAMES,
+    FORMAT,
+    TrainingState,
+    find_best,
+    find_damage,
+    hash_of,
+    list_checkpoints,
+)
 from common.training.optimizers import learning_rate
 
 LM = [*launch_command("cpu"), "recipes/lm.py"]
@@ -228,9 +236,9 @@ def test_what_is_not_the_runs_own_is_refused(finished, functions_file, model_dir
     ]
     assert_refused(result, *patterns, "--optimizer is sgd, the checkpoint's is adamw; give adamw$", lines=3)
 
-    change_manifest(newest, format=2)
+    change_manifest(newest, format=FORMAT + 1)
     result = launch(*flags(functions_file, model_dir, other, "--resume"), check=False)
-    assert_refused(result, "its format is 2, newer than this code's 1")
+    assert_refused(result, f"its format is {FORMAT + 1}, newer than this code's {FORMAT}")
 
     shutil.rmtree(newest)
     changed[changed.index(str(finished))] = str(other)

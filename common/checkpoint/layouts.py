@@ -2,7 +2,8 @@
 
 What makes one checkpoint format serve all modes: each layout cuts a tensor into ranges of its flattened elements. FSDP2
 cuts the first dimension, ZeRO-3 each parameter, ZeRO-1 and 2 the parameters laid end to end; DDP does not cut. So a
-part is (name, start, elements), and any layout is read back from the parts of any other.
+part is (name, start, elements), and any layout is read back from the parts of any other. `model` is the one that
+`accelerator.unwrap_model` gives, which takes a millisecond.
 """
 
 from collections.abc import Callable, Iterator
@@ -83,7 +84,7 @@ def _parts(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> 
         # tensors in the dtype that computes, which no optimizer knows.
         if isinstance(module, FSDPModule):
             module.reshard()
-    named = dict(accelerator.unwrap_model(model).named_parameters())
+    named = dict(model.named_parameters())
     zero = _zero_optimizer(optimizer)
     if zero is not None:
         names = {id(p): name for name, p in named.items()}
@@ -152,7 +153,7 @@ def _zero3_parts(zero: Any, names: dict[int, str]) -> Iterator[_Part]:
 
 
 def _buffers(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[Piece]:
-    for prefix, module in accelerator.unwrap_model(model).named_modules():
+    for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 full = f"buffer/{prefix}.{name}" if prefix else f"buffer/{name}"

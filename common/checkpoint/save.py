@@ -139,7 +139,7 @@ class Checkpoints:
         if self.cannot:
             raise UserError(self.cannot)
         self.writer.finish()  # one at a time
-        whole = (self.accelerator, model, optimizer)
+        whole = (self.accelerator, self.accelerator.unwrap_model(model), optimizer)
         owned = [piece for piece in layouts.pieces(*whole) if piece.is_owner]
         rank_facts = {
             "numbers": layouts.scalar_state(*whole),
