@@ -46,7 +46,7 @@ from common.report import tracking
 from common.training.optimizers import make_optimizer
 
 LENGTH = 256  # tokens of a sequence
-NUM_USUAL = 6  # updates measured before each save
+NUM_USUAL = 4  # updates measured before each save
 KINDS = ("ours", "save_state", "async_save")
 
 
@@ -170,8 +170,8 @@ def summarize(runs):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--saves", type=int, default=4, help="in each round")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--saves", type=int, default=5, help="in each round")
     parser.add_argument("--sequences", type=int, default=2, help="of an update, of 256 tokens each")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)

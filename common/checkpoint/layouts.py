@@ -3,7 +3,7 @@
 What makes one checkpoint format serve all modes: each layout cuts a tensor into ranges of its flattened elements. FSDP2
 cuts the first dimension, ZeRO-3 each parameter, ZeRO-1 and 2 the parameters laid end to end; DDP does not cut. So a
 part is (name, start, elements), and any layout is read back from the parts of any other. `model` is the one that
-`accelerator.unwrap_model` gives, which takes a millisecond.
+`accelerator.unwrap_model` gives.
 """
 
 from collections.abc import Callable, Iterator

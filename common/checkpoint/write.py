@@ -25,9 +25,9 @@ from common.checkpoint.layouts import Piece
 from common.files import PAGE, PARTIAL, fsync, remove, replace_directory, write_file
 from common.memory import available_memory, pinned_bytes
 
-# On a CPU, seconds that the thread which writes rests for each second that it computes: what it computes, the updates
-# lose, and this is no more than one part in thirty of each.
-REST = 30
+# On a CPU, seconds that the thread which writes rests for each second that it computes. What it computes, the updates
+# lose: so each loses a fiftieth, and not one of them a tenth.
+REST = 50
 
 
 class Writer:
