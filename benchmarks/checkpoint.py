@@ -1,4 +1,4 @@
-"""Measures what a save costs the training, beside Accelerate's save_state and torch's own asynchronous save.
+"""Measures what a save costs the training, beside Accelerate's save_state, torch's own asynchronous save, and nothing.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml benchmarks/checkpoint.py
 
@@ -47,7 +47,7 @@ from common.training.optimizers import make_optimizer
 
 LENGTH = 256  # tokens of a sequence
 NUM_USUAL = 4  # updates measured before each save
-KINDS = ("ours", "save_state", "async_save")
+KINDS = ("ours", "save_state", "async_save", "nothing")
 
 
 def timed(action):
@@ -86,6 +86,16 @@ def save_state(directory, accelerator, config, model, optimizer):
         flushing = threading.Thread(target=os.sync)
         flushing.start()
         return lambda: not flushing.is_alive()
+
+    return save
+
+
+def nothing(directory, accelerator, config, model, optimizer):
+    """The control: no save, and then six updates."""
+
+    def save():
+        left = iter([False] * 6)
+        return lambda: next(left, True)
 
     return save
 

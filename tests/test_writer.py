@@ -20,9 +20,9 @@ from common.checkpoint.layouts import Piece
 from common.files import PAGE, write_file
 
 
-def make_writer(directory):
+def make_writer(directory, device="cpu"):
     ranks = Agreement(types.SimpleNamespace(process_index=0, num_processes=1), Path(directory))
-    return write.Writer(ranks, torch.device("cpu"), 2, False)
+    return write.Writer(ranks, torch.device(device), 2, False)
 
 
 def piece(name, tensor):
