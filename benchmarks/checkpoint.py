@@ -202,7 +202,8 @@ def main():
             runs[kind].append(json.loads(done.stdout.splitlines()[-1]))
     facts = runs[options.kinds[0]][0]["facts"]
     report = {
-        "command": f"accelerate launch --config_file accelerate_configs/CONFIG.yaml {' '.join(sys.argv)}",
+        "command": f"accelerate launch --config_file CONFIG benchmarks/checkpoint.py --rounds {options.rounds} --saves "
+        f"{options.saves} --sequences {options.sequences} --layers {options.layers} --kinds {' '.join(options.kinds)}",
         "date": time.strftime("%Y-%m-%d"),
         **facts,
         "load average at the end": os.getloadavg()[0],
