@@ -1,31 +1,39 @@
-"""Measures how long a save holds up the training loop, beside Accelerate's save_state on the same model.
+"""Measures what a save costs the training, beside Accelerate's save_state, torch's own asynchronous save, and nothing.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml benchmarks/checkpoint.py
 
-A Llama of 14 M parameters (the recipe's `small`) with the state of AdamW, 165 MB in all. A round is one save of each
-kind, in turn, every second round backwards; before each, the disk is synced. The stall is the time until the loop could
-go on; `until complete` is until the checkpoint has its final name and is flushed. save_state flushes nothing: its files
-are in the page cache when it returns, so it is measured with a sync too. Both directories lie on the same disk.
+A Llama of 14 M parameters (the recipe's `small`) with the state of AdamW: 165 MB. Each kind of save has processes
+of its own, in turn, every second round backwards: what a save leaves behind in its process meets no other kind. Such a
+process measures updates before any save, makes one save to warm up, and then in turn updates without a save and a save
+beside updates, until its checkpoint is flushed to the disk (after save_state, which flushes nothing, by a `sync` in a
+thread). Measured in each save:
 
-`waiting`: the loop waits for the thread, so that the time with and without the hash is the thread's own.
-The loop that goes on shares the processors with the thread that writes: `while writing` is how much longer an update
-took meanwhile, times the number of those updates, and counts as stall too in `stall in all`; so does the wait of the
-next step for the copy of what it changes.
+    stall                  until the call returns, as a share of an update
+    updates meanwhile      how much longer they are than those just before, in the mean
+    in all, s              the stall, and all that these updates are longer
+    until complete, s      from the call
+    after saves            how much longer the updates between saves are than those before any save
+
+Updates: the median of those without a save. Figures: medians over the saves of all rounds, and 95 % intervals of them.
 """
 
 import argparse
-import hashlib
 import json
 import os
+import random
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,6 +45,10 @@ from common.parallel.mode import running_mode
 from common.report import tracking
 from common.training.optimizers import make_optimizer
 
+LENGTH = 256  # tokens of a sequence
+NUM_USUAL = 4  # updates measured before each save
+KINDS = ("ours", "save_state", "async_save", "nothing")
+
 
 def timed(action):
     started = time.perf_counter()
@@ -44,130 +56,174 @@ def timed(action):
     return time.perf_counter() - started
 
 
-def measure_ours(checkpoints, state, model, optimizer, update_once=None, usual=0.0):
-    """A save beside updates, of which one alone takes `usual` seconds; without `update_once` the loop waits."""
-    os.sync()
-    state.update += 1
-    started = time.perf_counter()
-    checkpoints.save(state, model, optimizer)
-    stall = time.perf_counter() - started
-    longer = 0.0
-    while update_once and not checkpoints.writer.is_written():
-        longer += timed(update_once) - usual
-    checkpoints.writer.finish()
-    return {"stall": stall, "until complete": time.perf_counter() - started, "while writing": max(0.0, longer)}
-
-
-def measure_save_state(accelerator, directory):
-    shutil.rmtree(directory, ignore_errors=True)
-    os.sync()
-    started = time.perf_counter()
-    accelerator.save_state(str(directory))
-    stall = time.perf_counter() - started
-    os.sync()
-    return {"stall": stall, "until complete": time.perf_counter() - started}
-
-
-class NoHash:
-    def update(self, _):
-        pass
-
-    def hexdigest(self):
-        return ""
-
-
-HASHED = hashlib.sha256
-
-
-def set_hash(is_real):
-    # (The few bytes of JSON are hashed all the same, as hashing them takes no time.)
-    hashlib.sha256 = HASHED if is_real else (lambda *data: HASHED(*data) if data else NoHash())
-
-
-def make_checkpoints(directory, accelerator, config, model):
+def ours(directory, accelerator, config, model, optimizer):
+    """A function that starts a save, and returns one that says whether it is complete; as each of the next two."""
     args = argparse.Namespace(output_dir=str(directory), save_every=1, keep_last=2, keep_best=False, resume=False)
     args.num_updates, args.global_batch_size, args.seed, args.dry_run = 0, 1, 0, False
-    checkpoints = Checkpoints(args, accelerator)
+    checkpoints, state = Checkpoints(args, accelerator), TrainingState()
     directory.mkdir()
     checkpoints.identity = identify(args, accelerator, config, None, "none")  # no tokenizer is needed to measure
     checkpoints.start(config, model=model)
-    return checkpoints
+    writer = checkpoints.writer
+
+    def save():
+        state.update += 1
+        checkpoints.save(state, model, optimizer)
+        return is_complete
+
+    def is_complete():
+        if writer.is_written():  # as the loop does where all ranks have told it
+            writer.commit_soon()
+        return writer.writing is None and writer.committing.done()
+
+    return save
 
 
-def measure(kinds, rounds):
-    """The figures of each kind of save in each round, every second round backwards."""
-    runs = {kind: [] for kind in kinds}
-    try:
-        for number in range(rounds + 1):
-            for kind in list(kinds)[:: -1 if number % 2 else 1]:
-                set_hash("no hash" not in kind)
-                figures = kinds[kind]()
-                if number:  # the first round is warm-up
-                    runs[kind].append(figures)
-    finally:
-        set_hash(True)
-    return runs
+def save_state(directory, accelerator, config, model, optimizer):
+    def save():
+        shutil.rmtree(directory, ignore_errors=True)
+        accelerator.save_state(str(directory))
+        flushing = threading.Thread(target=os.sync)
+        flushing.start()
+        return lambda: not flushing.is_alive()
+
+    return save
+
+
+def nothing(directory, accelerator, config, model, optimizer):
+    """The control: no save, and then six updates."""
+
+    def save():
+        left = iter([False] * 6)
+        return lambda: next(left, True)
+
+    return save
+
+
+def async_save(directory, accelerator, config, model, optimizer):
+    def save():
+        shutil.rmtree(directory, ignore_errors=True)
+        weights, state = get_state_dict(model, optimizer.optimizer)
+        future = dcp.async_save({"model": weights, "optimizer": state}, checkpoint_id=directory, no_dist=True)
+        return future.done
+
+    return save
+
+
+def measure(kind, num_saves, num_sequences, layers, directory):
+    """What one process of this kind measures."""
+    accelerator = Accelerator()
+    shape = {"hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 6, "num_key_value_heads": 6}
+    config = LlamaConfig(num_hidden_layers=layers, vocab_size=8192, tie_word_embeddings=True, **shape)
+    model = LlamaForCausalLM(config)
+    model, optimizer = accelerator.prepare(model, make_optimizer("adamw", model, 1e-3, 0.1))
+    ids = torch.randint(8192, (num_sequences, LENGTH), device=accelerator.device)
+
+    def update_once():
+        loss = model(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+
+    def usual():
+        return statistics.median(timed(update_once) for _ in range(NUM_USUAL))
+
+    save = globals()[kind](directory / kind, accelerator, config, model, optimizer)
+    usual()  # to warm up
+    before_any, saves = [usual(), usual()], []
+    for number in range(num_saves + 1):
+        without = usual()
+        started = time.perf_counter()
+        is_complete = save()
+        stall, updates = time.perf_counter() - started, []
+        while not is_complete():
+            updates.append(timed(update_once))
+        figures = {"usual": without, "stall": stall, "updates": updates}
+        if number:
+            saves.append(figures | {"until complete": time.perf_counter() - started})
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    facts = {
+        "machine": f"{names[0].partition(': ')[2]}, {os.cpu_count()} cores, {accelerator.device.type}",
+        "mode": f"{running_mode(accelerator)}, {torch.get_num_threads()} threads",
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+    return {"facts": facts, "before any save": statistics.median(before_any), "saves": saves}
+
+
+def figures_of(run):
+    for one in run["saves"]:
+        longer = [update - one["usual"] for update in one["updates"]]
+        yield {
+            "stall": one["stall"] / one["usual"],
+            "updates meanwhile": statistics.mean(longer or [0]) / one["usual"],
+            "in all, s": one["stall"] + sum(longer),
+            "until complete, s": one["until complete"],
+            "after saves": one["usual"] / run["before any save"] - 1,
+        }
+
+
+def median_and_interval(values):
+    """By drawing as many again, 2,000 times."""
+    drawn = random.Random(0)
+    medians = sorted(statistics.median(drawn.choices(values, k=len(values))) for _ in range(2000))
+    return [round(value, 4) for value in (statistics.median(values), medians[50], medians[-51])]
 
 
 def summarize(runs):
-    def median(kind, figure):
-        return statistics.median(run[figure] for run in runs[kind])
-
+    found = {kind: [figures for run in runs[kind] for figures in figures_of(run)] for kind in runs}
     return {
-        "median, s": {kind: {figure: median(kind, figure) for figure in runs[kind][0]} for kind in runs},
-        "stall / save_state's": median("ours", "stall") / median("save_state", "stall"),
-        "stall in all / save_state's": statistics.median(r["stall"] + r["while writing"] for r in runs["ours"])
-        / median("save_state", "stall"),
-        "until complete, with / without hash": median("ours, waiting", "until complete")
-        / median("ours, waiting, no hash", "until complete"),
-        "runs": runs,
+        kind: {name: median_and_interval([one[name] for one in figures]) for name in figures[0]}
+        for kind, figures in found.items()
     }
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--saves", type=int, default=5, help="in each round")
+    parser.add_argument("--sequences", type=int, default=2, help="of an update, of 256 tokens each")
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--directory", default=tempfile.gettempdir(), help="on the disk to measure")
+    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
+    parser.add_argument("--directory", type=Path, default=tempfile.gettempdir(), help="on the disk to measure")
     parser.add_argument("--output_dir", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--alone", action="store_true", help="one kind in this process, as JSON (it starts itself so)")
     options = parser.parse_args()
-    accelerator = Accelerator()
-    shape = {"hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 6, "num_key_value_heads": 6}
-    config = LlamaConfig(num_hidden_layers=options.layers, vocab_size=8192, tie_word_embeddings=True, **shape)
-    model = LlamaForCausalLM(config)
-    model, optimizer = accelerator.prepare(model, make_optimizer("adamw", model, 1e-3, 0.1))
-    ids = torch.randint(8192, (2, 256), device=accelerator.device)
-
-    def update_once():
-        accelerator.backward(model(input_ids=ids, labels=ids).loss)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    usual = statistics.median([timed(update_once) for _ in range(8)][3:])  # the first ones are warm-up
-    with tempfile.TemporaryDirectory(dir=options.directory) as work:
-        checkpoints = make_checkpoints(Path(work) / "ours", accelerator, config, model)
-        ours = (checkpoints, TrainingState(), model, optimizer)
-        kinds = {
-            "ours": lambda: measure_ours(*ours, update_once, usual),
-            "ours, waiting": lambda: measure_ours(*ours),
-            "ours, waiting, no hash": lambda: measure_ours(*ours),
-            "save_state": lambda: measure_save_state(accelerator, Path(work) / "theirs"),
-        }
-        runs = measure(kinds, options.rounds)
+    if options.alone:
+        with tempfile.TemporaryDirectory(dir=options.directory) as work:
+            numbers = (options.saves, options.sequences, options.layers)
+            print(json.dumps(measure(options.kinds[0], *numbers, Path(work))))
+        return
+    runs = {kind: [] for kind in options.kinds}
+    for number in range(options.rounds):
+        for kind in list(runs)[:: -1 if number % 2 else 1]:
+            command = [sys.executable, *sys.argv, "--alone", "--kinds", kind]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            runs[kind].append(json.loads(done.stdout.splitlines()[-1]))
+    facts = runs[options.kinds[0]][0]["facts"]
     report = {
+        "command": f"accelerate launch --config_file CONFIG benchmarks/checkpoint.py --rounds {options.rounds} --saves "
+        f"{options.saves} --sequences {options.sequences} --layers {options.layers} --kinds {' '.join(options.kinds)}",
         "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores, {accelerator.device.type}, {running_mode(accelerator)}",
+        **facts,
         "load average at the end": os.getloadavg()[0],
         "versions": tracking.versions(),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "bytes": checkpoints.ranks.needed,
-        "usual update, s": usual,
-        **summarize(runs),
+        "bytes": 12 * facts["parameters"],
+        "saves of each kind": options.rounds * options.saves,
+        "usual update, s": statistics.median(
+            one["usual"] for kind in runs for run in runs[kind] for one in run["saves"]
+        ),
+        "median, 95 % interval": summarize(runs),
     }
+    print(json.dumps(report, indent=1))
     options.output_dir.mkdir(parents=True, exist_ok=True)
-    path = options.output_dir / f"checkpoint-{accelerator.device.type}.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps({key: value for key, value in report.items() if key != "runs"}, indent=1), f"\n{path}")
+    path = options.output_dir / f"checkpoint-{facts['machine'].rpartition(', ')[2]}.json"
+    saves = {
+        kind: [{"before any save": run["before any save"]} | save for run in runs[kind] for save in run["saves"]]
+        for kind in runs
+    }
+    path.write_text(json.dumps(report | {"saves": saves}, indent=1) + "\n")
+    print(path)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,16 @@ from running import Run, find_rank, wait_for_updates, wait_until
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.checkpoint.format import DTYPE_NAMES, TrainingState, find_best, find_damage, hash_of, list_checkpoints
+from common.checkpoint.format import (
+    DIGESTS,
+    DTYPE_NAMES,
+    FORMAT,
+    TrainingState,
+    find_best,
+    find_damage,
+    hash_of,
+    list_checkpoints,
+)
 from common.training.optimizers import learning_rate
 
 LM = [*launch_command("cpu"), "recipes/lm.py"]
@@ -83,6 +92,14 @@ def change_manifest(checkpoint, **facts):
     (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"sha256": hash_of(manifest)}))
 
 
+def change_files(checkpoint, change):
+    """What the manifest says of each file."""
+    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    for facts in files.values():
+        change(facts)
+    change_manifest(checkpoint, files=files)
+
+
 def rewrite(change_tensors=lambda *_: None, **facts):
     """Makes another checkpoint of one, whole by every hash: its tensors, and these facts of its manifest, changed."""
 
@@ -96,9 +113,10 @@ def rewrite(change_tensors=lambda *_: None, **facts):
         save_file(tensors, checkpoint / "rank-00000.safetensors")
         (checkpoint / "rank-00000.json").write_text(json.dumps(rank))
         files = json.loads((checkpoint / "manifest.json").read_text())["files"]
-        for name in ("rank-00000.safetensors", "rank-00000.json"):
+        digest = "sha256" if facts.get("format") == 1 else "xxh3_128"
+        for name in files:
             content = (checkpoint / name).read_bytes()
-            files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+            files[name] = {"bytes": len(content), digest: DIGESTS[digest](content).hexdigest()}
         change_manifest(checkpoint, files=files, **facts)
 
     return change
@@ -127,10 +145,20 @@ def rounded(tensors, _):
 
 # What is done to a checkpoint, and what is said of it. Before a manifest named what is not trained, FSDP lost the state
 # of what an evaluation had gathered; in other modes a weight without state was one that is not trained.
-OLDER, OLDER_FSDP = {"untrained": None}, {"untrained": None, "mode": "FSDP"}
+OLDER, OLDER_FSDP = {"format": 1, "untrained": None}, {"format": 1, "untrained": None, "mode": "FSDP"}
 MISSING = f"weight/{EMBEDDING} is there without its optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.step"
 DAMAGE = {
-    "flipped bit": (lambda path: flip_bit(path / "rank-00000.safetensors"), "its SHA-256 differs"),
+    "flipped bit": (lambda path: flip_bit(path / "rank-00000.safetensors"), "its xxh3_128 differs"),
+    "flipped bit, by an older version": (
+        lambda path: (rewrite(**OLDER)(path), flip_bit(path / "rank-00000.safetensors")),
+        "its sha256 differs",
+    ),
+    "flipped bit in the configuration": (lambda path: flip_bit(path / "model/config.json"), "its xxh3_128 differs"),
+    "no hash": (lambda path: change_files(path, lambda facts: facts.pop("xxh3_128")), "is malformed: its files"),
+    "another hash": (
+        lambda path: change_files(path, lambda facts: facts.update(md5=facts.pop("xxh3_128"))),
+        "is malformed: its files",
+    ),
     "flipped bit in the manifest": (lambda path: flip_bit(path / "manifest.json"), "manifest.json is damaged"),
     "truncated": (lambda path: os.truncate(path / "rank-00000.safetensors", 1000), "has 1000 bytes in the place of"),
     "truncated to nothing": (lambda path: os.truncate(path / "manifest.json", 0), "manifest.json is damaged"),
@@ -180,7 +208,7 @@ def test_the_newest_sound_checkpoint_is_taken(finished, functions_file, model_di
     listed = checkpoint_command("list", out)
     lines = listed.stdout.splitlines()
     assert listed.returncode == 1 and [line.endswith(", sound") for line in lines] == [False, False, True, True]
-    for line, update, damage in zip(lines, (20, 15), (MISSING, "its SHA-256 differs"), strict=False):
+    for line, update, damage in zip(lines, (20, 15), (MISSING, "its xxh3_128 differs"), strict=False):
         exported = checkpoint_command("export", out / f"checkpoints/update-{update:06}", tmp_path / "model")
         assert damage in line and damage in exported.stderr and exported.returncode == 2
     assert not (tmp_path / "model").exists()
@@ -195,7 +223,7 @@ def test_the_newest_sound_checkpoint_is_taken(finished, functions_file, model_di
     result = run_specs("lm", [(more, {"signal_at": [13, 0, "SIGTERM", 1]})], tmp_path)
     assert "resuming from" in result.stdout and "update-000010, after update 10" in result.stdout
     assert f"update-000020: {MISSING}" in result.stderr
-    assert "update-000015: rank-00000.safetensors is damaged: its SHA-256 differs" in result.stderr
+    assert "update-000015: rank-00000.safetensors is damaged: its xxh3_128 differs" in result.stderr
     assert "update-000016: manifest.json is damaged" in result.stderr
     left = {path.name for path in (out / "checkpoints").iterdir()} - {"update-000016", "update-000025"}
     assert left == {"update-000012", "update-000014", "my-own"}
@@ -228,9 +256,9 @@ def test_what_is_not_the_runs_own_is_refused(finished, functions_file, model_dir
     ]
     assert_refused(result, *patterns, "--optimizer is sgd, the checkpoint's is adamw; give adamw$", lines=3)
 
-    change_manifest(newest, format=2)
+    change_manifest(newest, format=FORMAT + 1)
     result = launch(*flags(functions_file, model_dir, other, "--resume"), check=False)
-    assert_refused(result, "its format is 2, newer than this code's 1")
+    assert_refused(result, f"its format is {FORMAT + 1}, newer than this code's {FORMAT}")
 
     shutil.rmtree(newest)
     changed[changed.index(str(finished))] = str(other)

@@ -9,6 +9,7 @@ import conftest
 import pytest
 import torch
 from conftest import assert_refused, example_flags, launch, launch_command, read_metrics, run
+from test_writer import make_writer, piece, saved
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -269,6 +270,38 @@ def test_a_run_goes_on_from_a_checkpoint(precision, functions_file, model_dir, t
     assert scales[0] == scales[1] and bool(scales[0]) == (precision == "fp16")
     for line, other in zip(lines, expected, strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_save_holds_the_state_before_the_step_and_the_host_waits_for_nothing(waits, monkeypatch, tmp_path):
+    """Its stream is slowed: the step is launched before the copy is made. Control: one that does not stand in line."""
+    weight = torch.nn.Parameter(torch.zeros(1 << 20, device="cuda"))
+    mean, optimizer = torch.zeros(4, device="cuda"), torch.optim.SGD([weight], lr=1.0)
+    writer = make_writer(tmp_path, "cuda")
+    for slow in (False, True):  # the first one takes the host's memory
+        if slow:
+            copy = writer._copy
+
+            def sleep_and_copy(*contents, copy=copy):
+                with torch.cuda.stream(writer.beside):
+                    torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+                return copy(*contents)
+
+            monkeypatch.setattr(writer, "_copy", sleep_and_copy)
+            if not waits:
+                monkeypatch.setattr(writer, "_wait_for_copy", lambda: None)
+        pieces = [piece("weight/w", weight.detach()), piece("buffer/mean", mean)]
+        writer.finish()
+        writer.start({"update": 1}, {}, pieces, optimizer, in_place=False)
+        copied = writer.copying.result()
+        weight.grad = torch.ones_like(weight)
+        mean += 1
+        optimizer.step()
+        assert not slow or not copied.query()
+        writer.finish()
+    assert (weight == -2).all()
+    assert saved(writer)["buffer/mean"].tolist() == [1] * 4
+    assert (saved(writer)["weight/w"] == -1).all() == waits
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

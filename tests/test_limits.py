@@ -45,7 +45,7 @@ def test_where_one_host_lacks_memory_no_rank_copies_its_state(three_runs):
         for name in ("reads", "writes")
     ]
     hashes = [
-        {name: facts["sha256"] for name, facts in manifest["files"].items() if name.endswith(".safetensors")}
+        {name: facts["xxh3_128"] for name, facts in manifest["files"].items() if name.endswith(".safetensors")}
         for manifest in manifests
     ]
     assert hashes[0] == hashes[1] and len(hashes[0]) == 2

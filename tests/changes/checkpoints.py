@@ -16,6 +16,7 @@ import torch
 from changes import RANK, after, before, change
 from common import files
 from common.checkpoint import layouts, resume, save, write
+from common.files import PAGE
 from common.training import batching, optimizers
 
 
@@ -153,7 +154,7 @@ def kill_in_save(when):
     def write_halting(path, parts):
         def halting():
             for number, part in enumerate(parts):
-                half = len(part) // 2
+                half = len(part) // 2 // PAGE * PAGE or len(part) // 2
                 yield part[:half]
                 step(f"within {'a later' if number else 'the first'} part of {path.name}")
                 yield part[half:]
@@ -173,7 +174,7 @@ def kill_in_save(when):
 
     around(save.Checkpoints, "save", lambda *_: "the start of a save")
     before(save.Checkpoints, "save", lambda *_, **__: saves.append(1))
-    around(write.Writer, "_copy", lambda _, pieces: pieces and f"the copy of {pieces[0].name}")
+    around(write.Writer, "_copy", lambda *_: "the copy")
     around(os, "fsync", flushing)
     around(Path, "rename", renaming)
     change(write, "write_file", write_halting)
