@@ -12,7 +12,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from common import GC_THRESHOLD
+import common
 from common.errors import UserError
 from common.files import FULL_OR_BROKEN, disk_error_number, disk_line
 from common.parallel import liveness
@@ -47,7 +47,7 @@ def user_mistakes_end_here() -> Iterator[None]:
     A mistake is a `UserError`. Every other exception keeps its traceback.
     """
     gc.freeze()  # what is imported stays, and need not be looked through again, nor be taken apart at the end
-    gc.set_threshold(*GC_THRESHOLD)
+    gc.set_threshold(*common.GC_THRESHOLD)
     sys.excepthook = print_exception
     keep_requests()
     try:
