@@ -77,7 +77,6 @@ def check_is_own(reader: Reader, args: argparse.Namespace, identity: dict[str, A
 @torch.no_grad()
 def load_state(reader: Reader, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> None:
     """Weights, buffers and optimizer state from a checkpoint of any mode and world size; each rank reads its part."""
-    model = accelerator.unwrap_model(model)
     layouts.make_state(accelerator, model, optimizer, reader.tensors, reader.scalar_state)
     for piece in layouts.pieces(accelerator, model, optimizer):
         if piece.name not in reader.tensors or reader.tensors[piece.name][1] != tuple(piece.shape):
