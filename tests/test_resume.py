@@ -28,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("extensions")
 # and with files (nvme) there are no checkpoints.
 CONFIGS = {
     "cpu": ["--mixed_precision", "no"],
+    "cpu_bf16": [],
     "single_gpu": [],
     "multi_cpu": [],
     "multi_gpu": [],
@@ -99,9 +100,10 @@ def run_matrix(config, recipes, data, tmp_path, first=None, second=None):
 def test_every_recipe_resumes_bit_for_bit(config, data, tmp_path):
     run_matrix(config, RECIPES, data, tmp_path)
     facts = json.loads((tmp_path / "lm/run.json").read_text())
-    mode = {"cpu": "plain", "single_gpu": "plain", "multi_cpu": "DDP", "multi_gpu": "DDP"}.get(config)
+    modes = dict.fromkeys(("cpu", "cpu_bf16", "single_gpu"), "plain") | dict.fromkeys(("multi_cpu", "multi_gpu"), "DDP")
+    mode = modes.get(config)
     assert facts["mode"] == (mode or ("DeepSpeed" if config.startswith("zero") else "FSDP"))
-    assert facts["mixed_precision"] == ("no" if "cpu" in config.removesuffix("_offload_cpu") else "bf16")
+    assert facts["mixed_precision"] == ("no" if config in ("cpu", "multi_cpu") else "bf16")
     ends = [{name: outcome(tmp_path / f"{name}{end}", NUM_UPDATES) for name in RECIPES} for end in ("", "-again")]
     assert ends[0] == ends[1]
     for name in RECIPES:
