@@ -16,13 +16,13 @@ from common.parallel.ending import user_mistakes_end_here
 LANGUAGE = {"lm.py", "moe.py", "long_sequence.py", "seq2seq.py", "classify.py"}
 # What a recipe may load of common/: what every one does, and what its job needs.
 EVERY = """
-    arguments checkpoint.agreement checkpoint.format checkpoint.identity checkpoint.layouts
-    checkpoint.random_states checkpoint.resume checkpoint.save checkpoint.write checks data.hub errors files
-    memory models.load models.masks parallel.connect parallel.deepspeed_files parallel.deepspeed_flags
-    parallel.ending parallel.extensions parallel.launch parallel.liveness parallel.loading parallel.mode
+    arguments checkpoint.agreement checkpoint.format checkpoint.identity checkpoint.layouts checkpoint.random_states
+    checkpoint.resume checkpoint.save checkpoint.write checks data.hub errors files memory models.cpu_kernels
+    models.load models.masks parallel.connect parallel.deepspeed_files parallel.deepspeed_flags parallel.ending
+    parallel.extensions parallel.launch parallel.liveness parallel.loading parallel.mode parallel.rates
     parallel.sharding redaction report.settings report.tracking run training.accumulation
-    training.activation_checkpointing training.activation_offload training.batching training.optimizers
-    training.precision training.stopping
+    training.activation_checkpointing training.activation_offload training.batching training.cutting
+    training.optimizers training.precision training.stopping
 """
 TEXT = "data.cache data.columns data.readers data.rows data.sources data.standard_library data.tokenizer"
 TOKENS = "data.chats data.text training.linear_cross_entropy training.losses training.output_head"
