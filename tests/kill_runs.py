@@ -53,6 +53,13 @@ def descendants(process):
         return []
 
 
+def is_child(one, process):
+    """Whether a process is there, and a child of `process`."""
+    with suppress(psutil.NoSuchProcess):
+        return one.ppid() == process.pid
+    return False
+
+
 class Campaign:
     def __init__(self, args, directory):
         self.args, self.directory = args, Path(directory)
@@ -120,7 +127,7 @@ class Campaign:
             return False
         self.before = sound_updates(out), num_lines(out)
         kind = "in a save" if step else self.random.choice(["rank", "group", "launcher"])
-        ranks = [child for child in children if child.is_running() and child.ppid() == process.pid]
+        ranks = [child for child in children if is_child(child, process)]
         self.random.shuffle(ranks)
         for target in {"in a save": [], "rank": ranks[:1], "group": children, "launcher": [process]}[kind]:
             with suppress(psutil.NoSuchProcess, ProcessLookupError):
