@@ -44,11 +44,8 @@ def write_file(path: Path, parts: Iterable[Any]) -> dict[str, Any]:
     digest, size = xxhash.xxh3_128(), 0
     with open(path, "wb", buffering=0) as file:
         for part in parts:
-            done = (
-                0
-                if (size | np.frombuffer(part, np.uint8).ctypes.data) % PAGE
-                else _write_directly(file, memoryview(part))
-            )
+            is_aligned = (size | np.frombuffer(part, np.uint8).ctypes.data) % PAGE == 0
+            done = _write_directly(file, memoryview(part)) if is_aligned else 0
             while done < len(part):
                 done += file.write(memoryview(part)[done:])
             digest.update(part)

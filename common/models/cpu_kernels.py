@@ -123,8 +123,8 @@ def _eps(norm: nn.Module) -> float | None:
 
 
 def _norm_forward(norm: nn.Module, x: Tensor) -> Tensor:
-    dtype = autocast_dtype(x.device)
-    if x.device.type != "cpu" or dtype is None or not x.dtype == norm.weight.dtype == torch.float32:
+    dtype = autocast_dtype(x.device) if x.device.type == "cpu" else None
+    if dtype is None or not x.dtype == norm.weight.dtype == torch.float32:
         return type(norm).forward(norm, x)
     with without_autocast(x.device):
         return _RootMeanSquareNorm.apply(x, norm.weight, _eps(norm), dtype)
