@@ -11,8 +11,10 @@ TESTS ?= tests
 .PHONY: train quick test bench gpu style clean
 
 train: $(VENV)/installed
+	@test -f recipes/$(RECIPE).py || { echo "error: there is no recipes/$(RECIPE).py; RECIPE is one of" \
+	  $(patsubst recipes/%.py,%,$(wildcard recipes/*.py)) >&2; exit 2; }
 	$(BIN)/accelerate launch $(if $(CONFIG),--config_file accelerate_configs/$(CONFIG).yaml,\
-	  $(shell $(BIN)/python -m common.parallel.rates)) recipes/$(RECIPE).py $(ARGS)
+	  $(shell $(BIN)/python -m common.parallel.rates $(RECIPE))) recipes/$(RECIPE).py $(ARGS)
 
 test: $(VENV)/installed
 	$(BIN)/python -m common.parallel.extensions
@@ -23,7 +25,7 @@ quick: $(VENV)/installed
 	$(BIN)/python tests/quick.py
 
 bench: $(VENV)/installed-bench
-	$(BIN)/python benchmarks/throughput.py $(ARGS)
+	$(BIN)/python benchmarks/throughput.py --output_dir runs/benchmarks $(ARGS)
 
 # On a machine with a GPU: what only it can show, then speed, what a process holds, and saves; the results lie in
 # benchmarks/results/. A test that fails does not keep the rest from being measured, and is the status at the end.

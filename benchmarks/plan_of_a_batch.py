@@ -173,8 +173,8 @@ def page(report: dict) -> str:
         "One update is cut into micro-batches for all its ranks. Above possible: the work of the busiest rank, "
         "compared with the mean of the ranks without padding, or with the longest sample's work if that is more. "
         "Padding: as a share of the tokens without it. Time: the processor's for one update, median of seven. "
-        "Attention: the length of a row at which attention costs as much as all else; without a number, work is "
-        "tokens. Budget: the most tokens of a micro-batch.",
+        "Attention: the row length at which attention costs as much as everything else; without a number, work is the "
+        "number of tokens. Budget: the most tokens of a micro-batch.",
         "",
         "| lengths | samples | ranks | budget | attention | time | padding | busiest, above possible | micro-steps |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -202,7 +202,7 @@ def page(report: dict) -> str:
             "| | of an update |",
             "| --- | ---: |",
             f"| ranks wait for the slowest | {run['idle']:.1%} |",
-            f"| they would, by the work that the plan counts | {run['idle_by_counted_work']:.1%} |",
+            f"| predicted from the plan's own count of work | {run['idle_by_counted_work']:.1%} |",
         ]
     return "\n".join(lines) + "\n"
 

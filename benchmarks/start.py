@@ -13,6 +13,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -70,6 +71,7 @@ def evaluation():
     from common.data.tokenizer import special_token_ids, train_tokenizer
     from common.models.load import build_model
     from common.training.batching import collate_tokens, make_loader
+    from common.training.degrees import Degrees
     from common.training.losses import sum_token_losses
     from recipes import lm
 
@@ -80,7 +82,7 @@ def evaluation():
     sum_token_losses(model)
     args = SimpleNamespace(global_batch_size=8, micro_batch_size=None, micro_batch_tokens=1024, num_workers=0, seed=0)
     args.drop_last_window, args.activation_checkpointing = False, "none"
-    accelerator = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"))
+    accelerator = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"), mixed_precision="no")
     collate = partial(collate_tokens, pad_token_id=tokenizer.pad_token_id)
     full = collate([(torch.zeros(256).long().numpy(), torch.ones(256).long().numpy(), torch.arange(256).numpy())] * 4)
     rates = {}
@@ -99,7 +101,7 @@ def evaluation():
         samples = tokenize(Source(embedded="validation"), tokenizer, 256, kind)
         cuts = {"evaluation": None, "cut as an update": range(-(-len(samples) // 8))}
         for name, updates in cuts.items():
-            loader = make_loader(args, accelerator, collate, math.inf, samples, updates)
+            loader = make_loader(args, accelerator, Degrees(1), collate, math.inf, samples, updates)
             run(f"{kind}, {name}", samples.num_tokens, (one for batch in loader for one in batch.micro_batches))
     return rates
 
@@ -136,11 +138,15 @@ def main():
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts[:-1])
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--before", metavar="DIR", help="an older checkout to measure beside this one")
-    parser.add_argument("--file", metavar="FILE", help="JSON Lines to tokenise")
+    parser.add_argument("--file", metavar="FILE", help="JSON Lines to tokenise, with a column `text`")
     parser.add_argument("--arms", nargs="+", default=["recipe", "datasets.map, 2 processes"], help="of tokenising")
     parser.add_argument("--fresh", action="store_true", help="forget the runs that the file holds")
     args = parser.parse_args()
-    runs = [] if args.fresh or not RESULTS.exists() else json.loads(RESULTS.read_text())["runs"]
+    if "tokenising" in args.parts and not args.file:
+        parser.error("--parts tokenising needs --file")
+    before = {} if args.fresh or not RESULTS.exists() else json.loads(RESULTS.read_text())
+    runs, commands = before.get("runs", []), before.get("commands", [])
+    commands.append(shlex.join(["python", "benchmarks/start.py", *sys.argv[1:]]))
     for _ in range(args.rounds):
         for part in args.parts:
             if part == "evaluation":
@@ -152,10 +158,10 @@ def main():
                 for name, command, cwd in processes(part, args.before):
                     found[name] = seconds(command, cwd)
             runs += [{"part": part, "arm": name, "figure": figure} for name, figure in found.items()]
-    write(runs)
+    write(runs, commands)
 
 
-def write(runs):
+def write(runs, commands):
     from common.report.tracking import versions
 
     arms = dict.fromkeys((run["part"], run["arm"]) for run in runs)
@@ -168,7 +174,7 @@ def write(runs):
         "date": date.today().isoformat(),
         "machine": f"{model}, {os.cpu_count()} cores, {platform.system()}, no GPU",
         "versions": versions(),
-        "command": "python benchmarks/start.py --parts imports dry_run update evaluation tokenising",
+        "commands": commands,
         "units": "seconds; tokens a second of evaluation; MB (10^6 bytes) a second of tokenising",
         "medians": medians,
         "runs": runs,

@@ -58,7 +58,7 @@ from pathlib import Path
 import psutil
 import torch
 from throughput_data import DATA, MODELS, ROOT, SEED, data_flags, prepare, settings_of
-from throughput_page import ARMS, draw, targets_table, write_page
+from throughput_page import ARMS, WHOLE_RUN, draw, targets_table, write_page
 
 from common.report.tracking import versions
 
@@ -66,7 +66,6 @@ SHARED_FLAGS = ["--learning_rate", "1e-3", "--weight_decay", "0.1", "--max_grad_
 BENCHMARK_FLAGS = [*SHARED_FLAGS, "--seed", str(SEED), "--optimizer", "adamw", "--lr_schedule", "constant"]
 BENCHMARK_FLAGS += ["--warmup_updates", "0"]  # of a recipe
 ON_GPU = torch.cuda.is_available()
-WHOLE_RUN = ("grouped", "packed")  # arms whose updates are others
 
 
 def parse_arguments():
@@ -242,6 +241,7 @@ def main():
         return
     if importlib.util.find_spec("matplotlib"):
         draw(results, picture)
+        draw(results, picture.with_name(picture.name.replace("throughput", "throughput-lm")), "lm")
     else:
         print("no picture: matplotlib is not installed; pip install -r benchmarks/requirements.txt")
         picture = None

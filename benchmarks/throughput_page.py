@@ -14,6 +14,7 @@ ARMS = {
 }
 COLORS = dict(zip(ARMS, ("#1b6ca8", "#9aa5b1", "#5f6b76", "#c9a15a", "#e0c48c", "#8d6a9f", "#bda3cb"), strict=True))
 SPEED, MEMORY = "tokens_per_second", "memory_growth_bytes"
+WHOLE_RUN = ("grouped", "packed")  # arms whose updates are others: their speed is that of a run with its first update
 LEAST_SPEED = {  # the recipe over the fastest of these peers, by data and precision
     ("functions", "float32"): (("plain",), 3.0),
     ("functions", "bf16"): (("plain",), 4.0),
@@ -31,8 +32,11 @@ def figures(results, row, arm, measure):
 
 
 def ratios(results, row, peer, measure):
-    """The recipe's value over the peer's, in each round that has both."""
+    """The recipe's value over the peer's, in each round that has both; of WHOLE_RUN the speed of whole runs."""
     ours, theirs = (figures(results, row, arm, measure) for arm in ("recipe", peer))
+    if measure == SPEED and peer in WHOLE_RUN:  # over the same samples
+        runs = (figures(results, row, arm, "seconds") for arm in ("recipe", peer))
+        ours, theirs = ({number: 1 / sum(seconds) for number, seconds in run.items()} for run in runs)
     return [ours[number] / theirs[number] for number in sorted(ours.keys() & theirs.keys())]
 
 
@@ -122,7 +126,8 @@ def write_page(results, path, picture):
         "",
         "A figure is the median over the rounds (least to most); of six rounds that range holds the true median in 97 "
         'of 100 cases. "recipe / arm" is the ratio within a round: above 1 in speed and below 1 in memory, the recipe '
-        "is better. All arms of a row compute in the same precision.",
+        "is better. All arms of a row compute in the same precision. The first update of a run warms up and is not "
+        "counted, but with group_by_length and packing: beside them the ratio is of whole runs, the recipe's too.",
         "",
         f"![tokens per second and memory growth of each arm]({picture.name})" if picture else "(no picture)",
         "",
@@ -143,20 +148,26 @@ def write_page(results, path, picture):
         "every update and divide the sum of its losses by its number of targets: where a model has no dropout (the "
         "language model) only rounding differs. The plain loop takes the mean of its micro-batches' means, as most "
         "loops do: where lengths vary that is another number, and another gradient; it also decays the weights of the "
-        "norms, as does the tuned one. With group_by_length the updates are of other samples, and with packing of "
-        "other documents: joined, cut at 512 tokens, and each position sees what stands before it in its block.",
+        "norms, as does the tuned one. In classification and sequence to sequence the Trainer logs the sum of its "
+        "micro-batches' means (four and two of them an update), not their mean. With group_by_length the updates are "
+        "of other samples, and with packing of other documents: joined, cut at 512 tokens, and each position sees what "
+        "stands before it in its block.",
     ]
     path.write_text("\n".join(lines) + "\n")
 
 
-def draw(results, path):
-    """Two panels, speed and memory growth of each arm over the plain loop's: medians as bars, a group of them a row."""
+def draw(results, path, recipe=None):
+    """Two panels, speed and memory growth of each arm over the plain loop's: medians as bars, a group of them a row.
+
+    recipe: only the rows of this one.
+    """
     import matplotlib
 
     matplotlib.use("Agg")  # needs no screen
     import matplotlib.pyplot as plt
 
-    rows = [row for row in results["rows"] if measured_arms(results, row)]
+    rows = [row for row, facts in results["rows"].items() if recipe in (None, facts["recipe"])]
+    rows = [row for row in rows if measured_arms(results, row)]
     base = {row: "plain" if "plain" in measured_arms(results, row) else "recipe" for row in rows}
     height = 1.5 + 0.24 * sum(len(measured_arms(results, row)) + 1 for row in rows)
     figure, axes = plt.subplots(1, 2, figsize=(11, height), layout="constrained", sharey=True)

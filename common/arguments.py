@@ -35,6 +35,7 @@ ELSEWHERE = {
     "lr": "--learning_rate",
     "lr_scheduler_type": "--lr_schedule",
     "warmup_steps": "--warmup_updates",
+    "mixed_precision": "--mixed_precision of accelerate launch, before the recipe",
     "bf16": "--mixed_precision bf16 of accelerate launch",
     "fp16": "--mixed_precision fp16 of accelerate launch",
     "eval_steps": "--eval_every",

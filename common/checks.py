@@ -10,19 +10,20 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from common.errors import UserError, refuse
 from common.files import LOCK, lock_output_dir, remove, why_not_writable
-from common.parallel.launch import started_world_size
 from common.report.settings import given_flags
 from common.training.batching import Samples
+from common.training.degrees import Degrees
 
 logger = get_logger(__name__)  # of the main process
+MICRO_BATCHES_PER_STAGE = 4  # so that at most a fifth of the time is the pipeline's bubble
 
 
-def check_arguments(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool = True) -> list[str]:
+def check_arguments(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool, degrees: Degrees) -> list[str]:
     """One line for each mistake in the shared flags that can be seen before data or model are touched.
 
     Fills in the defaults that depend on the machine (micro-batch, workers), which no update depends on.
     """
-    problems = _settle_batch(args, on_cpu, lengths_vary)
+    problems = _settle_batch(args, on_cpu, lengths_vary, degrees)
     if args.num_workers is None:
         args.num_workers = 0 if on_cpu else 2
     if args.warmup_updates is None:
@@ -41,27 +42,39 @@ def check_arguments(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool =
     return [*problems, *_check_data(args), *_check_checkpoints(args)]
 
 
-def _settle_batch(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool) -> list[str]:
+def _settle_batch(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool, degrees: Degrees) -> list[str]:
     """Fills in how much a device computes at once."""
-    problems = []
-    world = started_world_size()
-    if not lengths_vary and not args.micro_batch_size:  # the largest that divides, up to what a device needs to be busy
-        share, most = max(1, args.global_batch_size // world), 64 if on_cpu else 256
-        args.micro_batch_size = max(size for size in range(1, min(share, most) + 1) if share % size == 0)
+    problems, world = [], degrees.data
     tokens = getattr(args, "micro_batch_tokens", None)  # a flag where lengths vary
+    # Without a --sequence_length, all are of one length, and no flag counts tokens.
+    longest = (getattr(args, "sequence_length", None) or 0) + getattr(args, "target_length", 0)
+    default_tokens = max(1024 if on_cpu else 8192, -(-longest // degrees.sequence))
+    if not args.micro_batch_size and not tokens and (degrees.pipeline > 1 or not lengths_vary):
+        # The largest that divides, up to what a device needs to be busy, or what fills a pipeline.
+        share, most = max(1, args.global_batch_size // world), 64 if on_cpu else 256
+        if degrees.pipeline > 1:
+            most = max(1, min(share // (MICRO_BATCHES_PER_STAGE * degrees.pipeline), default_tokens // max(1, longest)))
+        args.micro_batch_size = max(size for size in range(1, min(share, most) + 1) if share % size == 0)
     if args.micro_batch_size and tokens:
         problems.append("--micro_batch_size and --micro_batch_tokens are two answers to one question; give one")
     elif args.micro_batch_size:
         if args.global_batch_size % (args.micro_batch_size * world):
             problems.append(
                 f"--global_batch_size {args.global_batch_size} does not divide: {args.global_batch_size} / "
-                f"({args.micro_batch_size} micro x {world} processes) = "
+                f"({args.micro_batch_size} micro x {degrees.describe()}) = "
                 f"{args.global_batch_size / (args.micro_batch_size * world):.4g} accumulation steps; "
                 f"{_nearest_batch_sizes(args.global_batch_size, args.micro_batch_size * world)}"
             )
+        elif (steps := args.global_batch_size // (args.micro_batch_size * world)) < degrees.pipeline:
+            lower = "lower --micro_batch_size, or " if args.micro_batch_size > 1 else ""
+            problems.append(
+                f"--global_batch_size {args.global_batch_size} / ({args.micro_batch_size} micro x "
+                f"{degrees.describe()}) = {steps} micro-batch{'es' * (steps > 1)}, fewer than the {degrees.pipeline} "
+                f"stages, which would wait for each other; {lower}use --global_batch_size "
+                f"{MICRO_BATCHES_PER_STAGE * degrees.pipeline * args.micro_batch_size * world}"
+            )
     elif not tokens:
-        longest = getattr(args, "sequence_length", 0) + getattr(args, "target_length", 0)
-        args.micro_batch_tokens = max(1024 if on_cpu else 8192, longest)
+        args.micro_batch_tokens = default_tokens
     return problems
 
 
@@ -132,7 +145,7 @@ def _check_output_dir(path: Path, overwrite: bool) -> list[str]:
     return []
 
 
-def check_samples(args: argparse.Namespace, train: Samples, validation: Samples | None) -> None:
+def check_samples(args: argparse.Namespace, train: Samples, validation: Samples | None, degrees: Degrees) -> None:
     """Whether the data make a global batch, and whether every sample fits a micro-batch.
 
     Raises UserError: a line for each way in which they do not.
@@ -156,10 +169,12 @@ def check_samples(args: argparse.Namespace, train: Samples, validation: Samples 
         )
     longest = max(train.max_length, validation.max_length if validation else 0)
     tokens = getattr(args, "micro_batch_tokens", None)  # a flag where lengths vary
-    if tokens and tokens < longest:
+    num_parts = degrees.sequence
+    if tokens and tokens * num_parts < longest:
+        shared = f" in {num_parts} parts" if num_parts > 1 else ""
         problems.append(
-            f"--micro_batch_tokens {tokens} does not hold the longest sample of {longest} tokens; "
-            f"use at least {longest}, or a lower --sequence_length"
+            f"--micro_batch_tokens {tokens} does not hold the longest sample of {longest} tokens{shared}; "
+            f"use at least {-(-longest // num_parts)}, or a lower --sequence_length"
         )
     refuse(problems)
 

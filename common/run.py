@@ -15,8 +15,8 @@
 Training state, metrics and checkpoints are kept here; forward, backward, clipping and the step stay in the recipe.
 
 A new mode of parallelism is accepted in `parallel.launch`, connected in `parallel.connect`, named in `parallel.mode`,
-applied to the model in `parallel.loading` and saved in `checkpoint.layouts`; when gradients synchronise, and by what
-the loss is scaled, is in `training.accumulation`.
+applied to the model in `parallel.loading` and saved in `checkpoint.layouts`; which ranks share samples is in
+`training.degrees`; when gradients synchronise, and by what the loss is scaled, in `training.accumulation`.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from common.checkpoint.identity import identify
 from common.checkpoint.save import Checkpoints
 from common.errors import refuse
 from common.files import complete_or_absent
-from common.models.load import attention_length, parameter_sizes
+from common.models.load import attention_length, empty_model
 from common.parallel import connect, ending, launch, loading, mode
 from common.report import settings, tracking
 from common.training import accumulation
@@ -70,14 +70,14 @@ class Run:
         Raises UserError: a line for each mistake.
         """
         self.args, self.asked = args, launch.find_launch()
-        found = checks.check_arguments(args, launch.runs_on_cpu(self.asked), lengths_vary)
+        found = checks.check_arguments(args, launch.runs_on_cpu(self.asked), lengths_vary, self.asked.degrees)
         refuse([*found, *launch.check_launch(self.asked, args), *problems])
         self.accelerator = connect.make_accelerator(
             self.asked, args, log_with=args.report_to or None, project_dir=args.output_dir
         )
         self.device, self.is_sharded = self.accelerator.device, mode.is_sharded(self.accelerator)
         self.checkpoints = Checkpoints(args, self.accelerator)
-        self.state, self.is_stopped = TrainingState(), False
+        self.is_stopped = False
 
     def begin(
         self,
@@ -99,14 +99,14 @@ class Run:
         Raises UserError: no checkpoint to resume, or a line for each thing that differs from it; too little data;
             too little disk for what is offloaded.
         """
-        args = self.args
-        checks.check_samples(args, train_set, held_out)
-        connect.check_space(self.asked, lambda: parameter_sizes(config, args.trust_remote_code, model_class))
-        identity = identify(args, self.accelerator, config, tokenizer, train_set.fingerprint, *own_flags)
+        checks.check_samples(self.args, train_set, held_out, self.asked.degrees)
+        make_empty = partial(empty_model, config, self.args.trust_remote_code, model_class)
+        refuse(loading.check_model(config, model_class, make_empty))
+        connect.check_space(self.asked, lambda: [p.numel() for p in make_empty().parameters()])
+        identity = identify(self.args, self.accelerator, config, tokenizer, train_set.fingerprint, *own_flags)
         self.resumed = self.checkpoints.find(identity)
-        if self.resumed:
-            self.state = TrainingState(**self.resumed.manifest["position"])
-        connect.seed_everything(args.seed)
+        self.state = TrainingState(**(self.resumed.manifest["position"] if self.resumed else {}))
+        connect.seed_everything(self.args.seed)
 
     def prepare(
         self,
@@ -126,7 +126,7 @@ class Run:
         apply_activation_checkpointing(model, args.activation_checkpointing, self.device)
         if args.compile:
             model.base_model.compile(dynamic=True)
-        loader = partial(make_loader, args, accelerator, collate, attention_length(model.config))
+        loader = partial(make_loader, args, accelerator, self.asked.degrees, collate, attention_length(model.config))
         self.loader = loader(train_set, range(self.state.update, args.num_updates))
         self.held_out = held_out and loader(held_out)
         held_out_batches, is_rehearsal = self.held_out and self.held_out.dataset, launch.is_rehearsal(self.asked)
@@ -234,7 +234,7 @@ class Run:
 
         Returns the model on the main process, without what the mode wrapped around it; None on all others.
         """
-        weights = self.accelerator.get_state_dict(self.model)  # if sharded, gathered on the main process
+        weights = loading.whole_weights(self.accelerator, self.model)
         if not self.accelerator.is_main_process:
             return None
         model = loading.without_wrapper(self.model)

@@ -13,7 +13,6 @@ numbered; labels that are numbers, and not all whole, make it a regression. The 
 transformers can classify with. Without data it learns which package of the standard library a function comes from.
 """
 
-import math
 import sys
 from functools import partial
 from pathlib import Path
@@ -33,6 +32,7 @@ from common.report.predictions import draw_confusion, measure
 from common.report.scores import describe_scores, score
 from common.run import Run
 from common.training.accumulation import loss_scale, skip_step, synchronize_gradients
+from common.training.clipping import clip_gradients
 from common.training.optimizers import learning_rate, make_optimizer, set_learning_rate
 
 # Models to train from scratch, of BERT's shape, and AdamW's learning rate at its peak.
@@ -103,7 +103,7 @@ def train(args, run, model, optimizer, batches):
             loss_sums.append(loss_sum.detach())
         if args.dry_run:
             break
-        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        grad_norm = clip_gradients(accelerator, model, args.max_grad_norm)
         if run.all_finite(batch, loss_sums, grad_norm):
             optimizer.step()
             optimizer.zero_grad()

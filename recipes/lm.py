@@ -12,7 +12,6 @@ Text is joined and cut into blocks of --sequence_length tokens. A row with `prom
 an example of its own length, and its targets are the completion, or the assistant's turns.
 """
 
-import math
 import sys
 from functools import partial
 from pathlib import Path
@@ -33,6 +32,7 @@ from common.report.tracking import describe_held_out
 from common.run import Run
 from common.training.accumulation import loss_scale, skip_step, sum_over_ranks, synchronize_gradients
 from common.training.batching import collate_tokens
+from common.training.clipping import clip_gradients
 from common.training.losses import sum_token_losses
 from common.training.optimizers import learning_rate, make_optimizer, set_learning_rate
 
@@ -106,7 +106,7 @@ def train(args, run, model, optimizer, batches):
             loss_sums.append(loss_sum.detach())
         if args.dry_run:
             break
-        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        grad_norm = clip_gradients(accelerator, model, args.max_grad_norm)
         if run.all_finite(batch, loss_sums, grad_norm):
             optimizer.step()
             optimizer.zero_grad()

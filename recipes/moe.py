@@ -11,7 +11,6 @@ Data as in recipes/lm.py. A model from scratch, or up-cycled, has the shape of E
 chooses each token's experts (--balance bias shifts the choice only), all computed in one batched product (grouped_mm).
 """
 
-import math
 import sys
 from functools import partial
 from pathlib import Path
@@ -31,6 +30,7 @@ from common.report.tracking import describe_held_out
 from common.run import Run
 from common.training.accumulation import loss_scale, skip_step, sum_over_ranks, synchronize_gradients
 from common.training.batching import collate_tokens
+from common.training.clipping import clip_gradients
 from common.training.losses import sum_token_losses
 from common.training.optimizers import learning_rate, make_optimizer, set_learning_rate
 
@@ -107,7 +107,7 @@ def train(args, run, model, optimizer, batches, router):
             loss_sums.append(loss_sum.detach())
         if args.dry_run:
             break
-        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        grad_norm = clip_gradients(accelerator, model, args.max_grad_norm)
         if is_finite := run.all_finite(batch, loss_sums, grad_norm, **router.news()):
             optimizer.step()
             optimizer.zero_grad()

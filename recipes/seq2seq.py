@@ -13,7 +13,6 @@ summary, an answer. Without data it learns to write the first line of a docstrin
 The model is of T5's shape from scratch, or any that transformers has for sequence to sequence (T5, BART, Marian, ...).
 """
 
-import math
 import sys
 from functools import partial
 from pathlib import Path
@@ -33,6 +32,7 @@ from common.report.scores import score_targets
 from common.report.tracking import describe_held_out
 from common.run import Run
 from common.training.accumulation import loss_scale, skip_step, sum_over_ranks, synchronize_gradients
+from common.training.clipping import clip_gradients
 from common.training.optimizers import learning_rate, make_optimizer, set_learning_rate
 
 # Models to train from scratch, of T5's shape (1.1: gated MLP), and AdamW's learning rate at its peak.
@@ -109,7 +109,7 @@ def train(args, run, model, optimizer, batches):
             loss_sums.append(loss_sum.detach())
         if args.dry_run:
             break
-        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        grad_norm = clip_gradients(accelerator, model, args.max_grad_norm)
         if run.all_finite(batch, loss_sums, grad_norm):
             optimizer.step()
             optimizer.zero_grad()

@@ -11,7 +11,6 @@ continue       the same with --resume, after a stop or a crash; also on more or 
 An image directory has one subfolder for each class. Without data of yours it learns scikit-learn's 8 x 8 digits.
 """
 
-import math
 import sys
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from common.parallel.ending import user_mistakes_end_here
 from common.report.predictions import draw_confusion, loss_and_accuracy, measure
 from common.run import Run
 from common.training.accumulation import loss_scale, skip_step, synchronize_gradients
+from common.training.clipping import clip_gradients
 from common.training.optimizers import learning_rate, make_optimizer, set_learning_rate
 
 # Models to train from scratch, with AdamW's learning rate at its peak.
@@ -105,7 +105,7 @@ def train(args, run, model, optimizer, batches):
             loss_sums.append(loss_sum.detach())
         if args.dry_run:
             break
-        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        grad_norm = clip_gradients(accelerator, model, args.max_grad_norm)
         if run.all_finite(batch, loss_sums, grad_norm):
             optimizer.step()
             optimizer.zero_grad()

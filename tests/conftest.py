@@ -244,10 +244,12 @@ def assert_refused(result, *patterns, lines=1):
 def recipe_arguments(*flags):
     """The flags that every recipe shares, as one that reads text has them when it checks its launch."""
     from common import arguments, checks
+    from common.parallel.launch import started_world_size
+    from common.training.degrees import Degrees
 
     parser = arguments.recipe_parser("")
     args = parser.parse_args([str(flag) for flag in ("--learning_rate", 1e-3, *flags)])
-    assert checks.check_arguments(args, on_cpu=True) == []
+    assert checks.check_arguments(args, True, True, Degrees(started_world_size())) == []
     return args
 
 
@@ -293,23 +295,30 @@ def run_specs(recipe, runs, directory, config="cpu", *options, check=True, **env
 
 
 def run_in_float64(recipe, cuts, directory):
-    """(gradients of the first update, metrics, output directory) by name, of a launch for each number of processes.
+    """(gradients of the first update, metrics, output directory) by name, of a launch for each layout.
 
-    cuts: by name, the processes, the flags and the changes of a run.
+    cuts: by name, the layout, the flags and the changes of a run, and its recipe if it is another. A layout: a number
+    of processes, or a config and one.
     """
     import torch
 
-    for processes in sorted({count for count, *_ in cuts.values()}):
+    def mode(layout):
+        if isinstance(layout, int):
+            layout = ("cpu" if layout == 1 else "multi_cpu", layout)
+        config, processes = layout
+        return config, "--num_processes", processes, "--mixed_precision", "no"
+
+    for layout in sorted({layout for layout, *_ in cuts.values()}, key=str):
         runs = [
             (
                 [*flags, "--output_dir", directory / name],
                 {"float64": 1, "save_gradients": str(directory / f"{name}.pt"), **changes},
+                *own,
             )
-            for name, (count, flags, changes) in cuts.items()
-            if count == processes
+            for name, (other, flags, changes, *own) in cuts.items()
+            if other == layout
         ]
-        mode = ("cpu",) if processes == 1 else ("multi_cpu", "--num_processes", processes)
-        run_specs(recipe, runs, directory, *mode)
+        run_specs(recipe, runs, directory, *mode(layout))
     return {
         name: (torch.load(directory / f"{name}.pt"), read_metrics(directory / name), directory / name) for name in cuts
     }
@@ -417,6 +426,19 @@ def work(monkeypatch):
 def model_dir(tmp_path_factory, functions_file):
     """A Llama of 2 layers and width 32 with dropout 0 and its tokenizer, as `save_pretrained` leaves them."""
     return make_model_dir(tmp_path_factory.mktemp("model"), functions_file)
+
+
+def save_models(directory, configs, tokenizer_dir):
+    """The directory, with a model in float64 of each configuration, by name, and the tokenizer beside it."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    for name, config in configs.items():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float64).save_pretrained(directory / name)
+        tokenizer.save_pretrained(directory / name)
+    return directory
 
 
 def make_model_dir(path, text_file, **settings):

@@ -76,7 +76,7 @@ class Campaign:
         if self.args.delay and not (kill_in_save and kill_in_save[1] is None):
             changes["slow_updates"] = self.args.delay
         mode = (self.args.config, "--num_processes", self.args.processes, "--mixed_precision", "no")
-        command = specs_command("lm", [(flags, changes)], self.directory, *mode)
+        command = specs_command(self.args.recipe, [(flags, changes)], self.directory, *mode)
         env = base_env(TQDM_DISABLE=1, CUDA_VISIBLE_DEVICES="")
         self.log = open(self.directory / "log", "w")
         return subprocess.Popen([str(part) for part in command], cwd=ROOT, env=env, stdout=self.log, stderr=self.log)
@@ -225,6 +225,7 @@ def small_run(directory):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--recipe", default="lm")
     parser.add_argument("--config", default="multi_cpu")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--num_updates", type=int, default=60)

@@ -19,6 +19,7 @@ from common.training.batching import (
     updates_per_epoch,
 )
 from common.training.cutting import cut_global_batch, longest_of, row_work
+from common.training.degrees import Degrees
 
 
 class ListSamples:
@@ -293,6 +294,51 @@ def test_a_global_batch_counts_what_its_ranks_hold(world_size):
         assert sum(micro_batch["input_ids"].numel() for micro_batch in micro_batches) == batches[0].num_processed
 
 
+def stand_in(rank, world_size, mixed_precision="no"):
+    """What a loader asks of an Accelerator."""
+    about = {"device": torch.device("cpu"), "mixed_precision": mixed_precision}
+    return SimpleNamespace(process_index=rank, num_processes=world_size, **about)
+
+
+@pytest.mark.parametrize(
+    ("mixed_precision", "sequence_length", "budget", "multiple"),
+    [
+        ("bf16", 512, 1024, 32),
+        ("no", 512, 1024, 1),
+        ("bf16", 200, 1024, 8),
+        ("bf16", 512, 199, 1),
+        ("bf16", 201, 300, 1),
+    ],
+)
+def test_in_bf16_on_a_cpu_lengths_are_few(mixed_precision, sequence_length, budget, multiple):
+    """Multiples of 32, or of what divides --sequence_length, in micro-batches no larger; the targets are the same."""
+    samples = ListSamples(np.random.default_rng(0).integers(1, 200, 64))
+    samples.max_length = int(samples.lengths(np.arange(64)).max())
+    args = SimpleNamespace(
+        global_batch_size=16, micro_batch_size=None, micro_batch_tokens=budget, num_workers=0, seed=0
+    )
+    args.drop_last_window, args.sequence_length = False, sequence_length
+    collate = functools.partial(collate_tokens, pad_token_id=0)
+    batches = [
+        next(
+            iter(
+                make_loader(args, stand_in(rank, 2, mixed_precision), Degrees(2), collate, math.inf, samples, range(1))
+            )
+        )
+        for rank in (0, 1)
+    ]
+    micro_batches = [one for batch in batches for one in batch.micro_batches]
+    sizes = [one["input_ids"].shape for one in micro_batches]
+    assert math.gcd(*[length for _, length in sizes]) == multiple
+    assert max(rows * length for rows, length in sizes) <= budget
+    assert max(length for _, length in sizes) <= max(sequence_length, samples.max_length)
+    targets = [one["targets"] for one in micro_batches]
+    ids = sample_ids_of(0, 64, 16, 0)
+    assert sorted(torch.cat(targets).tolist()) == sorted(np.concatenate([samples[i][1] for i in ids]).tolist())
+    assert batches[0].num_tokens == samples.lengths(ids).sum()
+    assert sum(rows * length for rows, length in sizes) == batches[0].num_processed
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_held_out_samples_are_counted_once_and_hardly_padded(world_size):
     """Control: cut as an update is, they are padded more. To save memory, they are as in training."""
@@ -305,9 +351,9 @@ def test_held_out_samples_are_counted_once_and_hardly_padded(world_size):
     def evaluated(updates=None, activation_checkpointing="none"):
         args.activation_checkpointing = activation_checkpointing
         for rank in range(world_size):
-            accelerator = SimpleNamespace(process_index=rank, num_processes=world_size, device=torch.device("cpu"))
+            accelerator = stand_in(rank, world_size)
             collate = functools.partial(collate_tokens, pad_token_id=0)
-            for batch in make_loader(args, accelerator, collate, math.inf, samples, updates):
+            for batch in make_loader(args, accelerator, Degrees(world_size), collate, math.inf, samples, updates):
                 yield from batch.micro_batches
 
     once = [target for index in range(len(lengths)) for target in (samples[index][1]).tolist()]

@@ -19,10 +19,10 @@ EVERY = """
     arguments checkpoint.agreement checkpoint.format checkpoint.identity checkpoint.layouts checkpoint.random_states
     checkpoint.resume checkpoint.save checkpoint.write checks data.hub errors files memory models.cpu_kernels
     models.load models.masks parallel.connect parallel.deepspeed_files parallel.deepspeed_flags parallel.ending
-    parallel.extensions parallel.launch parallel.liveness parallel.loading parallel.mode parallel.rates
-    parallel.sharding redaction report.settings report.tracking run training.accumulation
-    training.activation_checkpointing training.activation_offload training.batching training.cutting
-    training.optimizers training.precision training.stopping
+    parallel.extensions parallel.groups parallel.launch parallel.liveness parallel.loading parallel.mode parallel.rates
+    parallel.parallelism parallel.sequence parallel.sharding parallel.tensor redaction report.settings report.tracking
+    run training.accumulation training.activation_checkpointing training.activation_offload training.batching
+    training.clipping training.cutting training.degrees training.optimizers training.precision training.stopping
 """
 TEXT = "data.cache data.columns data.readers data.rows data.sources data.standard_library data.tokenizer"
 TOKENS = "data.chats data.text training.linear_cross_entropy training.losses training.output_head"
@@ -30,6 +30,7 @@ PREDICTED = "models.classifiers report.predictions"
 OURS = {
     "classify.py": f"{TEXT} {PREDICTED} data.labels models.text_classifier report.scores",
     "lm.py": f"{TEXT} {TOKENS}",
+    "pipeline.py": f"{TEXT} {TOKENS} parallel.pipeline parallel.stages",
     "long_sequence.py": f"{TEXT} {TOKENS} models.long_sequence models.recurrent",
     "moe.py": f"{TEXT} {TOKENS} models.experts models.mixture",
     "seq2seq.py": f"{TEXT} data.pairs models.encoder_decoder report.scores",
@@ -101,6 +102,7 @@ def test_a_dry_run_loads_nothing_that_it_does_not_use(recipe, functions_file, mo
 # What a copied recipe is given, in a file that all recipes can read, and a part of what it then says.
 COPIES = {
     "lm.py": (["--train_file", "DATA"], "LlamaForCausalLM"),
+    "pipeline.py": (["--train_file", "DATA"], "LlamaForCausalLM"),
     "moe.py": (["--train_file", "DATA"], "Ernie4_5_MoeForCausalLM"),
     "long_sequence.py": (["--train_file", "DATA"], "RecurrentLM"),
     "seq2seq.py": (["--train_file", "DATA", "--micro_batch_tokens", 512], "T5ForConditionalGeneration"),
@@ -156,7 +158,7 @@ def test_a_bug_in_a_copied_loop_keeps_its_traceback(functions_file, model_dir, t
 
 def test_a_bug_in_a_copied_file_that_a_data_worker_meets_keeps_its_traceback(functions_file, model_dir, tmp_path):
     flags = ["--train_file", functions_file, "--model_name_or_path", model_dir, "--num_workers", 1]
-    line, bug = "length = max(len(ids) for ids, *_ in samples)", "if torch.utils.data.get_worker_info(): a, b = 1, 2, 3"
+    line, bug = "length = round_up(max(len(ids)", "if torch.utils.data.get_worker_info(): a, b = 1, 2, 3"
     result = run_copy(tmp_path, "common/training/batching.py", line, bug, *flags)
     assert "ValueError" in result.stderr and "in DataLoader worker process 0" in result.stderr
 

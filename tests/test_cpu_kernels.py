@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import ROOT, equivalence_flags, read_metrics, run_specs
 from torch import nn
+from transformers import AttentionInterface, AutoModelForCausalLM, Gemma4TextConfig, LlamaConfig, Mamba2Config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -14,7 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from common.models import cpu_kernels
-from common.parallel.rates import fastest
+from common.parallel import rates
 
 # Heads, heads of keys, queries, keys, mask, whether positions have a bias, whether the module is causal.
 SHAPES = {
@@ -94,9 +95,85 @@ def test_a_norm_is_that_of_its_module(kind):
     assert rounded.dtype == torch.bfloat16 and torch.allclose(rounded, results[0][0].bfloat16(), rtol=2**-7, atol=0)
 
 
+@pytest.mark.parametrize("probability", [0.1, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dropout_zeroes_as_many_as_asked_and_keeps_the_mean(dtype, probability):
+    """Within five standard deviations, and to 1 in 65,536; no two neighbours of a draw together; the gradient too."""
+    module = nn.Sequential(nn.Dropout(probability)).train()
+    x = torch.ones(999, 1001, dtype=dtype, requires_grad=True)
+    cpu_kernels.use_cpu_kernels(module)
+    torch.manual_seed(0)
+    output = module(x)
+    output.sum().backward()
+    is_zero = output.detach() == 0
+    deviation = (probability * (1 - probability) / x.numel()) ** 0.5
+    assert abs(is_zero.double().mean().item() - probability) < 5 * deviation + 2**-16
+    (kept,) = output.detach()[~is_zero].unique().tolist()
+    assert kept == pytest.approx(1 / (1 - probability), rel=2**-8)
+    assert torch.equal(x.grad, output.detach()) and output.dtype == dtype
+    if probability == 0.5:
+        for shift in (1, 2, 3, 4, 1001):
+            both = (is_zero.flatten()[shift:] & is_zero.flatten()[:-shift]).double().mean().item()
+            assert abs(both - 0.25) < 5e-3, shift
+    torch.manual_seed(0)
+    assert torch.equal(module(x), output)
+    assert not torch.equal(module(x), output)
+    torch.manual_seed(0)
+    assert not torch.equal(nn.functional.dropout(x, probability), output)  # the control: torch's own draws others
+    assert module.eval()(x) is x
+
+
+def test_attention_with_dropout_keeps_its_mean(monkeypatch):
+    """In both types, as many weights are dropped as asked. Control: without dropout nothing differs between calls."""
+    torch.manual_seed(0)
+    module = nn.Module()
+    module.is_causal = False
+    query, key, value = (torch.randn(4, 2, 30, 16) for _ in range(3))
+    for dtype, most in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32), torch.no_grad():
+            with monkeypatch.context() as alone:
+                alone.delattr(cpu_kernels, "sdpa_attention_forward")  # whose own dropout would keep it too
+                some = [
+                    cpu_kernels.attention(module, query, key, value, None, dropout=0.3)[0].float() for _ in range(400)
+                ]
+            exact = cpu_kernels.attention(module, query, key, value, None)[0].float()
+            again = cpu_kernels.attention(module, query, key, value, None, dropout=0.0)[0].float()
+        assert torch.equal(exact, again) and not torch.allclose(some[0], exact, atol=0.1)
+        assert (torch.stack(some).mean(0) - exact).abs().mean() < 0.02 + most
+
+
 def test_other_norms_keep_their_forward():
     for norm in (GemmaRMSNorm(32), nn.LayerNorm(32), nn.LayerNorm(32, bias=False), nn.BatchNorm1d(32), nn.Linear(8, 8)):
         assert not cpu_kernels._is_root_mean_square_norm(norm), norm
+
+
+TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+TINY |= {"num_key_value_heads": 2, "intermediate_size": 64, "head_dim": 8}
+GATED = {"num_heads": 8, "state_size": 8, "n_groups": 1, "expand": 2}  # its norms are given a gate
+NO_WEIGHT = {"global_head_dim": 8, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}  # some of its norms
+
+
+@pytest.mark.parametrize(
+    "config",
+    [Mamba2Config(**TINY | GATED), Gemma4TextConfig(**TINY | NO_WEIGHT), LlamaConfig(**TINY)],
+    ids=lambda config: config.model_type,
+)
+def test_a_model_with_norms_of_several_kinds_computes_as_by_itself(config, monkeypatch):
+    """The loss of transformers' own modules, and near it in bf16."""
+    ids = torch.arange(40).view(2, 20)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+
+    @torch.no_grad()
+    def loss():
+        return model(input_ids=ids, labels=ids, use_cache=False).loss.item()
+
+    expected = loss()
+    monkeypatch.setattr("transformers.AttentionInterface._global_mapping", {**AttentionInterface._global_mapping})
+    cpu_kernels.use_cpu_kernels(model)
+    assert loss() == pytest.approx(expected, rel=1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert loss() == pytest.approx(expected, rel=1e-2)
 
 
 def test_the_recipe_computes_with_them(functions_file, model_dir, tmp_path):
@@ -117,11 +194,20 @@ def test_the_recipe_computes_with_them(functions_file, model_dir, tmp_path):
     assert (once, each) == (updates * layers + micro_batches, micro_batches * (layers + 1))
 
 
-def test_the_fastest_precision_is_chosen_where_it_pays():
-    assert fastest({"no": 100.0, "bf16": 400.0}, "no") == "bf16"
-    assert fastest({"no": 100.0, "bf16": 120.0}, "no") == "no"
-    assert fastest({"no": 100.0, "bf16": 20.0}, "bf16") == "no"
-    assert fastest({"no": 10.0, "bf16": 10.0, "fp16": 80.0}, "bf16") == "fp16"  # a GPU of 2018
-    flags = subprocess.run([sys.executable, "-m", "common.parallel.rates"], cwd=ROOT, capture_output=True, text=True)
-    launcher, path, *_ = flags.stdout.split()
-    assert launcher == "--config_file" and (ROOT / path).is_file()
+def test_the_fastest_precision_is_chosen_where_it_pays(monkeypatch):
+    assert rates.fastest({"no": 100.0, "bf16": 400.0}, "no") == "bf16"
+    assert rates.fastest({"no": 100.0, "bf16": 120.0}, "no") == "no"
+    assert rates.fastest({"no": 100.0, "bf16": 20.0}, "bf16") == "no"
+    assert rates.fastest({"no": 10.0, "bf16": 10.0, "fp16": 80.0}, "bf16") == "fp16"  # a GPU of 2018
+    for recipe in ("lm", "moe"):
+        command = [sys.executable, "-m", "common.parallel.rates", recipe]
+        flags = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        launcher, path, *_ = flags.stdout.split()
+        assert launcher == "--config_file" and (ROOT / path).is_file()
+        assert (
+            recipe == "lm" or torch.cuda.is_available() or path.endswith("/cpu.yaml")
+        )  # its small model gains nothing
+    monkeypatch.setattr(rates, "multiplication_rates", lambda _: {"no": 1.0, "bf16": 4.0})
+    cpu = torch.device("cpu")
+    assert "4.0 times as fast: before the recipe, --mixed_precision bf16" in rates.advise(cpu, "no", 10**7)
+    assert not rates.advise(cpu, "bf16", 10**7) and not rates.advise(cpu, "no", 10**6)

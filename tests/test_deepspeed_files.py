@@ -14,6 +14,7 @@ from running import set_world, settings_shown
 from common.parallel.deepspeed_files import flatten
 from common.parallel.deepspeed_flags import WIDTH_KEYS, check_deepspeed, describe_settled, settle_deepspeed
 from common.parallel.launch import check_launch, parse_launch
+from common.training.degrees import Degrees
 
 # Four steps on two processes.
 FLAGS = "--global_batch_size 16 --micro_batch_size 2 --max_grad_norm 0.5 --num_updates 40".split()
@@ -113,8 +114,8 @@ def test_a_documented_file_is_taken(name, stage, offload, tmp_path):
     (tmp_path / "mine.json").write_text(json.dumps(make(stage, offload)))
     for precision in precisions:
         args = recipe_arguments(*FLAGS)
-        assert check_deepspeed(str(tmp_path / "mine.json"), args, precision, num_processes=2) == []
-        settled = settle_deepspeed(str(tmp_path / "mine.json"), args, precision, num_processes=2)
+        assert check_deepspeed(str(tmp_path / "mine.json"), args, precision, degrees=Degrees(2)) == []
+        settled = settle_deepspeed(str(tmp_path / "mine.json"), args, precision, degrees=Degrees(2))
         with warnings.catch_warnings(action="ignore"):
             resolved = resolve(settled.config, precision, tmp_path)
         assert resolved.zero_config.stage == stage and resolved.gradient_accumulation_steps == 1
@@ -162,7 +163,7 @@ def test_what_accelerate_config_writes_is_taken(stage, offload, tmp_path, monkey
         )
         launch = parse_launch(["--config_file", str(path), "recipes/lm.py"], environment={})
         assert check_launch(launch, recipe_arguments()) == []
-        settled = settle_deepspeed(launch.deepspeed_config, recipe_arguments(), precision, num_processes=2)
+        settled = settle_deepspeed(launch.deepspeed_config, recipe_arguments(), precision, degrees=Degrees(2))
         with warnings.catch_warnings(action="ignore"):
             resolved = resolve(settled.config, precision, tmp_path)
         assert resolved.zero_config.stage == stage and resolved.bfloat16_config.enabled == (precision == "bf16")
@@ -208,8 +209,8 @@ SAME = {
 @pytest.mark.parametrize("name", SAME)
 def test_what_says_the_same_as_the_flags_is_taken(name):
     config = {"zero_optimization": {"stage": 2, "allgather_bucket_size": "auto"}} | SAME[name]
-    assert check_deepspeed(config, recipe_arguments(*FLAGS), "bf16", num_processes=2) == []
-    settled = settle_deepspeed(config, recipe_arguments(*FLAGS), "bf16", num_processes=2)
+    assert check_deepspeed(config, recipe_arguments(*FLAGS), "bf16", degrees=Degrees(2)) == []
+    settled = settle_deepspeed(config, recipe_arguments(*FLAGS), "bf16", degrees=Degrees(2))
     assert "zero_optimization.allgather_bucket_size (DeepSpeed's default)" in describe_settled("x", settled)
     assert (
         settled.config["zero_optimization"] == {"stage": 2} and not {"optimizer", "scheduler"} & settled.config.keys()
@@ -223,9 +224,9 @@ def test_a_warm_up_that_is_the_checkpoints_contradicts_nothing():
     args = recipe_arguments(*FLAGS)
     args.warmup_updates = None
     config = {"zero_optimization": {"stage": 2}, "scheduler": {"params": {"warmup_num_steps": 3, "warmup_max_lr": 1}}}
-    (problem,) = check_deepspeed(config, args, "bf16", num_processes=2)
+    (problem,) = check_deepspeed(config, args, "bf16", degrees=Degrees(2))
     assert "warmup_max_lr" in problem
-    settled = settle_deepspeed(config, args, "bf16", num_processes=2)
+    settled = settle_deepspeed(config, args, "bf16", degrees=Degrees(2))
     assert "the checkpoint's --warmup_updates" in describe_settled("x", settled)
 
 
@@ -291,17 +292,17 @@ def test_what_contradicts_a_flag_or_cannot_run_is_refused(name):
     """Control: the tests of files that are taken."""
     changes, pattern = CONTRADICTIONS[name]
     config = {"zero_optimization": {"stage": 2}} | changes
-    problems = check_deepspeed(config, recipe_arguments(*FLAGS), "bf16", num_processes=2)
+    problems = check_deepspeed(config, recipe_arguments(*FLAGS), "bf16", degrees=Degrees(2))
     assert len(problems) == 1 and re.search(pattern, problems[0]), problems
 
 
 def test_numbers_where_tokens_cut_the_batch_are_refused():
     args = recipe_arguments("--global_batch_size", 16)
     config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
-    problems = check_deepspeed(config, args, "no", num_processes=2)
+    problems = check_deepspeed(config, args, "no", degrees=Degrees(2))
     assert len(problems) == 2 and "--micro_batch_tokens 1024 cuts the batch; give --micro_batch_size 2" in problems[0]
     assert "it follows from --global_batch_size 16 in --micro_batch_tokens 1024" in problems[1]
-    assert check_deepspeed(config | {"gradient_accumulation_steps": 1}, args, "no", 2) == problems[:1]
+    assert check_deepspeed(config | {"gradient_accumulation_steps": 1}, args, "no", Degrees(2)) == problems[:1]
 
 
 def test_a_yaml_that_repeats_what_its_deepspeed_file_says_is_refused(tmp_path):

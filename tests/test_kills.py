@@ -6,7 +6,7 @@ import pytest
 from conftest import BIN, run
 
 # The long form: python tests/kill_runs.py --kills 200 --config multi_cpu --processes 2
-CAMPAIGNS = {"cpu": (1, 12), "multi_cpu": (2, 8)}
+CAMPAIGNS = {"cpu": (1, 12), "multi_cpu": (2, 8), "tensor_parallel": (2, 4), "pipeline": (2, 4)}
 
 
 @pytest.mark.parametrize("config", CAMPAIGNS)
@@ -16,6 +16,7 @@ def test_killed_runs_come_to_the_same_end(config, functions_file, model_dir, tmp
     command += ["--num_updates", 30, "--save_every", 5, "--window", 0.8, "--directory", tmp_path]
     command += ["--train_file", functions_file, "--model_name_or_path", model_dir, "--shape", "examples"]
     command += ["--sequence_length", 64, "--global_batch_size", 8, "--micro_batch_size", 2]
+    command += ["--recipe", "pipeline"] if config == "pipeline" else []
     result = run(command, timeout=900)
     assert result.returncode == 0, result.stdout + result.stderr
     report = json.loads(result.stdout.splitlines()[-1])

@@ -82,7 +82,23 @@ CASES = {
     ),
     "hsdp, two": Case("hsdp", ("--num_processes", 2), refused="2 processes, but for 2 copies .* in 2 shards"),
     "tensor parallel": Case(
-        "hsdp", changes={"parallelism_config": {"parallelism_config_tp_size": 2}}, refused="tp_size to 2; set it to 1"
+        "hsdp",
+        changes={"parallelism_config": {"parallelism_config_tp_size": 2}},
+        refused="asks for 4 processes, but for 1 shards .*, 2 processes a layer .* = 2; make the product",
+    ),
+    "how Accelerate would share a sequence": Case(
+        "sequence_parallel",
+        changes={"parallelism_config": {"parallelism_config_sp_size": 2, "parallelism_config_sp_seq_length": 64}},
+        refused="parallelism_config_sp_seq_length, which has no effect",
+    ),
+    "a shared sequence in a flag alone": Case(
+        "multi_gpu", ("--parallelism_config_sp_size", 2), refused="sp_size has no effect without a parallelism_config"
+    ),
+    "nobody shares a sequence": Case(
+        "sequence_parallel", changes={"parallelism_config": {"parallelism_config_sp_size": 0}}, refused="at least 1"
+    ),
+    "three processes, pairs of which share a sequence": Case(
+        "sequence_parallel", ("--num_processes", 3), refused="a multiple of 2; use --num_processes 2"
     ),
     # DeepSpeed
     "zero1, one": Case("zero1", ("--num_processes", 1), runs=("DeepSpeed", 1, FLOAT32)),

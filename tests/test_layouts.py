@@ -74,14 +74,23 @@ def test_what_a_resume_forgets_is_noticed(functions_file, dropout_model, tmp_pat
 
 # Config, processes, and after which update it stops; None: the end.
 CHAINS = {
-    "float64": [("multi_cpu", 4, 4), ("fsdp2", 2, 8), ("cpu", 1, 12), ("multi_cpu", 2, 16), ("fsdp2", 4, None)],
+    "float64": [
+        ("multi_cpu", 4, 4),
+        ("fsdp2", 2, 8),
+        ("cpu", 1, 12),
+        ("sequence_parallel", 2, 16),
+        ("fsdp2_sequence_parallel", 4, 17),
+        ("tensor_parallel", 2, 18),
+        ("pipeline", 2, 19),
+        ("fsdp2_tensor_parallel", 4, None),
+    ],
     "float32": [("zero3", 2, 5), ("zero1", 4, 9), ("cpu", 1, 12), ("zero2", 2, None)],
 }
 
 
 @pytest.mark.parametrize("dtype", CHAINS)
 def test_a_run_goes_on_with_other_processes_and_in_another_mode(dtype, functions_file, model_dir, tmp_path):
-    """The same samples and learning rates, and the losses of one process, through four changes of the layout."""
+    """The same samples and learning rates, and the losses of one process, through all changes of the layout."""
     changes = {"float64": 1} if dtype == "float64" else {}  # no dropout: its streams are the ranks'
     more = ["--micro_batch_size", 1]
     copied = [str(tmp_path / "whole"), str(tmp_path / "forgetful"), 10]
@@ -93,7 +102,7 @@ def test_a_run_goes_on_with_other_processes_and_in_another_mode(dtype, functions
     for number, (config, processes, stop) in enumerate(CHAINS[dtype]):
         change = changes | ({"signal_at": [stop - 1, 0, "SIGTERM", 1]} if stop else {})
         runs = [([*chained, *(["--resume"] if number else [])], change)]
-        run_specs("lm", runs, tmp_path, *mode(config, processes))
+        run_specs("pipeline" if config == "pipeline" else "lm", runs, tmp_path, *mode(config, processes))
     tolerance = 1e-10 if dtype == "float64" else 1e-5
     lines, expected = read_metrics(tmp_path / "chained"), read_metrics(tmp_path / "whole")
     for line, other in zip(lines, expected, strict=True):

@@ -51,7 +51,9 @@ def run_two(tmp_path, given, **changes):
     ("config", "lost", "watched"), [("multi_cpu", 1, True), ("zero1", 0, True), ("fsdp2", 1, True), ("fsdp2", 1, False)]
 )
 def test_a_killed_process_ends_the_others_and_is_named(config, lost, watched, functions_file, tmp_path, extensions):
-    with launched(tmp_path, functions_file, config, **({} if watched else {"no_watch": True})) as launcher:
+    """Also where the disk is slow, so that the launcher asks this process to end before it has ended by itself."""
+    changes = {"slow_note": 1.0} | ({} if watched else {"no_watch": True})
+    with launched(tmp_path, functions_file, config, **changes) as launcher:
         find_rank(launcher, lost).kill()
         killed = time.monotonic()
         assert launcher.wait(timeout=40) != 0  # less than gloo's own limit

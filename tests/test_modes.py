@@ -26,12 +26,16 @@ from common.parallel.deepspeed_files import check_nvme_space
 
 CONFIGS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
 PROCESSES = {"cpu": 1, "cpu_bf16": 1, "single_gpu": 1, "hsdp": 4}  # else two
+PROCESSES |= {"fsdp2_sequence_parallel": 4, "fsdp2_tensor_parallel": 4}
 MODES = {
     "multi_node_zero": "DeepSpeed",
     "zero": "DeepSpeed",
     "fsdp": "FSDP",
     "hsdp": "FSDP",
     "multi": "DDP",
+    "sequence": "DDP",
+    "pipeline": "DDP",
+    "tensor": "DDP",
     "cpu": "plain",
     "single": "plain",
 }
@@ -43,6 +47,11 @@ HELD = {
     "zero3": (1 / 2, 1 / 2),
     "fsdp2": (1 / 2, 1 / 2),
     "hsdp": (1 / 2, 1 / 2),
+    "sequence_parallel": (1, 1),
+    "fsdp2_sequence_parallel": (1 / 4, 1 / 4),
+    "pipeline": (1 / 2, 1 / 2),
+    "tensor_parallel": (1 / 2, 1 / 2),
+    "fsdp2_tensor_parallel": (1 / 4, 1 / 4),
     "multi_node": (1, 1),
     "multi_node_zero3": (1 / 2, 1 / 2),
 }
@@ -88,7 +97,8 @@ def test_every_config_makes_the_update_of_one_process(config, reference, functio
         need("libaio-dev")
     changes = {"measure_state": str(tmp_path / "held"), "count_collectives": str(tmp_path / "collectives")}
     runs = [(flags(functions_file, model_dir, tmp_path / "run"), changes)]
-    result = run_specs("lm", runs, tmp_path, config, *options(config, tmp_path))
+    recipe = "pipeline" if config == "pipeline" else "lm"
+    result = run_specs(recipe, runs, tmp_path, config, *options(config, tmp_path))
 
     mode = next(name for start, name in MODES.items() if config.startswith(start))
     processes = PROCESSES.get(config, 2)

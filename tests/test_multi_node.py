@@ -277,7 +277,9 @@ def test_hosts_sh_ends_everywhere_when_one_part_ends(ended, hosts, ssh, function
     with Run(tmp_path) as run:
         head = start_by_ssh(run, hosts, ssh, *training(functions_file, tmp_path / "run"))
         wait_for_updates(tmp_path / "run", 2)
-        workers = [p for p in psutil.process_iter() if str(tmp_path / "run") in p.cmdline() and "RANK" in p.environ()]
+        running = psutil.process_iter(["cmdline", "environ"])  # of one that ends meanwhile: None
+        known = [(process, *map(process.info.get, ("cmdline", "environ"))) for process in running]
+        workers = [p for p, words, names in known if str(tmp_path / "run") in (words or ()) and "RANK" in (names or ())]
         ranks = {worker.environ()["RANK"]: worker for worker in workers}
         assert ranks.keys() == {"0", "1"}
         (ranks["1"].parent() if ended == "the launcher of host 1" else head).terminate()

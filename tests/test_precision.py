@@ -12,7 +12,19 @@ from common.models.load import build_model
 from common.models.recurrent import RecurrentConfig, RecurrentLM
 from common.training.linear_cross_entropy import linear_cross_entropy
 
-CONFIGS = ("multi_gpu", "fsdp2", "hsdp", "fsdp2_offload", "zero1", "zero2", "zero3", "zero3_offload_cpu")
+CONFIGS = (
+    "multi_gpu",
+    "fsdp2",
+    "hsdp",
+    "sequence_parallel",
+    "pipeline",
+    "tensor_parallel",
+    "fsdp2_offload",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zero3_offload_cpu",
+)
 SAMPLES = 256  # of one length, in one update
 CUTS = (1, 4, 16, 64)  # into so many micro-batches on each process
 
@@ -66,10 +78,13 @@ def test_a_finer_cut_makes_no_gradient_worse(config, exact, functions_file, mode
     And each loss is a sum of float32: bf16 has the sum of a micro-batch in steps of 1 (of two samples) to 64.
     """
     processes = 4 if config == "hsdp" else 2
-    outs = [tmp_path / str(count) for count in CUTS]
-    sizes = [SAMPLES // processes // count for count in CUTS]
+    cuts, ranks, recipe = CUTS, processes, "lm"
+    if config == "pipeline":  # as many micro-batches as stages, at least
+        cuts, ranks, recipe = (2, *CUTS[1:]), 1, "pipeline"
+    outs = [tmp_path / str(count) for count in cuts]
+    sizes = [SAMPLES // ranks // count for count in cuts]
     runs = [cut(functions_file, model_dir, out, size) for out, size in zip(outs, sizes, strict=True)]
-    run_specs("lm", runs, tmp_path, *in_bf16(config, processes))
+    run_specs(recipe, runs, tmp_path, *in_bf16(config, processes))
     errors = errors_of(outs, exact)
     print(config, errors)
     assert all(1e-4 < error < 0.01 for error in errors)

@@ -7,6 +7,7 @@ every mode it makes the update of one process.
 import json
 import shutil
 
+import numpy as np
 import pytest
 from conftest import (
     ROOT,
@@ -35,6 +36,11 @@ CONFIGS = {
     "fsdp2": [],
     "fsdp2_offload": [],
     "hsdp": [],
+    "sequence_parallel": [],
+    "fsdp2_sequence_parallel": [],
+    "pipeline": [],
+    "tensor_parallel": [],
+    "fsdp2_tensor_parallel": [],
     "zero1": ["--mixed_precision", "bf16"],
     "zero2": ["--mixed_precision", "bf16"],
     "zero3": ["--mixed_precision", "bf16"],
@@ -50,7 +56,13 @@ RECIPES = {
     "moe": [*TEXT, "--model_config", "tiny", "--sequence_length", 64],
     "long_sequence": [*TEXT, "--hidden_size", 32, "--sequence_length", 256, "--segments", 4],
     "vision": ["--model_config", "convnet"],
+    "pipeline": [*TEXT, "--model_name_or_path", "MODEL", "--shape", "examples", "--sequence_length", 64],
 }
+# A network of 2 attention heads; and what can share a sequence among processes, or its layers.
+TRANSFORMER = [*TEXT, "--architecture", "transformer", "--num_layers", 2, "--sequence_length", 255]
+SHARING = {"lm": RECIPES["lm"], "moe": RECIPES["moe"], "long_sequence": TRANSFORMER}
+LLAMA = [*TEXT, "--model_name_or_path", "MODEL", "--sequence_length", 32]
+CUT = {"lm": RECIPES["lm"], "classify": LLAMA, "long_sequence": TRANSFORMER}
 WITH_DROPOUT = ("lm", "classify", "seq2seq", "vision")
 NUM_UPDATES, SAVED = 4, 2
 
@@ -58,7 +70,7 @@ NUM_UPDATES, SAVED = 4, 2
 def test_no_config_and_no_recipe_is_left_out():
     assert {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")} == CONFIGS.keys() | WITHOUT
     assert {path.stem for path in (ROOT / "recipes").glob("*.py")} == RECIPES.keys()
-    assert RECIPES.keys() - EQUAL.keys() == {"lm"}
+    assert RECIPES.keys() - EQUAL.keys() == {"lm", "pipeline"}
 
 
 @pytest.fixture(scope="module")
@@ -81,32 +93,43 @@ def flags(own, data, output_dir, processes, *more):
     return [*own, *base, "--max_grad_norm", 0.5, "--output_dir", output_dir, *more]
 
 
+def recipes_of(config):
+    if "sequence" in config or "tensor" in config:
+        return SHARING if "sequence" in config else CUT
+    return {name: own for name, own in RECIPES.items() if (name == "pipeline") == (config == "pipeline")}
+
+
 def run_matrix(config, recipes, data, tmp_path, first=None, second=None):
     """Each recipe runs as a whole, then goes on from a copy of what it had saved; all in one launch.
 
     first, second: changes of tests/run_recipe.py for the two runs.
     """
-    processes = {"cpu": 1, "single_gpu": 1, "hsdp": 4}.get(config, 2)
-    runs = []
+    alone = ("cpu", "single_gpu", "sequence_parallel", "tensor_parallel", "pipeline")
+    shares = {"hsdp": 4} | dict.fromkeys(alone, 1)  # of a global batch
+    shares = shares.get(config, 2)
+    runs, own = [], recipes_of(config)
     for recipe in recipes:
         whole, again = str(tmp_path / recipe), str(tmp_path / f"{recipe}-again")
-        runs.append((flags(RECIPES[recipe], data, whole, processes), first or {}, recipe))
+        runs.append((flags(own[recipe], data, whole, shares), first or {}, recipe))
         changes = {"copy_run": [whole, again, SAVED], **(second or {})}
-        runs.append((flags(RECIPES[recipe], data, again, processes, "--resume"), changes, recipe))
+        runs.append((flags(own[recipe], data, again, shares, "--resume"), changes, recipe))
     run_specs("all", runs, tmp_path, config, *CONFIGS[config])
 
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_every_recipe_resumes_bit_for_bit(config, data, tmp_path):
-    run_matrix(config, RECIPES, data, tmp_path)
-    facts = json.loads((tmp_path / "lm/run.json").read_text())
-    modes = dict.fromkeys(("cpu", "cpu_bf16", "single_gpu"), "plain") | dict.fromkeys(("multi_cpu", "multi_gpu"), "DDP")
+    recipes = recipes_of(config)
+    run_matrix(config, recipes, data, tmp_path)
+    facts = json.loads((tmp_path / f"{next(iter(recipes))}/run.json").read_text())
+    modes = dict.fromkeys(("cpu", "cpu_bf16", "single_gpu"), "plain")
+    ddp = ("multi_cpu", "multi_gpu", "sequence_parallel", "tensor_parallel", "pipeline")
+    modes |= dict.fromkeys(ddp, "DDP")
     mode = modes.get(config)
     assert facts["mode"] == (mode or ("DeepSpeed" if config.startswith("zero") else "FSDP"))
     assert facts["mixed_precision"] == ("no" if config in ("cpu", "multi_cpu") else "bf16")
-    ends = [{name: outcome(tmp_path / f"{name}{end}", NUM_UPDATES) for name in RECIPES} for end in ("", "-again")]
+    ends = [{name: outcome(tmp_path / f"{name}{end}", NUM_UPDATES) for name in recipes} for end in ("", "-again")]
     assert ends[0] == ends[1]
-    for name in RECIPES:
+    for name in recipes:
         metrics = read_metrics(tmp_path / name)
         assert ["validation_loss" in line for line in metrics] == [False, True, False, True], name
         assert manifest_of(tmp_path / name, SAVED)["position"]["best_validation_loss"] is not None, name
@@ -129,23 +152,28 @@ EQUAL = {
     "moe": RECIPES["moe"],
     "moe-exact": [*RECIPES["moe"], "--balance", "exact"],
     "long_sequence": RECIPES["long_sequence"],
+    "long_sequence-transformer": TRANSFORMER,
     "vision": ["--model_config", "resnet", "--num_workers", 1],
 }
 FIGURES = {"validation_loss": 1e-5, "chrf": 1e-6}  # how far they may be off; these may not be at all:
 FIGURES |= dict.fromkeys(("accuracy", "macro_f1", "examples", "num_generated", "expert_shares"), 0)
 # Of a weight; of those of the others that were moved by Adam from small gradients, 2e-5.
 WEIGHTS = {"classify": 1e-5, "moe": 1e-5, "moe-exact": 1e-5}
+# Under ZeRO-3, whose sums are in another order, some processors' rounding sends a token to the other one of two experts
+# that are as good. Shares of the tokens then differ by a few, and weights that few tokens move.
+FLIPPED = {("zero3", "moe"): 1e-3, ("zero3", "moe-exact"): 2e-5}
 
 
-def run_equal(config, data, out):
-    """All of them, in float32, and with accumulation and clipping that count."""
+def run_equal(config, data, out, names=EQUAL):
+    """In float32, and with accumulation and clipping that count."""
     runs = [
         (
             flags(own, data, out / name, 1 if config == "cpu" else 2, "--learning_rate", 1e-3),
             {"count_collectives": str(out / f"{name}-n")},
-            name.removesuffix("-exact"),
+            name.partition("-")[0],
         )
         for name, own in EQUAL.items()
+        if name in names
     ]
     run_specs("equal", runs, out, config, "--mixed_precision", "no")
     return out
@@ -156,21 +184,26 @@ def one_process(data, tmp_path_factory):
     return run_equal("cpu", data, tmp_path_factory.mktemp("one"))
 
 
-@pytest.mark.parametrize("config", ["multi_cpu", "fsdp2", "zero3"])
+@pytest.mark.parametrize("config", ["multi_cpu", "fsdp2", "zero3", "sequence_parallel", "tensor_parallel"])
 def test_every_recipe_makes_the_update_of_one_process(config, one_process, data, tmp_path):
     """Losses, norms, weights and held-out figures; in tests/test_modes.py lm.py does, under every config."""
-    run_equal(config, data, tmp_path)
-    for name in EQUAL:
+    some = {"sequence_parallel": {"moe", "moe-exact"}, "tensor_parallel": {"classify"}}
+    names = some[config] | {"long_sequence-transformer"} if config in some else EQUAL.keys()
+    run_equal(config, data, tmp_path, names)
+    for name in names:
         assert_same_losses(tmp_path / name, one_process / name)
         figures, expected = results_of(tmp_path / name), results_of(one_process / name)
         assert "validation_loss" in figures and figures.get("num_generated", 13) == 13
         for figure in expected.keys() & FIGURES.keys():
             rel = FIGURES[figure]
+            if figure == "expert_shares" and (config, name) in FLIPPED:
+                assert np.abs(np.subtract(figures[figure], expected[figure])).max() < 1e-2
+                continue
             assert figures[figure] == (pytest.approx(expected[figure], rel=rel) if rel else expected[figure]), name
         weights = load_file(tmp_path / name / "model/model.safetensors")
         for key, weight in load_file(one_process / name / "model/model.safetensors").items():
             is_counted = key.endswith("e_score_correction_bias")  # moved by whole numbers of tokens
-            most = 0 if is_counted else WEIGHTS.get(name, 2e-5)
+            most = 0 if is_counted else FLIPPED.get((config, name), WEIGHTS.get(name, 2e-5))
             assert (weight - weights[key]).abs().max() <= most, (name, key)
         counts = ["experts.begin_update"] if name == "moe-exact" else []  # before the first backward
         ours = our_collectives(tmp_path / f"{name}-n", 2)

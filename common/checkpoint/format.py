@@ -18,7 +18,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -29,7 +29,7 @@ from common.checkpoint.random_states import check_random_states
 from common.errors import UserError, one_line
 from common.files import PAGE, PARTIAL
 
-FORMAT = 2
+FORMAT = 3  # 2 had no parts by columns, 1 no XXH3
 DIGESTS = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}  # of files; SHA-256 in format 1
 MANIFEST = "manifest.json"
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -198,6 +198,48 @@ def find_best(found: Iterable[tuple[Path, dict[str, Any]]]) -> Path | None:
     return min(measured, key=losses.__getitem__, default=None)
 
 
+WHOLE = (0, -1)  # the columns of a range of all
+
+
+class _Range(NamedTuple):
+    """Which elements of a tensor a file has, or of some of its columns."""
+
+    first: int
+    last: int  # + 1
+    file: str
+    columns: tuple[int, int]
+
+    def are_rows(self, shape: tuple[int, ...]) -> bool:
+        """Whether its columns are some of the shape's, and it has whole rows of them."""
+        is_pair = len(self.columns) == 2 and all(is_number(one) for one in self.columns)
+        if len(shape) != 2 or not is_pair or not self.columns[0] < self.columns[1] <= shape[1]:
+            return False
+        width = self.columns[1] - self.columns[0]
+        return self.first % width == 0 and self.last % width == 0
+
+
+def _fill(ranges: Iterable[tuple[int, int]], name: str, what: str) -> int:
+    """The end of ranges that begin at 0 and follow each other; raises UserError where they do not."""
+    filled = 0
+    for first, last in sorted(ranges):
+        require(first == filled, f"{name} has a gap or an overlap at its {what} {min(first, filled)}")
+        filled = last
+    return filled
+
+
+def _check_cover(name: str, shape: tuple[int, ...], parts: list[_Range]) -> None:
+    """Raises UserError unless the ranges make a tensor of that shape, with each element once."""
+    sizes = {one.columns: math.prod(shape[:-1]) * (one.columns[1] - one.columns[0]) for one in parts}
+    if sizes.keys() <= {WHOLE}:
+        sizes = {WHOLE: math.prod(shape)}
+    else:
+        filled = _fill(sizes, name, "column")
+        require(filled == shape[-1], f"{name} has {filled} of {shape[-1]} columns")
+    for columns, elements in sizes.items():
+        filled = _fill(((one.first, one.last) for one in parts if one.columns == columns), name, "element")
+        require(filled == elements, f"{name} has {filled} of {elements} elements")
+
+
 class Reader:
     """The tensors of a checkpoint, whole or in part, however they were cut when they were saved.
 
@@ -209,7 +251,7 @@ class Reader:
         self.ranks: list[dict[str, Any]] = []
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self.scalar_state: dict[str, Any] = {}
-        self._where: dict[str, list[tuple[int, int, str]]] = {}
+        self._where: dict[str, list[_Range]] = {}
         self._open: dict[str, Any] = {}
         for number in range(manifest["world_size"]):
             name = f"rank-{number:05}"
@@ -218,11 +260,7 @@ class Reader:
             except (UserError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise UserError(f"{name}.json is malformed: {one_line(error)}") from error
         for name, (_, shape) in self.tensors.items():
-            filled = 0
-            for first, last, _ in sorted(one for one in self._where[name] if one[0] < one[1]):
-                require(first == filled, f"{name} has a gap or an overlap at its element {min(first, filled)}")
-                filled = last
-            require(filled == math.prod(shape), f"{name} has {filled} of {math.prod(shape)} elements")
+            _check_cover(name, shape, self._where[name])
         self._require_training_state()
 
     def _require_training_state(self) -> None:
@@ -260,8 +298,12 @@ class Reader:
             sizes = (*facts[1], one["start"], one["elements"])
             require(all(is_number(size) for size in sizes), f"{tensor}: its sizes")
             require(self.tensors.setdefault(tensor, facts) == facts, f"{tensor} is another one than in other ranks")
-            where = (one["start"], one["start"] + one["elements"], f"{name}.safetensors")
-            self._where.setdefault(tensor, []).append(where)
+            columns = tuple(one.get("columns", WHOLE))
+            where = _Range(one["start"], one["start"] + one["elements"], f"{name}.safetensors", columns)
+            require(columns == WHOLE or where.are_rows(facts[1]), f"{tensor}: its columns")
+            ranges = self._where.setdefault(tensor, [])
+            if one["elements"]:
+                ranges.append(where)
 
     def check(self, rank: int = 0, world: int = 1) -> None:
         """Raises UserError where a file of this rank's share holds something else than its JSON says."""
@@ -285,15 +327,41 @@ class Reader:
             self._open[name] = safe_open(own_file(self.directory, name), "pt")
         return self._open[name]
 
-    def read(self, name: str, start: int = 0, elements: int | None = None) -> torch.Tensor:
-        """A range of a tensor's flattened elements, on the CPU; without a range, the tensor in its shape."""
+    def read(
+        self, name: str, start: int = 0, elements: int | None = None, columns: tuple[int, int] | None = None
+    ) -> torch.Tensor:
+        """A range of a tensor's flattened elements, or of some of its columns'; without a range, all in its shape."""
         dtype, shape = self.tensors[name]
-        stop = start + (math.prod(shape) if elements is None else elements)
-        result, filled = torch.empty(stop - start, dtype=dtype), 0
-        for first, last, file in self._where[name]:
-            low, high = max(first, start), min(last, stop)
+        if elements is None:
+            return self.read(name, 0, math.prod(shape)).view(shape)
+        if columns is None and all(one.columns == WHOLE for one in self._where[name]):
+            return self._read_range(name, start, start + elements)
+        width = shape[-1]
+        first, last = columns or (0, width)
+        top, bottom = start // (last - first), -(-(start + elements) // (last - first))  # the rows that hold it
+        block = torch.empty(bottom - top, width, dtype=dtype)
+        for one in self._where[name]:
+            if one.columns == WHOLE:
+                continue
+            left, right = one.columns
+            low, high = max(one.first // (right - left), top), min(one.last // (right - left), bottom)
             if low < high:
-                result[low - start : high - start] = self._file(file).get_slice(name)[low - first : high - first]
+                values = self._slice(name, one, low * (right - left), high * (right - left))
+                block[low - top : high - top, left:right] = values.view(high - low, right - left)
+        if any(one.columns == WHOLE for one in self._where[name]):
+            block.view(-1).copy_(self._read_range(name, top * width, bottom * width))
+        skipped = start - top * (last - first)
+        return block[:, first:last].reshape(-1)[skipped : skipped + elements]
+
+    def _read_range(self, name: str, start: int, stop: int) -> torch.Tensor:
+        result, filled = torch.empty(stop - start, dtype=self.tensors[name][0]), 0
+        for one in self._where[name]:
+            low, high = max(one.first, start), min(one.last, stop)
+            if low < high:
+                result[low - start : high - start] = self._slice(name, one, low, high)
                 filled += high - low
         assert filled == stop - start, f"{self.directory}: {name} has {filled} of the elements {start} to {stop}"
-        return result.view(shape) if elements is None else result
+        return result
+
+    def _slice(self, name: str, part: _Range, start: int, stop: int) -> torch.Tensor:
+        return self._file(part.file).get_slice(name)[start - part.first : stop - part.first]

@@ -2,9 +2,11 @@
 
 What makes one checkpoint format serve all modes: each layout cuts a tensor into ranges of its flattened elements. FSDP2
 cuts the first dimension, ZeRO-3 each parameter, ZeRO-1 and 2 the parameters laid end to end; DDP does not cut. So a
-part is (name, start, elements), and any layout is read back from the parts of any other.
+part is (name, start, elements), and any layout is read back from the parts of any other. Tensor parallelism cuts some
+matrices by columns: of these a part also says which columns it has, and its range is one of their elements.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,7 +17,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from common.parallel.groups import group_of
 from common.parallel.loading import without_wrapper
+from common.training.clipping import Share
+from common.training.degrees import running
 
 
 class Piece(NamedTuple):
@@ -23,9 +28,10 @@ class Piece(NamedTuple):
 
     name: str  # "weight/NAME", "buffer/NAME" or "optimizer.KEY/NAME", by the model's own names
     tensor: torch.Tensor  # the elements; a view of what trains, in row-major order of its own shape
-    start: int  # of its first element in the flattened whole
+    start: int  # of its first element in the flattened whole, or in the flattened columns
     shape: tuple[int, ...]  # of the whole
     is_owner: bool  # whether this rank writes it: of equal copies, one is written
+    columns: tuple[int, int] | None = None  # first and last + 1 of those of a matrix that it is a range of; None: all
 
 
 @dataclass
@@ -40,6 +46,7 @@ class _Part:
     holder: torch.Tensor | None
     cut: Callable[[torch.Tensor], torch.Tensor]  # of a state tensor as large as the holder, the elements of this part
     is_owner: bool
+    columns: tuple[int, int] | None = None
 
 
 def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
@@ -68,7 +75,7 @@ def _zero_optimizer(optimizer: Any) -> Any | None:
     return None
 
 
-def _dtensor_part(name: str, p: DTensor) -> _Part:
+def _dtensor_part(name: str, p: DTensor, share: Share | None) -> _Part:
     placements, mesh = p.placements, p.device_mesh
     assert all(one in (Replicate(), Shard(0)) for one in placements), f"{name} is cut as {placements}"
     _, offset = compute_local_shape_and_global_offset(p.shape, mesh, placements)
@@ -76,7 +83,20 @@ def _dtensor_part(name: str, p: DTensor) -> _Part:
     is_owner = all(mesh.get_local_rank(dim) == 0 for dim, one in enumerate(placements) if one == Replicate())
     start = offset[0] * (p.numel() // p.shape[0]) if p.ndim else 0
     holder = p if p.requires_grad else None
-    return _Part(name, tuple(p.shape), start, p.detach().to_local(), holder, lambda state: state.to_local(), is_owner)
+    is_owner = is_owner and (share is None or share.counts)
+    whole = _whole_of(p, share)
+    start += whole.pop("start")
+    part = p.detach().to_local()
+    return _Part(name, start=start, weight=part, holder=holder, cut=lambda s: s.to_local(), is_owner=is_owner, **whole)
+
+
+def _whole_of(p: torch.Tensor, share: Share | None) -> dict[str, Any]:
+    """The shape of a parameter that the ranks of a group may share, and where in it this rank's part is."""
+    if share is None or share.dim is None:
+        return {"shape": tuple(p.shape), "start": 0, "columns": None}
+    if share.dim == 0:
+        return {"shape": share.shape, "start": share.start * math.prod(share.shape[1:]), "columns": None}
+    return {"shape": share.shape, "start": 0, "columns": (share.start, share.start + p.shape[1])}
 
 
 def _parts(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Iterator[_Part]:
@@ -93,19 +113,23 @@ def _parts(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> 
         yield from parts(zero, names)
         trained = {id(p) for group, _ in _zero_groups(zero) for p in group}
         named = {name: p for name, p in named.items() if id(p) not in trained}  # the frozen ones
-    num_bytes = [0] * accelerator.num_processes  # that each rank writes of what all hold alike: about as many
+    shares = without_wrapper(model).shares.of if hasattr(without_wrapper(model), "shares") else {}
+    rank = accelerator.process_index
+    peers = running().peers(rank)
+    num_bytes = [0] * len(peers)  # that each rank writes of what several hold alike: about as many
     known = {id(p) for group in inner_optimizer(optimizer).param_groups for p in group["params"]}
     for name, p in named.items():
         assert not p.requires_grad or id(p) in known, f"{name} requires a gradient, and the optimizer does not hold it"
         if hasattr(p, "ds_tensor"):
             yield _ds_part(name, p, p.ds_tensor.detach(), None, lambda state: state)
         elif isinstance(p, DTensor):
-            yield _dtensor_part(name, p)
+            yield _dtensor_part(name, p, shares.get(name))
         else:
-            owner = num_bytes.index(min(num_bytes))
+            owner, share, holder = num_bytes.index(min(num_bytes)), shares.get(name), p if p.requires_grad else None
             num_bytes[owner] += p.nbytes
-            is_owner, holder = owner == accelerator.process_index, p if p.requires_grad else None
-            yield _Part(name, tuple(p.shape), 0, p.detach(), holder, lambda state: state, is_owner)
+            is_owner = owner == peers.index(rank) and (share is None or share.counts)
+            where = _whole_of(p, share)
+            yield _Part(name, weight=p.detach(), holder=holder, cut=lambda s: s, is_owner=is_owner, **where)
 
 
 def _zero_groups(zero: Any) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
@@ -154,11 +178,14 @@ def _zero3_parts(zero: Any, names: dict[int, str]) -> Iterator[_Part]:
 
 
 def _buffers(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[Piece]:
+    stages = getattr(without_wrapper(model), "pipeline_stages", None)
+    held_before = stages.held_before if stages else ()
     for prefix, module in without_wrapper(model).named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                full = f"buffer/{prefix}.{name}" if prefix else f"buffer/{name}"
-                yield Piece(full, buffer.detach(), 0, tuple(buffer.shape), accelerator.is_main_process)
+                full = f"{prefix}.{name}" if prefix else name
+                is_owner = accelerator.process_index % running().stage_size == 0 and full not in held_before
+                yield Piece(f"buffer/{full}", buffer.detach(), 0, tuple(buffer.shape), is_owner)
 
 
 def _state_pieces(part: _Part, state: dict[str, Any]) -> Iterator[Piece]:
@@ -166,7 +193,7 @@ def _state_pieces(part: _Part, state: dict[str, Any]) -> Iterator[Piece]:
         if torch.is_tensor(value) and value.ndim:
             name = f"optimizer.{key}/{part.name}"
             if value.shape == part.holder.shape:
-                yield Piece(name, part.cut(value).detach(), part.start, part.shape, part.is_owner)
+                yield Piece(name, part.cut(value).detach(), part.start, part.shape, part.is_owner, part.columns)
             else:  # factored or block-wise: belongs to a parameter that is not cut
                 assert part.weight.shape == part.shape, f"{name} does not follow its parameter's cut"
                 yield Piece(name, value.detach(), 0, tuple(value.shape), part.is_owner)
@@ -176,7 +203,7 @@ def pieces(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> 
     """All that this rank holds: float32 weights, persistent buffers, optimizer state. No communication."""
     inner = inner_optimizer(optimizer)
     for part in _parts(accelerator, model, optimizer):
-        yield Piece(f"weight/{part.name}", part.weight, part.start, part.shape, part.is_owner)
+        yield Piece(f"weight/{part.name}", part.weight, part.start, part.shape, part.is_owner, part.columns)
         yield from _state_pieces(part, inner.state.get(part.holder, {}))
     yield from _buffers(accelerator, model)
 
@@ -196,10 +223,18 @@ def scalar_state(accelerator: Accelerator, model: torch.nn.Module, optimizer: An
 
 
 def untrained(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> list[str]:
-    """Names of the parameters without optimizer state: frozen ones, and those that never had a gradient."""
+    """Names of the parameters without optimizer state: frozen ones, and those that never had a gradient.
+
+    On all ranks together: the stages of a pipeline tell each other theirs.
+    """
     state = inner_optimizer(optimizer).state
     holders = {part.name: part.holder for part in _parts(accelerator, model, optimizer)}
-    return [name for name, holder in holders.items() if holder is None or (state and holder not in state)]
+    names = [name for name, holder in holders.items() if holder is None or (state and holder not in state)]
+    if not hasattr(without_wrapper(model), "pipeline_stages"):
+        return names
+    told: list[Any] = [None] * running().pipeline
+    torch.distributed.all_gather_object(told, names, group=group_of(running().stages))
+    return list(dict.fromkeys(name for names in told for name in names))
 
 
 def make_state(

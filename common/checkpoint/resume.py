@@ -82,7 +82,7 @@ def load_state(reader: Reader, accelerator: Accelerator, model: torch.nn.Module,
         if piece.name not in reader.tensors or reader.tensors[piece.name][1] != tuple(piece.shape):
             saved = reader.tensors.get(piece.name, (None, "not there"))[1]
             raise UserError(f"--resume {reader.directory}: {piece.name} is {tuple(piece.shape)}, and {saved} in it")
-        values = reader.read(piece.name, piece.start, piece.tensor.numel())
+        values = reader.read(piece.name, piece.start, piece.tensor.numel(), piece.columns)
         piece.tensor.copy_(values.view(piece.tensor.shape))
     wait_for_all()  # one may read slowly
     layouts.refresh(optimizer)

@@ -26,6 +26,7 @@ from common.parallel.liveness import wait_for_all
 from common.parallel.loading import without_wrapper
 from common.parallel.mode import running_mode
 from common.parallel.sharding import offload_devices
+from common.training.degrees import running
 from common.training.stopping import StopRequests
 
 
@@ -120,7 +121,7 @@ class Checkpoints:
         """
         if news["failed"]:
             self.ranks.raise_first(self.writer.failure())
-        if news["written"] == self.ranks.world:
+        if news["written"] * running().copies == self.ranks.world:
             self.writer.commit_soon()
         if news["asked"] or (self.args.save_every and state.update % self.args.save_every == 0):
             self.save(state, model, optimizer)
@@ -152,6 +153,7 @@ class Checkpoints:
                     "start": piece.start,
                     "elements": piece.tensor.numel(),
                 }
+                | ({"columns": piece.columns} if piece.columns else {})
                 for piece in owned
             },
         }

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from common.data.columns import check_columns, filled_text
@@ -24,6 +23,7 @@ from common.data.rows import Source
 from common.data.sources import open_source
 from common.data.tokenizer import no_more_threads
 from common.errors import UserError, missing_column, shorten
+from common.training.batching import pad_rows
 
 NUM_PACKAGES = 12  # of the standard library: those with the most functions
 HELD_OUT_SHARE = 1 / 5  # of a package's functions, at most, in whole files
@@ -255,7 +255,11 @@ def set_pipeline_inputs(tokenizer: PreTrainedTokenizerBase, sequence_length: int
 
 
 def collate_texts(
-    samples: list[tuple], pad_token_id: int, inputs: tuple[str, ...], target_dtype: torch.dtype
+    samples: list[tuple],
+    pad_token_id: int,
+    inputs: tuple[str, ...],
+    target_dtype: torch.dtype,
+    multiple_of: int = 1,
 ) -> dict[str, torch.Tensor]:
     """Pads texts on the right into one micro-batch.
 
@@ -264,7 +268,7 @@ def collate_texts(
     belong to: all but a dummy sample.
     """
     ids, types, targets = zip(*samples, strict=True)
-    pad = partial(pad_sequence, batch_first=True)
+    pad = partial(pad_rows, multiple_of=multiple_of)
     tensors = {
         "input_ids": pad(list(map(torch.from_numpy, ids)), padding_value=pad_token_id),
         "token_type_ids": pad(list(map(torch.from_numpy, types))),

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from common.data.cache import cached, hash_files, with_progress
@@ -29,6 +28,7 @@ from common.data.rows import Corpus, Row, Source
 from common.data.sources import open_source
 from common.data.tokenizer import no_more_threads, tokenizer_identity
 from common.errors import UserError
+from common.training.batching import pad_rows
 
 
 def tokenize_pairs(
@@ -204,7 +204,9 @@ class Pairs:
         return line
 
 
-def collate_pairs(samples: list[Pair], pad_token_id: int, decoder_start_token_id: int) -> dict[str, torch.Tensor]:
+def collate_pairs(
+    samples: list[Pair], pad_token_id: int, decoder_start_token_id: int, multiple_of: int = 1
+) -> dict[str, torch.Tensor]:
     """Pads sources and targets on the right, each to their longest, into one micro-batch; all int64.
 
     `input_ids` (B, S) and, where there is padding, `attention_mask` (B, S); `decoder_input_ids` (B, T): the targets one
@@ -213,7 +215,7 @@ def collate_pairs(samples: list[Pair], pad_token_id: int, decoder_start_token_id
     causal decoder sees its padding.
     """
     sources, targets = ([torch.from_numpy(ids) for ids in texts] for texts in zip(*samples, strict=True))
-    pad = partial(pad_sequence, batch_first=True)
+    pad = partial(pad_rows, multiple_of=multiple_of)
     start = torch.tensor([decoder_start_token_id])
     attention_mask, is_target = (pad([torch.ones_like(ids) for ids in texts]) for texts in (sources, targets))
     micro_batch = {

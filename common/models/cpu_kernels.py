@@ -7,14 +7,17 @@ tokens: 8.6, 8.8, 9.8 and 7.0, here 1.7, 2.0, 2.8 and 3.5. The largest error of 
 
 Root mean square norms under autocast: seven passes in the place of fifteen, and the output is rounded once, not again
 by each layer that reads it.
+
+Dropout: random numbers of 16 bits, four from one draw. torch's own draws one for each element, without threads: for a
+million elements on two cores 5.1 ms, here 0.8.
 """
 
 import copy
+import inspect
 from types import MethodType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, PreTrainedModel
@@ -33,7 +36,9 @@ def use_cpu_kernels(model: PreTrainedModel) -> None:
     AttentionInterface.register("sdpa", attention)
     is_ours = {}
     for module in model.modules():
-        kind = type(module)
+        if type(module) is nn.Dropout:
+            module.forward = MethodType(_dropout_forward, module)
+        kind = type(module), tuple(module._parameters), _eps(module)  # norms of one class may differ in having a weight
         if kind not in is_ours:
             is_ours[kind] = _is_root_mean_square_norm(module)
         if is_ours[kind]:
@@ -60,7 +65,8 @@ def attention(
     dtype = autocast_dtype(query.device) or query.dtype
     causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     (num_rows, num_heads, num_queries, _), (_, num_key_heads, num_keys, _) = query.shape, key.shape
-    is_ours = query.device.type == "cpu" and dtype == torch.bfloat16 and max(num_queries, num_keys) <= LONGEST_ROW
+    pays = dtype == torch.bfloat16 or dtype == torch.float32 and dropout  # SDPA's kernel for CPUs has no dropout
+    is_ours = query.device.type == "cpu" and pays and max(num_queries, num_keys) <= LONGEST_ROW
     is_special = causal and num_queries != num_keys or any(others.get(name) for name in SPECIAL)
     if not is_ours or is_special:
         given = {"is_causal": is_causal, "position_bias": position_bias} | others
@@ -81,7 +87,7 @@ def attention(
             bias = bias.expand(num_rows, num_heads, -1, -1).reshape(*shape, num_keys)
             scores = torch.baddbmm(bias, query, key.mT, alpha=scaling)
         weights = scores.softmax(-1)  # sums in float32
-        output = torch.bmm(F.dropout(weights, dropout) if dropout else weights, value)
+        output = torch.bmm(fast_dropout(weights, dropout) if dropout else weights, value)
         return output.view(num_rows, num_heads, num_queries, -1).transpose(1, 2).contiguous(), None
 
 
@@ -102,10 +108,29 @@ def _bias(
     return position_bias if mask is None else position_bias + mask
 
 
+def fast_dropout(x: Tensor, probability: float) -> Tensor:
+    """`x` with each element zero with this probability, to 1 in 65,536, the others scaled so that its mean stays.
+
+    Draws from torch's generator, as its own dropout does, though other numbers.
+    """
+    threshold = min(round(probability * 2**16), 2**16 - 1)
+    draws = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+    is_kept = draws[: x.numel()] >= threshold - 2**15
+    return x * is_kept.to(x.dtype).div_(1 - threshold / 2**16).view(x.shape)
+
+
+def _dropout_forward(dropout: nn.Dropout, x: Tensor) -> Tensor:
+    if not dropout.training or x.device.type != "cpu" or not 0 < dropout.p < 1 or dropout.inplace:
+        return type(dropout).forward(dropout, x)
+    return fast_dropout(x, dropout.p)
+
+
 def _is_root_mean_square_norm(module: nn.Module) -> bool:
     """Whether the module is `weight * x / sqrt(mean(x**2) + eps)` (Zhang and Sennrich, 2019, arXiv:1910.07467)."""
     given, eps = {name for name, parameter in module._parameters.items() if parameter is not None}, _eps(module)
     if given != {"weight"} or module.weight.ndim != 1 or eps is None or list(module.children()):
+        return False
+    if len(inspect.signature(type(module).forward).parameters) != 2:  # itself and x: no gate
         return False
     generator = torch.Generator().manual_seed(0)  # no draw of the run's own random numbers
     x, weight = torch.randn(2, 4, len(module.weight), generator=generator, device="cpu").split([3, 1], dim=1)
@@ -114,7 +139,7 @@ def _is_root_mean_square_norm(module: nn.Module) -> bool:
     try:
         with torch.no_grad(), without_autocast(x.device):
             return torch.allclose(type(module).forward(twin, x), _RootMeanSquareNorm.apply(x, weight, eps, x.dtype))
-    except (TypeError, ValueError, RuntimeError):  # a module of other inputs
+    except Exception:  # whatever a foreign forward raises: a module of other inputs
         return False
 
 

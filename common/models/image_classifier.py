@@ -11,7 +11,7 @@ from common.data.image_files import Images, with_classes
 from common.errors import UserError
 from common.models.classifiers import build_classifier, choose_classes
 from common.models.image_models import ConvNet, ConvNetConfig, NormResNet, NormResNetConfig
-from common.models.load import build_model, load_config, parameter_sizes
+from common.models.load import build_model, empty_model, load_config
 from common.models.norms import settle_norm
 from common.parallel import launch
 
@@ -72,7 +72,7 @@ def make_config(args: argparse.Namespace, preprocessing: images.Preprocessing) -
         raise UserError(f"images of {width} x {height} pixels are too small for a model; give --image_size 8, or more")
     if args.model_config == "convnet":
         config = ConvNetConfig(image_size=(height, width), **facts)
-        num_parameters = sum(parameter_sizes(config, model_class=AutoModelForImageClassification))
+        num_parameters = empty_model(config, model_class=AutoModelForImageClassification).num_parameters()
         if num_parameters > LARGEST_CONVNET:
             raise UserError(
                 f"--model_config convnet: images of {width} x {height} make {num_parameters / 1e6:.0f} M parameters; "

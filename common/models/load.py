@@ -27,7 +27,7 @@ from common.data.hub import locate_pretrained
 from common.errors import UserError, one_line
 from common.models.cpu_kernels import use_cpu_kernels
 from common.models.masks import decide_on_the_host
-from common.parallel import loading
+from common.parallel import loading, sequence
 from common.training.batching import Samples
 from common.training.precision import follow_precision
 
@@ -136,13 +136,12 @@ def whole_weights() -> Iterator[None]:
         plugin.set_deepspeed_weakref()
 
 
-def parameter_sizes(
+def empty_model(
     config: PreTrainedConfig, trust_remote_code: bool = False, model_class: Any = AutoModelForCausalLM
-) -> list[int]:
-    """The number of elements of each parameter, tied ones once; allocates none of them."""
+) -> PreTrainedModel:
+    """The model of a configuration without data, on the `meta` device."""
     with torch.device("meta"):
-        model = build_model(config, trust_remote_code=trust_remote_code, model_class=model_class)
-    return [parameter.numel() for parameter in model.parameters()]
+        return build_model(config, trust_remote_code=trust_remote_code, model_class=model_class)
 
 
 def attention_length(config: PreTrainedConfig) -> float:
@@ -241,12 +240,15 @@ def describe_use(
 @torch.no_grad()
 def write_sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: Samples) -> str:
     """Text that the model writes after the beginning of the first sample; in one process, which has it whole."""
+    sequence.whole_sequences()
     first_tokens, *_ = samples[0]
-    input_ids = torch.from_numpy(first_tokens[:16]).unsqueeze(0).to(model.device)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
+    most = positions if positions > 0 else math.inf
+    input_ids = torch.from_numpy(first_tokens[: min(16, most - 1)]).unsqueeze(0).to(model.device)
     model.eval()
     written = model.generate(
         input_ids,
-        max_new_tokens=100,
+        max_new_tokens=min(100, most - input_ids.shape[1]),
         do_sample=True,
         temperature=0.8,
         top_p=0.95,

@@ -71,6 +71,7 @@ class RecurrentLM(PreTrainedModel):
     """
 
     config_class = RecurrentConfig
+    own_precision = "float32, whatever the launch asks for"
     _no_split_modules = ["RecurrentWeights"]  # what FSDP gathers at once
 
     segments: int | str = "sqrt"  # of the sequence, and of each segment at the levels below

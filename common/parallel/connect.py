@@ -9,14 +9,19 @@ from collections.abc import Callable
 import psutil
 import torch
 from accelerate import Accelerator
+from accelerate.logging import get_logger
 from accelerate.state import AcceleratorState
-from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, set_seed
+from accelerate.utils import DeepSpeedPlugin, set_seed
 
 from common.errors import UserError
-from common.parallel import deepspeed_files, deepspeed_flags, liveness, sharding
+from common.parallel import deepspeed_files, deepspeed_flags, liveness, parallelism, sharding
+from common.parallel.groups import AveragedByPeers
 from common.parallel.launch import Launch, names_threads, runs_on_cpu, started_world_size
 from common.parallel.mode import running_mode
 from common.redaction import redact
+from common.training.degrees import running, set_running
+
+logger = get_logger(__name__)  # of the main process
 
 
 def check_space(launch: Launch, parameter_sizes: Callable[[], list[int]]) -> None:
@@ -41,6 +46,7 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs) -> Acce
 
     Raises UserError: the mode, world size or precision that runs is not the one that was asked.
     """
+    set_running(launch.degrees)
     liveness.start(args.connect_timeout)
     is_sharded_on_cpu = runs_on_cpu(launch) and launch.mode in ("FSDP", "DeepSpeed")
     _name_device(launch, is_sharded_on_cpu)
@@ -48,24 +54,29 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs) -> Acce
     settled = None
     if launch.mode == "DeepSpeed":
         settled = deepspeed_flags.settle_deepspeed(
-            launch.deepspeed_config, args, launch.mixed_precision, launch.num_processes
+            launch.deepspeed_config, args, launch.mixed_precision, launch.degrees
         )
         # What the launcher says beside a file, Accelerate refuses, or takes for itself; `check_launch` has seen to it.
         os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
         os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"
         kwargs["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=settled.config)
-    # DDP: gradients lie in the buckets that are sent, and not beside them once more.
-    kwargs["kwargs_handlers"] = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
+    if launch.degrees.data < launch.degrees.num_processes:
+        parallelism.hide_from_accelerate(parallelism.asked_sizes(launch.settings))
     threads = sharding.share_of_cores()  # before Accelerate may bind each process to some
     with liveness.connecting(args.connect_timeout):
         if is_sharded_on_cpu:
             sharding.connect_rehearsal(launch.mode)
         accelerator = Accelerator(**kwargs)
+        # DDP: gradients lie in the buckets that are sent, and not beside them once more.
+        accelerator.ddp_handler = AveragedByPeers(gradient_as_bucket_view=True)
         accelerator.wait_for_everyone()  # NCCL connects at the first collective
     _check_what_runs(launch, accelerator)
+    sharding.shard_over_peers(accelerator, launch.degrees)
     sharding.configure_plugins(accelerator, args.max_grad_norm)
     if sharding.updates_on_host(accelerator) and not names_threads(launch):
         torch.set_num_threads(threads)  # of DeepSpeed's CPU Adam too: it takes torch's OpenMP
+    if across := parallelism.across_machines(launch.degrees, launch.num_machines):
+        logger.warning(across)
     if settled is not None:
         where = launch.deepspeed_config if isinstance(launch.deepspeed_config, str) else launch.source
         accelerator.print(redact(deepspeed_flags.describe_settled(where, settled)), flush=True)
@@ -120,5 +131,8 @@ def _name_interface() -> None:
 
 
 def seed_everything(seed: int, accelerator: Accelerator | None = None) -> None:
-    """Seeds Python, numpy and torch: alike on all ranks without `accelerator`, unlike (for dropout) with it."""
-    set_seed(seed, device_specific=accelerator is not None)
+    """Seeds Python, numpy and torch: alike on all ranks without `accelerator`, unlike (for dropout) with it.
+
+    The ranks of a tensor group compute the same, and draw the same.
+    """
+    set_seed(seed + (0 if accelerator is None else accelerator.process_index // running().tensor))

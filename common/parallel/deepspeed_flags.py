@@ -14,6 +14,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.parallel.deepspeed_files import TOP_KEYS, check_zero, flatten, read_deepspeed_config, section_of
+from common.training.degrees import Degrees
 from common.training.optimizers import ADAM_BETAS, COSINE_FLOOR, SGD_MOMENTUM
 
 # Accelerate fills these in from the width of the model.
@@ -45,7 +46,7 @@ class Settled:
 
 
 def check_deepspeed(
-    config: str | dict[str, Any], args: argparse.Namespace, mixed_precision: str, num_processes: int
+    config: str | dict[str, Any], args: argparse.Namespace, mixed_precision: str, degrees: Degrees
 ) -> list[str]:
     """One line for each value of a DeepSpeed file, or of the launch, that contradicts a flag or cannot run.
 
@@ -55,7 +56,7 @@ def check_deepspeed(
     """
     where = config if isinstance(config, str) else "the launch's DeepSpeed settings"
     try:
-        settled = settle_deepspeed(config, args, mixed_precision, num_processes)
+        settled = settle_deepspeed(config, args, mixed_precision, degrees)
     except UserError as error:
         return [str(error)]
     zero = check_zero(where, settled.config.get("zero_optimization"), settled.left, args.optimizer)
@@ -63,7 +64,7 @@ def check_deepspeed(
 
 
 def settle_deepspeed(
-    config: str | dict[str, Any], args: argparse.Namespace, mixed_precision: str, num_processes: int
+    config: str | dict[str, Any], args: argparse.Namespace, mixed_precision: str, degrees: Degrees
 ) -> Settled:
     """What DeepSpeed is to be given, and what is to be said of it. For the arguments see `check_deepspeed`.
 
@@ -74,7 +75,7 @@ def settle_deepspeed(
         nearest = difflib.get_close_matches(key, TOP_KEYS, n=1, cutoff=0.8)
         if nearest and key not in TOP_KEYS:
             settled.problems.append(f"DeepSpeed knows no key {key}; did you mean {nearest[0]}?")
-    _settle_batch(settled, args, num_processes)
+    _settle_batch(settled, args, degrees)
     _settle_optimizer(settled, args)
     _settle_scheduler(settled, args)
     _settle_precision(settled, mixed_precision)
@@ -107,7 +108,7 @@ def _contradictions(given: dict[str, Any], prefix: str, runs: dict[str, tuple[st
             yield f"{prefix}{name} is {json.dumps(value)}, but {flag} is {json.dumps(ours)}; {remedy}"
 
 
-def _settle_batch(settled: Settled, args: argparse.Namespace, num_processes: int) -> None:
+def _settle_batch(settled: Settled, args: argparse.Namespace, degrees: Degrees) -> None:
     """DeepSpeed is not told of the batch: the recipe cuts it. `sharding.configure_plugins` sets the norm that clips."""
     cut = "micro_batch_size" if args.micro_batch_size else "micro_batch_tokens"
     flags = {"gradient_clipping": "max_grad_norm", "train_batch_size": "global_batch_size"}
@@ -122,20 +123,20 @@ def _settle_batch(settled: Settled, args: argparse.Namespace, num_processes: int
             settled.problems += _contradictions({key: value}, "", {key: (f"--{flag}", ours)})
     key = "gradient_accumulation_steps"
     value = settled.config.pop(key, None)
-    steps, arithmetic = accumulation_steps(args, num_processes)
+    steps, arithmetic = accumulation_steps(args, degrees)
     if not _is_given(value) or value == 1:  # 1 is the default, which `accelerate config` writes unasked
         settled.filled.append(f"{key} ({arithmetic})")
     elif value != steps:
         settled.problems.append(f"{key} is {value}; it follows from {arithmetic}; take it out")
 
 
-def accumulation_steps(args: argparse.Namespace, num_processes: int) -> tuple[float | None, str]:
+def accumulation_steps(args: argparse.Namespace, degrees: Degrees) -> tuple[float | None, str]:
     """The micro-batches of an update on a process, None where they vary, and the flags that they follow from."""
     batch = f"--global_batch_size {args.global_batch_size}"
     if not args.micro_batch_size:
         return None, f"{batch} in --micro_batch_tokens {args.micro_batch_tokens}"
-    steps = args.global_batch_size / (args.micro_batch_size * num_processes)
-    return steps, f"{batch} / (--micro_batch_size {args.micro_batch_size} x {num_processes} processes) = {steps:g}"
+    steps = args.global_batch_size / (args.micro_batch_size * degrees.data)
+    return steps, f"{batch} / (--micro_batch_size {args.micro_batch_size} x {degrees.describe()}) = {steps:g}"
 
 
 def _settle_optimizer(settled: Settled, args: argparse.Namespace) -> None:

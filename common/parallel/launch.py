@@ -21,7 +21,8 @@ from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import parse_flag_from_env
 
-from common.parallel import deepspeed_files, deepspeed_flags, sharding
+from common.parallel import deepspeed_files, deepspeed_flags, parallelism, sharding
+from common.training.degrees import Degrees
 
 
 @dataclass
@@ -47,6 +48,19 @@ class Launch:
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))  # before the launcher added its own
     num_machines: int = 1
     machine_rank: int = 0
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Those of `parallelism_config`: of the launcher, and the one that it does not know, of the file."""
+        asked = self.file_settings.get(parallelism.STAGES)
+        stages = {parallelism.STAGES: asked} if isinstance(asked, int) else {}  # of another kind: in `file_problems`
+        return parallelism.asked_sizes(self.settings | stages)
+
+    @property
+    def degrees(self) -> Degrees:
+        """How the processes share an update; `check_launch` says whether they can."""
+        sizes = self.sizes
+        return Degrees(self.num_processes, *(max(1, sizes[name]) for name in ("sp", "tp", "pp")))
 
 
 def started_world_size() -> int:
@@ -131,7 +145,9 @@ def _read_config_file(launch: Launch, known: set[str]) -> None:
         for name, entry in value.items():
             setting = name if name.startswith(prefix) else prefix + name
             launch.file_settings[setting] = entry
-            if setting not in known:
+            if setting == parallelism.STAGES and not isinstance(entry, int):
+                launch.file_problems.append(f"{launch.config_file}: {name} is {entry}; give a whole number")
+            if setting not in known and setting != parallelism.STAGES:
                 nearest = difflib.get_close_matches(setting, known, n=1)
                 hint = f"did you mean {nearest[0]}? Else take it out" if nearest else "take it out"
                 launch.file_problems.append(f"{launch.config_file}: {key} has the unknown key {name}; {hint}")
@@ -203,12 +219,17 @@ def check_launch(launch: Launch, args: argparse.Namespace) -> list[str]:
             f"{launch.source} asks for {launch.mode}, which no recipe runs; take a file of accelerate_configs/"
         )
     if launch.mode == "FSDP":
-        problems += sharding.check_fsdp(launch.source, launch.settings, launch.num_processes, args.optimizer)
+        problems += sharding.check_fsdp(launch.source, launch.settings, args.optimizer)
     if launch.mode == "DeepSpeed":
         problems += check_deepspeed_flags(launch)
         problems += deepspeed_flags.check_deepspeed(
-            launch.deepspeed_config, args, launch.mixed_precision, launch.num_processes
+            launch.deepspeed_config, args, launch.mixed_precision, launch.degrees
         )
+    sizes = launch.sizes
+    problems += parallelism.check_others(launch.source, launch.settings, {*launch.given, *launch.file_settings})
+    problems += parallelism.check_sizes(launch.source, sizes, launch.mode, launch.num_processes)
+    problems += _check_stages(launch, args)
+    problems += parallelism.check_parts(launch.source, sizes, launch.mixed_precision, args.optimizer)
     problems += _check_precision(launch) + _check_gpus(launch) + _check_accumulation(launch, args)
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
         problems.append("the launch turns on torch.compile (dynamo_backend); take it out and use --compile")
@@ -232,6 +253,14 @@ def _check_processes(launch: Launch) -> list[str]:
         "for MULTI_CPU or 'NO'; use accelerate_configs/multi_cpu.yaml (distributed_type: MULTI_GPU with use_cpu: true) "
         "or --num_processes 1"
     ]
+
+
+def _check_stages(launch: Launch, args: argparse.Namespace) -> list[str]:
+    """Whether the recipe has stages, as one with a --schedule has."""
+    stages, asked = launch.degrees.pipeline, f"{launch.source} sets parallelism_config_pp_size to"
+    if stages > 1 and not hasattr(args, "schedule"):
+        return [f"{asked} {stages}, and this recipe has no stages; run recipes/pipeline.py, or take another config"]
+    return []
 
 
 def _check_precision(launch: Launch) -> list[str]:
@@ -269,7 +298,7 @@ def _check_gpus(launch: Launch) -> list[str]:
 
 def _check_accumulation(launch: Launch, args: argparse.Namespace) -> list[str]:
     """It follows from the recipe's flags; under DeepSpeed the launch may say the same number."""
-    known_steps, arithmetic = deepspeed_flags.accumulation_steps(args, launch.num_processes)
+    known_steps, arithmetic = deepspeed_flags.accumulation_steps(args, launch.degrees)
     allowed = ["1", "auto"]
     if launch.mode == "DeepSpeed" and known_steps is not None:
         allowed.append(f"{known_steps:g}")

@@ -33,6 +33,7 @@ from typing import Any
 import torch.distributed as dist
 
 from common.errors import UserError
+from common.training.degrees import stage_of
 
 LOST_STATUS = 3  # exit status of a process that ends because another one was lost or failed
 MISTAKE_STATUS = 2  # of a user's mistake, on all ranks alike
@@ -145,11 +146,14 @@ def _record(reason: str) -> None:
             json.dump({"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}, file)
 
 
+def _tell_user(lines: list[str]) -> None:
+    if lines:  # the first newline ends a progress bar's line, which the main thread may be writing just now
+        os.write(sys.stderr.fileno(), ("".join(f"\nerror: {line}" for line in lines) + "\n").encode())
+
+
 def _exit(lines: list[str], status: int) -> None:
     """Ends the process from any thread: the main one may sit in a collective that does not return."""
-    if lines:  # the first newline ends a progress bar's line
-        sys.stderr.write("".join(f"\nerror: {line}" for line in lines) + "\n")
-        sys.stderr.flush()
+    _tell_user(lines)
     os._exit(status)
 
 
@@ -300,16 +304,17 @@ class _Watch:
         if self.rank == 0:
             self._tell(message | {"status": LOST_STATUS} if status != MISTAKE_STATUS else message)
         where = "before the first update" if update is None else f"at update {update}"
-        who = f"rank {rank} on host {host}"
+        who = f"rank {rank}{stage_of(rank)} on host {host}"
         if status == MISTAKE_STATUS:
             lines = [f"{who}: {line}" for line in reason.splitlines()]
         else:
             what = "stopped answering" if message.get("is_silent") else "was lost"
             what = f"ended with {reason.splitlines()[0]}" if reason else what
             lines = [f"{who} {what} {where}; this process (rank {self.rank}) ends; see the output there"]
-        if self.rank == 0 or (rank == 0 and self.rank == 1):
-            _note(lines[0] if status == MISTAKE_STATUS else f"{who} {what}")
         speaker = self.first_here
         if rank == self.first_here:  # it has told its user's mistake itself
             speaker = None if status == MISTAKE_STATUS else rank + 1
-        _exit(lines if self.rank == speaker else [], LOST_STATUS if status != MISTAKE_STATUS else status)
+        _tell_user(lines if self.rank == speaker else [])
+        if self.rank == 0 or (rank == 0 and self.rank == 1):  # last, since a disk may be slow
+            _note(lines[0] if status == MISTAKE_STATUS else f"{who} {what}")
+        os._exit(LOST_STATUS if status != MISTAKE_STATUS else status)

@@ -9,15 +9,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import DistributedType, broadcast_object_list
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import distribute_tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from common.parallel import sequence, tensor
 from common.parallel.liveness import wait_for_all
+from common.training.degrees import running
 
 
 def has_one_copy() -> bool:
@@ -33,6 +36,23 @@ def without_wrapper(model: nn.Module) -> nn.Module:
     Not Accelerate's `unwrap_model`, which imports DeepSpeed wherever it is installed.
     """
     return model if isinstance(model, PreTrainedModel) else getattr(model, "module", model)
+
+
+def check_model(config: PreTrainedConfig, model_class: Any, make_empty: Callable[[], nn.Module]) -> list[str]:
+    """A line for what keeps a model from being shared as was asked, before it is built.
+
+    model_class: an Auto class. make_empty: makes the model without data.
+    """
+    in_sequences = sequence.check_model(config, model_class, running())
+    return [*in_sequences, *tensor.check_model(config, make_empty, running())]
+
+
+def whole_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor] | None:
+    """All weights, whole, on the main process; call it on all ranks together."""
+    bare = without_wrapper(model)
+    if hasattr(bare, "pipeline_stages"):
+        return bare.pipeline_stages.whole_weights(bare)
+    return tensor.whole_state_dict(bare) if hasattr(bare, "shares") else accelerator.get_state_dict(model)
 
 
 def holds_weights() -> bool:
@@ -53,13 +73,15 @@ def prepare(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """`accelerator.prepare` of a model that `models.load.build_model` made; call it on all ranks together."""
+    weights = {name: p.detach() for name, p in model.named_parameters()} if has_one_copy() and holds_weights() else {}
+    sequence.share_sequences(model, running())
+    tensor.cut_model(model, optimizer, running())
     if not has_one_copy():
         wait_for_all()  # however long one of them read its data or its model
         return accelerator.prepare(model, optimizer)
     tied, groups, buffers, generation = decided_once(lambda: _describe(model, optimizer))
     if generation is not None:  # of the files that only the main process has read
         model.generation_config = generation
-    weights = {name: p.detach() for name, p in model.named_parameters()} if holds_weights() else {}
     empty = _empty(model, tied, buffers)
     for group, names in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [empty[name] for name in names]
@@ -110,9 +132,14 @@ def _empty(model: nn.Module, tied: dict[str, str], buffers: dict[str, torch.Tens
 def _give_shards(model: nn.Module, tied: dict[str, str], weights: dict[str, torch.Tensor], to_host: bool) -> None:
     """Gives each rank its part of each parameter, one after the other; empties `weights`, the main process's."""
     shards: dict[str, nn.Parameter] = {}
+    shares = model.shares.of if hasattr(model, "shares") else {}
     for name, p in model.named_parameters():
-        device = p.device_mesh.device_type
-        whole = weights.pop(name).to(device) if weights else torch.empty(p.shape, dtype=p.dtype, device=device)
+        device, share = p.device_mesh.device_type, shares.get(name)
+        shape = share.shape if share else p.shape
+        whole = weights.pop(name).to(device) if weights else torch.empty(shape, dtype=p.dtype, device=device)
+        if share:  # the ranks that have other parts of it are not in the mesh of these
+            dist.broadcast(whole, src=0)
+            whole = whole if share.dim is None else whole.narrow(share.dim, share.start, p.shape[share.dim])
         shard = distribute_tensor(whole, p.device_mesh, p.placements)
         shards[name] = nn.Parameter(shard.cpu() if to_host else shard, requires_grad=p.requires_grad)
     model.load_state_dict({name: shards[first] for name, first in tied.items()}, strict=False, assign=True)

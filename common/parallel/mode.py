@@ -6,6 +6,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from common.parallel import sharding
+from common.training.degrees import running
 
 
 def running_mode(accelerator: Accelerator) -> str:
@@ -34,12 +35,15 @@ def describe_mode(accelerator: Accelerator) -> str:
             mode += f", {parallel.dp_replicate_size} copies in {parallel.dp_shard_size} shards"
         if isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
             mode += ", offloaded to the host"
-    return mode
+    degrees = running()
+    mode += f", {degrees.sequence} processes a sequence" if degrees.sequence > 1 else ""
+    mode += f", {degrees.tensor} processes a layer" if degrees.tensor > 1 else ""
+    return mode + (f", {degrees.pipeline} stages of a pipeline" if degrees.pipeline > 1 else "")
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
     """Whether a process may hold a part of the weights only."""
-    return running_mode(accelerator) in ("FSDP", "DeepSpeed")
+    return running_mode(accelerator) in ("FSDP", "DeepSpeed") or running().copies > 1
 
 
 def describe_precision(accelerator: Accelerator) -> str:

@@ -1,16 +1,21 @@
-"""In which precision does this machine multiply fastest? `python -m common.parallel.rates` prints launch flags for it.
+"""In which precision does this machine multiply fastest? `python -m common.parallel.rates RECIPE` prints launch flags.
 
-Measured in about a tenth of a second. A CPU with AMX or AVX512-BF16 multiplies bf16 several times as fast as float32,
-any other no faster; a GPU since Ampere has bf16, one since Volta fp16.
+Measured in a tenth of a second, or a few where bf16 is slow. A CPU with AMX or AVX512-BF16 multiplies bf16 several
+times as fast as float32, any other no faster; a GPU since Ampere has bf16, one since Volta fp16.
 """
 
+import sys
 import time
 
 import torch
 
-# Casts, norms, softmax and the optimizer stay in float32: products must be this much faster for an update to be.
+# Another precision speeds up only the products: below this ratio a whole update gains nothing.
 PAYS = 1.5
 SIZE = {"cpu": 768, "cuda": 4096}
+# In smaller models products are too small a part. On two cores with AMX lm.py's smallest gains all the same; those of
+# the others gain less, or are slower, or end with a higher held-out loss (benchmarks/precision.py).
+FEWEST_PARAMETERS = 5_000_000
+GAIN = ("lm",)
 
 
 def multiplication_rates(device: torch.device) -> dict[str, float]:
@@ -22,8 +27,10 @@ def multiplication_rates(device: torch.device) -> dict[str, float]:
     rates = {}
     for name, dtype in dtypes.items():
         a, b = torch.ones(2, size, size, dtype=dtype, device=device)
-        seconds = min(_seconds(a, b) for _ in range(4))
-        rates[name] = 2 * size**3 / seconds
+        seconds: list[float] = []
+        while len(seconds) < 4 and sum(seconds) < 0.1:
+            seconds.append(_seconds(a, b))
+        rates[name] = 2 * size**3 / min(seconds)
     return rates
 
 
@@ -41,29 +48,31 @@ def fastest(rates: dict[str, float], running: str) -> str:
     return best if rates[best] > PAYS * rates[running] else running
 
 
-def advise(device: torch.device, running: str) -> str:
+def advise(device: torch.device, running: str, num_parameters: int) -> str:
     """What another precision than `running` would give, to end the first printed block's line; empty for nothing."""
-    if device.type not in SIZE or torch.get_default_dtype() != torch.float32:
+    is_small = device.type == "cpu" and num_parameters < FEWEST_PARAMETERS
+    if device.type not in SIZE or torch.get_default_dtype() != torch.float32 or is_small:
         return ""
     rates = multiplication_rates(device)
     if running not in rates or (best := fastest(rates, running)) == running:
         return ""
     name = "float32" if best == "no" else best
-    return (
-        f"; this machine multiplies {name} {rates[best] / rates[running]:.1f} times as fast: --mixed_precision {best}"
-    )
+    faster = f"{rates[best] / rates[running]:.1f} times as fast"
+    return f"; this machine multiplies {name} {faster}: before the recipe, --mixed_precision {best}"
 
 
-def main() -> None:
-    """Prints flags of `accelerate launch`, for `make train`."""
+def main(recipe: str = "lm") -> None:
+    """Prints flags of `accelerate launch`, for `make train`, which trains the recipe's smallest model."""
     if torch.cuda.is_available():
         best = fastest(multiplication_rates(torch.device("cuda")), "bf16")
         config, flags = "single_gpu", "" if best == "bf16" else f" --mixed_precision {best}"
     else:
-        best, flags = fastest(multiplication_rates(torch.device("cpu")), "no"), ""
+        best, flags = "no", ""
+        if recipe in GAIN:
+            best = fastest(multiplication_rates(torch.device("cpu")), "no")
         config = "cpu_bf16" if best == "bf16" else "cpu"
     print(f"--config_file accelerate_configs/{config}.yaml{flags}")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

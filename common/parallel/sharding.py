@@ -12,14 +12,17 @@ from typing import Any
 import psutil
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DistributedType
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from common.parallel.deepspeed_files import offload_devices
 from common.parallel.extensions import build_extensions
+from common.training.degrees import Degrees
 
 
-def check_fsdp(source: str, settings: dict[str, Any], num_processes: int, optimizer: str) -> Iterator[str]:
+def check_fsdp(source: str, settings: dict[str, Any], optimizer: str) -> Iterator[str]:
     """One line for each FSDP setting of the launcher that would be another run than the recipe's."""
     if optimizer not in ("adamw", "sgd"):
         # Their steps mix the shards (DTensor) with plain tensors, and raise.
@@ -32,24 +35,6 @@ def check_fsdp(source: str, settings: dict[str, Any], num_processes: int, optimi
             f"{source} sets fsdp_activation_checkpointing; take it out and use --activation_checkpointing full, which "
             "works in every mode"
         )
-    if settings.get("use_parallelism_config"):
-        sizes = {
-            name: settings.get(f"parallelism_config_{name}_size") or 1
-            for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
-        }
-        for name in ("tp", "cp", "sp"):
-            if sizes[name] > 1:
-                yield (
-                    f"{source} sets parallelism_config_{name}_size to {sizes[name]}; set it to 1: each process of a "
-                    "recipe takes samples of its own"
-                )
-        product = sizes["dp_replicate"] * sizes["dp_shard"]
-        if product != num_processes and max(sizes["tp"], sizes["cp"], sizes["sp"]) == 1:
-            yield (
-                f"{source} asks for {num_processes} processes, but for {sizes['dp_replicate']} copies "
-                f"(parallelism_config_dp_replicate_size) in {sizes['dp_shard']} shards "
-                f"(parallelism_config_dp_shard_size) = {product}; make the product the number of processes"
-            )
 
 
 def prepare_rehearsal(mode: str) -> None:
@@ -87,6 +72,17 @@ def updates_on_host(accelerator: Accelerator) -> bool:
         return offload_devices(zero)["offload_optimizer"] != "none"
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     return fsdp is not None and isinstance(fsdp.cpu_offload, CPUOffloadPolicy)
+
+
+def shard_over_peers(accelerator: Accelerator, degrees: Degrees) -> None:
+    """Lets FSDP2 shard over the ranks with the same part of each layer; without a word, it shards over all."""
+    if degrees.tensor == 1 or getattr(accelerator.state, "fsdp_plugin", None) is None:
+        return
+    # As Accelerate's own mesh has it, whose tensor parallelism would cut the model once more.
+    sizes, names = (degrees.data, degrees.tensor), ("dp_shard_cp", "tp")
+    mesh = init_device_mesh(accelerator.device.type, sizes, mesh_dim_names=names)
+    accelerator.state.device_mesh = mesh["dp_shard_cp"]
+    accelerator.state.parallelism_config = ParallelismConfig(dp_shard_size=degrees.data)
 
 
 def configure_plugins(accelerator: Accelerator, max_grad_norm: float) -> None:

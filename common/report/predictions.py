@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from common.training.accumulation import sum_over_ranks
+from common.training.degrees import running
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ def measure(
     model.train()
     (loss_sum,) = sum_over_ranks(run.accelerator, torch.stack(loss_sums).sum())
     rows = run.accelerator.gather(run.accelerator.pad_across_processes(torch.cat(answers)))
+    rows = rows.unflatten(0, (run.accelerator.num_processes, -1))[:: running().tensor].flatten(0, 1)  # of copies, one
     rows = rows[rows[:, 2] == 1].cpu()  # the ranks had unequal shares: without what made them equal
     assert len(rows) == len(run.held_out.dataset.samples), "each held-out sample is to be counted once"
     predictions, targets = rows[:, :2].to(targets.dtype).numpy().T

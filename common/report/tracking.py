@@ -27,6 +27,7 @@ from common.parallel.mode import describe_mode, describe_precision, running_mode
 from common.parallel.rates import advise
 from common.redaction import redact
 from common.training.batching import GlobalBatches
+from common.training.degrees import running
 
 # How a tracker calls the name of a run that it can go on with. (The others go on in the same directory or experiment.)
 RUN_NAMES = {"wandb": "id", "trackio": "name"}
@@ -164,30 +165,42 @@ def print_run(
 
     `rehearsal`: a config for GPUs runs on a CPU. `lines` are the recipe's own, each a name and a text.
     """
-    world = accelerator.num_processes
+    world, degrees = accelerator.num_processes, running()
     # Parameters that ZeRO-3 has cut while the model was made have no elements of their own.
     sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
     total, trainable = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    if hasattr(model, "pipeline_stages"):  # of which this process has a stage
+        total, trainable = model.pipeline_stages.num_parameters
     if args.micro_batch_size:
-        steps = args.global_batch_size // (args.micro_batch_size * world)
-        cut = f"{args.global_batch_size} = {args.micro_batch_size} micro x {steps} accumulation x {world} processes"
+        steps = args.global_batch_size // (args.micro_batch_size * degrees.data)
+        cut = f"{args.global_batch_size} = {args.micro_batch_size} micro x {steps} accumulation x {degrees.describe()}"
     else:
         cut = (
-            f"{args.global_batch_size} in micro-batches of up to {args.micro_batch_tokens} tokens, accumulated as each "
-            f"global batch needs, x {world} processes"
+            f"{args.global_batch_size} in micro-batches of up to {args.micro_batch_tokens} tokens a process, "
+            f"accumulated as each global batch needs, x {degrees.describe()}"
         )
     first = train[0]
+    if len(first.micro_batches) < degrees.pipeline:  # of --micro_batch_tokens: what --micro_batch_size makes is known
+        raise UserError(
+            f"--micro_batch_tokens {args.micro_batch_tokens} makes {len(first.micro_batches)} of a global batch, fewer "
+            f"than the {degrees.pipeline} stages, which would wait for each other; lower it"
+        )
     targets = f"{train.samples.num_target_tokens / len(train):,.0f} an update on average; the first: "
     targets += f"{first.num_targets:,} in {len(first.micro_batches)} micro-steps on each process"
     epochs = args.num_updates / len(train)
     measures = accelerator.is_main_process and not rehearsal
-    precision_advice = advise(accelerator.device, accelerator.mixed_precision) if measures else ""
+    precision = getattr(model, "own_precision", None)  # of a model that takes no other
+    if precision is None:
+        precision = describe_precision(accelerator)
+        precision += advise(accelerator.device, accelerator.mixed_precision, total) if measures else ""
     block = {
         "model": f"{type(model).__name__}, {total:,} parameters"
         + (f", {trainable:,} of them trained" if trainable < total else ""),
-        "precision": describe_precision(accelerator) + precision_advice,
+        "precision": precision,
         "mode": f"{describe_mode(accelerator)}, {world} process{'es' * (world > 1)} on {accelerator.device.type}"
         + (", a rehearsal of its GPUs" if rehearsal else ""),
+        **({"ranks": degrees.describe_grid()} if degrees.data < world else {}),
+        **({"bubble": degrees.describe_bubble(len(first.micro_batches))} if degrees.pipeline > 1 else {}),
         "optimizer": f"{args.optimizer}, learning rate {args.learning_rate:g}, {args.lr_schedule}",
         "batch": cut,
         "targets": targets,

@@ -14,6 +14,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 
 from common.training.batching import GlobalBatch
+from common.training.degrees import running
 
 
 @contextmanager
@@ -25,7 +26,7 @@ def synchronize_gradients(accelerator: Accelerator, model: torch.nn.Module, now:
 
     FSDP reduces after each micro-batch, as ZeRO-2 and 3 do: else every process would hold the whole model's gradients
     until the last one. Under DeepSpeed the backward of the last one also clips, and steps where the gradient is finite;
-    `clip_grad_norm_` then only returns the norm, and the optimizer's `step` and `zero_grad` do nothing.
+    `clip_gradients` then only returns the norm, and the optimizer's `step` and `zero_grad` do nothing.
     """
     accelerator.gradient_state._set_sync_gradients(now)  # read by AcceleratedOptimizer.step, and for DeepSpeed's engine
     keeps_whole_gradients = not now and accelerator.distributed_type != DistributedType.FSDP
@@ -34,13 +35,14 @@ def synchronize_gradients(accelerator: Accelerator, model: torch.nn.Module, now:
 
 
 def loss_scale(accelerator: Accelerator, num_targets: int) -> float:
-    """World size / num_targets: the factor on a micro-batch's SUM of losses that makes gradients those of the mean.
+    """Ranks / num_targets: the factor on a micro-batch's SUM of losses that makes gradients those of the mean.
 
-    1 / num_targets makes the mean; the world size undoes the averaging over ranks by DDP, FSDP and ZeRO.
+    1 / num_targets makes the mean; the number of ranks with tokens of their own and the same weights undoes the
+    averaging over them by DDP, FSDP and ZeRO.
     """
     assert num_targets > 0, "a global batch without a target has no loss"
     assert accelerator.gradient_accumulation_steps == 1, "Accelerate would divide the loss once more"
-    return accelerator.num_processes / num_targets
+    return running().averaged / num_targets
 
 
 def _widest(device: torch.device) -> torch.dtype:
@@ -49,6 +51,8 @@ def _widest(device: torch.device) -> torch.dtype:
 
 def sum_over_ranks(accelerator: Accelerator, *figures: torch.Tensor | float) -> list[Any]:
     """Each figure summed over the ranks, in float64 where the device has it, by one collective.
+
+    Ranks that tell the same figures, as those of a tensor group, count as one: each as a part of it.
 
     A scalar comes back as a float, another tensor as one of its shape on the host. The first must be a tensor on the
     device. Numbers of the host are filled in there: a copy would make the host wait for the device, which it does only
@@ -63,7 +67,7 @@ def sum_over_ranks(accelerator: Accelerator, *figures: torch.Tensor | float) -> 
         else torch.full((), float(figure), **options)
         for figure in figures
     ]
-    sums = accelerator.reduce(torch.cat([part.flatten() for part in parts]), reduction="sum").cpu()
+    sums = accelerator.reduce(torch.cat([part.flatten() for part in parts]), reduction="sum").cpu() / running().copies
     sums = [one.view(part.shape) for one, part in zip(sums.split([p.numel() for p in parts]), parts, strict=True)]
     return [one if one.ndim else one.item() for one in sums]
 
@@ -96,7 +100,7 @@ def reduce_update(
     )
     assert total_targets == batch.num_targets, f"divided by {batch.num_targets}, but ranks saw {total_targets:.0f}"
     news = dict(zip(news, sums, strict=True))
-    return total_loss / batch.num_targets, norm_sum / accelerator.num_processes, news
+    return total_loss / batch.num_targets, norm_sum * running().copies / accelerator.num_processes, news
 
 
 def skip_step(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:

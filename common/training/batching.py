@@ -10,17 +10,22 @@ padding), and the ranks get equal work at every micro-step.
 
 import argparse
 import hashlib
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from common.training.cutting import cut_global_batch, longest_of, row_work
+from common.training.degrees import Degrees
 from common.training.stopping import ignore_signals
 
 
@@ -43,8 +48,9 @@ class Samples(Protocol):
     def describe(self) -> str: ...
 
 
-# Makes one micro-batch of a list of samples: named tensors; `targets` holds the real targets, and no padding.
-Collate = Callable[[list[Any]], dict[str, torch.Tensor]]
+# Makes one micro-batch of a list of samples: named tensors; `targets` holds the real targets, and no padding. One that
+# pads may take `multiple_of` too: then it pads to a multiple of it.
+Collate = Callable[..., dict[str, torch.Tensor]]
 
 
 class GlobalBatch(NamedTuple):
@@ -56,7 +62,7 @@ class GlobalBatch(NamedTuple):
     num_targets: int  # over all ranks: what the global batch's loss is divided by
     num_tokens: int  # input tokens without padding, over all ranks
     num_processed: int  # input tokens with padding, over all ranks
-    rank_work: torch.Tensor  # float64 (world,), what each rank computes, as `cutting.row_work` counts it
+    rank_work: torch.Tensor  # float64, of each that has samples of its own, what it computes (`cutting.row_work`)
     sample_digest: str  # hash of the sorted sample ids: equal where the samples are equal
 
 
@@ -111,8 +117,20 @@ def sample_ids_of(
     return permute(ids, num_samples, key=int.from_bytes(key, "little"))
 
 
+def round_up(lengths: Any, multiple_of: int) -> Any:
+    """The least multiple that holds a length, an int or an array of them."""
+    return -(-lengths // multiple_of) * multiple_of
+
+
+def pad_rows(rows: list[torch.Tensor], multiple_of: int, padding_value: int = 0) -> torch.Tensor:
+    """(B, L) of B rows, padded on the right; L is a multiple of `multiple_of`."""
+    padded = pad_sequence(rows, batch_first=True, padding_value=padding_value)
+    length = padded.shape[1]
+    return F.pad(padded, (0, round_up(length, multiple_of) - length), value=padding_value)
+
+
 def collate_tokens(
-    samples: list[tuple[np.ndarray, np.ndarray, np.ndarray]], pad_token_id: int
+    samples: list[tuple[np.ndarray, np.ndarray, np.ndarray]], pad_token_id: int, multiple_of: int = 1
 ) -> dict[str, torch.Tensor]:
     """Pads samples on the right into one micro-batch: `input_ids` (B, L), `targets` (N,), `target_rows` (N,), int64.
 
@@ -120,7 +138,7 @@ def collate_tokens(
     its own row. There is no mask of targets: to index by one on a GPU makes the host wait at every micro-batch. And no
     attention mask: in a causal model no real token attends to padding on the right, which is no target either.
     """
-    length = max(len(ids) for ids, *_ in samples)
+    length = round_up(max(len(ids) for ids, *_ in samples), multiple_of)
     input_ids = np.full((len(samples), length), pad_token_id, np.int64)
     for row, (ids, *_) in enumerate(samples):
         input_ids[row, : len(ids)] = ids
@@ -129,6 +147,27 @@ def collate_tokens(
         "input_ids": torch.from_numpy(input_ids),
         "targets": torch.from_numpy(np.concatenate([targets for _, targets, _ in samples])),
         "target_rows": torch.from_numpy(np.concatenate(rows)),
+    }
+
+
+def shard_tokens(micro_batch: dict[str, torch.Tensor], part: int, num_parts: int) -> dict[str, torch.Tensor]:
+    """One of `num_parts` equal parts of a micro-batch's columns, with the targets that they predict.
+
+    `input_ids` (B, L) becomes (B, ceil(L / num_parts)), `position_ids` of the same shape say where in the sequence they
+    are. What fills up the last part is padding: no target, and no real token attends to it.
+    """
+    input_ids, rows = micro_batch["input_ids"], micro_batch["target_rows"]
+    num_rows, length = input_ids.shape
+    size = -(-length // num_parts)
+    columns = torch.arange(part * size, (part + 1) * size)
+    position_ids = columns.clamp(max=length - 1)  # a model has no position beyond the longest row
+    kept = rows % length // size == part
+    rows = rows[kept]
+    return {
+        "input_ids": input_ids[:, position_ids].contiguous(),
+        "position_ids": position_ids.repeat(num_rows, 1),
+        "targets": micro_batch["targets"][kept],
+        "target_rows": rows // length * size + rows % length - part * size,
     }
 
 
@@ -145,11 +184,14 @@ class GlobalBatches(torch.utils.data.Dataset):
     global_batch_size: int
     micro_batch_size: int | None
     micro_batch_tokens: int | None
-    rank: int
+    rank: int  # among those that have samples of their own
     world_size: int
     seed: int | None
     drop_last_window: bool = False
     attention_length: float = math.inf  # a row's length at which attention costs as much as all else
+    multiple_of: int = 1  # of which lengths with their padding are a multiple
+    part: int = 0  # which of the parts of each micro-batch's tokens is this rank's
+    num_parts: int = 1
 
     def __len__(self) -> int:
         """Global batches in an epoch; items beyond it are the next epochs'."""
@@ -158,26 +200,31 @@ class GlobalBatches(torch.utils.data.Dataset):
     def __getitem__(self, update: int) -> GlobalBatch:
         ids = sample_ids_of(update, len(self.samples), self.global_batch_size, self.seed, self.drop_last_window)
         lengths = self.samples.lengths(ids)
+        num_tokens = int(lengths.sum())
+        lengths = round_up(round_up(lengths, self.multiple_of), self.num_parts)
         how = (self.micro_batch_size, self.micro_batch_tokens, self.attention_length)
         assigned = cut_global_batch(lengths, self.world_size, *how)
         # Augmented samples differ from epoch to epoch.
         samples = self.samples.of_epoch(update // len(self)) if hasattr(self.samples, "of_epoch") else self.samples
+        collate = self.collate if self.multiple_of == 1 else partial(self.collate, multiple_of=self.multiple_of)
         micro_batches = []
         for positions in assigned[self.rank]:
             # Where nothing is left for this rank it computes a dummy sample, so that it joins the step's collectives.
             chosen = [samples[ids[p]] for p in positions] if len(positions) else [samples.dummy_sample()]
-            micro_batches.append(self.collate(chosen))
+            whole = collate(chosen)
+            micro_batches.append(shard_tokens(whole, self.part, self.num_parts) if self.num_parts > 1 else whole)
         runs = [positions for steps in assigned for positions in steps]
         counts = np.array([len(positions) for positions in runs])
         longest = longest_of(lengths[np.concatenate(runs)].reshape(len(ids), -1), counts)
-        work = (counts * row_work(longest, self.attention_length)).clip(min=1)  # (a dummy sample is a token)
+        dummy = self.multiple_of  # a token, padded
+        work = (counts * row_work(longest, self.attention_length)).clip(min=dummy)
         return GlobalBatch(
             update=update,
             micro_batches=micro_batches,
             num_samples=len(ids),
             num_targets=int(self.samples.num_targets(ids).sum()),
-            num_tokens=int(lengths.sum()),
-            num_processed=int((counts * longest.sum(1)).clip(min=1).sum()),
+            num_tokens=num_tokens,
+            num_processed=int((counts * longest.sum(1)).clip(min=dummy).sum()),
             rank_work=torch.from_numpy(work.reshape(self.world_size, -1).sum(1)),
             sample_digest=hashlib.blake2b(np.sort(ids).astype("<i8").tobytes(), digest_size=8).hexdigest(),
         )
@@ -203,9 +250,31 @@ def _evaluation_batch(args: argparse.Namespace, samples: Samples) -> dict[str, i
     }
 
 
+# oneDNN compiles a product in bf16 anew for each number of rows: up to 3 ms, and 1 MB that it keeps.
+FEW_LENGTHS = 32
+
+
+def _multiple_of(
+    args: argparse.Namespace, accelerator: Accelerator, collate: Collate, samples: Samples, num_parts: int
+) -> int:
+    """What lengths are padded to a multiple of: more than 1 in bf16 on a CPU, so that there are few of them.
+
+    No row gets longer than its flag says, which the model has positions for, and no micro-batch larger.
+    """
+    is_bf16_on_cpu = accelerator.device.type == "cpu" and accelerator.mixed_precision == "bf16"
+    lengths_vary = hasattr(args, "micro_batch_tokens") and "multiple_of" in inspect.signature(collate).parameters
+    if not is_bf16_on_cpu or not lengths_vary:
+        return 1
+    is_pairs = hasattr(args, "target_length")
+    multiple = math.gcd(FEW_LENGTHS, args.sequence_length, args.target_length if is_pairs else 0)
+    longest = round_up(samples.max_length, multiple) + multiple * is_pairs  # a source and its target
+    return 1 if args.micro_batch_tokens and longest > args.micro_batch_tokens * num_parts else multiple
+
+
 def make_loader(
     args: argparse.Namespace,
     accelerator: Accelerator,
+    degrees: Degrees,
     collate: Collate,
     attention_length: float,
     samples: Samples,
@@ -215,20 +284,27 @@ def make_loader(
 
     attention_length: the length at which attention costs as much as all else, by which the ranks get equal work.
     """
+    rank = accelerator.process_index
     size = {
         "global_batch_size": args.global_batch_size,
         "micro_batch_size": args.micro_batch_size,
         "micro_batch_tokens": getattr(args, "micro_batch_tokens", None),  # where lengths vary
     }
+    size = size if updates is not None else _evaluation_batch(args, samples)
+    if size["micro_batch_tokens"]:  # of a rank, which has one of so many parts
+        size["micro_batch_tokens"] *= degrees.sequence
     dataset = GlobalBatches(
         samples,
         collate,
-        **(size if updates is not None else _evaluation_batch(args, samples)),
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
+        **size,
+        rank=degrees.data_rank(rank),
+        world_size=degrees.data,
         seed=None if updates is None else args.seed,
         drop_last_window=args.drop_last_window and updates is not None,
         attention_length=attention_length,
+        multiple_of=_multiple_of(args, accelerator, collate, samples, degrees.sequence),
+        part=degrees.sequence_rank(rank),
+        num_parts=degrees.sequence,
     )
     return DataLoader(
         dataset,

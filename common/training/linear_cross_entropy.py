@@ -7,10 +7,18 @@ two CPU cores, ours and the fastest of its policies: float32 1.8 and 2.3 s, +148
 """
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from common.training.batching import round_up
 from common.training.precision import autocast_dtype, without_autocast
+
+# In float32 1 MB: the passes of a softmax on a CPU are over what its cache holds.
+CACHED_LOGITS = 2**18
+# And in bf16 the number of rows is a multiple of this: see batching.FEW_LENGTHS.
+FEW_ROWS = 64
 
 
 @torch.compiler.disable  # its loop would be unrolled and compiled again for every number of targets
@@ -22,15 +30,20 @@ def linear_cross_entropy(
     scale: float = 1.0,
     softcap: float | None = None,
     chunk_rows: int = 512,
+    vocabulary: "tuple[dist.ProcessGroup, int] | None" = None,
 ) -> Tensor:
     """The sum of the cross-entropies of `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`, in nats.
 
     Shapes: hidden (N, D), weight (V, D), bias (V,) or None, targets (N,) int64; the result is a scalar. At most
-    `chunk_rows` rows of logits exist at once, and what is kept for the backward is the gradients themselves.
+    `chunk_rows` rows of logits exist at once (twice as many in bf16 on a CPU), and what is kept for the backward is
+    the gradients themselves.
 
     The matrix products run in autocast's dtype, else in the weight's; the softmax in float32 at least. The gradients
     are computed in the forward, while a chunk's softmax is at hand (the idea of Liger Kernel's fused linear
     cross-entropy, arXiv:2410.10989): three matrix products a chunk, none of them twice. A graph can run backward once.
+
+    vocabulary: where the ranks of a group have a part of the weight each, the group and the first token of this rank's
+    part. All ranks have the same rows and targets; the loss, and the gradient of `hidden`, are those of the whole.
     """
     dtype = weight.dtype
     if dtype != torch.float64:  # autocast leaves float64 alone
@@ -38,13 +51,13 @@ def linear_cross_entropy(
     with_gradients = torch.is_grad_enabled()  # inside an autograd.Function gradients are always off
     with without_autocast(weight.device):
         return _LinearCrossEntropy.apply(
-            hidden, weight, bias, targets, scale, softcap, chunk_rows, dtype, with_gradients
+            hidden, weight, bias, targets, scale, softcap, chunk_rows, dtype, with_gradients, vocabulary
         )
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, scale, softcap, chunk_rows, dtype, with_gradients):
+    def forward(ctx, hidden, weight, bias, targets, scale, softcap, chunk_rows, dtype, with_gradients, vocabulary):
         # The last two are sums over chunks, in float32 at least; autograd rounds them to the types of weight and bias.
         dtypes = [hidden.dtype, *[torch.promote_types(weight.dtype, torch.float32)] * 2]
         inputs = zip((hidden, weight, bias), dtypes, ctx.needs_input_grad[:3], strict=True)
@@ -53,30 +66,42 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wants_gradients = any(x is not None for x in ctx.gradients)
 
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)  # once, not once a chunk
-        wide, rows = torch.promote_types(dtype, torch.float32), min(chunk_rows, len(hidden))
-        products = hidden.new_empty(rows, len(weight), dtype=dtype)
-        wide_products = products if dtype == wide else hidden.new_empty(rows, len(weight), dtype=wide)
+        is_cpu, wide = weight.device.type == "cpu", torch.promote_types(dtype, torch.float32)
+        multiple_of = 1
+        if is_cpu and dtype != wide:
+            chunk_rows *= 2  # in as much memory as a chunk in float32, of which there is only a slice
+            multiple_of = FEW_ROWS
+        products = hidden.new_empty(round_up(min(chunk_rows, len(hidden)), multiple_of), len(weight), dtype=dtype)
         loss = hidden.new_zeros((), dtype=wide)
         for start in range(0, len(hidden), chunk_rows):
-            chunk = hidden[start : start + chunk_rows].to(dtype)
-            product, logits = products[: len(chunk)], wide_products[: len(chunk)]
+            chunk, chunk_targets = hidden[start : start + chunk_rows].to(dtype), targets[start : start + chunk_rows]
+            count = len(chunk)
+            if more := round_up(count, multiple_of) - count:
+                chunk = F.pad(chunk, (0, 0, 0, more))
+            product = products[: len(chunk)]
             if bias is None:
                 torch.mm(chunk, weight.t(), out=product)
             else:
                 torch.addmm(bias, chunk, weight.t(), out=product)
-            if dtype != wide:
-                logits.copy_(product)
-            loss += _logits_to_gradient(logits, targets[start : start + chunk_rows], scale, softcap, wants_gradients)
-            if dtype != wide:
-                product.copy_(logits)
+            # Each slice of a divided vocabulary costs two messages.
+            rows = max(1, CACHED_LOGITS // len(weight)) if is_cpu and vocabulary is None else chunk_rows
+            for slice_, slice_targets in zip(product[:count].split(rows), chunk_targets.split(rows), strict=True):
+                logits = slice_.to(wide)
+                loss += _logits_to_gradient(logits, slice_targets, scale, softcap, wants_gradients, vocabulary)
+                if into_bias is not None:
+                    into_bias += logits.sum(0)
+                if dtype != wide:
+                    slice_.copy_(logits)
             if into_hidden is not None:
-                into_hidden[start : start + chunk_rows] = product @ weight
+                into_hidden[start : start + chunk_rows] = (product @ weight)[:count]
             if into_weight is not None and into_weight.dtype == dtype:
                 into_weight.addmm_(product.t(), chunk)
             elif into_weight is not None:
                 into_weight += product.t() @ chunk
-            if into_bias is not None:
-                into_bias += logits.sum(0)
+        if into_hidden is not None and vocabulary is not None:
+            total = into_hidden.to(torch.promote_types(into_hidden.dtype, torch.float32))
+            dist.all_reduce(total, group=vocabulary[0])
+            into_hidden.copy_(total)
         return loss
 
     @staticmethod
@@ -86,17 +111,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # handed over uncopied, and hooks that move saved tensors to the CPU leave it where it is.
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "linear_cross_entropy can run backward only once"
-        return *(g if g is None else g.mul_(loss_gradient) for g in gradients), *[None] * 6
+        return *(g if g is None else g.mul_(loss_gradient) for g in gradients), *[None] * 7
 
 
 def _logits_to_gradient(
-    logits: Tensor, targets: Tensor, scale: float, softcap: float | None, wants_gradient: bool
+    logits: Tensor,
+    targets: Tensor,
+    scale: float,
+    softcap: float | None,
+    wants_gradient: bool,
+    vocabulary: "tuple[dist.ProcessGroup, int] | None",
 ) -> Tensor:
     """The loss sum of a chunk; `logits` (n, V), as the matrix product left them, become the loss's gradient by them.
 
     In place because on a CPU a pass over a fresh (n, V) tensor costs more than the arithmetic.
     """
-    targets = targets.unsqueeze(1)
+    targets, is_here = targets.unsqueeze(1), None
+    if vocabulary is not None:
+        targets = targets - vocabulary[1]
+        is_here = (targets >= 0) & (targets < logits.shape[1])
+        targets = torch.where(is_here, targets, 0)
     if scale != 1.0:
         logits.mul_(scale)
     slope = None
@@ -104,12 +138,21 @@ def _logits_to_gradient(
         logits.div_(softcap).tanh_()
         slope = logits.square().neg_().add_(1) if wants_gradient else None
         logits.mul_(softcap)
-    logits.sub_(logits.amax(1, keepdim=True))  # so that exp cannot overflow
+    largest = logits.amax(1, keepdim=True)
+    if vocabulary is not None:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=vocabulary[0])
+    logits.sub_(largest)  # so that exp cannot overflow
     target_logits = logits.gather(1, targets)
     normalizer = logits.exp_().sum(1, keepdim=True)
+    minus_one = torch.full_like(target_logits, -1)
+    if vocabulary is not None:
+        sums = torch.cat([normalizer, torch.where(is_here, target_logits, 0)], 1)
+        dist.all_reduce(sums, group=vocabulary[0])
+        normalizer, target_logits = sums.split(1, 1)
+        minus_one *= is_here
     loss = (normalizer.log() - target_logits).sum()
     if wants_gradient:  # softmax minus one-hot, then the chain rule through tanh and scale
-        logits.div_(normalizer).scatter_add_(1, targets, torch.full_like(target_logits, -1))
+        logits.div_(normalizer).scatter_add_(1, targets, minus_one)
         if slope is not None:
             logits.mul_(slope)
         if scale != 1.0:

@@ -107,7 +107,8 @@ def _give_head_a_loss(head: nn.Linear) -> None:
     def forward(self, hidden: Tensor, targets: Tensor | None = None, **kwargs) -> Tensor:
         if targets is None:
             return original(self, hidden)
-        return linear_cross_entropy(hidden, self.weight, self.bias, targets, **kwargs)
+        vocabulary = getattr(self, "vocabulary", None)  # of a head whose weight is divided among processes
+        return linear_cross_entropy(hidden, self.weight, self.bias, targets, vocabulary=vocabulary, **kwargs)
 
     head.forward = types.MethodType(forward, head)
 

@@ -60,10 +60,12 @@ class StopRequests:
         self.blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
         for number, handler in self.before.items():
             signal.signal(number, handler)
+        if error is not None:  # a launcher that has seen another rank end sends one: this one first says why it ends
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self.keeps:
             keep_requests()
 

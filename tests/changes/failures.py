@@ -62,6 +62,11 @@ def slow_updates(seconds):
     before_reduce(lambda *_: time.sleep(seconds))
 
 
+def slow_note(seconds):
+    """A disk that takes so long for what a run says about its own failure."""
+    before(liveness, "_note", lambda reason: time.sleep(seconds))
+
+
 def no_watch(_):
     """Processes that do not watch each other."""
     change(liveness, "start", lambda timeout: None)

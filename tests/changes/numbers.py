@@ -1,16 +1,19 @@
 """What is computed: types, sums, losses that are not finite, and what a test shows to be another update."""
 
+import dataclasses
 import inspect
 import textwrap
+from dataclasses import replace
 
 import accelerate.utils
 import numpy as np
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 
 from changes import RANK, UNDO, after, before, change
 from common.models.experts import Routing
-from common.parallel import connect, sharding
+from common.parallel import connect, pipeline, sequence, sharding, stages, tensor
 from common.training import accumulation, batching, losses, optimizers
 
 
@@ -153,3 +156,63 @@ def fp16(interval):
 def no_tf32(_):
     """Torch's default stays."""
     change(torch, "set_float32_matmul_precision", lambda _: None)
+
+
+def no_exchange(_):
+    """Processes that share a sequence, and attend to their own part of it only."""
+    change(sequence, "_exchange", lambda parts: parts)
+
+
+def own_ends(_):
+    """The two ends of a pipeline do not sum their parts of a tied weight's gradient."""
+
+    def keep(_, __, model, *___):
+        for name, share in model.shares.of.items():
+            model.shares.of[name] = replace(share, sums_gradients=False)
+
+    after(stages.Stages, "drop", keep)
+
+
+def scaled_gradients(_):
+    """A pipeline's gradients are divided by the number of micro-batches, as torch's schedules do by themselves."""
+    original = pipeline.Schedule1F1B
+
+    def schedule(*args, scale_grads, **given):
+        return original(*args, scale_grads=True, **given)
+
+    change(pipeline, "Schedule1F1B", schedule)
+
+
+def own_attention(_):
+    """A Llama whose first layer does not ask transformers for its attention."""
+
+    def skip(model, _):
+        model.model.layers[0].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+
+    before(sequence, "share_sequences", skip)
+
+
+def partial_gradients(_):
+    """Each process of a tensor group takes its part of a gradient for the whole."""
+    change(tensor._Spread, "backward", staticmethod(lambda ctx, gradient: (gradient, None)))
+
+
+def sum_each_backward(_):
+    """What a tensor group has parts of is summed after each backward, as transformers does, and so again and again."""
+
+    def sum_now(_, model, *__):
+        for name, p in model.named_parameters():
+            if model.shares.of[name].sums_gradients:
+                p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad, group=model.shares.group))
+                model.shares.of[name] = dataclasses.replace(model.shares.of[name], sums_gradients=False)
+
+    after(tensor, "cut_model", sum_now)
+
+
+def count_copies(_):
+    """A norm counts what each process of a tensor group holds as often as it is held."""
+
+    def count(_, model, *__):
+        model.shares.of = {name: dataclasses.replace(one, counts=True) for name, one in model.shares.of.items()}
+
+    after(tensor, "cut_model", count)

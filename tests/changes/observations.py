@@ -15,10 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from changes import RANK, UNDO, after, before_reduce, change
 from common.checkpoint import layouts
-from common.parallel import connect, loading
+from common.parallel import connect, loading, tensor
 from common.report import tracking
 
 ROOT = Path(__file__).resolve().parents[2]
+OWN_MODES = (
+    "parallel/sequence.py",
+    "parallel/tensor.py",
+    "training/clipping.py",
+    "training/linear_cross_entropy.py",
+    "parallel/pipeline.py",
+)  # own
 
 
 def before_step(action):
@@ -32,12 +39,53 @@ def before_step(action):
 
 def save_gradients(path):
     """Writes the reduced gradients of the first optimizer step, by shape and order of the parameters."""
+    saved, cut = [], []
+    after(tensor, "cut_model", lambda _, model, *__: cut.extend([model] if hasattr(model, "shares") else []))
+
+    def whole(p):
+        gradient = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone()
+        for model in cut:  # among the processes of a tensor group
+            (share,) = (model.shares.of[name] for name, one in model.named_parameters() if one is p)
+            if share.dim is not None:
+                gradient = tensor._gather_parts(gradient, share, model.shares.group)
+        return gradient
 
     def save(optimizer):
-        if RANK == 0 and not Path(path).exists():
-            torch.save([p.grad.clone() for group in optimizer.param_groups for p in group["params"]], path)
+        if not saved:
+            groups = [group["params"] for group in optimizer.param_groups]
+            if cut and hasattr(cut[0], "pipeline_stages"):
+                saved.extend(stages_gradients(cut[0], groups))
+            else:
+                saved.extend(whole(p) for group in groups for p in group)
+            if RANK == 0:
+                torch.save(saved, path)
 
     before_step(save)
+
+
+def stages_gradients(model, groups):
+    """Those of all stages of a pipeline, one after the other in each group of the optimizer; a tied weight's once."""
+    own = model.pipeline_stages
+    others = {id(p) for name, p in model.named_parameters() if name in own.held_before}
+    told = [None] * own.number
+    mine = [[p.grad for p in group if id(p) not in others] for group in groups]
+    torch.distributed.all_gather_object(told, mine, group=own.group)
+    return [gradient for number in range(len(groups)) for stage in told for gradient in stage[number]]
+
+
+def save_copies(path):
+    """Each rank writes, before each step, the weights that every process of its tensor group holds."""
+
+    def save_them(_, model, *__):
+        def save(_):
+            shares = model.shares.of
+            torch.save(
+                {name: p for name, p in model.named_parameters() if shares[name].dim is None}, f"{path}-{RANK}.pt"
+            )
+
+        before_step(save)
+
+    after(tensor, "cut_model", save_them)
 
 
 def list_gradients(path):
@@ -140,7 +188,7 @@ class Collectives(TorchDispatchMode):
                 if any(part in frame.f_code.co_filename for part in MODES):
                     break
                 frame = frame.f_back
-            if is_ours:
+            if is_ours and not frame.f_code.co_filename.endswith(OWN_MODES):
                 self.ours.append(f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}")
             else:
                 self.num_others += 1

@@ -1,0 +1,182 @@
+"""A sequence that several processes compute on together: each has a part of its tokens, and some of its heads.
+
+All that a transformer computes for a token it computes from that token alone, but for attention. So each process of a
+sequence group runs the model on its part of the tokens; around attention the group exchanges parts of sequences for
+heads, and back (DeepSpeed-Ulysses, arXiv:2309.14509). There every process sees whole sequences, with H / N of the H
+heads: masks, windows and the kernels are those of one process. Activations take 1 / N of the memory.
+
+One exchange of queries, keys and values together before attention and one of its output after it: a process sends
+(N - 1) / N of its part of them, so that all that it sends falls with N.
+"""
+
+import inspect
+import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from common.errors import UserError
+from common.parallel.groups import group_of
+from common.training.degrees import Degrees
+from common.training.precision import autocast_dtype
+
+# What a layer may be: all others pass something from token to token beside attention.
+LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+# These look as if they could be split, and make another update: positions that a model counts by itself, or a mask that
+# tokens make. Found by a run of 100 types of models of transformers 5.23 on two processes beside one.
+OTHERS = {"camembert", "data2vec-text", "doge", "llama4_text", "roberta", "roberta-prelayernorm", "xlm-roberta"}
+OTHERS |= {"xlm-roberta-xl", "xmod"}
+_group: "dist.ProcessGroup | None" = None  # of this process, while the model sees parts of sequences
+
+
+def check_model(config: PreTrainedConfig, model_class: Any, degrees: Degrees) -> Iterator[str]:
+    """One line for what keeps a model from sharing its sequences; before it is built."""
+    if degrees.sequence == 1:
+        return
+    asked = f"parallelism_config_sp_size {degrees.sequence}"
+    if model_class is not AutoModelForCausalLM:
+        yield f"{asked} is for causal language models (lm.py, moe.py, long_sequence.py); set it to 1"
+        return
+    name, text = config.model_type, config.get_text_config()
+    if why := _why_not(config):
+        yield f"{asked}: {name} {why}; set it to 1, or take another model"
+        return
+    for heads in {text.num_attention_heads, *(getattr(text, "num_attention_heads_per_layer", None) or ())}:
+        if heads % degrees.sequence:
+            fit = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            yield f"{asked} does not divide the model's {heads} attention heads; use one of {fit}"
+
+
+def _why_not(config: PreTrainedConfig) -> str | None:
+    """Why a causal language model's sequences cannot be shared, if they cannot: the end of a sentence."""
+    kind, text = AutoModelForCausalLM._model_mapping.get(type(config), None), config.get_text_config()
+    if isinstance(kind, tuple) or kind is None or text is not config:
+        return "has other inputs than text, or is a model of its own"
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
+    if others or kind._is_stateful:
+        where = f" in its layers of {', '.join(others)}" if others else ""
+        return f"passes something from token to token beside attention{where}"
+    if not kind._supports_sdpa or not kind._supports_attention_backend:
+        return "does not ask for its attention by transformers' interface, or not for SDPA's"
+    if "position_ids" not in inspect.signature(kind.forward).parameters or config.model_type in OTHERS:
+        return "finds positions or masks by itself, and would count each part from 0"
+    if "longrope" in str(getattr(text, "rope_parameters", None)):
+        return "has rotary positions (longrope) that depend on the longest of them, which differs between the parts"
+    if getattr(text, "use_bidirectional_attention", False) or getattr(text, "layerdrop", 0):
+        return "attends to what comes later, or drops layers by chance"
+    if not isinstance(getattr(text, "num_attention_heads", None), int):
+        return "does not say how many attention heads a layer has"
+    return None
+
+
+def share_sequences(model: PreTrainedModel, degrees: Degrees) -> None:
+    """From now on every forward of this process is one of a part of sequences, until `whole_sequences`.
+
+    Call it on the bare model, on all ranks together. A forward raises UserError where the model asks for its attention
+    in another way than transformers' interface, so that it would see its own part only.
+    """
+    global _group
+    if degrees.sequence == 1:
+        return
+    name, num_layers = type(model).__name__, getattr(model.config.get_text_config(), "num_hidden_layers", 1)
+    if model.config._attn_implementation != "sdpa" or not type(model).__module__.startswith("transformers."):
+        raise UserError(
+            f"parallelism_config_sp_size: {name} does not run transformers' own code with SDPA; set it to 1"
+        )
+    _group = group_of(degrees.neighbours)
+    attention, mask = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]
+    calls = []
+
+    def shared_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **given: Any):
+        if _group is None:
+            return attention(module, query, key, value, *args, **given)
+        calls.append(module)
+        num_key_heads = key.shape[1]
+        query, key, value = _to_heads(query, key, value)
+        if num_key_heads % _group.size():  # repeated; transformers would ask the module how often a key serves
+            causal = getattr(module, "is_causal", True)
+            module = SimpleNamespace(is_causal=causal, num_key_value_groups=query.shape[1] // key.shape[1])
+        output, _ = attention(module, query, key, value, *args, **given)
+        return _to_tokens(output), None
+
+    def whole_mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **given: Any):
+        size = 1 if _group is None else _group.size()
+        assert size == 1 or attention_mask is None, "a part of a sequence has no mask of its own"
+        return mask(q_length=q_length * size, kv_length=kv_length * size, attention_mask=attention_mask, **given)
+
+    def check_calls(*_: Any) -> None:
+        if _group is not None and len(calls) < num_layers:
+            raise UserError(
+                f"parallelism_config_sp_size: {name} has layers with an attention of their own; set it to 1"
+            )
+
+    AttentionInterface.register("sdpa", shared_attention)
+    AttentionMaskInterface.register("sdpa", whole_mask)
+    model.register_forward_pre_hook(lambda *_: calls.clear())  # of the recomputation before too
+    model.register_forward_hook(check_calls)
+
+
+def whole_sequences() -> None:
+    """From now on this process alone computes what it is given, as to write a sample."""
+    global _group
+    _group = None
+
+
+def _exchange(parts: Tensor) -> Tensor:
+    """(N, ...) to (N, ...): part i goes to process i of the group, and what process j sent becomes part j."""
+    return _AllToAll.apply(parts.contiguous(), _group)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, parts, group):
+        ctx.group = group
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx, gradient):
+        returned = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(returned, gradient.contiguous(), group=ctx.group)
+        return returned, None
+
+
+def _to_heads(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """Each (B, H, L / N, D) with its own H and D to (B, H / N, L, D).
+
+    Where there are fewer key-value heads than processes they are repeated, as grouped-query attention would do.
+    """
+    size, dtype = _group.size(), autocast_dtype(query.device) or query.dtype
+    num_heads = query.shape[1]
+    parts, shapes = [], []
+    for x in (query, key, value):
+        if x.shape[1] % size:
+            assert num_heads % x.shape[1] == 0, f"{num_heads} heads, {x.shape[1]} of keys and values"
+            x = x.repeat_interleave(math.lcm(x.shape[1], size) // x.shape[1], dim=1)
+        batch, heads, length, width = x.shape
+        x = x.to(dtype).reshape(batch, size, heads // size, length, width).transpose(0, 1)
+        parts.append(x.flatten(1))
+        shapes.append(x.shape)
+    received = _exchange(torch.cat(parts, 1)).split([part.shape[1] for part in parts], 1)
+    whole = [x.view(shape) for x, shape in zip(received, shapes, strict=True)]  # (N, B, H / N, L / N, D)
+    return [x.permute(1, 2, 0, 3, 4).flatten(2, 3) for x in whole]
+
+
+def _to_tokens(output: Tensor) -> Tensor:
+    """(B, L, H / N, D) to (B, L / N, H, D)."""
+    batch, length, heads, width = output.shape
+    size = _group.size()
+    parts = output.view(batch, size, length // size, heads, width).transpose(0, 1)
+    return _exchange(parts).permute(1, 2, 0, 3, 4).flatten(2, 3)

@@ -1,0 +1,340 @@
+"""Tensor parallelism: each process of a group has a part of every layer, and computes on all tokens with it.
+
+By the model's own plan (`tp_plan` of transformers' configurations, Megatron's way, arXiv:1909.08053). Of a pair of
+linear layers the first one's outputs are divided and the second one's inputs, so that between them every process
+computes with its own heads or its own part of the MLP; after the second one the results are summed. The embedding and
+the head are divided by the vocabulary. Weights, gradients and the optimizer's state are 1 / N of those, and so is the
+work; an update sends 4 activations of the whole width a layer.
+
+Not by transformers' own `tp_plan="auto"`: it cuts only what it reads from files, its DTensors go neither with DDP nor
+with Accelerate's FSDP2, and it sums gradients of what all processes keep (Qwen3's norms of queries and keys) after
+each backward, so that those that are accumulated are summed again.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate import PartialState
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from common.parallel.groups import group_of
+from common.training.clipping import Share, Shares
+from common.training.degrees import Degrees
+
+CUT = {"colwise": 0, "rowwise": 1, "colwise_gather_output": 0, "rowwise_split_input": 1}  # which dimension of a weight
+PARTIAL = "replicated_with_grad_allreduce"  # whole on each process, between layers that are cut
+
+
+def check_model(config: PreTrainedConfig, empty_model: Callable[[], PreTrainedModel], degrees: Degrees) -> list[str]:
+    """A line for what keeps a model from being cut so; before it is built. empty_model: makes it without data."""
+    if degrees.tensor == 1:
+        return []
+    why = next(_why_not(config, empty_model, degrees.tensor), None)
+    asked = f"parallelism_config_tp_size {degrees.tensor}: {config.model_type}"
+    return [f"{asked} {why}; set it to 1, or take another model"] if why else []
+
+
+def _why_not(config: PreTrainedConfig, empty_model: Callable[[], PreTrainedModel], size: int) -> Iterator[str]:
+    """Why a model cannot be cut in so many parts, if it cannot: the end of a sentence."""
+    plan = getattr(config, "base_model_tp_plan", None)
+    if config.get_text_config() is not config or config.is_encoder_decoder or not plan:
+        yield "has no plan in transformers of which layers can be cut (base_model_tp_plan)"
+        return
+    if unknown := sorted(set(plan.values()) - {*CUT, PARTIAL}):
+        yield f"asks for a way of cutting that no recipe has ({', '.join(unknown)})"
+        return
+    try:
+        heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 1
+    except RuntimeError:  # transformers', where they differ from layer to layer
+        yield "has layers with other numbers of heads than the rest"
+        return
+    if heads % size:
+        fit = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        yield f"has {heads} attention heads, which {size} does not divide (use one of {fit})"
+    elif groups % size and size % groups:
+        yield f"has {groups} heads of keys and values, which {size} processes can neither divide nor share"
+    model = empty_model()
+    styles = dict(planned_modules(model))
+    if not styles:
+        yield "has no layer that its plan names"
+    for name, (module, style) in styles.items():
+        if style == PARTIAL:
+            continue
+        if type(module) is not nn.Linear:
+            yield f"has {name}, a {type(module).__name__}, where its plan means a linear layer"
+            return
+        width = module.weight.shape[CUT[style]]
+        if width % size and not _is_shared(model, name, style, size):
+            yield f"has {name} of {width} features, which {size} does not divide"
+        if style.endswith("wise"):
+            around = model.get_submodule(name.rpartition(".")[0])
+            known = {id(p) for one, _ in styles.values() for p in one.parameters()}
+            if any(id(p) not in known for p in around.parameters()):
+                yield f"has weights beside {name} of which its plan says nothing"
+
+
+def planned_modules(model: PreTrainedModel) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
+    """The modules that the plan names, each with how it is to be cut, by their names."""
+    base, plan = model.base_model, model.config.base_model_tp_plan
+    prefix = "" if base is model else f"{model.base_model_prefix}."
+    for name, module in base.named_modules():
+        if style := plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)):
+            yield prefix + name, (module, style)
+
+
+def _is_shared(model: PreTrainedModel, name: str, style: str, size: int) -> bool:
+    """Whether it makes keys or values of fewer heads than there are processes: several use the same."""
+    if style != "colwise":  # each process gets them all
+        return False
+    module, attention = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
+    if not hasattr(attention, "num_key_value_groups") or not hasattr(attention, "head_dim"):
+        return False
+    groups = model.config.num_attention_heads // attention.num_key_value_groups
+    is_keys = module.weight.shape[0] == groups * attention.head_dim
+    return is_keys and groups % size != 0 and size % groups == 0
+
+
+def _bounds(total: int, rank: int, size: int) -> tuple[int, int]:
+    """The first and the last + 1 of so many that are a rank's part, as large as any other's or larger by one."""
+    return rank * total // size, (rank + 1) * total // size
+
+
+class _Cutter:
+    """Cuts one model in place: layers compute with this rank's part, and parameters are its parts."""
+
+    def __init__(self, model: PreTrainedModel, degrees: Degrees):
+        self.model, self.group = model, group_of(degrees.neighbours)
+        self.rank, self.size = self.group.rank(), degrees.tensor
+        self.new: dict[int, tuple[nn.Parameter, Share]] = {}  # by the whole parameter's id, tied ones once
+        self._spread: tuple[Tensor, Tensor] | None = None  # between the first and the second layer of a pair
+
+    def bounds(self, total: int) -> tuple[int, int]:
+        return _bounds(total, self.rank, self.size)
+
+    def cut(self, module: nn.Module, name: str, dim: int) -> None:
+        """Puts this rank's part of a parameter in the place of the whole."""
+        whole = getattr(module, name)
+        if whole is None:
+            return
+        if id(whole) not in self.new:
+            start, stop = self.bounds(whole.shape[dim])
+            part = whole.detach().narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+            self.new[id(whole)] = (
+                nn.Parameter(part, requires_grad=whole.requires_grad),
+                Share(tuple(whole.shape), dim, start),
+            )
+        setattr(module, name, self.new[id(whole)][0])
+
+    def keep(self, module: nn.Module) -> None:
+        """Its parameters stay whole, and each rank has a part of their gradient."""
+        for p in module.parameters():
+            self.new[id(p)] = (p, Share(tuple(p.shape), sums_gradients=True, counts=self.rank == 0))
+
+    def spread(self, x: Tensor) -> Tensor:
+        """The same tensor for several layers that are cut: its gradients are summed over the group once for all."""
+        if not x.requires_grad:
+            return x
+        if self._spread is None or self._spread[0] is not x:
+            self._spread = x, _Spread.apply(x, self.group)
+        return self._spread[1]
+
+    def first(self, layer: nn.Linear, gathers: bool) -> None:
+        """Its outputs are divided; with `gathers` each process gets them all."""
+        self.cut(layer, "weight", 0)
+        self.cut(layer, "bias", 0)
+        original = layer.forward
+
+        @torch.compiler.disable
+        def forward(x: Tensor) -> Tensor:
+            y = original(self.spread(x))
+            return _Gather.apply(y, self.group) if gathers else y
+
+        layer.forward = forward
+
+    def second(self, layer: nn.Linear, splits: bool) -> None:
+        """Its inputs are divided, or with `splits` are to be; the outputs are summed."""
+        start, stop = self.bounds(layer.in_features)
+        self.cut(layer, "weight", 1)
+
+        @torch.compiler.disable
+        def forward(x: Tensor) -> Tensor:
+            self._spread = None
+            x = _Split.apply(x, start, stop, self.group) if splits else x
+            y = _Sum.apply(F.linear(x, layer.weight), self.group)
+            return y if layer.bias is None else y + layer.bias.to(y.dtype)
+
+        layer.forward = forward
+
+    def share_heads(self, layer: nn.Linear, attention: nn.Module) -> None:
+        """Keys or values of fewer heads than processes: each has the whole weight, and computes the head it needs."""
+        self.keep(layer)
+        heads = self.model.config.num_key_value_heads
+        width, head = layer.out_features // heads, self.rank * heads // self.size
+        attention.num_key_value_groups = self.model.config.num_attention_heads // self.size
+        rows = slice(head * width, (head + 1) * width)
+
+        @torch.compiler.disable
+        def forward(x: Tensor) -> Tensor:
+            bias = None if layer.bias is None else layer.bias[rows]
+            return F.linear(self.spread(x), layer.weight[rows], bias)
+
+        layer.forward = forward
+
+    def divide_vocabulary(self) -> None:
+        """The head, where its loss knows how, and the embedding; where it does not, both stay whole."""
+        head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        if head is None or "targets" not in inspect.signature(head.forward).parameters:
+            return
+        if isinstance(embedding, nn.Embedding) and embedding.num_embeddings == head.out_features:
+            self._divide_embedding(embedding)
+        elif head.weight is embedding.weight:
+            return
+        first, _ = self.bounds(head.out_features)
+        self.cut(head, "weight", 0)
+        self.cut(head, "bias", 0)
+        head.vocabulary = (self.group, first)  # read by the loss
+
+    def _divide_embedding(self, embedding: nn.Embedding) -> None:
+        start, stop = self.bounds(embedding.num_embeddings)
+        self.cut(embedding, "weight", 0)
+        if embedding.padding_idx is not None:
+            is_mine = start <= embedding.padding_idx < stop
+            embedding.padding_idx = embedding.padding_idx - start if is_mine else None
+        original = embedding.forward
+
+        @torch.compiler.disable
+        def forward(ids: Tensor) -> Tensor:
+            is_mine = (start <= ids) & (ids < stop)
+            rows = original(torch.where(is_mine, ids - start, 0))
+            return _Sum.apply(torch.where(is_mine.unsqueeze(-1), rows, 0), self.group)
+
+        embedding.forward = forward
+
+
+def cut_model(model: PreTrainedModel, optimizer: torch.optim.Optimizer, degrees: Degrees) -> None:
+    """Leaves this rank's part of the model and of the optimizer's parameters, in place; on all ranks together.
+
+    Call it on the bare model, after `sum_token_losses`, which decides whether the head can be divided.
+    """
+    if degrees.tensor == 1:
+        return
+    cutter = _Cutter(model, degrees)
+    size = degrees.tensor  # what is shared is asked before the first cut, which changes the answer
+    planned = [(*one, _is_shared(model, name, one[1], size), name) for name, one in planned_modules(model)]
+    for module, style, is_shared, name in planned:
+        if style == PARTIAL:
+            cutter.keep(module)
+        elif is_shared:
+            cutter.share_heads(module, model.get_submodule(name.rpartition(".")[0]))
+        elif CUT[style] == 0:
+            cutter.first(module, gathers=style.endswith("output"))
+        else:
+            cutter.second(module, splits=style.endswith("input"))
+    cutter.divide_vocabulary()
+    for group in optimizer.param_groups:
+        group["params"] = [cutter.new[id(p)][0] if id(p) in cutter.new else p for p in group["params"]]
+    shares = {id(p): share for p, share in cutter.new.values()}
+    whole = {name: Share(tuple(p.shape), counts=cutter.rank == 0) for name, p in model.named_parameters()}
+    named = {name: shares.get(id(p), whole[name]) for name, p in model.named_parameters()}
+    model.shares = Shares(cutter.group, named)
+
+
+@torch.no_grad()
+def whole_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
+    """All weights and buffers, whole, on the host of the main process; call it on all ranks together."""
+    shares: Shares = model.shares
+    names = {id(p): name for name, p in model.named_parameters()}
+    whole: dict[int, Tensor] = {}  # tied ones once
+    state = model.state_dict(keep_vars=True)
+    for x in {id(x): x for x in state.values()}.values():
+        share = shares.of.get(names.get(id(x), ""))
+        part = x.detach().to(PartialState().device)  # an offloaded one too
+        part = part.full_tensor() if isinstance(part, DTensor) else part
+        if share is not None and share.dim is not None:
+            part = _gather_parts(part, share, shares.group)
+        if dist.get_rank() == 0:
+            whole[id(x)] = part.cpu()
+    return {name: whole[id(x)] for name, x in state.items() if id(x) in whole}
+
+
+def _gather_parts(x: Tensor, share: Share, group: dist.ProcessGroup) -> Tensor:
+    """The whole of what each rank of the group has a part of, of possibly different sizes."""
+    parts = []
+    for rank in range(group.size()):
+        start, stop = _bounds(share.shape[share.dim], rank, group.size())
+        shape = [stop - start if dim == share.dim else n for dim, n in enumerate(share.shape)]
+        part = x.contiguous() if rank == group.rank() else x.new_empty(shape)
+        dist.broadcast(part, group=group, group_src=rank)
+        parts.append(part)
+    return torch.cat(parts, share.dim)
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the group, in float32 at least, in the type of `x`."""
+    total = x.to(torch.promote_types(x.dtype, torch.float32), copy=True, memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total.to(x.dtype)
+
+
+def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(..., D) of each rank to (..., N * D)."""
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts, -1)
+
+
+class _Spread(torch.autograd.Function):
+    """x, of which each rank then has a part of the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _summed(gradient, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the group; each rank has the whole gradient."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    """The parts of all ranks, side by side; each rank has the whole gradient."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.start, ctx.length = group.rank() * x.shape[-1], x.shape[-1]
+        return _gathered(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.narrow(-1, ctx.start, ctx.length), None
+
+
+class _Split(torch.autograd.Function):
+    """This rank's part of what each has; each has the gradient of its own part."""
+
+    @staticmethod
+    def forward(ctx, x, start, stop, group):
+        ctx.group = group
+        return x.narrow(-1, start, stop - start)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _gathered(gradient, ctx.group), None, None, None

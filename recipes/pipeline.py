@@ -1,0 +1,143 @@
+"""Trains a causal language model whose layers lie in stages on several GPUs: a pipeline, for models too large for one.
+
+rehearsal      accelerate launch --config_file accelerate_configs/pipeline.yaml recipes/pipeline.py
+two GPUs       the same with --model_name_or_path my_model/ --train_file chats.jsonl --global_batch_size 64
+two pipelines  the same with --num_processes 4 of accelerate launch: side by side, by DDP
+continue       the same with --resume, after a stop or a crash; also in another mode, of recipes/lm.py too
+
+Data and flags are those of recipes/lm.py. The loop differs in one place: a schedule runs the forwards and backwards of
+a global batch, on all stages. With another config there is one stage, and this is recipes/lm.py.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+# The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
+
+from common import arguments  # isort: skip  # before torch: see common/__init__.py
+import torch
+from transformers import LlamaConfig
+
+from common.data.text import tokenize
+from common.data.tokenizer import load_tokenizer, special_token_ids, train_tokenizer
+from common.errors import refuse
+from common.models.load import build_model, check_model, describe_use, load_config, write_sample
+from common.parallel.ending import user_mistakes_end_here
+from common.parallel.pipeline import SCHEDULES, Pipeline
+from common.parallel.stages import check_stages
+from common.report.tracking import describe_held_out
+from common.run import Run
+from common.training.accumulation import loss_scale, skip_step, sum_over_ranks
+from common.training.batching import collate_tokens
+from common.training.clipping import clip_gradients
+from common.training.losses import sum_token_losses
+from common.training.optimizers import learning_rate, make_optimizer, set_learning_rate
+
+# Models to train from scratch, of Llama's shape. SHAPE names the fields of LlamaConfig that come first in each row.
+SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+MODEL_CONFIGS = {
+    # layers, width, heads, key-value heads, MLP width (as in SHAPE), vocabulary, AdamW's peak learning rate
+    "tiny": (4, 128, 4, 2, 384, 4096, 6e-3),  # 1.3 M parameters
+    "small": (6, 384, 6, 6, 1024, 8192, 1e-3),  # 13.8 M
+    "medium": (12, 768, 12, 12, 2048, 32768, 6e-4),  # 110 M
+    "large": (16, 2048, 32, 8, 8192, 32768, 3e-4),  # 1.04 B
+}
+
+
+def parse_arguments():
+    parser = arguments.recipe_parser(__doc__)
+    arguments.add_language_arguments(parser, examples=True)
+    group = parser.add_argument_group("language model")
+    group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: tiny)"))
+    about = "in which order a stage computes"
+    group.add_argument("--schedule", default="1f1b", **arguments.one_of(SCHEDULES, about))
+    args = parser.parse_args()
+    arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=2e-5)
+    return args
+
+
+def load_data(args):
+    """Tokenizer, the model's configuration, training samples, and held-out samples or None."""
+    source, held_out_source = arguments.text_sources(args)
+    if args.model_name_or_path:
+        config = load_config(args.model_name_or_path, args.trust_remote_code)
+        tokenizer = load_tokenizer(args.model_name_or_path, args.trust_remote_code)
+    else:
+        *shape, vocabulary, _ = MODEL_CONFIGS[args.model_config]
+        tokenizer, positions = train_tokenizer(source, vocabulary), max(2048, args.sequence_length)
+        shape = dict(zip(SHAPE, shape, strict=True), vocab_size=vocabulary, max_position_embeddings=positions)
+        config = LlamaConfig(**shape, **special_token_ids(tokenizer), tie_word_embeddings=True)
+    refuse([*check_model(config, tokenizer, args.sequence_length), *check_stages(config)])
+    tokens = partial(tokenize, tokenizer=tokenizer, sequence_length=args.sequence_length, shape=args.shape)
+    train_set, held_out = tokens(source), held_out_source and tokens(held_out_source, measure_compression=True)
+    return tokenizer, config, train_set, held_out
+
+
+def sum_losses(model, micro_batch):
+    """This stage's part of the sum of the losses of a micro-batch's targets (`sum_token_losses`), in an evaluation."""
+    return model(**micro_batch)
+
+
+@torch.no_grad()
+def evaluate(run, model):
+    """Mean loss over all targets of the held-out samples, each counted once."""
+    model.eval()
+    loss_sums, num_targets = [], 0
+    for batch in run.held_out:
+        loss_sums += [sum_losses(model, micro_batch) for micro_batch, _ in run.micro_batches(batch)]
+        num_targets += batch.num_targets
+    model.train()
+    (loss_sum,) = sum_over_ranks(run.accelerator, torch.stack(loss_sums).sum())
+    return {"validation_loss": loss_sum / num_targets}
+
+
+def train(args, run, model, optimizer, batches, pipeline):
+    """The loop: the pipeline's schedule of the micro-batches of a global batch, then one update."""
+    accelerator = run.accelerator
+    for batch in batches:
+        rate = learning_rate(batch.update, args.lr_schedule, args.learning_rate, args.num_updates, args.warmup_updates)
+        set_learning_rate(optimizer, rate)
+        scale = loss_scale(accelerator, batch.num_targets)
+        micro_batches = [micro_batch for micro_batch, _ in run.micro_batches(batch)]
+        loss_sums = pipeline.step(accelerator, model, micro_batches, scale)
+        if args.dry_run:
+            break
+        grad_norm = clip_gradients(accelerator, model, args.max_grad_norm)
+        if run.all_finite(batch, loss_sums, grad_norm):
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            skip_step(accelerator, optimizer)
+        figures = {"learning_rate": rate} | (evaluate(run, model) if run.evaluation_is_due() else {})
+        if run.end_update(batch, **figures):
+            break
+
+
+def main():
+    args = parse_arguments()
+    run = Run(args)
+    tokenizer, config, train_set, held_out = load_data(args)
+    run.begin(config, tokenizer, train_set, held_out)
+    model = build_model(config, args.model_name_or_path, args.trust_remote_code)
+    how = sum_token_losses(model)  # from here on, model(...) is the sum of the losses of a micro-batch's targets
+    optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
+    pipeline = Pipeline(model, optimizer, args)  # from here on, this process has its own stage of the model only
+    collate = partial(collate_tokens, pad_token_id=tokenizer.pad_token_id)
+    describe_use(model, config, tokenizer, train_set.end_tokens)
+    model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, loss=how, **pipeline.description)
+    with run.training(config, tokenizer) as batches:
+        train(args, run, model, optimizer, batches, pipeline)
+    results = run.end_training()
+    results |= describe_held_out(evaluate(run, model), held_out) if held_out else {}
+    written, lines = run.write_model(tokenizer), []
+    if written and not run.is_sharded:
+        results["sample"] = write_sample(written, tokenizer, held_out or train_set)
+        lines = [f"\nthe model writes:\n{results['sample']}\n"]
+    run.finish(results, "AutoModelForCausalLM", *lines)
+
+
+if __name__ == "__main__":
+    with user_mistakes_end_here():
+        main()
