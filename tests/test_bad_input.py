@@ -240,7 +240,7 @@ def test_every_argument_is_a_flag_and_the_length_has_a_default(name, monkeypatch
     told = " ".join(capsys.readouterr().out.split())
     assert [one for one in vars(args) if f" --{one} " not in told] == []
     assert name == "vision" or "at most this many tokens (default: " in told
-    assert ("prompt or messages" in told) == (name in ("lm", "moe"))
+    assert ("prompt or messages" in told) == (name in ("lm", "moe", "pipeline"))
 
 
 def test_a_folder_without_checkpoints_is_a_mistake(tmp_path, monkeypatch, capsys):

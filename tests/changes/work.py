@@ -44,7 +44,7 @@ def whole_model_on_each_rank(_):
 
 def gradients_beside_buckets(_):
     """DDP as it is by itself."""
-    change(connect, "DistributedDataParallelKwargs", lambda **_: DistributedDataParallelKwargs())
+    change(connect, "AveragedByPeers", lambda **_: DistributedDataParallelKwargs())
 
 
 def leak(_):
