@@ -153,6 +153,8 @@ def _add_run(parser: ArgumentParser) -> None:
     group.add_argument("--output_dir", help="directory for all that the run writes (default: runs/RECIPE-DATE-TIME)")
     group.add_argument("--overwrite", action="store_true", help="delete the run that --output_dir holds")
     group.add_argument("--dry_run", action="store_true", help="check all, up to one forward and backward; write no run")
+    about = "print what a run would need on a machine such as '8 x 80GiB, host 1TiB' (default: this one), train nothing"
+    group.add_argument("--plan", nargs="?", const="here", metavar="MACHINE", help=about)
     group.add_argument("--seed", type=seed, default=0, help="seed of weights, sample order, dropout")
     about = "measure the held-out data every N updates and at the end; 0: only at the end"
     group.add_argument("--eval_every", type=not_negative, default=0, metavar="N", help=about)

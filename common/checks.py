@@ -10,6 +10,8 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from common.errors import UserError, refuse
 from common.files import LOCK, lock_output_dir, remove, why_not_writable
+from common.parallel.launch import started_world_size
+from common.plan.machines import parse_machine
 from common.report.settings import given_flags
 from common.training.batching import Samples
 from common.training.degrees import Degrees
@@ -39,7 +41,24 @@ def check_arguments(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool, 
         )
     for tracker in args.report_to:
         problems += _check_tracker(tracker)
-    return [*problems, *_check_data(args), *_check_checkpoints(args)]
+    return [*problems, *_check_data(args), *_check_checkpoints(args), *_check_plan(args)]
+
+
+def _check_plan(args: argparse.Namespace) -> Iterator[str]:
+    if args.plan is None:
+        return
+    if started_world_size() > 1:
+        yield "--plan is for one process, whatever it plans for: take python in the place of accelerate launch"
+    if hasattr(args, "schedule"):
+        yield "--plan does not know the stages of a pipeline; plan the same model with recipes/lm.py"
+    for name in ("dry_run", "resume", "overwrite"):
+        if getattr(args, name):
+            yield f"--plan trains nothing; take --{name} out"
+    if args.plan != "here":
+        try:
+            parse_machine(args.plan)
+        except UserError as error:
+            yield str(error)
 
 
 def _settle_batch(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool, degrees: Degrees) -> list[str]:
@@ -109,7 +128,7 @@ def _check_checkpoints(args: argparse.Namespace) -> Iterator[str]:
                 f"--resume: {args.output_dir} has no checkpoints; name the --output_dir of the run to continue, "
                 "or start anew without --resume"
             )
-    elif not args.dry_run or "--output_dir" in given_flags():
+    elif not (args.dry_run or args.plan) or "--output_dir" in given_flags():
         yield from _check_output_dir(Path(args.output_dir), args.overwrite)
 
 

@@ -41,6 +41,8 @@ from common.errors import refuse
 from common.files import complete_or_absent
 from common.models.load import attention_length, empty_model
 from common.parallel import connect, ending, launch, loading, mode
+from common.plan.forecast import foresee
+from common.plan.plan import plan
 from common.report import settings, tracking
 from common.training import accumulation
 from common.training.activation_checkpointing import apply_activation_checkpointing
@@ -107,6 +109,8 @@ class Run:
         self.resumed = self.checkpoints.find(identity)
         self.state = TrainingState(**(self.resumed.manifest["position"] if self.resumed else {}))
         connect.seed_everything(self.args.seed)
+        look_ahead = plan if self.args.plan else foresee
+        self.forecast = look_ahead(self, config, make_empty, train_set, held_out)  # last: it may come back in a fork
 
     def prepare(
         self,
@@ -130,6 +134,7 @@ class Run:
         self.loader = loader(train_set, range(self.state.update, args.num_updates))
         self.held_out = held_out and loader(held_out)
         held_out_batches, is_rehearsal = self.held_out and self.held_out.dataset, launch.is_rehearsal(self.asked)
+        lines |= self.forecast.line() if self.forecast else {}
         tracking.print_run(args, accelerator, model, self.loader.dataset, held_out_batches, is_rehearsal, **lines)
         self.model, self.optimizer = loading.prepare(accelerator, model, optimizer)
         connect.seed_everything(args.seed, accelerator)
@@ -156,7 +161,8 @@ class Run:
             sys.exit()
         self.output_dir = checks.make_output_dir(self.args, self.accelerator)
         self.checkpoints.start(config, *pretrained, model=self.model, versions=tracking.versions())
-        tracking.start_run(self.args, self.accelerator, self.output_dir, self.state, model=config.to_dict())
+        facts = {"model": config.to_dict()} | (self.forecast.facts() if self.forecast else {})
+        tracking.start_run(self.args, self.accelerator, self.output_dir, self.state, **facts)
         self.checkpoints.resume(self.resumed, self.model, self.optimizer)  # last: the random streams go on from here
         self.progress = tracking.Progress(self.accelerator, self.output_dir, self.args.num_updates, self.state)
         with self.progress, StopRequests() as self.requests:

@@ -55,9 +55,23 @@ def whole_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, torch
     return tensor.whole_state_dict(bare) if hasattr(bare, "shares") else accelerator.get_state_dict(model)
 
 
+_are_imagined = False
+
+
+def imagine_weights() -> None:
+    """From here on a model that this process makes has none, whatever the mode."""
+    global _are_imagined
+    _are_imagined = True
+
+
+def are_imagined() -> bool:
+    """Whether no model of this process has weights."""
+    return _are_imagined
+
+
 def holds_weights() -> bool:
     """Whether a model that this process makes has weights; else it is one of the `meta` device."""
-    return not has_one_copy() or PartialState().is_main_process
+    return not _are_imagined and (not has_one_copy() or PartialState().is_main_process)
 
 
 def decided_once(decide: Callable[[], Any]) -> Any:

@@ -1,0 +1,1 @@
+"""What will a run need: memory by part, bytes sent, time; `--plan`."""

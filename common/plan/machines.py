@@ -1,0 +1,102 @@
+"""The machine that a plan is for: named in words, or the one at hand."""
+
+import re
+from dataclasses import dataclass, replace
+
+import psutil
+import torch
+
+from common.errors import UserError
+from common.memory import available_memory
+from common.parallel.rates import multiplication_rates
+
+UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the processes of a run have; bytes, bytes a second, FLOP a second."""
+
+    devices: int
+    memory: float  # of each device
+    host: float | None = None  # of all processes together; None: not said
+    disk: float | None = None
+    kind: str = "cuda"
+    rate: float = 400e12  # of matrix products in bf16 or fp16, of each device, as updates reach it
+    rate_float32: float = 200e12  # TF32
+    link: float = 200e9  # sent by each device to the others
+    bus: float = 20e9  # between a device and its host
+    disk_rate: float = 3e9
+    assumed: tuple[str, ...] = ("rate", "link", "bus", "disk rate")
+
+
+# Data sheets of the makers: memory, dense bf16 (V100: fp16) and TF32 products, NVLink (else PCIe) in one direction.
+# An update reaches about 0.4 of the rate of products (`REACHED`).
+KNOWN = {
+    "V100": (32e9, 125e12, 15.7e12, 150e9),
+    "A100": (80e9, 312e12, 156e12, 300e9),
+    "H100": (80e9, 989e12, 494e12, 450e9),
+    "H200": (141e9, 989e12, 494e12, 450e9),
+    "B200": (180e9, 2250e12, 1100e12, 900e9),
+    "L40S": (48e9, 362e12, 183e12, 32e9),
+    "4090": (24e9, 165e12, 82e12, 32e9),
+}
+REACHED = 0.4
+EXAMPLE = '"8 x 80GiB, host 1TiB" or "4 x A100, host 512GiB, disk 2TB, link 50GB/s"'
+SETTINGS = {"host": "host", "disk": "disk", "link": "link", "bus": "bus", "rate": "rate"}
+
+
+def parse_machine(text: str) -> Machine:
+    """A machine in words: how many devices of how much memory, then more, each behind a comma.
+
+    Raises UserError: a part that cannot be read.
+    """
+    first, *others = [part.strip() for part in text.split(",")]
+    found = re.fullmatch(r"(?:(\d+) *x *)?(?:([A-Z]?\d+\w?)|([\d.]+) *([MGT]i?B))", first)
+    if not found or int(found[1] or 1) < 1 or (found[2] and found[2] not in KNOWN):
+        names = ", ".join(KNOWN)
+        raise UserError(f"--plan {text!r}: {first!r} names no devices; write {EXAMPLE}; known are {names}")
+    count = int(found[1] or 1)
+    if found[2]:
+        memory, rate, rate_float32, link = KNOWN[found[2]]
+        machine = Machine(count, memory, rate=REACHED * rate, rate_float32=REACHED * rate_float32, link=link)
+        machine = replace(machine, assumed=("bus", "disk rate"))
+    else:
+        machine = Machine(count, float(found[3]) * UNITS[found[4]])
+    for part in others:
+        found = re.fullmatch(r"(host|disk|link|bus) +([\d.]+) *([MGT]i?B)(/s)?|(rate) +([\d.]+) *TFLOP/s", part)
+        if not found or bool(found[4]) != (found[1] in ("link", "bus")):
+            raise UserError(f"--plan {text!r}: {part!r} cannot be read; write {EXAMPLE}, rate 400TFLOP/s")
+        name = found[1] or found[5]
+        value = float(found[2]) * UNITS[found[3]] if found[1] else float(found[6]) * 1e12
+        changes = {name: value} | ({"rate_float32": value / 2} if name == "rate" else {})
+        machine = replace(machine, **changes, assumed=tuple(one for one in machine.assumed if one != name))
+    return machine
+
+
+def this_machine() -> Machine:
+    """The one at hand: its GPUs, or its CPU; the rate of its products is measured."""
+    host = float(available_memory())
+    disk = float(psutil.disk_usage(".").free)
+    if torch.cuda.is_available():
+        rates = multiplication_rates(torch.device("cuda"))
+        memory = float(torch.cuda.mem_get_info()[1])
+        rate, rate_float32 = REACHED * max(rates.values()), REACHED * rates["no"]
+        return Machine(
+            torch.cuda.device_count(), memory, host, disk, rate=rate, rate_float32=rate_float32,
+            assumed=("link", "bus", "disk rate"),
+        )  # fmt: skip
+    rates = multiplication_rates(torch.device("cpu"))
+    reached = {name: 2 * REACHED * rate for name, rate in rates.items()}  # products are most of an update on a CPU
+    return Machine(1, host, host, disk, "cpu", reached["bf16"], reached["no"], link=2e9, assumed=("link", "disk rate"))
+
+
+def describe(machine: Machine) -> str:
+    """One line: what the plan counts with."""
+    gib = 2**30
+    what = "GPUs of" if machine.kind == "cuda" else "CPU with"
+    line = f"{machine.devices} {what} {machine.memory / gib:,.0f} GiB"
+    line += f", host {machine.host / gib:,.0f} GiB" if machine.host and machine.kind == "cuda" else ""
+    line += f"; {machine.rate / 1e12:,.3g} TFLOP/s in bf16, {machine.rate_float32 / 1e12:,.3g} in float32"
+    line += f", {machine.link / 1e9:,.3g} GB/s between devices" if machine.devices > 1 else ""
+    return line + (f" (assumed: {', '.join(machine.assumed)})" if machine.assumed else "")

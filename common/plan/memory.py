@@ -1,0 +1,181 @@
+"""What each process of a mode holds: the recorded update of one process, with weights, gradients and state as cut.
+
+The numbers are the config's own, a user's DeepSpeed file included. What each formula counts was compared with the
+allocations of real processes (`benchmarks/plan.py`).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from common.parallel import deepspeed_files
+from common.parallel.launch import Launch
+from common.plan.profile import Parts, Profile
+
+BYTES = {"no": 4, "fp16": 2, "bf16": 2}
+# DeepSpeed's defaults, in elements: its buckets, and what ZeRO-3 keeps whole for the next use or fetches ahead.
+REDUCE_BUCKET = 500_000_000
+KEPT_WHOLE = 1_000_000_000
+HOST, FILES = "host", "files"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a model decides over its shards."""
+
+    parameters: int  # elements
+    trained: int
+    largest_layer: int  # elements of the largest module that is gathered at once
+    outside: int  # elements that no such module has: embedding, last norm, head
+
+
+def shape_of(model: torch.nn.Module) -> Shape:
+    """Of a model with or without data. What is gathered at once are the modules that the model says not to split."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    sizes, inside = [0], set()
+    for module in model.modules():
+        if type(module).__name__ in names and not inside & {id(p) for p in module.parameters()}:
+            sizes.append(sum(p.numel() for p in module.parameters()))
+            inside |= {id(p) for p in module.parameters()}
+    all_of_them = list(model.parameters())
+    total, trained = sum(p.numel() for p in all_of_them), sum(p.numel() for p in all_of_them if p.requires_grad)
+    return Shape(total, trained, max(sizes), total - sum(sizes))
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How the processes share the work: what a config file says."""
+
+    name: str  # of the config
+    kind: str  # plain, DDP, FSDP, DeepSpeed
+    precision: str  # no, bf16, fp16
+    processes: int
+    stage: int = 0  # of ZeRO
+    state_on: str = "device"  # or host, files
+    weights_on: str = "device"
+    zero: Any = None  # its section zero_optimization
+    replicas: int = 1  # of FSDP2's shards (HSDP)
+
+    @property
+    def shards(self) -> int:
+        """Over how many processes what is sharded is cut."""
+        return self.processes // self.replicas
+
+    @property
+    def weights_dtype(self) -> str:
+        """That in which the model computes: FSDP2 and DeepSpeed cast the weights, all else is left to autocast."""
+        return self.precision if self.kind in ("FSDP", "DeepSpeed") and self.precision != "no" else "float32"
+
+    @property
+    def autocast(self) -> str:
+        """The precision of autocast, which DeepSpeed does without."""
+        return "no" if self.kind == "DeepSpeed" else self.precision
+
+
+def mode_of(launch: Launch, name: str, processes: int) -> Mode:
+    """What a config says, with another number of processes."""
+    shared = {"name": name, "kind": launch.mode, "precision": launch.mixed_precision, "processes": processes}
+    if launch.mode == "FSDP":
+        shared["replicas"] = launch.sizes["dp_replicate"]
+        offloads = str(launch.settings.get("fsdp_offload_params")).lower() == "true"
+        return Mode(**shared, state_on=HOST if offloads else "device", weights_on=HOST if offloads else "device")
+    if launch.mode != "DeepSpeed":
+        return Mode(**shared)
+    zero = deepspeed_files.read_deepspeed_config(launch.deepspeed_config).get("zero_optimization", {})
+    where = {"none": "device", "cpu": HOST, "nvme": FILES}
+    devices = {part: where[device] for part, device in deepspeed_files.offload_devices(zero).items()}
+    stage, on = zero.get("stage", 0), {"state_on": devices["offload_optimizer"], "weights_on": devices["offload_param"]}
+    return Mode(**shared, stage=stage, zero=zero, **on)
+
+
+def needs(profile: Profile, shape: Shape, mode: Mode, accumulates: bool) -> dict[str, Parts]:
+    """Bytes of the busiest process's device, by segment and part.
+
+    accumulates: whether an update has several micro-batches on each process.
+    """
+    width = 2 if mode.weights_dtype != "float32" else 4
+    segments = {}
+    for segment, parts in profile.segments.items():
+        if not accumulates and ("forward 1" in segment or "backward 1" in segment):
+            continue
+        parts = {name: size for name, size in parts.items() if size}
+        if mode.kind == "DDP" and mode.processes > 1:
+            _ddp(parts, segment, shape, accumulates)
+        elif mode.kind == "FSDP":
+            _fsdp(parts, segment, shape, mode, width)
+        elif mode.kind == "DeepSpeed":
+            _zero(parts, segment, shape, mode, width)
+        segments[segment] = parts
+    return segments
+
+
+def peak(segments: dict[str, Parts]) -> tuple[str, Parts]:
+    """The segment that takes most, and what it takes."""
+    return max(segments.items(), key=lambda item: sum(item[1].values()))
+
+
+def on_host(shape: Shape, mode: Mode) -> tuple[float, float]:
+    """Bytes that the processes of a machine keep in its memory, and in its files; masters and state in float32."""
+    width = 2 if mode.precision != "no" else 4
+    state = 12.0 * shape.trained  # masters and two averages
+    held = {HOST: 0.0, FILES: 0.0, "device": 0.0}
+    if mode.kind == "FSDP":
+        held[mode.state_on] += state + 4.0 * shape.trained  # the masters are the weights; gradients
+    elif mode.kind == "DeepSpeed":
+        held[mode.state_on] += state + (4.0 * shape.trained if mode.state_on == HOST else 0)
+        held[mode.weights_on] += float(width * shape.parameters)
+    return held[HOST], held[FILES]
+
+
+def _ddp(parts: Parts, segment: str, shape: Shape, accumulates: bool) -> None:
+    """Gradients lie in the buckets that are sent; those of micro-batches before the last one, beside them."""
+    buckets = 4.0 * shape.trained
+    if not accumulates or segment.startswith(("clip", "step", "evaluation")):
+        parts["gradients"] = 0
+    parts["buckets"] = buckets
+
+
+def _fsdp(parts: Parts, segment: str, shape: Shape, mode: Mode, width: int) -> None:
+    """float32 shards; the root and two layers whole, in the type that computes; a layer's gradient on its way."""
+    n = mode.shards
+    shard = 4.0 * shape.parameters / n
+    gradients = parts.pop("gradients", 0) / width * 4 / n
+    state = parts.pop("optimizer state", 0) / width * 4 / n
+    parts["weights"] = 0 if mode.weights_on == HOST else shard
+    parts["gradients"] = 0 if mode.weights_on == HOST else gradients
+    parts["optimizer state"] = 0 if mode.state_on == HOST else state
+    if n > 1 and segment.startswith(("forward", "backward", "evaluation")):
+        parts["gathered layers"] = width * float(shape.outside + 2 * shape.largest_layer)
+        if segment.startswith("backward"):
+            # What goes into the sum over the ranks is float32, and cut after it.
+            largest = max(shape.largest_layer, shape.outside if segment.endswith("end") else 0)
+            parts["gradients on their way"] = (width + 4.0) * largest
+
+
+def _zero(parts: Parts, segment: str, shape: Shape, mode: Mode, width: int) -> None:
+    """Flat partitions: float32 masters beside the weights, in float32 too; buckets of the file's sizes."""
+    n, stage, zero = mode.processes, mode.stage, mode.zero or {}
+    traced = parts.pop("gradients", 0) / width
+    state = parts.pop("optimizer state", 0) / width * 4 / n
+    parts["weights"] = width * shape.parameters / (n if stage == 3 else 1)
+    masters = 4.0 * shape.trained / n
+    parts["gradients"] = 4.0 * (traced if stage < 2 else shape.trained / n)
+    parts["optimizer state"] = masters + state
+    if mode.state_on != "device":
+        parts["optimizer state"] = 0
+        parts["gradients"] = 0 if stage >= 2 else parts["gradients"]
+    if mode.weights_on != "device":
+        parts["weights"] = 0
+    if stage == 3 and segment.startswith(("forward", "backward", "evaluation")):
+        most = _size(zero, "stage3_max_live_parameters", KEPT_WHOLE)
+        parts["gathered layers"] = width * float(min(shape.parameters, most))
+    bucket = 4.0 * _size(zero, "reduce_bucket_size", REDUCE_BUCKET)
+    held_between = stage == 3 or (stage == 1 and segment.startswith("forward 1"))
+    if held_between or segment.startswith("backward"):
+        parts["buckets"] = bucket * (2 if zero.get("overlap_comm") else 1)
+
+
+def _size(zero: dict[str, Any], name: str, default: int) -> int:
+    value = zero.get(name, default)
+    return default if value == "auto" else int(value)

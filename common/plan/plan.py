@@ -1,0 +1,243 @@
+"""`--plan`: for each config and way to keep activations, the largest micro-batch that fits, what it takes, how long."""
+
+import argparse
+import math
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from common.errors import UserError
+from common.parallel.launch import parse_launch
+from common.plan import machines
+from common.plan.cost import Cost, cost_of, micro_batches_of
+from common.plan.forecast import Forecaster, NotPlayed, Played, Player
+from common.plan.machines import Machine
+from common.plan.memory import Mode, Shape, mode_of, needs, on_host, peak, shape_of
+from common.plan.profile import Parts, Profile
+from common.training.batching import Samples
+
+CONFIGS = Path("accelerate_configs")
+CHECKPOINTING = ("none", "selective", "full")
+# Of a GPU, beside what is allocated: the context of CUDA with its kernels, and NCCL's buffers where there are several.
+CONTEXT, NCCL = 0.6 * 2**30, 1.0 * 2**30
+FRAGMENTS = 1.10  # reserved by torch's allocator, of what is allocated
+GIB = 2**30
+
+
+@dataclass
+class Row:
+    """One line of the table."""
+
+    mode: Mode
+    checkpointing: str
+    rows: int  # samples in a micro-batch
+    tokens: int
+    micro_batches: int
+    segment: str
+    parts: Parts
+    host: float
+    files: float
+    cost: Cost
+    lacks: float  # bytes; 0 where it fits
+
+
+def plan(
+    run: Any, config: Any, make_empty: Callable[[], torch.nn.Module], samples: Samples, held_out: Samples | None
+) -> None:
+    """Prints the plan and ends the run; comes back only in a process that plays."""
+    args = run.args
+    machine = machines.this_machine() if args.plan == "here" else machines.parse_machine(args.plan)
+    modes, left_out = modes_for(machine)
+    shape = shape_of(make_empty())
+    forecaster = Forecaster(Player(run, config, samples, held_out), shape, machine.kind)
+    share = max(math.ceil(args.global_batch_size / mode.processes) for mode in modes)
+    few = max(1, min(share, 1024 // samples.max_length))
+    pair = (few, max(few + 1, min(share, 4 * few)))
+    ways = CHECKPOINTING if run_can_checkpoint(make_empty()) else ("none",)
+    try:
+        profiles = _profiles(forecaster, modes, ways, pair, args.optimizer)
+    except Played:
+        return
+    except NotPlayed as reason:
+        raise UserError(
+            f"--plan: this model's update cannot be played without data ({reason}); use --dry_run"
+        ) from reason
+    rows = list(_rows(args, samples, modes, ways, shape, machine, profiles, pair))
+    print("\n".join(_page(args, samples, machine, shape, rows, left_out)), flush=True)
+    sys.exit()
+
+
+def modes_for(machine: Machine) -> tuple[list[Mode], list[str]]:
+    """What each config is on a machine, and the names of those that are not planned."""
+    modes, left_out = [], []
+    for path in sorted(CONFIGS.glob("*.yaml")):
+        launch = parse_launch(["--config_file", str(path), "recipe.py"])
+        is_for_cpu = launch.use_cpu
+        if is_for_cpu != (machine.kind == "cpu"):
+            continue
+        sizes = launch.sizes
+        if max(sizes[name] for name in ("sp", "tp", "pp")) > 1:
+            left_out.append(path.name)
+            continue
+        several = launch.mode != "plain"
+        if launch.num_machines > 1 or (several and machine.devices == 1 and machine.kind == "cuda"):
+            continue
+        processes = launch.num_processes if machine.kind == "cpu" else machine.devices if several else 1
+        mode = mode_of(launch, path.stem, processes)
+        if mode.kind == "DeepSpeed" and machine.kind == "cuda":
+            mode = mode_of(parse_launch(["--config_file", str(path), "--mixed_precision", "bf16", "recipe.py"]),
+                           path.stem, processes)  # fmt: skip
+        if mode.replicas > 1 and processes % mode.replicas:
+            continue
+        modes.append(mode)
+    return modes, left_out
+
+
+def run_can_checkpoint(model: torch.nn.Module) -> bool:
+    """Whether the model's layers can compute their activations again."""
+    return bool(getattr(model, "supports_gradient_checkpointing", False))
+
+
+def _kind(mode: Mode) -> tuple[str, str]:
+    # DeepSpeed's weights in bf16 without autocast allocate what FSDP2's do with it: one recording for both.
+    return (mode.precision, mode.weights_dtype)
+
+
+def _profiles(
+    forecaster: Forecaster, modes: list[Mode], ways: tuple[str, ...], pair: tuple[int, int], optimizer: str
+) -> dict[Any, tuple[Profile, Profile]]:
+    """Of each kind of mode and way, the whole model's profile at two sizes of micro-batch."""
+    kinds = {_kind(mode): mode for mode in modes}
+    keys = [(kind, way, rows) for kind in kinds for way in ways for rows in pair]
+    cases = {key: forecaster.cases(kinds[key[0]], key[2], key[1], optimizer) for key in keys}
+    played = iter(
+        forecaster.player.play([case for key in keys for case in cases[key]], at_once=psutil.cpu_count() or 1)
+    )
+    whole = {key: forecaster.profile([next(played) for _ in cases[key]]) for key in keys}
+    return {(kind, way): (whole[kind, way, pair[0]], whole[kind, way, pair[1]]) for kind in kinds for way in ways}
+
+
+def _rows(
+    args: argparse.Namespace,
+    samples: Samples,
+    modes: list[Mode],
+    ways: tuple[str, ...],
+    shape: Shape,
+    machine: Machine,
+    profiles: dict[Any, tuple[Profile, Profile]],
+    pair: tuple[int, int],
+) -> Iterator[Row]:
+    for mode in modes:
+        for way in ways:
+            share = math.ceil(args.global_batch_size / mode.processes)
+            best = None
+            for rows in [2**power for power in range(share.bit_length()) if 2**power <= share]:
+                few, more = profiles[_kind(mode), way]
+                profile = few.scaled(more, (rows - pair[0]) / (pair[1] - pair[0]))
+                number = micro_batches_of(args.global_batch_size, mode.processes, rows)
+                segment, parts = peak(needs(profile, shape, mode, number > 1))
+                host, files = on_host(shape, mode)
+                lacks = _lacks(machine, mode, parts, host, files)
+                tokens = rows * samples.max_length
+                cost = cost_of(profile, shape, mode, machine, number)
+                row = Row(mode, way, rows, tokens, number, segment, parts, host, files, cost, lacks)
+                if best is not None and (lacks or row.cost.seconds > 0.99 * best.cost.seconds):
+                    break
+                best = row
+            yield best
+
+
+def _lacks(machine: Machine, mode: Mode, parts: Parts, host: float, files: float) -> float:
+    """How many bytes are missing where most are: on a device, on the host, or on the disk."""
+    held = sum(parts.values())
+    if machine.kind == "cpu":
+        resident = psutil.Process().memory_info().rss
+        return max(0.0, mode.processes * (held + resident) + host - machine.memory)
+    device = held * FRAGMENTS + CONTEXT + (NCCL if mode.processes > 1 else 0) - machine.memory
+    on_host = host - machine.host if machine.host is not None else 0.0
+    on_disk = files - machine.disk if machine.disk is not None else 0.0
+    return max(0.0, device, on_host, on_disk)
+
+
+COLUMNS = ("weights", "gradients", "optimizer state", "activations", "logits")
+
+
+def _page(
+    args: argparse.Namespace, samples: Samples, machine: Machine, shape: Shape, rows: list[Row], left_out: list[str]
+) -> Iterator[str]:
+    yield f"   machine  {machines.describe(machine)}"
+    yield f"     model  {shape.parameters:,} parameters, {args.optimizer}"
+    yield f"     batch  {args.global_batch_size} samples of up to {samples.max_length:,} tokens; a row has the largest"
+    yield "            micro-batch that fits and still gains; GiB of the busiest process at its peak\n"
+    head = ["config", "checkpointing", "tokens", "micro", "peak", *COLUMNS, "gathered, buckets", "host", "files"]
+    head += ["GB sent", "s/update", ""]
+    table = [head, *([*_cells(row)] for row in rows)]
+    widths = [max(len(line[column]) for line in table) for column in range(len(head))]
+    for line in table:
+        cells = [
+            cell.ljust(w) if n < 2 else cell.rjust(w) for n, (cell, w) in enumerate(zip(line, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+    if left_out:
+        yield f"\nnot planned: {', '.join(left_out)}"
+    fitting = [row for row in rows if not row.lacks]
+    if not fitting:
+        least = min(rows, key=lambda row: row.lacks)
+        yield f"\nnothing fits; {least.mode.name} with {least.checkpointing} lacks {least.lacks / GIB:,.1f} GiB: take"
+        yield "more devices, a smaller --sequence_length, or --optimizer adamw8bit or adafactor"
+        return
+    best = min(fitting, key=lambda row: (row.cost.seconds, sum(row.parts.values())))
+    yield f"\nthe fastest that fits, {best.cost.seconds:,.3g} s an update by this model of costs:\n"
+    yield "    " + launch_line(args, best)
+
+
+def _cells(row: Row) -> Iterator[str]:
+    def gib(size: float) -> str:
+        return f"{size / GIB:,.2f}" if size < 100 * GIB else f"{size / GIB:,.0f}"
+
+    yield row.mode.name
+    yield row.checkpointing
+    yield f"{row.tokens:,}"
+    yield f"{row.micro_batches}"
+    yield gib(sum(row.parts.values()))
+    for name in COLUMNS:
+        yield gib(row.parts.get(name, 0))
+    yield gib(sum(size for name, size in row.parts.items() if name not in COLUMNS))
+    yield gib(row.host) if row.host else "-"
+    yield gib(row.files) if row.files else "-"
+    yield f"{row.cost.sent / 1e9:,.1f}" if row.cost.sent else "-"
+    yield f"{row.cost.seconds:,.3g}"
+    yield f"lacks {gib(row.lacks)}" if row.lacks else "fits"
+
+
+REPLACED = ("plan", "micro_batch_size", "micro_batch_tokens", "activation_checkpointing")
+
+
+def launch_line(args: argparse.Namespace, row: Row) -> str:
+    """The command to paste: this one, with the config and the flags of a row."""
+    words, kept = iter(sys.argv[1:]), []
+    skipping = False
+    for word in words:
+        if word.startswith("--"):
+            skipping = word[2:].partition("=")[0] in REPLACED
+        if not skipping:
+            kept.append(word)
+    size = (
+        f"--micro_batch_tokens {row.tokens}"
+        if hasattr(args, "micro_batch_tokens") and not args.micro_batch_size
+        else f"--micro_batch_size {row.rows}"
+    )
+    line = f"accelerate launch --config_file {CONFIGS / row.mode.name}.yaml"
+    if row.mode.processes > 1:
+        line += f" --num_processes {row.mode.processes}"
+    if row.mode.kind == "DeepSpeed" and row.mode.precision != "no":
+        line += f" --mixed_precision {row.mode.precision}"
+    return f"{line} {sys.argv[0]} {shlex.join(kept)} {size} --activation_checkpointing {row.checkpointing}".replace(
+        "  ", " "
+    )

@@ -1,0 +1,231 @@
+"""A recipe's own updates, played by a process whose tensors have no data: what would they have allocated?
+
+The process is a fork of the run, made where the run knows its data and its model's configuration. In it, `Run` is
+replaced by `Rehearsal`, and the recipe goes on as always: it builds its model (without weights, as the ranks of FSDP2
+do that are given theirs), makes its optimizer, and its loop computes an update of two micro-batches, and evaluates.
+"""
+
+import argparse
+import contextlib
+import os
+import pickle
+import sys
+import traceback
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from common.models import load
+from common.parallel import loading
+from common.plan.tape import Tape
+from common.training import linear_cross_entropy
+from common.training.activation_checkpointing import apply_activation_checkpointing
+from common.training.batching import Collate, GlobalBatch, Samples
+from common.training.degrees import Degrees, set_running
+from common.training.precision import weights_cast_once
+
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is played."""
+
+    rows: int  # samples in a micro-batch, the longest ones
+    layers: int | None = None  # of the model; None: all
+    activation_checkpointing: str = "none"
+    optimizer: str = "adamw"
+    autocast: str = "no"  # or bf16, fp16
+    weights: str = "float32"  # while the model computes
+    device: str = "cpu"  # or cuda: whose kernels
+
+
+@dataclass
+class Recording:
+    """What a case allocated: the events of its tape, and what each storage held."""
+
+    events: list[tuple[str, int, int]]
+    parts: dict[int, str]
+    flops: dict[str, int]
+    num_tokens: int  # of a micro-batch, padding included
+    parameters: list[tuple[str, int, bool]]  # name, elements, whether it is trained
+    ended: str  # "" or what kept the tape from going to the end
+
+
+class Rehearsal:
+    """Stands in for `Run` from the end of `begin` on, with the same methods and what recipes read of it."""
+
+    args: argparse.Namespace
+    accelerator: Accelerator
+
+    def set_up(self, case: Case, samples: Samples, held_out: Samples | None, pipe: int) -> None:
+        """Makes this process one that computes alone, on a CPU, without data; what it records goes into `pipe`."""
+        self.case, self.samples, self.pipe, self.tape, self.news = case, samples, pipe, Tape(), {}
+        for name in list(os.environ):
+            if name.startswith(("ACCELERATE_", "FSDP_")) or name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+                del os.environ[name]
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        set_running(Degrees(1))
+        torch.set_num_threads(1)
+        self.accelerator = Accelerator(
+            cpu=True, device_placement=False, mixed_precision="no" if case.autocast == "fp16" else case.autocast
+        )
+        self.device, self.is_sharded = torch.device("cpu"), False
+        loading.imagine_weights()
+        self.args.activation_checkpointing, self.args.optimizer = case.activation_checkpointing, case.optimizer
+        self.args.dry_run = False  # it would end before the step
+        self.evaluates = held_out is not None
+        if case.device == "cuda":
+            _use_gpu_kernels()
+        if case.device == "cuda" or (case.autocast, case.weights) == ("no", "float32"):
+            linear_cross_entropy.CACHED_LOGITS = sys.maxsize  # the slices of a chunk share its memory
+        else:  # the few rows of a slice hold the same, whatever is computed of them
+            linear_cross_entropy._logits_to_gradient = lambda logits, *_: logits.new_zeros(())
+
+    def prepare(self, model: Any, optimizer: Any, collate: Collate, *_: Any, **__: str) -> tuple[Any, Any]:
+        """The model with fake weights; from here on every tensor is fake, and the tape runs."""
+        apply_activation_checkpointing(model, self.case.activation_checkpointing, self.device)
+        ids = _longest(self.samples, self.case.rows)
+        chosen = [self.samples[number] for number in ids]
+        micro_batch, larger = (
+            collate(chosen),
+            collate(chosen * (1 if self.case.activation_checkpointing != "none" else 2)),
+        )
+        self.num_tokens = int(self.samples.lengths(ids).max()) * len(ids) if self.samples.lengths(ids).ndim == 1 else 0
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.stack = contextlib.ExitStack()
+        self.stack.enter_context(self.fake)
+        parameters = _fill(model, optimizer, DTYPES[self.case.weights])
+        self.parameters = [(name, p.numel(), p.requires_grad) for name, p in parameters.items()]
+        self.stack.enter_context(self.tape)
+        self.tape.name("weights", *parameters.values())
+        self.tape.name("buffers", *model.buffers())
+        for p in parameters.values():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(lambda p: self.tape.name("gradients", p.grad))
+        self.tape.vocabulary = getattr(model.config.get_text_config(), "vocab_size", 0)
+        self.micro_batch = {name: self.fake.from_tensor(one) for name, one in micro_batch.items()}
+        self.num_targets = len(micro_batch["targets"])
+        model, optimizer = self.accelerator.prepare(model, optimizer)
+        register_optimizer_step_pre_hook(lambda *_: self._begin("step"))
+        register_optimizer_step_post_hook(lambda one, *_: self._name_states(one))
+        backward = self.accelerator.backward
+
+        def told(loss: torch.Tensor, **kwargs: Any) -> None:
+            self._begin(f"backward {self.number}")
+            backward(loss, **kwargs)
+
+        self.accelerator.backward = told
+        self.model, self.optimizer = model, optimizer
+        evaluated = {name: self.fake.from_tensor(one) for name, one in larger.items()}
+        self.held_out = [GlobalBatch(0, [evaluated], 1, 1, 1, 1, torch.zeros(1), "")] if self.evaluates else None
+        return model, optimizer
+
+    def _begin(self, segment: str) -> None:
+        self.tape.segment = segment
+
+    def _name_states(self, optimizer: torch.optim.Optimizer) -> None:
+        for state in optimizer.state.values():
+            self.tape.name("optimizer state", *[one for one in state.values() if torch.is_tensor(one)])
+        self._begin("after step")
+
+    @contextlib.contextmanager
+    def training(self, *_: Any):
+        """One update, then an evaluation; what was recorded is what the process has to tell."""
+        self.model.train()
+        ended = ""
+        try:
+            yield iter([GlobalBatch(0, [self.micro_batch] * 2, 2, 2 * self.num_targets, 2, 2, torch.zeros(1), "")])
+        except Exception:  # an evaluation ends where its figures are wanted: there are none
+            ended = traceback.format_exc(limit=-6)
+        self._tell(ended)
+
+    def micro_batches(self, batch: GlobalBatch):
+        """Two of them, the second one where gradients are there already."""
+        keeps_copies = self.case.activation_checkpointing == "none"
+        is_evaluated = self.tape.segment.endswith("evaluation")
+        with weights_cast_once(keeps_copies):
+            for self.number, micro_batch in enumerate(batch.micro_batches):
+                if not is_evaluated:
+                    self._begin(f"forward {self.number}")
+                yield micro_batch, self.number == 1
+        if not is_evaluated:
+            self._begin("clip")
+
+    def all_finite(self, batch: GlobalBatch, loss_sums: Any, grad_norm: Any, **own_news: Any) -> bool:
+        """Nothing is exchanged; what a recipe reads of it is zero."""
+        with unset_fake_temporarily():
+            self.news = {name: torch.zeros_like(one) if torch.is_tensor(one) else 0.0 for name, one in own_news.items()}
+        return True
+
+    def evaluation_is_due(self) -> bool:
+        """Where there are held-out samples."""
+        if self.evaluates:
+            self._begin("evaluation")
+        return self.evaluates
+
+    def end_update(self, *_: Any, **__: Any) -> bool:
+        """One is enough: a later one is the same, with the optimizer's state from its beginning on."""
+        return True
+
+    def _tell(self, ended: str) -> NoReturn:
+        tape = self.tape
+        events = [tuple(event) for event in tape.events]
+        told = Recording(events, tape.parts, dict(tape.flops), self.num_tokens, self.parameters, ended)
+        with os.fdopen(self.pipe, "wb") as pipe:
+            pickle.dump(told, pipe)
+        os._exit(0)  # nothing of the run that it was forked from is to end with it
+
+
+def _fill(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype
+) -> dict[str, torch.nn.Parameter]:
+    """Gives a model without data, and its optimizer, new parameters and buffers on the CPU; tied ones stay so."""
+    new: dict[int, Any] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                if id(p) not in new:
+                    kind = dtype if p.is_floating_point() else p.dtype
+                    empty = torch.nn.Parameter(torch.empty_like(p, device="cpu", dtype=kind), p.requires_grad)
+                    new[id(p)] = new[id(empty)] = empty
+                module._parameters[name] = new[id(p)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    for group in optimizer.param_groups:
+        group["params"] = [new[id(p)] for p in group["params"]]
+    return dict(model.named_parameters())
+
+
+def _longest(samples: Samples, rows: int) -> Any:
+    lengths = samples.lengths(np.arange(len(samples)))
+    order = np.argsort(-(lengths if lengths.ndim == 1 else lengths.sum(1)), kind="stable")
+    return np.resize(order[:rows], rows)
+
+
+def _use_gpu_kernels() -> None:
+    """What transformers and torch would call on a GPU: no kernels of ours for CPUs, fused dropout and attention."""
+    load.use_cpu_kernels = lambda model: None
+
+    def dropout(input, p=0.5, training=True, inplace=False):
+        return torch.native_dropout(input, p, True)[0] if training and p else input
+
+    def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        if enable_gqa:
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        if attn_mask is None and query.dtype != torch.float32:
+            return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
+        return torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, True, dropout_p, is_causal
+        )[0]
+
+    torch.nn.functional.dropout = dropout
+    torch.nn.functional.scaled_dot_product_attention = attention

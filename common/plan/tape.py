@@ -1,0 +1,76 @@
+"""The storages that an update makes and frees, one after the other, as its operators are called."""
+
+from collections import defaultdict
+from typing import NamedTuple
+from weakref import finalize
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+# Attention on a CPU computes what the kernel for GPUs does, and torch counts only those.
+_SDPA = torch.ops.aten
+FLOPS = dict(flop_registry) | {
+    _SDPA._scaled_dot_product_flash_attention_for_cpu: flop_registry[_SDPA._scaled_dot_product_flash_attention],
+}
+GROUPED = torch.ops.aten._grouped_mm.default
+
+
+class Event(NamedTuple):
+    """A storage comes (bytes above 0) or goes (the same below)."""
+
+    segment: str  # part of the update, such as "backward 1"
+    storage: int  # its number
+    size: int
+
+
+class Tape(TorchDispatchMode):
+    """While it is on, what each operator makes becomes an event, and so does its end."""
+
+    def __init__(self):
+        super().__init__()
+        self.events: list[Event] = []
+        self.segment = "start"
+        self.flops: dict[str, int] = defaultdict(int)  # by segment
+        self.parts: dict[int, str] = {}  # what a storage holds, by its number; else activations
+        self.vocabulary = 0  # a tensor with a dimension of this size is logits
+        self._numbers: dict[int, int] = {}  # of live storages, by torch's own address of them
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = self._call(func, args, kwargs or {})
+        if (count := FLOPS.get(func.overloadpacket)) is not None:
+            self.flops[self.segment] += count(*args, **(kwargs or {}), out_val=out)
+        for one in tree_leaves(out):
+            if isinstance(one, torch.Tensor):
+                number = self.number_of(one)
+                if self.vocabulary in one.shape and number not in self.parts:
+                    self.parts[number] = "logits"
+        return out
+
+    def _call(self, func, args, kwargs):
+        if func is not GROUPED or args[0].dtype == torch.bfloat16:
+            return func(*args, **kwargs)
+        # Without data, torch takes products of experts in bf16 only.
+        narrow = [one.to(torch.bfloat16) if one.is_floating_point() else one for one in args]
+        return func(*narrow, **kwargs).to(args[0].dtype)
+
+    def number_of(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's storage, which is counted from now on if it is new."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address not in self._numbers:
+            number = self._numbers[address] = len(self.events)
+            self.events.append(Event(self.segment, number, storage.nbytes()))
+            finalize(storage, self._freed, address, self.events[-1]).atexit = False
+        return self._numbers[address]
+
+    def name(self, part: str, *tensors: torch.Tensor | None) -> None:
+        """Says what these tensors are: "weights", "gradients", "optimizer state"."""
+        for one in tensors:
+            if one is not None:
+                self.parts[self.number_of(one)] = part
+
+    def _freed(self, address: int, made: Event) -> None:
+        self._numbers.pop(address, None)
+        self.events.append(Event(self.segment, made.storage, -made.size))
