@@ -41,7 +41,7 @@ from common.errors import refuse
 from common.files import complete_or_absent
 from common.models.load import attention_length, empty_model
 from common.parallel import connect, ending, launch, loading, mode
-from common.report import settings, tracking
+from common.report import profiling, settings, tracking
 from common.training import accumulation
 from common.training.activation_checkpointing import apply_activation_checkpointing
 from common.training.batching import Collate, GlobalBatch, Samples, make_loader
@@ -72,9 +72,8 @@ class Run:
         self.args, self.asked = args, launch.find_launch()
         found = checks.check_arguments(args, launch.runs_on_cpu(self.asked), lengths_vary, self.asked.degrees)
         refuse([*found, *launch.check_launch(self.asked, args), *problems])
-        self.accelerator = connect.make_accelerator(
-            self.asked, args, log_with=args.report_to or None, project_dir=args.output_dir
-        )
+        trackers = {"log_with": args.report_to or None, "project_dir": args.output_dir}
+        self.accelerator = connect.make_accelerator(self.asked, args, **trackers)
         self.device, self.is_sharded = self.accelerator.device, mode.is_sharded(self.accelerator)
         self.checkpoints = Checkpoints(args, self.accelerator)
         self.is_stopped = False
@@ -106,6 +105,7 @@ class Run:
         identity = identify(self.args, self.accelerator, config, tokenizer, train_set.fingerprint, *own_flags)
         self.resumed = self.checkpoints.find(identity)
         self.state = TrainingState(**(self.resumed.manifest["position"] if self.resumed else {}))
+        refuse(checks.check_profile(self.args, self.state.update))
         connect.seed_everything(self.args.seed)
 
     def prepare(
@@ -160,7 +160,7 @@ class Run:
         self.checkpoints.resume(self.resumed, self.model, self.optimizer)  # last: the random streams go on from here
         self.progress = tracking.Progress(self.accelerator, self.output_dir, self.args.num_updates, self.state)
         with self.progress, StopRequests() as self.requests:
-            batches = self.progress.batches(self.loader)
+            batches = profiling.profiled(self, self.progress.batches(self.loader))
             yield batches
             batches.close()
             if not self.is_stopped:

@@ -20,9 +20,10 @@ EVERY = """
     checkpoint.resume checkpoint.save checkpoint.write checks data.hub errors files memory models.cpu_kernels
     models.load models.masks parallel.connect parallel.deepspeed_files parallel.deepspeed_flags parallel.ending
     parallel.extensions parallel.groups parallel.launch parallel.liveness parallel.loading parallel.mode parallel.rates
-    parallel.parallelism parallel.sequence parallel.sharding parallel.tensor redaction report.settings report.tracking
-    run training.accumulation training.activation_checkpointing training.activation_offload training.batching
-    training.clipping training.cutting training.degrees training.optimizers training.precision training.stopping
+    parallel.parallelism parallel.sequence parallel.sharding parallel.tensor redaction report.profiling report.settings
+    report.tracking run training.accumulation training.activation_checkpointing training.activation_offload
+    training.batching training.clipping training.cutting training.degrees training.optimizers training.precision
+    training.stopping
 """
 TEXT = "data.cache data.columns data.readers data.rows data.sources data.standard_library data.tokenizer"
 TOKENS = "data.chats data.text training.linear_cross_entropy training.losses training.output_head"
