@@ -3,10 +3,11 @@
 Each moment of the three updates counts once, so the table sums to their time, as the main process measured it:
 
     data           waiting for a global batch, and copying its micro-batches to the device
-    forward        the model, and what a recipe does with a micro-batch before its backward; an evaluation too
+    forward        the model, and what a recipe does with a micro-batch before and after its backward
     backward       autograd; under DeepSpeed also what its engine does with the gradients after it
     optimizer      clipping, the step, zero_grad; under DeepSpeed all of its engine's step
     communication  collectives and messages while nothing is computed, those of a save too: waiting for a slower rank
+    evaluation     forwards without a gradient
     checkpoint     what a save makes the updates wait for, but not the thread that writes beside them
     other          what remains: the loop itself, metrics, trackers
 
@@ -37,7 +38,7 @@ from common.report.tracking import write_run
 from common.training.batching import GlobalBatch
 
 WARMUP, RECORDED = 3, 3  # updates; the last of the warm-up with the profiler on, which takes time to start
-PHASES = ("data", "forward", "backward", "optimizer", "communication", "checkpoint", "other")
+PHASES = ("data", "forward", "backward", "optimizer", "communication", "evaluation", "checkpoint", "other")
 COMMUNICATION, OTHER = PHASES.index("communication"), PHASES.index("other")
 COLLECTIVES = ("gloo:", "nccl:", "c10d::", "_c10d_functional::", "ucc:", "mpi:", "xccl:")
 KERNELS, LAUNCHES = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")  # a trace's categories
@@ -82,11 +83,14 @@ def _named_phases(run: Any) -> ExitStack:
         names.callback(*undo)
         setattr(owner, name, value)
 
+    def now(phase: str) -> str:
+        return "evaluation" if phase == "forward" and not torch.is_grad_enabled() else phase
+
     def name(owner: Any, method: str, phase: str) -> None:
         original = getattr(owner, method)
 
         def named(*args: Any, **kwargs: Any) -> Any:
-            with record_function(phase):  # one for each call: a backward may be inside a backward
+            with record_function(now(phase)):  # one for each call: a backward may be inside a backward
                 return original(*args, **kwargs)
 
         replace(owner, method, named)
@@ -98,7 +102,9 @@ def _named_phases(run: Any) -> ExitStack:
                 one = next(copied, None)
             if one is None:
                 return
-            with record_function("forward"):  # until the next one is asked for; the backward has its own name in it
+            with record_function(
+                now("forward")
+            ):  # until the next one is asked for; the backward has its own name in it
                 yield one
 
     replace(run, "micro_batches", micro_batches)
