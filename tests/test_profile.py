@@ -108,9 +108,10 @@ def test_communication_of_several_processes(config, small, tmp_path, request):
 SLOW = {"data": 0.2, "forward": 0.05, "backward": 0.05, "clipping": 0.2, "optimizer": 0.2, "checkpoint": 0.6}
 
 
-def test_what_is_slow_is_the_largest_phase(small, tmp_path):
+def test_what_is_slow_is_the_largest_phase(small, model_dir, tmp_path):
     """Each is delayed by 0.6 s in three updates. Control: without delay none of them takes half of it."""
-    flags = [*small("lm"), "--num_updates", 6, "--eval_every", 0, "--profile", "--output_dir"]
+    flags = [*small("lm"), "--model_name_or_path", model_dir, "--num_updates", 6, "--eval_every", 0, "--profile"]
+    flags += ["--output_dir"]
     changes = {name: {"slow_phase": [name, seconds]} for name, seconds in (SLOW | {"other": 0.2}).items()} | {
         "none": {}
     }
