@@ -205,7 +205,7 @@ def page(results):
         f"`python benchmarks/plan.py` on {results['machine']}, {results['date']}: {results['versions']}.",
         "",
         f"{len(cases)} cases: median error {statistics.median(errors):.1%}, largest {errors[-1]:.1%}. MiB of the "
-        "busiest process, in its second update; what is measured, and how, is said at the beginning of the command's file.",
+        "busiest process, in its second update; the command's file says what is measured, and how.",
         "",
         "![Predicted against measured](plan-cpu.png)",
         "",

@@ -209,6 +209,8 @@ def _add_optimizer(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("memory and speed")
     group.add_argument("--activation_checkpointing", default="none", **one_of(ACTIVATION_CHECKPOINTING))
     group.add_argument("--compile", action="store_true", help="torch.compile the model: slow first updates, then fast")
+    about = "after 3 updates, record 3: a trace in OUTPUT_DIR/profile for ui.perfetto.dev, and where their time went"
+    group.add_argument("--profile", action="store_true", help=about)
 
 
 def add_language_arguments(

@@ -12,6 +12,7 @@ from common.errors import UserError, refuse
 from common.files import LOCK, lock_output_dir, remove, why_not_writable
 from common.parallel.launch import started_world_size
 from common.plan.machines import parse_machine
+from common.report import profiling
 from common.report.settings import given_flags
 from common.training.batching import Samples
 from common.training.degrees import Degrees
@@ -41,7 +42,7 @@ def check_arguments(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool, 
         )
     for tracker in args.report_to:
         problems += _check_tracker(tracker)
-    return [*problems, *_check_data(args), *_check_checkpoints(args), *_check_plan(args)]
+    return [*problems, *check_profile(args), *_check_data(args), *_check_checkpoints(args), *_check_plan(args)]
 
 
 def _check_plan(args: argparse.Namespace) -> Iterator[str]:
@@ -95,6 +96,18 @@ def _settle_batch(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool, de
     elif not tokens:
         args.micro_batch_tokens = default_tokens
     return problems
+
+
+def check_profile(args: argparse.Namespace, num_done: int = 0) -> Iterator[str]:
+    """A line where --profile would record nothing. num_done: updates before the one to begin with."""
+    needed, left = profiling.WARMUP + profiling.RECORDED, args.num_updates - num_done
+    if args.profile and args.dry_run:
+        yield "--profile has no effect with --dry_run, which makes no update; take one of them out"
+    elif args.profile and left < needed:
+        yield (
+            f"--profile needs {needed} updates, the last {profiling.RECORDED} of which it records, and --num_updates "
+            f"{args.num_updates} leaves {left}; raise it, or take --profile out"
+        )
 
 
 def _check_data(args: argparse.Namespace) -> Iterator[str]:

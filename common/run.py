@@ -43,7 +43,7 @@ from common.models.load import attention_length, empty_model
 from common.parallel import connect, ending, launch, loading, mode
 from common.plan.forecast import foresee
 from common.plan.plan import plan
-from common.report import settings, tracking
+from common.report import profiling, settings, tracking
 from common.training import accumulation
 from common.training.activation_checkpointing import apply_activation_checkpointing
 from common.training.batching import Collate, GlobalBatch, Samples, make_loader
@@ -74,12 +74,10 @@ class Run:
         self.args, self.asked = args, launch.find_launch()
         found = checks.check_arguments(args, launch.runs_on_cpu(self.asked), lengths_vary, self.asked.degrees)
         refuse([*found, *launch.check_launch(self.asked, args), *problems])
-        self.accelerator = connect.make_accelerator(
-            self.asked, args, log_with=args.report_to or None, project_dir=args.output_dir
-        )
+        trackers = {"log_with": args.report_to or None, "project_dir": args.output_dir}
+        self.accelerator = connect.make_accelerator(self.asked, args, **trackers)
         self.device, self.is_sharded = self.accelerator.device, mode.is_sharded(self.accelerator)
-        self.checkpoints = Checkpoints(args, self.accelerator)
-        self.is_stopped = False
+        self.checkpoints, self.is_stopped = Checkpoints(args, self.accelerator), False
 
     def begin(
         self,
@@ -108,9 +106,10 @@ class Run:
         identity = identify(self.args, self.accelerator, config, tokenizer, train_set.fingerprint, *own_flags)
         self.resumed = self.checkpoints.find(identity)
         self.state = TrainingState(**(self.resumed.manifest["position"] if self.resumed else {}))
+        refuse(checks.check_profile(self.args, self.state.update))
         connect.seed_everything(self.args.seed)
-        look_ahead = plan if self.args.plan else foresee
-        self.forecast = look_ahead(self, config, make_empty, train_set, held_out)  # last: it may come back in a fork
+        # Last: it also comes back in processes of its own, which are this run no more.
+        self.forecast = (plan if self.args.plan else foresee)(self, config, make_empty, train_set, held_out)
 
     def prepare(
         self,
@@ -134,7 +133,7 @@ class Run:
         self.loader = loader(train_set, range(self.state.update, args.num_updates))
         self.held_out = held_out and loader(held_out)
         held_out_batches, is_rehearsal = self.held_out and self.held_out.dataset, launch.is_rehearsal(self.asked)
-        lines |= self.forecast.line() if self.forecast else {}
+        lines |= self.forecast.line()
         tracking.print_run(args, accelerator, model, self.loader.dataset, held_out_batches, is_rehearsal, **lines)
         self.model, self.optimizer = loading.prepare(accelerator, model, optimizer)
         connect.seed_everything(args.seed, accelerator)
@@ -153,20 +152,17 @@ class Run:
             first = (batch for batch in islice(self.loader, 1))
             yield first
             first.close()  # and with it the processes that load data
-            settings.print_settings(self.args, self.asked, self.accelerator)
             num_left = self.args.num_updates - self.state.update
-            done = "one forward and one backward done" if num_left else "no update is left"
-            self.accelerator.print(f"dry run: {done}, nothing written")
+            settings.print_dry_run(self.args, self.asked, self.accelerator, num_left)
             ending.end_run(self.accelerator)
             sys.exit()
         self.output_dir = checks.make_output_dir(self.args, self.accelerator)
         self.checkpoints.start(config, *pretrained, model=self.model, versions=tracking.versions())
-        facts = {"model": config.to_dict()} | (self.forecast.facts() if self.forecast else {})
-        tracking.start_run(self.args, self.accelerator, self.output_dir, self.state, **facts)
+        tracking.start_run(self.args, self.accelerator, self.output_dir, self.state, config, self.forecast.facts())
         self.checkpoints.resume(self.resumed, self.model, self.optimizer)  # last: the random streams go on from here
         self.progress = tracking.Progress(self.accelerator, self.output_dir, self.args.num_updates, self.state)
         with self.progress, StopRequests() as self.requests:
-            batches = self.progress.batches(self.loader)
+            batches = profiling.profiled(self, self.progress.batches(self.loader))
             yield batches
             batches.close()
             if not self.is_stopped:

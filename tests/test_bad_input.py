@@ -112,6 +112,8 @@ FLAG_MISTAKES = {
     "--model_name_or_path no/such --model_config tiny": "two answers to one question",
     "--seed 99999999999999999999": "whole number from 0 to",
     "--dataset_config en": "--dataset_config has no effect",
+    "--profile --num_updates 5": "--profile needs 6 updates, .* --num_updates 5 leaves 5; raise it",
+    "--profile --dry_run": "--profile has no effect with --dry_run",
     "--load_best_at_end": "--load_best_at_end needs --keep_best",
     "--prompt_column question": "--prompt_column has no effect without --train_file",
     "--train_file LICENSE --completion_column a --shape blocks": "--completion_column and --shape blocks are two",

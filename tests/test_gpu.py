@@ -53,6 +53,15 @@ def test_float32_on_the_gpu_makes_the_losses_of_the_cpu(float32_losses, function
     assert "on cuda" in printed
 
 
+def test_a_profile_has_the_kernels_of_each_phase(functions_file, model_dir, tmp_path):
+    """Their times are beside those of the table, which sums to the time of the three updates."""
+    train(tmp_path / "run", functions_file, model_dir, "--profile")
+    found = json.loads((tmp_path / "run/run.json").read_text())["profile"]
+    assert sum(found["phases"].values()) == pytest.approx(found["seconds"])
+    assert all(found["kernels"][phase] > 0 for phase in ("forward", "backward", "optimizer"))
+    assert sum(found["kernels"].values()) < found["seconds"]
+
+
 @pytest.mark.parametrize(("precision", "words"), [("no", "TF32"), ("bf16", "bf16"), ("fp16", "fp16")])
 def test_precision_of_the_config_runs(precision, words, float32_losses, functions_file, model_dir, tmp_path):
     """Near float32's losses, and not equal to them."""

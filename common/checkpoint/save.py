@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch.profiler import record_function
 
 from common.checkpoint import layouts, resume
 from common.checkpoint.agreement import Agreement
@@ -114,6 +115,7 @@ class Checkpoints:
         written = self.writer.is_written()  # before `failed`: a write that ends now must not count as a good one
         return {"asked": stop.asked, "failed": self.writer.failure() is not None, "written": written}
 
+    @record_function("checkpoint")  # its name in a trace
     def update_done(self, state: TrainingState, model: torch.nn.Module, optimizer: Any, news: dict[str, float]) -> bool:
         """Ends an update: a checkpoint where one is due. True if any rank was asked to stop; it is complete then.
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import xxhash
+from torch.profiler import record_function
 
 from common.checkpoint.agreement import Agreement
 from common.checkpoint.format import MANIFEST, find_best, hash_of, in_chunks, list_checkpoints, safetensors_header
@@ -110,6 +111,7 @@ class Writer:
         self.ranks.together(make, only_main=True)
         return num_lacking == 0
 
+    @record_function("checkpoint")  # its name in a trace
     def _wait_for_copy(self) -> None:
         """Before a step. On a GPU only what it computes waits: the host has it stand in line behind the copy."""
         if self.copying is not None:

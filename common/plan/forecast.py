@@ -179,16 +179,16 @@ def in_bytes(size: float) -> str:
 def foresee(
     run: Any, config: Any, make_empty: Callable[[], torch.nn.Module], samples: Samples, held_out: Samples | None
 ) -> Forecast | None:
-    """Begins to play the run at hand, on the main process; None on the others, and in a process that plays."""
+    """Begins to play the run at hand, on the main process, which tells; None in a process that plays."""
     args, asked = run.args, run.asked
-    if not run.accelerator.is_main_process:
-        return None
     shape, device = shape_of(make_empty()), "cpu" if run.device.type == "cpu" else "cuda"
     mode = mode_of(asked, asked.source, asked.degrees.data)
     forecaster = Forecaster(Player(run, config, samples, held_out), shape, device)
     rows = rows_of(args, samples, mode.processes)
     told = Forecast(forecaster, [], mode, args.global_batch_size > rows * mode.processes)
-    if max(asked.sizes[name] for name in ("sp", "tp", "pp")) > 1:
+    if not run.accelerator.is_main_process:
+        told.reason = "predicted by the main process"
+    elif max(asked.sizes[name] for name in ("sp", "tp", "pp")) > 1:
         told.reason = "not predicted for what processes share in this config"
     elif not args.dry_run and 16 * shape.parameters < WORTH_A_LINE * available_memory():
         told.reason = "far from the limit: not predicted (--dry_run does)"

@@ -24,7 +24,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from common.models import load
 from common.parallel import loading
 from common.plan.tape import Tape
-from common.training import linear_cross_entropy
 from common.training.activation_checkpointing import apply_activation_checkpointing
 from common.training.batching import Collate, GlobalBatch, Samples
 from common.training.degrees import Degrees, set_running
@@ -84,10 +83,11 @@ class Rehearsal:
         self.evaluates = held_out is not None
         if case.device == "cuda":
             _use_gpu_kernels()
-        if case.device == "cuda" or (case.autocast, case.weights) == ("no", "float32"):
-            linear_cross_entropy.CACHED_LOGITS = sys.maxsize  # the slices of a chunk share its memory
-        else:  # the few rows of a slice hold the same, whatever is computed of them
-            linear_cross_entropy._logits_to_gradient = lambda logits, *_: logits.new_zeros(())
+        if head := sys.modules.get("common.training.linear_cross_entropy"):  # of a language model
+            if case.device == "cuda" or (case.autocast, case.weights) == ("no", "float32"):
+                head.CACHED_LOGITS = sys.maxsize  # the slices of a chunk share its memory
+            else:  # the few rows of a slice hold the same, whatever is computed of them
+                head._logits_to_gradient = lambda logits, *_: logits.new_zeros(())
 
     def prepare(self, model: Any, optimizer: Any, collate: Collate, *_: Any, **__: str) -> tuple[Any, Any]:
         """The model with fake weights; from here on every tensor is fake, and the tape runs."""

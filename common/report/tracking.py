@@ -18,7 +18,7 @@ import psutil
 import torch
 from accelerate import Accelerator
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import UserError
 from common.files import disk_line
@@ -74,7 +74,14 @@ def write_run(output_dir: Path, facts: dict[str, Any]) -> None:
     os.replace(unfinished, output_dir / "run.json")
 
 
-def start_run(args: argparse.Namespace, accelerator: Accelerator, output_dir: Path, state: Any, **facts: Any) -> None:
+def start_run(
+    args: argparse.Namespace,
+    accelerator: Accelerator,
+    output_dir: Path,
+    state: Any,
+    config: PreTrainedConfig,
+    facts: dict[str, Any],
+) -> None:
     """Writes run.json (what was asked, what runs, with which versions) and starts the trackers of --report_to.
 
     A resumed run's metrics go back to `state`, a `common.checkpoint.format.TrainingState`, and its trackers go on.
@@ -93,6 +100,7 @@ def start_run(args: argparse.Namespace, accelerator: Accelerator, output_dir: Pa
             "slurm_job": os.environ.get("SLURM_JOB_ID"),
             "status": "running",
             "resumed_at": state.update,
+            "model": config.to_dict(),
         }
         path = output_dir / "run.json"
         if state.update == args.num_updates and path.is_file():  # a finished run: its results stay

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Shares:
     partial_group: dist.ProcessGroup | None = None
 
 
+@record_function("optimizer")  # its name in a trace
 def clip_gradients(accelerator: Accelerator, model: torch.nn.Module, max_norm: float) -> torch.Tensor | float:
     """Scales the gradients down to `max_norm` (0: not at all), and returns the norm before; the same on all ranks.
 

@@ -1,6 +1,7 @@
 """How a process works: its cores and threads, what it waits for, and what it keeps in memory."""
 
 import os
+import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest import mock
@@ -12,14 +13,16 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama.modeling_llama import LlamaModel
 
-from changes import UNDO, after, before, before_reduce, change
+from changes import RANK, UNDO, after, before, before_reduce, change
 from common import run
 from common.checkpoint.save import Checkpoints
 from common.data import labels, pairs
 from common.models import load, masks
 from common.parallel import connect
-from common.training import accumulation
+from common.report import profiling, tracking
+from common.training import accumulation, batching
 
 FIND_PACKED = masks.masking_utils.find_packed_sequence_indices  # which a run replaces for good
 
@@ -131,3 +134,23 @@ def count_casts(path):
 
     change(accumulation, "synchronize_gradients", counted)
     UNDO.callback(lambda: Path(path).write_text(str(_CountCasts.casts)))
+
+
+def slow_phase(how):
+    """[phase, seconds, rank]: that part of each update takes so long, on one rank or, without one, on all."""
+    phase, seconds, *rank = how
+    places = {
+        "data": (batching.GlobalBatches, "__getitem__"),
+        "forward": (LlamaModel, "forward"),
+        "backward": (torch.Tensor, "backward"),
+        "clipping": (torch.nn.utils, "clip_grad_norm_"),
+        "optimizer": (torch.optim.AdamW, "step"),
+        "checkpoint": (Checkpoints, "save"),
+        "other": (tracking.Progress, "update"),
+    }
+    before(*places[phase], lambda *_, **__: time.sleep(seconds if rank in ([], [RANK]) else 0))
+
+
+def draw_in_profile(_):
+    """Profiling takes a random number, which the updates then do not."""
+    before(profiling, "_named_phases", lambda run: torch.rand(1))

@@ -1,0 +1,226 @@
+"""--profile: a trace of three updates for Perfetto, and where their time went, as a table and in run.json.
+
+Each moment of the three updates counts once, so the table sums to their time, as the main process measured it:
+
+    data           waiting for a global batch, and copying its micro-batches to the device
+    forward        the model, and what a recipe does with a micro-batch before and after its backward
+    backward       autograd; under DeepSpeed also what its engine does with the gradients after it
+    optimizer      clipping, the step, zero_grad; under DeepSpeed all of its engine's step
+    communication  collectives and messages while nothing is computed, those of a save too: waiting for a slower rank
+    evaluation     forwards without a gradient
+    checkpoint     what a save makes the updates wait for, but not the thread that writes beside them
+    other          what remains: the loop itself, metrics, trackers
+
+Communication that runs beside an operator that computes is told in a line of its own; the Python between two operators
+hides none. On a GPU a moment belongs to the phase that has launched the kernel that runs, to communication where only
+NCCL's run, and to what the host does where none runs. How long each phase's kernels ran is then a second column.
+
+The recorded updates are slower than others, most where operators are many and small. Each rank writes its own trace.
+"""
+
+import gzip
+import json
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.profiler import profile, record_function, schedule
+
+from common.report.tracking import write_run
+from common.training.batching import GlobalBatch
+
+WARMUP, RECORDED = 3, 3  # updates; the last of the warm-up with the profiler on, which takes time to start
+PHASES = ("data", "forward", "backward", "optimizer", "communication", "evaluation", "checkpoint", "other")
+COMMUNICATION, OTHER = PHASES.index("communication"), PHASES.index("other")
+COLLECTIVES = ("gloo:", "nccl:", "c10d::", "_c10d_functional::", "ucc:", "mpi:", "xccl:")
+KERNELS, LAUNCHES = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")  # a trace's categories
+UPDATE = "ProfilerStep#"  # torch.profiler's own range, which other readers of a trace look for
+
+
+def profiled(run: Any, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
+    """The batches of a `common.run.Run`; with --profile the updates after WARMUP are recorded, written and told."""
+    return _profiled(run, batches) if run.args.profile else batches
+
+
+def _profiled(run: Any, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
+    if run.device.type == "cpu":  # there Kineto has nothing to say but that it starts and stops
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    steps = schedule(wait=WARMUP - 1, warmup=1, active=RECORDED, repeat=1)
+    with closing(batches):
+        with _named_phases(run), profile(schedule=steps, on_trace_ready=partial(_write, run)) as profiler:
+            try:
+                for _ in range(WARMUP + RECORDED):
+                    with record_function("data"):
+                        batch = next(batches)
+                    yield batch
+                    if run.device.type == "cuda":  # whose kernels belong to the update that launched them
+                        torch.cuda.synchronize(run.device)
+                    profiler.step()
+            except GeneratorExit:
+                profiler.on_trace_ready = None
+                run.accelerator.print("--profile: stopped before three updates were recorded; no trace is written")
+                raise
+        yield from batches
+
+
+def _named_phases(run: Any) -> ExitStack:
+    """Gives the parts of an update their phases' names in the trace, until it is closed.
+
+    Clipping and checkpoints name theirs themselves, and so do torch's optimizers.
+    """
+    names, bare_micro_batches = ExitStack(), run.micro_batches
+
+    def replace(owner: Any, name: str, value: Any) -> None:
+        undo = (setattr, owner, name, getattr(owner, name)) if name in vars(owner) else (delattr, owner, name)
+        names.callback(*undo)
+        setattr(owner, name, value)
+
+    def now(phase: str) -> str:
+        return "evaluation" if phase == "forward" and not torch.is_grad_enabled() else phase
+
+    def name(owner: Any, method: str, phase: str) -> None:
+        original = getattr(owner, method)
+
+        def named(*args: Any, **kwargs: Any) -> Any:
+            with record_function(now(phase)):  # one for each call: a backward may be inside a backward
+                return original(*args, **kwargs)
+
+        replace(owner, method, named)
+
+    def micro_batches(batch: GlobalBatch) -> Iterator[Any]:
+        copied = bare_micro_batches(batch)
+        while True:
+            with record_function("data"):
+                one = next(copied, None)
+            if one is None:
+                return
+            with record_function(
+                now("forward")
+            ):  # until the next one is asked for; the backward has its own name in it
+                yield one
+
+    replace(run, "micro_batches", micro_batches)
+    name(run.model, "forward", "forward")  # a pipeline's schedule has its micro-batches before it begins
+    name(run.accelerator, "backward", "backward")
+    name(torch.autograd, "backward", "backward")  # which that schedule calls
+    if engine := getattr(run.accelerator, "deepspeed_engine_wrapped", None):
+        name(engine.engine, "step", "optimizer")
+    return names
+
+
+def _write(run: Any, profiler: profile) -> None:
+    """Writes this rank's trace; the main process tells where the time went, on the screen and in run.json."""
+    directory = Path(run.output_dir) / "profile"
+    directory.mkdir(parents=True, exist_ok=True)  # a host of its own may have none yet
+    path = directory / f"trace-rank-{run.accelerator.process_index}.json.gz"
+    unfinished = path.with_name("partial-" + path.name)
+    profiler.export_chrome_trace(str(unfinished))
+    os.replace(unfinished, path)
+    if run.accelerator.is_main_process:
+        with gzip.open(path) as file:
+            found = where_time_went(json.load(file)["traceEvents"])
+        last = run.state.update
+        found = {"updates": list(range(last - RECORDED, last))} | found
+        facts = json.loads((Path(run.output_dir) / "run.json").read_text())
+        write_run(Path(run.output_dir), facts | {"profile": found})
+        run.progress.bar.write(describe(found) + f"\ntrace      {path} (https://ui.perfetto.dev opens it)")
+        sys.stdout.flush()
+
+
+def where_time_went(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Seconds of a trace's updates, of each phase, of communication beside computation, and of each phase's kernels.
+
+    events: the `traceEvents` of a file that torch.profiler exported.
+    """
+    events = [event | {"end": event["ts"] + event["dur"]} for event in events if event["ph"] == "X"]
+    host = [event for event in events if event.get("cat") in ("user_annotation", "cpu_op")]
+    host.sort(key=lambda event: (event["ts"], -event["dur"]))  # what is inside comes later
+    kernels = [event for event in events if event.get("cat") in KERNELS]
+    updates = [event for event in host if event["name"].startswith(UPDATE)]
+    main_thread = [event for event in host if event["tid"] == updates[0]["tid"]]
+    time = _Time([*host, *kernels])
+
+    owner = np.full(len(time.seconds), OTHER)
+    for event in main_thread:
+        if (phase := _phase_of(event)) is not None:
+            owner[time.pieces(event)] = phase
+    launches = [event for event in events if event.get("cat") in LAUNCHES]
+    launched = {event["args"].get("correlation"): owner[time.pieces(event).start] for event in launches}
+    sent = [event for event in host if event["name"].startswith(COLLECTIVES)]
+    computed = [event for event, following in pairwise(main_thread) if _computes(event, following)]
+    owner[time.during(sent) & ~time.during(computed)] = COMMUNICATION
+
+    groups: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)  # copies, NCCL's kernels, all others
+    for event in kernels:
+        is_nccl, phase = event["name"].startswith("nccl"), launched.get(event["args"].get("correlation"), OTHER)
+        groups[(1, COMMUNICATION) if is_nccl else (2 * (event["cat"] == "kernel"), phase)].append(event)
+    for (_, phase), some in sorted(groups.items()):
+        owner[time.during(some)] = phase  # the later ones hide what runs beside them
+
+    is_update = time.during(updates)
+    is_hidden = is_update & time.during(groups[1, COMMUNICATION] if kernels else sent) & (owner != COMMUNICATION)
+    phases = np.bincount(owner[is_update], time.seconds[is_update], len(PHASES)).tolist()
+    found = {"seconds": sum(phases), "phases": dict(zip(PHASES, phases, strict=True))}
+    found["hidden_communication"] = float(time.seconds[is_hidden].sum())
+    if kernels:
+        ran = [
+            sum(event["dur"] for (_, one), some in groups.items() if one == phase for event in some) / 1e6
+            for phase in range(len(PHASES))
+        ]
+        found["kernels"] = dict(zip(PHASES, ran, strict=True))
+    return found
+
+
+class _Time:
+    """The time of a trace, cut where any of its events begins or ends. seconds: (pieces), of each piece."""
+
+    def __init__(self, events: list[dict[str, Any]]):
+        self.edges = np.unique([event[side] for event in events for side in ("ts", "end")])
+        self.seconds = np.diff(self.edges) / 1e6  # a trace has microseconds
+
+    def pieces(self, event: dict[str, Any]) -> slice:
+        """From the piece that an event begins in to the one that it ends in."""
+        start, end = np.searchsorted(self.edges, (event["ts"], event["end"]), "right") - 1
+        return slice(max(0, min(start, len(self.seconds) - 1)), end)
+
+    def during(self, events: list[dict[str, Any]]) -> np.ndarray:
+        """Bool (pieces): whether at least one of the events runs."""
+        changes = np.zeros(len(self.edges), np.int64)
+        for side, change in (("ts", 1), ("end", -1)):
+            np.add.at(changes, np.searchsorted(self.edges, [event[side] for event in events]), change)
+        return changes.cumsum()[:-1] > 0
+
+
+def _phase_of(event: dict[str, Any]) -> int | None:
+    """The number of the phase that a range of the host names, or None."""
+    if event["cat"] == "user_annotation" and event["name"].startswith("Optimizer."):  # torch's: step and zero_grad
+        return PHASES.index("optimizer")
+    return PHASES.index(event["name"]) if event["cat"] == "user_annotation" and event["name"] in PHASES else None
+
+
+def _computes(event: dict[str, Any], following: dict[str, Any]) -> bool:
+    """Whether it is an operator with none inside, and does not communicate."""
+    is_operator = event["cat"] == "cpu_op" and not event["name"].startswith(COLLECTIVES)
+    return is_operator and following["ts"] >= event["end"]
+
+
+def describe(found: dict[str, Any]) -> str:
+    """The table of what `where_time_went` found, and `updates`."""
+    first, *_, last = found["updates"]
+    lines = [f"\nprofile of updates {first} to {last}, {found['seconds']:.3f} s, on the main process"]
+    kernels = found.get("kernels")
+    lines[0] += "; beside each share, how long its kernels ran" if kernels else ""
+    for phase, seconds in found["phases"].items():
+        line = f"{phase:>15}  {seconds * 1e3:>10,.1f} ms  {seconds / found['seconds']:>6.1%}"
+        lines.append(line + (f"  {kernels[phase] * 1e3:>10,.1f} ms" if kernels else ""))
+    if hidden := found["hidden_communication"]:
+        lines.append(f"{'':>15}  {hidden * 1e3:,.1f} ms of communication ran beside computation")
+    return "\n".join(lines)
