@@ -47,7 +47,7 @@ from typing import NamedTuple
 
 import torch
 import transformers
-from techniques_page import FINAL, draw, gain, medians, page, runs_of
+from techniques_page import BESIDE_FINAL, FINAL, draw, gain, medians, page, runs_of
 from throughput import (
     BENCHMARK_FLAGS,
     ON_GPU,
@@ -106,6 +106,7 @@ class Candidate(NamedTuple):
     kind: str
     flags: tuple = ()
     precision: str = ""
+    label: str = ""  # where it is not that of the arm which shows what it does alone
 
 
 def parse_arguments():
@@ -210,7 +211,9 @@ def candidates_of(longest):
         **modes,
         **precisions,
         **optimizers,
-        "accumulation": Candidate("micro-batch", ("--micro_batch_tokens", longest)),
+        "accumulation": Candidate(
+            "micro-batch", ("--micro_batch_tokens", longest), label=f"micro-batches of {longest} tokens"
+        ),
         "compile": Candidate("compile", ("--compile",)),
         "workers": Candidate("workers", ("--num_workers", 2)),
     }
@@ -326,8 +329,8 @@ def pay_together(measured, arms, rounds):
     results, kept, steps = measured.results, {}, []
     flags, recipe = results["setting"]["flags"], results["setting"]["recipe"]
     candidates = candidates_of(flags[flags.index("--sequence_length") + 1])
-    # In the rounds of the table alone: those that come later must not change the order.
-    found = {name: medians(results, name, rounds) for name in ("plain", "recipe", *candidates)}
+    labels = {name: one.label or arms[name].label for name, one in candidates.items()}
+    found = {name: medians(results, name) for name in ("plain", "recipe", *candidates)}
     if not (found["plain"] and found["recipe"]):
         return None
     best, alone = found["recipe"], {name: gain(found[name], found["plain"]) for name in candidates if found[name]}
@@ -338,14 +341,14 @@ def pay_together(measured, arms, rounds):
         for number in range(rounds):
             measured.ask(key, arm, number)
         figures = medians(results, key)
-        step = {"tried": arms[name].label, "alone": alone[name], "arm": key, "gain": figures and gain(figures, best)}
+        step = {"tried": labels[name], "alone": alone[name], "arm": key, "gain": figures and gain(figures, best)}
         step["kept"] = bool(figures) and step["gain"] > PAYS
         if step["kept"]:
             kept, best = trial, figures
         steps.append(step)
     results["steps"] = steps
-    labels = ", ".join(arms[name].label for name in kept.values())
-    return arm_of(kept, candidates, recipe)._replace(label=f"all that pays: the recipe{', ' * bool(kept)}{labels}")
+    label = ", ".join(["all that pays: the recipe", *[labels[name] for name in kept.values()]])
+    return arm_of(kept, candidates, recipe)._replace(label=label)
 
 
 def arm_of(kept, candidates, recipe):
@@ -369,8 +372,8 @@ def measure(args, measured, arms):
     results, flags = measured.results, " ".join(map(str, final.flags))
     others = [run for run in runs_of(results, FINAL) if (run["flags"], run["precision"]) != (flags, final.precision)]
     results["runs"] = [run for run in results["runs"] if run not in others]
-    for number in range(args.rounds, 2 * args.rounds):
-        both = [("plain", arms["plain"]), (FINAL, final)]
+    for number in range(args.rounds):
+        both = [(BESIDE_FINAL, arms["plain"]), (FINAL, final)]
         for name, arm in both if number % 2 == 0 else both[::-1]:
             measured.ask(name, arm, number)
 
@@ -432,7 +435,8 @@ def main():
         used = {arm.precision for key, arm in arms.items() if not arm.cannot and key in (args.arms or arms)}
         for precision in sorted(used - results["matrix_rate"].keys()):
             results["matrix_rate"][precision] = matrix_rate(DTYPES[precision], "cuda" if ON_GPU else "cpu")
-        total = args.rounds * (len(args.arms) if args.arms else len(arms) + len(candidates_of(0)) + 2)
+        tried = [name for name in candidates_of(0) if not arms[name].cannot]
+        total = args.rounds * (len(args.arms) if args.arms else len(arms) + len(tried) + 2)
         try:
             with tqdm(total=total, unit="run") as bar:
                 measure(args, Measurements(results, facts, work / "-".join(what), path, bar), arms)

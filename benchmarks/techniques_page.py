@@ -6,6 +6,8 @@ from throughput_page import spread
 
 SPEED, MEMORY = "samples_per_second", "memory_bytes"
 FINAL = "all that pays"
+BESIDE_FINAL = "plain, beside all that pays"  # the plain loop, in the rounds of what is left
+HIDDEN = ("together: ", BESIDE_FINAL)  # names of runs that have no row in the table begin so
 AIMS = {SPEED: (1.5, "speed at least 1.5 x the plain loop's"), MEMORY: (0.25, "memory at most 0.25 x the plain loop's")}
 # Samples a second and MB, of the same arms: a V100 and Hugging Face's Trainer, from "Methods and tools for efficient
 # training on a single GPU", the performance guide of transformers.
@@ -27,14 +29,14 @@ def runs_of(results, name):
     return [run for run in results["runs"] if run["arm"] == name]
 
 
-def done_runs(results, name, rounds=None):
-    """Those that were measured, in the first `rounds` rounds or in all."""
-    return [run for run in runs_of(results, name) if SPEED in run and (rounds is None or run["round"] < rounds)]
+def done_runs(results, name):
+    """Those that were measured."""
+    return [run for run in runs_of(results, name) if SPEED in run]
 
 
-def medians(results, name, rounds=None):
+def medians(results, name):
     """Median speed and memory of an arm; None where it has no run."""
-    runs = done_runs(results, name, rounds)
+    runs = done_runs(results, name)
     return {measure: statistics.median(run[measure] for run in runs) for measure in (SPEED, MEMORY)} if runs else None
 
 
@@ -45,13 +47,14 @@ def gain(figures, base):
 
 def ratios(results, name, measure):
     """An arm's value over the plain loop's, in each round that has both."""
-    plain = {run["round"]: run[measure] for run in done_runs(results, "plain")}
+    beside = BESIDE_FINAL if name == FINAL else "plain"
+    plain = {run["round"]: run[measure] for run in done_runs(results, beside)}
     return [run[measure] / plain[run["round"]] for run in done_runs(results, name) if run["round"] in plain]
 
 
 def names_of(results):
     """The arms of the table, in the order in which they were first measured; what pays together comes last."""
-    names = dict.fromkeys(run["arm"] for run in results["runs"] if not run["arm"].startswith("together: "))
+    names = dict.fromkeys(run["arm"] for run in results["runs"] if not run["arm"].startswith(HIDDEN))
     return [name for name in names if name != FINAL] + [name for name in names if name == FINAL]
 
 
