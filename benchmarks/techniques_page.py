@@ -165,7 +165,7 @@ def page(results, picture):
     malloc = ", ".join(f"{name}={value}" for name, value in results["malloc"].items()) or "as the system's libc has it"
     about = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     lines += [
-        f"Machine: {results['machine']}. {results['threads']} threads. malloc: {malloc}. {about}.",
+        f"Machine: {results['machine']}. Threads: {results['threads']}. malloc: {malloc}. {about}.",
         f"{load(results)} Measured by, in turn:",
         "",
         *[f"- {command.replace(': ', ': `', 1)}`" for command in results["commands"]],
