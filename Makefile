@@ -1,4 +1,4 @@
-# make train, quick, test, bench, gpu, style; the first one creates .venv and installs requirements.txt
+# make train, quick, test, bench, bench-techniques, gpu, style; the first one creates .venv and installs requirements.txt
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ RECIPE ?= lm
 ARGS ?=
 TESTS ?= tests
 
-.PHONY: train quick test bench gpu style clean
+.PHONY: train quick test bench bench-techniques gpu style clean
 
 train: $(VENV)/installed
 	@test -f recipes/$(RECIPE).py || { echo "error: there is no recipes/$(RECIPE).py; RECIPE is one of" \
@@ -26,6 +26,10 @@ quick: $(VENV)/installed
 
 bench: $(VENV)/installed-bench
 	$(BIN)/python benchmarks/throughput.py --output_dir runs/benchmarks $(ARGS)
+
+# Each technique for memory or speed alone, then what pays together; half an hour on two cores. Stopped, it goes on.
+bench-techniques: $(VENV)/installed
+	$(BIN)/python benchmarks/techniques.py --output_dir runs/benchmarks $(ARGS)
 
 # On a machine with a GPU: what only it can show, then speed, what a process holds, and saves; the results lie in
 # benchmarks/results/. A test that fails does not keep the rest from being measured, and is the status at the end.

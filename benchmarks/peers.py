@@ -187,6 +187,26 @@ def train_packed(args, model, tokenizer, rows, collate, recorder):
     recorder.results["tokens"] = [len(row["input_ids"]) - 1 for row in trainer.train_dataset]
 
 
+def load(args):
+    """Model, tokenizer (None for images), rows, and what makes a padded batch of some of them."""
+    with open(args.train_file) as file:
+        rows = [json.loads(line) for line in file]
+    path = args.model_name_or_path
+    model = getattr(transformers, args.model_class).from_pretrained(path, dtype=torch.float32)
+    if "input_ids" in rows[0]:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        # Labels are given, and not left to a collator that masks what equals the padding token: here that is the end
+        # token.
+        pads_labels = not isinstance(rows[0]["labels"], int)
+        collate = transformers.DataCollatorForSeq2Seq(tokenizer, model if model.config.is_encoder_decoder else None)
+        collate = collate if pads_labels else transformers.DataCollatorWithPadding(tokenizer)
+    else:
+        tokenizer, collate = None, transformers.default_data_collator
+        for row in rows:  # once, not in every update
+            row["pixel_values"] = torch.tensor(row["pixel_values"])
+    return model, tokenizer, rows, collate
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arms = {name.removeprefix("train_"): train for name, train in globals().items() if name.startswith("train_")}
@@ -206,23 +226,9 @@ def main():
     args.accumulation_steps = args.global_batch_size // args.micro_batch_size
     args.output_dir.mkdir(parents=True)
 
-    with open(args.train_file) as file:
-        rows = [json.loads(line) for line in file]
+    model, *data = load(args)
     recorder = Recorder()
-    path = args.model_name_or_path
-    model = getattr(transformers, args.model_class).from_pretrained(path, dtype=torch.float32)
-    if "input_ids" in rows[0]:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        # Labels are given, and not left to a collator that masks what equals the padding token: here that is the end
-        # token.
-        pads_labels = not isinstance(rows[0]["labels"], int)
-        collate = transformers.DataCollatorForSeq2Seq(tokenizer, model if model.config.is_encoder_decoder else None)
-        collate = collate if pads_labels else transformers.DataCollatorWithPadding(tokenizer)
-    else:
-        tokenizer, collate = None, transformers.default_data_collator
-        for row in rows:  # once, not in every update
-            row["pixel_values"] = torch.tensor(row["pixel_values"])
-    arms[args.arm](args, model, tokenizer, rows, collate, recorder)
+    arms[args.arm](args, model, *data, recorder)
     recorder.write(args.output_dir)
 
 

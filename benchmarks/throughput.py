@@ -86,11 +86,7 @@ def parse_arguments():
     parser.add_argument("--work_dir", type=Path, help="keep models and data here, and take them from here")
     parser.add_argument("--output_dir", type=Path, default=ROOT / "benchmarks/results")
     args = parser.parse_args()
-    # For the page: how to measure the same again, wherever the results went.
-    without = argparse.ArgumentParser(add_help=False)
-    without.add_argument("--output_dir")
-    without.add_argument("--work_dir")
-    args.command = f".venv/bin/python benchmarks/throughput.py {shlex.join(without.parse_known_args()[1])}".strip()
+    args.command = this_command()
     if "recipe" not in args.arms:
         parser.error("--arms: name recipe too, with which the others are compared")
     if {"sft", "packed"} & set(args.arms) and {"functions", "blocks"} & set(args.data) and args.rounds:
@@ -101,11 +97,23 @@ def parse_arguments():
     return args
 
 
-def launch(precision, script):
-    """Runs a script of the repository through `accelerate launch`, with the config of one GPU, or else of a CPU."""
+def this_command():
+    """For a page: how to measure the same again, wherever the results went."""
+    without = argparse.ArgumentParser(add_help=False)
+    without.add_argument("--output_dir")
+    without.add_argument("--work_dir")
+    script = f".venv/bin/python benchmarks/{Path(sys.argv[0]).name}"
+    return f"{script} {shlex.join(without.parse_known_args()[1])}".strip()
+
+
+def launch(precision, script, config="single_gpu" if ON_GPU else "cpu"):
+    """Runs a script of the repository in one process, through `accelerate launch`; the config: of a GPU, or else a CPU.
+
+    Raises SystemExit, with all that it printed, where it fails.
+    """
     command = [Path(sys.executable).parent / "accelerate", "launch", "--config_file"]
-    command += [f"accelerate_configs/{'single_gpu' if ON_GPU else 'cpu'}.yaml"]
-    command += ["--mixed_precision", {"float32": "no", "bf16": "bf16"}[precision], *script]
+    command += [f"accelerate_configs/{config}.yaml", "--num_processes", 1]
+    command += ["--mixed_precision", "no" if precision == "float32" else precision, *script]
     result = subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True)
     if result.returncode:
         sys.exit(f"error: {script} failed (exit status {result.returncode}):\n{result.stdout}{result.stderr}")

@@ -5,6 +5,7 @@ import json
 import runpy
 import shutil
 import sys
+from collections import Counter
 from itertools import islice
 from pathlib import Path
 from unittest import mock
@@ -64,6 +65,7 @@ DATA = {
         "medium": {},
     },
 }
+PIECE = 8000  # characters
 GPU_UPDATES = {"warmup": 5, "measured": 30}
 QUICK = {"global_batch": 8, "micro_batch": 4, "warmup": 1, "measured": 1}
 # What each recipe calls the sizes, and the class that loads the model in all arms.
@@ -89,7 +91,15 @@ def rows_of(name):
     """
     if name == "classify":
         return ({"text": example.texts[0], "label": example.label} for example in read_packages()[0])
+    if name == "two packages":  # the two with most functions
+        examples = read_packages()[0]
+        labels = [label for label, _ in Counter(example.label for example in examples).most_common(2)]
+        return ({"text": one.texts[0], "label": one.label} for one in examples if one.label in labels)
     corpus = open_source(Source(embedded="train"))
+    if name == "pieces":  # each longer than 512 tokens; its label: whether its file comes before "m"
+        files = ((row.where, row.values["text"]) for row in corpus.rows(corpus.columns, True))
+        cut = ((where, text[at : at + PIECE]) for where, text in files for at in range(0, len(text) - PIECE, PIECE))
+        return ({"text": text, "label": "first half" if where < "m" else "second half"} for where, text in cut)
     if name == "seq2seq":
         corpus = docstring_corpus(corpus, "text", ("source", "target"))
     return (row.values for row in corpus.rows(corpus.columns, name == "blocks"))
@@ -97,6 +107,9 @@ def rows_of(name):
 
 def prepare(work, name, size, settings):
     """Writes rows, model and every update's samples below `work`, or finds them there; returns the facts about them.
+
+    settings: as in DATA. Where they are there, `rows` names others (of `rows_of`), `model_flags` another model, and
+    `more_sizes` are further rows of the recipe's MODEL_CONFIGS.
 
     Below work/NAME-SIZE: rows.jsonl, model/ (with what is saved beside it: a tokenizer, or how pixels are normalised),
     batches.jsonl (a sample a line, in the order in which the recipe draws them) and facts.json.
@@ -110,11 +123,13 @@ def prepare(work, name, size, settings):
     folder.mkdir(parents=True)
     if settings["recipe"] != "vision":
         with open(folder / "rows.jsonl", "w") as file:
-            for row in islice(rows_of(name), 0, None, 100 if size == "quick" else 1):
+            for row in islice(rows_of(settings.get("rows", name)), 0, None, 100 if size == "quick" else 1):
                 file.write(json.dumps(row) + "\n")
     recipe = runpy.run_path(str(ROOT / f"recipes/{settings['recipe']}.py"))
     sizes, model_class = MODELS[settings["recipe"]]
-    flags = ["--model_config", sizes[size], *data_flags(folder, settings)]
+    recipe["MODEL_CONFIGS"].update(settings.get("more_sizes", {}))
+    chosen = settings.get("model_flags") or ["--model_config", sizes[size]]
+    flags = [*chosen, *data_flags(folder, settings)]
     with mock.patch.object(sys, "argv", ["", *flags]):
         processing, config, samples, *_ = recipe["load_data"](recipe["parse_arguments"]())
     seed_everything(SEED)

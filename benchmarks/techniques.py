@@ -1,0 +1,461 @@
+"""Measures each technique for memory or speed alone, and then what pays together.
+
+    make bench-techniques                                           --preset bert-small; on a GPU --preset bert-large
+    make bench-techniques ARGS="--recipe lm --model small"          the language model's recipe; or classify
+    make bench-techniques ARGS="--quick --arms plain bf16"          seconds, with a toy model: shows that it runs
+
+Every arm is a fresh process, started by `accelerate launch` with the config of one GPU, or else of a CPU; a round is
+all arms, and every second one goes through them backwards. The samples of every update, their order and the initial
+weights are the same in all arms, and so is the number of threads. Stopped, the same command goes on; finished, it draws
+the page again; --overwrite measures the arms that are named once more.
+
+What each technique is compared with. The recipes have sorted batches, the chunked loss, fused AdamW and accumulation
+always on, so a recipe without one of them does not exist. Hence one plain loop, benchmarks/techniques_loop.py, which
+has none: what a tutorial has, the whole batch of an update at once, padded to its longest sample, PyTorch's AdamW as it
+is made without an option, all logits, every activation. An arm is this loop and one technique more, by the function
+that the recipes call for it. There are two exceptions. Sorting changes nothing where all samples of an update are
+computed at once, so that arm accumulates too: compare it with `accumulation 4`. And ZeRO-offload is the recipe, with
+the whole batch at once, under accelerate_configs/zero3_offload_cpu.yaml: compare it with `the recipe`.
+
+What pays together is found by a rule, not by hand. A step's gain is (its speed / the speed before) / (its memory / the
+memory before). Begin with the recipe as shipped. Take the techniques in the order of their gain alone, over the plain
+loop; add each to what is kept, in place of another of its kind (precision, checkpointing, optimizer, micro-batch,
+compile, workers), measure that, and keep it if the gain is above 1.05. Speed and memory count the same in it. What is
+left is measured again, beside the plain loop, in rounds of their own: a choice by measurements would flatter itself.
+
+Samples and tokens per second (without padding): of the updates behind the warm-up. Memory: on a CPU by how much the
+process grew from when the model was loaded to its largest (resident memory; malloc as the environment sets it, which
+the page says); on a GPU the most that torch had allocated, and reserved. Under DeepSpeed, which makes masters and state
+before the loop, growth on a CPU is without them. Predicted: what the recipe foretold of itself. State of the optimizer,
+bytes a parameter: counted in the loop. Share of the matrix rate: the operations that the real tokens need, a second
+(6 for each weight of a linear layer and token; 12 x layers x width x length for attention, halved in a decoder), over
+the best rate of torch.mm on this machine in the arm's precision. The loss is that of the last update, in training mode:
+where a model has dropout, as BERT has, arms that draw other random numbers differ in it.
+"""
+
+import json
+import os
+import runpy
+import shutil
+import sys
+import tempfile
+import textwrap
+import time
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import transformers
+from techniques_page import BESIDE_FINAL, FINAL, draw, gain, medians, page, runs_of
+from throughput import (
+    BENCHMARK_FLAGS,
+    ON_GPU,
+    SHARED_FLAGS,
+    begin,
+    describe_machine,
+    device_name,
+    launch,
+    num_threads,
+    this_command,
+)
+from throughput_data import DATA, MODELS, ROOT, data_flags, prepare
+from torch.utils.cpp_extension import _get_build_directory
+from tqdm import tqdm
+from where_time_goes import matrix_rate
+
+from common.arguments import ArgumentParser, positive
+from common.errors import UserError
+from common.parallel.ending import user_mistakes_end_here
+from common.report.tracking import versions
+
+PAYS = 1.05  # a gain above it
+PARTS = 4  # micro-batches of an accumulated update
+LEARNING_RATE = ["--learning_rate", "1e-4"]
+# warmup and measured: updates of a run.
+COMMON = {"global_batch": 16, "warmup": 1, "measured": 4}
+SETTINGS = {
+    "lm": COMMON | {"recipe": "lm", "rows": "functions", "flags": DATA["functions"]["flags"]},
+    "classify": COMMON | {"recipe": "classify", "rows": "classify", "flags": ["--sequence_length", "512"]},
+}
+PRESETS = {
+    "bert-small": SETTINGS["classify"] | {"rows": "two packages", "model": "small"},
+    # The setting of transformers' performance guide: 512 samples, each of 512 tokens, with one of two labels.
+    "bert-large": SETTINGS["classify"]
+    | {"rows": "pieces", "model": "large", "global_batch": 4, "warmup": 8, "measured": 120}
+    # layers, width, heads, MLP width, vocabulary, learning rate
+    | {"more_sizes": {"large": (24, 1024, 16, 4096, 30522, 1e-4)}},
+}
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Arm(NamedTuple):
+    """What runs: the loop, or a recipe, with these flags; or why it cannot run here."""
+
+    label: str
+    flags: tuple = ()
+    precision: str = "float32"
+    recipe: str = ""  # its name; empty: the loop
+    config: str = ""  # another one than the machine's
+    cannot: str = ""
+
+
+class Candidate(NamedTuple):
+    """A technique that may pay together: of which kind, the flags of a recipe, the precision."""
+
+    kind: str
+    flags: tuple = ()
+    precision: str = ""
+    label: str = ""  # where it is not that of the arm which shows what it does alone
+
+
+def parse_arguments():
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--preset", choices=PRESETS, help="(default: bert-small; on a GPU bert-large)")
+    parser.add_argument("--recipe", choices=SETTINGS, help="in place of a preset, with its own data")
+    about = (
+        "a size of the recipe's, or the directory of a model, whose shape is taken with new weights (default: small)"
+    )
+    parser.add_argument("--model", help=about)
+    parser.add_argument("--arms", nargs="+", metavar="ARM", help="these alone; nothing is then tried together")
+    parser.add_argument("--rounds", type=positive, default=2, help="how often every arm is measured")
+    parser.add_argument("--measured", type=positive, help="updates of a run that are measured")
+    parser.add_argument("--overwrite", action="store_true", help="measure again, not only what is missing")
+    parser.add_argument("--quick", action="store_true", help="a toy model, two updates: shows that it runs, no more")
+    parser.add_argument("--output_dir", default=str(ROOT / "benchmarks/results"))
+    parser.add_argument("--work_dir", type=Path, help="keep model and data here, and take them from here")
+    args = parser.parse_args()
+    if args.preset and (args.recipe or args.model):
+        raise UserError("--preset names recipe and model; leave out --recipe and --model, or the preset")
+    if args.model and not args.recipe:
+        raise UserError("--model needs --recipe lm or --recipe classify, whose model it is; name one")
+    if not args.recipe:
+        args.preset = args.preset or ("bert-large" if ON_GPU else "bert-small")
+    return args
+
+
+def choose_setting(args):
+    """What all arms have in common, as the JSON file holds it, and the name of that file."""
+    chosen = dict(PRESETS[args.preset] if args.preset else SETTINGS[args.recipe])
+    model = chosen.pop("model", None) or args.model or "small"
+    sizes = chosen.get("more_sizes", {}) | runpy.run_path(str(ROOT / f"recipes/{chosen['recipe']}.py"))["MODEL_CONFIGS"]
+    if args.quick:
+        model = MODELS[chosen["recipe"]][0]["quick"]
+        chosen |= {"global_batch": 4, "warmup": 1, "measured": 1}
+    elif ON_GPU and args.preset != "bert-large":
+        chosen |= {"warmup": 5, "measured": 30}
+    chosen |= {"measured": args.measured} if args.measured else {}
+    if model in sizes:
+        chosen |= {"model": model, "model_flags": ["--model_config", model]}
+    elif (Path(model) / "config.json").is_file():
+        chosen |= {"model": Path(model).name, "model_flags": ["--model_name_or_path", model]}
+    else:
+        raise UserError(f"--model {model}: neither a model's directory nor one of {', '.join(sizes)}; name one of them")
+    chosen |= {"preset": args.preset or "", "quick": args.quick, "parts": PARTS}
+    is_default = args.preset == ("bert-large" if ON_GPU else "bert-small")
+    parts = [] if is_default else [args.preset] if args.preset else [args.recipe, chosen["model"]]
+    return json.loads(json.dumps(chosen)), "-".join(["techniques", *parts, device_name()])
+
+
+def arms_of(setting):
+    """The rows of the table, by name, in their order."""
+    batch, recipe = setting["global_batch"], setting["recipe"]
+    whole, parts = ("--micro_batch_size", batch), ("--micro_batch_size", batch // PARTS)
+    full = ("--activation_checkpointing", "full")
+    half = "fp16" if ON_GPU else "bf16"
+    three = f"accumulation, checkpointing, {half}"
+    no_rows = "" if recipe == "lm" else "a classifier has one row of logits a sample: there is nothing to cut"
+    no_gpu, no_fp16, no_tf32 = "", "", ""
+    if not ON_GPU:
+        no_gpu = "on a CPU host memory is all there is: the same as full"
+        no_fp16 = "Accelerate has no fp16 on a CPU: it would compute in float32"
+        no_tf32 = "TF32 is how GPUs since Ampere multiply; a CPU has no such products"
+    elif torch.cuda.get_device_capability() < (8, 0):
+        no_tf32 = "TF32 needs a GPU since Ampere"
+
+    def checkpointing(mode):
+        return (*whole, "--activation_checkpointing", mode)
+
+    return {
+        "plain": Arm("plain padded loop", whole),
+        "accumulation": Arm(f"accumulation {PARTS}", parts),
+        "sorted": Arm(f"sorted batches (with accumulation {PARTS})", (*parts, "--sort")),
+        "chunked": Arm("chunked loss", (*whole, "--chunked_loss"), cannot=no_rows),
+        "selective": Arm("checkpointing, selective", checkpointing("selective")),
+        "full": Arm("checkpointing, full", checkpointing("full")),
+        "offload": Arm("checkpointing, offload", checkpointing("offload"), cannot=no_gpu),
+        "bf16": Arm("bf16", whole, "bf16"),
+        "fp16": Arm("fp16", whole, "fp16", cannot=no_fp16),
+        "tf32": Arm("TF32", (*whole, "--tf32"), cannot=no_tf32),
+        "fused": Arm("fused AdamW", (*whole, "--optimizer", "adamw")),
+        "adamw8bit": Arm("8-bit AdamW", (*whole, "--optimizer", "adamw8bit")),
+        "adafactor": Arm("Adafactor", (*whole, "--optimizer", "adafactor")),
+        "compile": Arm("compile", (*whole, "--compile")),
+        "workers": Arm("2 workers", (*whole, "--num_workers", 2)),
+        "zero_offload": Arm("ZeRO-offload (of the recipe)", whole, recipe=recipe, config="zero3_offload_cpu"),
+        "two": Arm("accumulation, checkpointing", (*parts, *full)),
+        "three": Arm(three, (*parts, *full), half),
+        "three_adafactor": Arm(f"{three}, Adafactor", (*parts, *full, "--optimizer", "adafactor"), half),
+        "three_adamw8bit": Arm(f"{three}, 8-bit AdamW", (*parts, *full, "--optimizer", "adamw8bit"), half),
+        "recipe": Arm("the recipe as shipped", recipe=recipe),
+    }
+
+
+def candidates_of(longest):
+    """What is tried together, by the name of the arm that shows what it does alone. longest: tokens of a sample."""
+    modes = {mode: Candidate("checkpointing", ("--activation_checkpointing", mode)) for mode in ("selective", "full")}
+    modes["offload"] = Candidate("checkpointing", ("--activation_checkpointing", "offload"))
+    precisions = {name: Candidate("precision", precision=name) for name in ("bf16", "fp16")}
+    optimizers = {name: Candidate("optimizer", ("--optimizer", name)) for name in ("adamw8bit", "adafactor")}
+    return {
+        **modes,
+        **precisions,
+        **optimizers,
+        "accumulation": Candidate(
+            "micro-batch", ("--micro_batch_tokens", longest), label=f"micro-batches of {longest} tokens"
+        ),
+        "compile": Candidate("compile", ("--compile",)),
+        "workers": Candidate("workers", ("--num_workers", 2)),
+    }
+
+
+class Measurements:
+    """Runs what is missing in `results`, and saves after every run. The bar counts runs."""
+
+    def __init__(self, results, facts, folder, path, bar):
+        self.results, self.facts, self.folder, self.path, self.bar = results, facts, folder, path, bar
+
+    @cached_property
+    def flops(self):
+        return operations(self.facts, self.folder)
+
+    def ask(self, name, arm, number):
+        """Measures an arm in a round, unless it is there or has failed."""
+        known = runs_of(self.results, name)
+        if not any("failed" in run or run["round"] == number for run in known):
+            self.bar.set_postfix_str(arm.label)
+            run = {"arm": name, "round": number, "label": arm.label, "precision": arm.precision}
+            run |= {"flags": " ".join(map(str, arm.flags)), "load": os.getloadavg()[0]}
+            try:
+                run |= {"failed": arm.cannot} if arm.cannot else self.run(arm)
+            except SystemExit as error:  # of `launch`, with all that the process printed
+                run["failed"] = reason_of(str(error))
+            self.results["runs"].append(run)
+            write(self.path, self.results)
+            told = (
+                run.get("failed") or f"{run['samples_per_second']:.2f} samples/s, {run['memory_bytes'] / 1e6:,.0f} MB"
+            )
+            self.bar.write(f"{arm.label}: {told}")
+        self.bar.update()
+
+    def run(self, arm):
+        """One fresh process; what the table shows of it."""
+        setting, facts = self.results["setting"], self.facts
+        # Of this run alone: a process that was left by a stopped command may still write.
+        output_dir = Path(tempfile.mkdtemp(dir=self.folder)) / "run"
+        flags = ["--model_name_or_path", self.folder / "model", "--output_dir", output_dir, *arm.flags]
+        flags += ["--global_batch_size", setting["global_batch"]]
+        if arm.recipe:
+            flags += [*data_flags(self.folder, setting), *BENCHMARK_FLAGS, *LEARNING_RATE, "--save_every", 0]
+            flags += ["--num_updates", len(facts["lengths"])]
+            launch(arm.precision, [f"recipes/{arm.recipe}.py", *flags], *[arm.config] * bool(arm.config))
+            found = json.loads((output_dir / "run.json").read_text())["results"]
+            updates = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+            assert [update["sample_digest"] for update in updates] == facts["digests"], "other samples than the loop's"
+            rates = [update["tokens_per_second"] for update in updates]
+            found["seconds"] = [
+                sum(map(sum, update)) / rate for update, rate in zip(facts["lengths"], rates, strict=True)
+            ]
+            found["losses"] = [update["loss"] for update in updates]
+        else:
+            flags += ["--train_file", self.folder / "batches.jsonl", *SHARED_FLAGS, *LEARNING_RATE]
+            flags += ["--model_class", MODELS[setting["recipe"]][1]]
+            launch(arm.precision, ["benchmarks/techniques_loop.py", *flags])
+            found = json.loads((output_dir / "results.json").read_text())
+            assert found["num_threads"] == num_threads(), "an arm ran with another number of threads"
+        found |= {"predicted_bytes": predicted_peak(output_dir)}
+        shutil.rmtree(output_dir.parent)
+        return self.figures(found)
+
+    def figures(self, found):
+        """Of a run's own figures those of the table, and what they are made of."""
+        skipped = self.results["setting"]["warmup"]
+        seconds, lengths = sum(found["seconds"][skipped:]), self.facts["lengths"][skipped:]
+        kept = ("peak_memory_bytes", "memory_growth_bytes", "predicted_bytes", "optimizer_bytes", "reserved_bytes")
+        return {
+            "samples_per_second": sum(map(len, lengths)) / seconds,
+            "tokens_per_second": sum(sum(map(sum, update)) for update in lengths) / seconds,
+            "memory_bytes": found["peak_memory_bytes" if ON_GPU else "memory_growth_bytes"],
+            "flops_per_second": sum(self.flops[skipped:]) / seconds,
+            **{name: found.get(name) for name in (*kept, "seconds", "losses")},
+        }
+
+
+def predicted_peak(output_dir):
+    """Bytes that a recipe's run foretold of itself; None of one that foretold nothing, and of the loop."""
+    path = output_dir / "run.json"
+    return json.loads(path.read_text()).get("predicted_peak_bytes") if path.exists() else None
+
+
+def operations(facts, folder):
+    """Floating-point operations that each update needs, forward and backward, without padding and recomputation."""
+    config = transformers.AutoConfig.from_pretrained(folder / "model")
+    with torch.device("meta"):
+        model = getattr(transformers, MODELS[facts["settings"]["recipe"]][1]).from_config(config)
+    weights = sum(one.weight.numel() for one in model.modules() if isinstance(one, torch.nn.Linear))
+    a_square = (12 if facts["settings"]["recipe"] == "classify" else 6) * config.num_hidden_layers * config.hidden_size
+    updates = [[sum(sample) for sample in update] for update in facts["lengths"]]
+    return [6 * weights * sum(update) + a_square * sum(length**2 for length in update) for update in updates]
+
+
+def reason_of(printed):
+    """One line for the page: our own error, or else the last exception that a process printed; without paths."""
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    # The launcher's own, about the script's exit status, is the last one.
+    errors = [
+        line for line in lines if ("Error: " in line or line.startswith("error: ")) and "returned non-zero" not in line
+    ]
+    ours = [line for line in errors[1:] if line.startswith("error: ")]
+    reason = (ours or errors[1:] or errors or lines)[-1 if not ours else 0]
+    return textwrap.shorten(reason.removeprefix("error: ").replace(str(ROOT), "."), 240, placeholder=" ...")
+
+
+def pay_together(measured, arms, rounds):
+    """Adds one technique after the other to the recipe, and keeps those that gain.
+
+    Returns the arm that is left; None where the plain loop or the recipe has failed.
+    The steps, for the page: results["steps"].
+    """
+    results, kept, steps = measured.results, {}, []
+    flags, recipe = results["setting"]["flags"], results["setting"]["recipe"]
+    candidates = candidates_of(flags[flags.index("--sequence_length") + 1])
+    labels = {name: one.label or arms[name].label for name, one in candidates.items()}
+    found = {name: medians(results, name) for name in ("plain", "recipe", *candidates)}
+    if not (found["plain"] and found["recipe"]):
+        return None
+    best, alone = found["recipe"], {name: gain(found[name], found["plain"]) for name in candidates if found[name]}
+    for name in sorted(alone, key=alone.get, reverse=True):
+        trial = kept | {candidates[name].kind: name}
+        arm = arm_of(trial, candidates, recipe)
+        key = f"together: {' + '.join(sorted(trial.values()))}"
+        for number in range(rounds):
+            measured.ask(key, arm, number)
+        figures = medians(results, key)
+        step = {"tried": labels[name], "alone": alone[name], "arm": key, "gain": figures and gain(figures, best)}
+        step["kept"] = bool(figures) and step["gain"] > PAYS
+        if step["kept"]:
+            kept, best = trial, figures
+        steps.append(step)
+    results["steps"] = steps
+    label = ", ".join(["all that pays: the recipe", *[labels[name] for name in kept.values()]])
+    return arm_of(kept, candidates, recipe)._replace(label=label)
+
+
+def arm_of(kept, candidates, recipe):
+    """The recipe with the techniques that are kept."""
+    chosen = [candidates[name] for name in kept.values()]
+    flags = tuple(flag for one in chosen for flag in one.flags)
+    precision = next((one.precision for one in chosen if one.precision), "float32")
+    return Arm(f"the recipe, {', '.join(kept.values())}", flags, precision, recipe)
+
+
+def measure(args, measured, arms):
+    """All that is missing, in rounds; then what pays together, unless only some arms were asked for."""
+    names = [name for name in arms if not args.arms or name in args.arms]
+    for number in range(args.rounds):
+        for name in names if number % 2 == 0 else names[::-1]:
+            measured.ask(name, arms[name], number)
+    if args.arms:
+        return
+    if (final := pay_together(measured, arms, args.rounds)) is None:
+        return
+    results, flags = measured.results, " ".join(map(str, final.flags))
+    others = [run for run in runs_of(results, FINAL) if (run["flags"], run["precision"]) != (flags, final.precision)]
+    results["runs"] = [run for run in results["runs"] if run not in others]
+    for number in range(args.rounds):
+        both = [(BESIDE_FINAL, arms["plain"]), (FINAL, final)]
+        for name, arm in both if number % 2 == 0 else both[::-1]:
+            measured.ask(name, arm, number)
+
+
+def read_results(args, path, facts):
+    """What an earlier call has measured, or nothing yet."""
+    if not path.exists():
+        return facts | {"commands": [], "matrix_rate": {}, "runs": [], "steps": []}
+    results = json.loads(path.read_text())
+    different = [name for name in facts if results[name] != facts[name]]
+    if different and not (args.overwrite and not args.arms):
+        raise UserError(
+            f"{path} was measured with another {', '.join(different)}; go on there as it was, or name another "
+            "--output_dir, or measure all of it again with --overwrite and without --arms"
+        )
+    if args.overwrite and not args.arms:
+        return facts | {"commands": [], "matrix_rate": {}, "runs": [], "steps": []}
+    if args.overwrite:
+        results["runs"] = [run for run in results["runs"] if run["arm"] not in args.arms]
+    return results
+
+
+def begin_results(args, path, setting):
+    """The results so far, with the setting; and the folder for model and data.
+
+    Raises UserError: they are of another machine, version or setting.
+    """
+    # What DeepSpeed compiles takes minutes: it stays where it was, while all other caches go with the folder.
+    extensions = Path(_get_build_directory("deepspeed_shm_comm", verbose=False)).parent
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions))
+    work = begin(args.work_dir)
+    malloc = {name: value for name, value in os.environ.items() if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    facts = {"machine": describe_machine(), "threads": num_threads(), "malloc": malloc}
+    results = read_results(args, path, facts | {"versions": versions(), "setting": setting})
+    command = f"{time.strftime('%Y-%m-%d')}: {this_command()}"
+    results["commands"] += [command] * (command not in results["commands"])
+    return results, work
+
+
+def main():
+    args = parse_arguments()
+    setting, name = choose_setting(args)
+    arms = arms_of(setting)
+    if unknown := [arm for arm in args.arms or () if arm not in arms]:
+        raise UserError(f"--arms {' '.join(unknown)}: not among {', '.join(arms)}; name some of these")
+    if args.arms and "plain" not in args.arms:
+        raise UserError("--arms: name plain too, with which the others are compared")
+    path = Path(args.output_dir).resolve() / f"{name}.json"
+    with tempfile.TemporaryDirectory() as temporary:
+        args.work_dir = args.work_dir or Path(temporary)
+        results, work = begin_results(args, path, setting)
+        what = (f"techniques-{setting['recipe']}", "quick" if args.quick else "full")
+        facts = prepare(work, *what, setting)
+        lengths = [sum(sample) for update in facts["lengths"] for sample in update]
+        results["samples"] = {"mean": sum(lengths) / len(lengths), "longest": max(lengths), "number": len(lengths)}
+        results["parameters"] = facts["parameters"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.set_num_threads(num_threads())
+        used = {arm.precision for key, arm in arms.items() if not arm.cannot and key in (args.arms or arms)}
+        for precision in sorted(used - results["matrix_rate"].keys()):
+            results["matrix_rate"][precision] = matrix_rate(DTYPES[precision], "cuda" if ON_GPU else "cpu")
+        tried = [name for name in candidates_of(0) if not arms[name].cannot]
+        total = args.rounds * (len(args.arms) if args.arms else len(arms) + len(tried) + 2)
+        try:
+            with tqdm(total=total, unit="run") as bar:
+                measure(args, Measurements(results, facts, work / "-".join(what), path, bar), arms)
+        except KeyboardInterrupt:
+            print("stopped; the same command goes on", file=sys.stderr)
+            sys.exit(130)
+    write(path, results)
+    path.with_suffix(".md").write_text(page(results, path.with_suffix(".png").name))
+    draw(results, path.with_suffix(".png"))
+    print(path.with_suffix(".md"))
+
+
+def write(path, results):
+    """Beside its name and renamed: a stopped run leaves it whole."""
+    unfinished = path.with_suffix(".partial")
+    unfinished.write_text(json.dumps(results, indent=1) + "\n")
+    os.replace(unfinished, path)
+
+
+if __name__ == "__main__":
+    with user_mistakes_end_here():
+        main()
