@@ -14,7 +14,7 @@ import torch
 
 from common.memory import available_memory
 from common.plan.depth import depths_to_play, layers_of, set_layers
-from common.plan.memory import Mode, Shape, mode_of, needs, peak, shape_of
+from common.plan.memory import Mode, Shape, mode_of, needs, on_host, peak, shape_of
 from common.plan.profile import Parts, Profile, profile_of
 from common.plan.rehearsal import Case, Recording, Rehearsal
 from common.training.batching import Samples
@@ -151,7 +151,10 @@ class Forecast:
         if self.found is None and not self.reason:
             try:
                 profile = self.forecaster.profile([one.profile() for one in self.playing])
-                self.found = peak(needs(profile, self.forecaster.shape, self.mode, self.accumulates))
+                segment, parts = peak(needs(profile, self.forecaster.shape, self.mode, self.accumulates))
+                if self.forecaster.device == "cpu":  # whose memory is the host's
+                    parts["offloaded"] = on_host(self.forecaster.shape, self.mode)[0] / self.mode.processes
+                self.found = segment, parts
             except NotPlayed as reason:
                 self.reason = f"not predicted: {reason}"
         if self.found is None:

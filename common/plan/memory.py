@@ -170,9 +170,13 @@ def _zero(parts: Parts, segment: str, shape: Shape, mode: Mode, width: int) -> N
     if stage == 3 and segment.startswith(("forward", "backward", "evaluation")):
         most = _size(zero, "stage3_max_live_parameters", KEPT_WHOLE)
         parts["gathered layers"] = width * float(min(shape.parameters, most))
-    bucket = 4.0 * _size(zero, "reduce_bucket_size", REDUCE_BUCKET)
+    if stage == 3 and segment.startswith(("forward", "backward")):
+        parts["gradients on their way"] = width * float(max(shape.outside, shape.largest_layer))
+    # In bf16 with float32 sums ZeRO-1 is an optimizer of its own, without buckets; those of ZeRO-2 are narrow.
+    bucket = (4.0 if stage == 3 else width) * _size(zero, "reduce_bucket_size", REDUCE_BUCKET)
+    has_none = stage == 1 and mode.precision == "bf16"
     held_between = stage == 3 or (stage == 1 and segment.startswith("forward 1"))
-    if held_between or segment.startswith("backward"):
+    if not has_none and (held_between or segment.startswith("backward")):
         parts["buckets"] = bucket * (2 if zero.get("overlap_comm") else 1)
 
 

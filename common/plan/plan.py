@@ -27,6 +27,7 @@ CHECKPOINTING = ("none", "selective", "full")
 # Of a GPU, beside what is allocated: the context of CUDA with its kernels, and NCCL's buffers where there are several.
 CONTEXT, NCCL = 0.6 * 2**30, 1.0 * 2**30
 FRAGMENTS = 1.10  # reserved by torch's allocator, of what is allocated
+BUSY = {"cpu": 1024, "cuda": 8192}  # tokens at once: with fewer, a device waits for its own small steps
 GIB = 2**30
 
 
@@ -147,7 +148,8 @@ def _rows(
                 tokens = rows * samples.max_length
                 cost = cost_of(profile, shape, mode, machine, number)
                 row = Row(mode, way, rows, tokens, number, segment, parts, host, files, cost, lacks)
-                if best is not None and (lacks or row.cost.seconds > 0.99 * best.cost.seconds):
+                gains = best is None or best.tokens < BUSY[machine.kind] or row.cost.seconds < 0.99 * best.cost.seconds
+                if best is not None and (lacks or not gains):
                     break
                 best = row
             yield best

@@ -1,0 +1,193 @@
+"""What a run is predicted to hold is what it holds, and a plan's advice can be pasted."""
+
+import json
+import re
+import shlex
+import sys
+
+import pytest
+from conftest import BIN, ROOT, assert_refused, launch, run
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from common.plan.depth import depths_to_play, set_layers
+from common.plan.machines import parse_machine
+from common.plan.memory import Mode, Shape, needs, peak
+from common.plan.profile import Profile, profile_of
+from common.plan.rehearsal import Recording
+
+FLAGS = ["--micro_batch_size", "4", "--num_updates", "4", "--warmup_updates", "1", "--save_every", "0"]
+
+
+def measured_and_predicted(directory, recipe, config, *flags, processes=1):
+    """Bytes that the allocator of the busiest rank gave out, and those of run.json."""
+    command = [BIN / "accelerate", "launch", "--config_file", ROOT / f"accelerate_configs/{config}.yaml"]
+    command += [
+        ROOT / "benchmarks/plan.py",
+        "--measure",
+        directory / "told",
+        ROOT / f"recipes/{recipe}.py",
+        *flags,
+        *FLAGS,
+    ]
+    command += ["--global_batch_size", str(8 * processes), "--output_dir", directory / "run"]
+    result = run(command, CUDA_VISIBLE_DEVICES="", TQDM_DISABLE=1, timeout=600)
+    ranks = [json.loads(path.read_text())["peak"] for path in directory.glob("told-*")]
+    assert len(ranks) == processes, result.stdout + result.stderr
+    return max(ranks), json.loads((directory / "run/run.json").read_text())["predicted_peak_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config", "flags", "processes"),
+    [
+        ("lm", "cpu", ["--activation_checkpointing", "selective"], 1),
+        ("lm", "cpu_bf16", ["--optimizer", "adafactor"], 1),
+        ("moe", "cpu", [], 1),
+        ("vision", "cpu", ["--model_config", "vit"], 1),
+        ("long_sequence", "cpu", ["--sequence_length", "2048"], 1),
+        ("lm", "multi_cpu", [], 2),
+        ("lm", "zero2", [], 2),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_the_predicted_peak_is_that_of_the_allocator(recipe, config, flags, processes, tmp_path):
+    """Within a tenth, of which the optimizer's state, or a half of the activations, would be more."""
+    measured, predicted = measured_and_predicted(tmp_path, recipe, config, *flags, processes=processes)
+    assert abs(predicted / measured - 1) <= 0.1, (predicted, measured)
+
+
+def recording(layers):
+    """One that a model of equal layers would make: 10 bytes of weights a layer and 7 outside, 3 of activations."""
+    events, parts, number = [], {}, 0
+
+    def add(segment, size, part=None):
+        nonlocal number
+        number += 1
+        events.append((segment, number, size))
+        if part:
+            parts[number] = part
+        return number
+
+    add("start", 10 * layers + 7, "weights")
+    kept = [add("forward 1", 3) for _ in range(layers)]
+    for one in kept:
+        add("backward 1", 10, "gradients")
+        events.append(("backward 1", one, -3))
+    add("step", 20 * layers, "optimizer state")
+    return Recording(events, parts, {"forward 1": 5 * layers, "backward 1": 10 * layers}, 64, [], "")
+
+
+def test_a_deep_model_is_the_line_through_two_shallow_ones():
+    """Both where activations decide (the beginning of the backward) and where gradients do (its end)."""
+    two, four, nine = (profile_of(recording(layers)) for layers in (2, 4, 9))
+    extended = two.scaled(four, (9 - 2) / (4 - 2))
+    assert extended.flops == nine.flops == 135
+    assert extended.segments.keys() == nine.segments.keys()
+    for segment, parts in nine.segments.items():
+        if "backward 1, beginning" not in segment:  # here a short one: where its half is, is a matter of one layer
+            assert sum(extended.segments[segment].values()) == pytest.approx(sum(parts.values())), segment
+    assert sum(nine.segments["backward 1, end"].values()) == 97 + 90 + 3 + 180  # weights, gradients, one layer's
+    four.segments["forward 1, end"]["activations"] += 1  # the control
+    changed = two.scaled(four, (9 - 2) / (4 - 2))
+    assert sum(changed.segments["forward 1, end"].values()) != sum(nine.segments["forward 1, end"].values())
+
+
+def test_layers_of_several_kinds_are_played_in_whole_periods():
+    from transformers import Gemma3TextConfig, LlamaConfig, ResNetConfig, T5Config
+
+    assert depths_to_play(LlamaConfig()) == (2, 4)
+    assert depths_to_play(LlamaConfig(num_hidden_layers=4)) == (None,)  # as short to play whole
+    assert depths_to_play(Gemma3TextConfig()) == (6, 12)  # five of sliding attention, then a full one
+    assert depths_to_play(T5Config(num_layers=6, num_decoder_layers=6)) == (2, 4)
+    assert depths_to_play(T5Config(num_layers=6, num_decoder_layers=3)) == (None,)
+    assert depths_to_play(ResNetConfig()) == (None,)
+    config = Gemma3TextConfig()
+    set_layers(config, 6)
+    assert config.num_hidden_layers == len(config.layer_types) == 6
+
+
+PARTS = {"weights": 400.0, "gradients": 400.0, "optimizer state": 800.0, "activations": 50.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "expected"),
+    [
+        ("plain", {}, 1650),
+        ("DDP", {}, 1650 + 400),  # the buckets, beside the gradients of micro-batches that are not sent
+        ("FSDP", {}, 50 + 1600 / 4 + 4 * (20 + 2 * 20)),  # the root and two layers whole
+        ("DeepSpeed", {"stage": 2, "zero": {"reduce_bucket_size": 5}}, 50 + 400 + (400 + 400 + 800) / 4),
+        ("DeepSpeed", {"stage": 3, "zero": {"reduce_bucket_size": 5}}, 50 + 2000 / 4 + 400 + 4 * 20 + 20),
+    ],
+)
+def test_what_a_mode_shards_is_divided(kind, more, expected):
+    """Of 100 parameters in float32, four layers of 20 and 20 outside, on four processes, at a forward's end."""
+    mode = Mode("a", kind, "no", 1 if kind == "plain" else 4, **more)
+    profile = Profile({"forward 1, end": dict(PARTS)}, 1.0, 1)
+    _, parts = peak(needs(profile, Shape(100, 100, 20, 20), mode, accumulates=True))
+    assert sum(parts.values()) == expected
+
+
+def test_a_machine_is_read_from_words():
+    machine = parse_machine("8 x 80GiB, host 1TiB, disk 2TB, link 50GB/s, rate 300TFLOP/s")
+    assert (machine.devices, machine.memory, machine.host, machine.disk) == (8, 80 * 2**30, 2**40, 2e12)
+    assert (machine.link, machine.rate, machine.assumed) == (50e9, 300e12, ("bus", "disk rate"))
+    assert parse_machine("24GB").devices == 1 and parse_machine("4 x A100").memory == 80e9
+
+
+WRONG = {"8 x": "names no devices", "0 x 80GiB": "names no devices", "8 x A1000": "names no devices"}
+WRONG |= {"8 x 80GiB, host 1": "'host 1' cannot be read", "80GiB, link 3GB": "'link 3GB' cannot be read"}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_machine_that_cannot_be_read_is_told_in_one_line(text, tmp_path):
+    assert_refused(launch("--plan", text, "--output_dir", tmp_path / "out", check=False), WRONG[text])
+
+
+def test_a_plan_has_a_row_for_each_config_and_advises_what_fits(tmp_path):
+    """And what does not fit lacks something. Nothing is written."""
+    flags = ["--global_batch_size", "64", "--output_dir", tmp_path / "out"]
+    command = [
+        BIN / "python",
+        ROOT / "recipes/lm.py",
+        "--model_config",
+        "medium",
+        *flags,
+        "--plan",
+        "4 x 3GB, host 20GB",
+    ]
+    result = run(command, CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 0, result.stderr
+    rows = [line.split() for line in result.stdout.splitlines() if re.search(r"fits$|lacks [\d.]+$", line)]
+    verdicts = {(row[0], row[1]): row[-1] == "fits" for row in rows}
+    configs = {"single_gpu", "multi_gpu", "fsdp2", "fsdp2_offload", "zero1", "zero2", "zero3", "hsdp"}
+    assert {name for name, _ in verdicts} == configs | {"zero3_offload_cpu", "zero3_offload_nvme"}
+    assert not verdicts["multi_gpu", "full"] and verdicts["fsdp2", "full"]  # 16 bytes a parameter, and a quarter of it
+    advised = result.stdout.strip().splitlines()[-1]
+    words = shlex.split(advised)
+    assert words[:2] == ["accelerate", "launch"] and "--plan" not in words and "3GB" not in words
+    name, way = re.search(r"accelerate_configs/(\w+)\.yaml", advised)[1], words[-1]
+    assert verdicts[name, way]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_for_this_machine_can_be_pasted(tmp_path):
+    """The line that it advises runs here, and its dry run predicts the peak of the table's row."""
+    flags = ["--output_dir", tmp_path / "out", "--global_batch_size", "16"]
+    result = run([BIN / "python", ROOT / "recipes/lm.py", *flags, "--plan"], CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 0, result.stderr
+    words = shlex.split(result.stdout.strip().splitlines()[-1])
+    row = next(line.split() for line in result.stdout.splitlines() if line.split()[:2] == [config_of(words), words[-1]])
+    pasted = run([BIN / words[0], *words[1:], "--dry_run"], CUDA_VISIBLE_DEVICES="", timeout=300)
+    assert pasted.returncode == 0, pasted.stderr
+    size, unit = re.search(r"predicted peak ([\d.]+) (MiB|GiB)", pasted.stdout).groups()
+    assert float(size) / (1024 if unit == "MiB" else 1) == pytest.approx(float(row[4]), rel=0.05, abs=0.006)
+
+
+def config_of(words):
+    return words[words.index("--config_file") + 1].rpartition("/")[2].removesuffix(".yaml")
+
+
+def test_several_processes_plan_nothing(tmp_path):
+    command = [BIN / "accelerate", "launch", "--config_file", ROOT / "accelerate_configs/multi_cpu.yaml"]
+    result = run([*command, ROOT / "recipes/lm.py", "--plan", "--output_dir", tmp_path / "out"], TQDM_DISABLE=1)
+    assert result.returncode and "--plan is for one process" in result.stderr
