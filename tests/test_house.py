@@ -7,7 +7,19 @@ from conftest import ROOT
 from quick import imported
 
 # From the bottom up: a folder or module of common/ imports what stands before it, and nothing that comes behind it.
-LAYERS = ["errors", "redaction", "files", "memory", "training", "parallel", "data", "models", "report", "checkpoint"]
+LAYERS = [
+    "errors",
+    "redaction",
+    "files",
+    "memory",
+    "versions",
+    "training",
+    "parallel",
+    "data",
+    "models",
+    "report",
+    "checkpoint",
+]
 LAYERS += ["checks", "arguments", "run"]
 LARGEST = {"file": 400, ast.ClassDef: 200, ast.FunctionDef: 60}  # lines
 
