@@ -246,5 +246,5 @@ def report(figures: dict[str, Any]) -> tuple[str, int]:
     num_odd = sum(table.num_odd for table in tables)
     end = "nothing is odd" if num_odd == 0 else f"odd: {num_odd} row{'s' * (num_odd > 1)}, marked with an arrow"
     if not links:
-        end += "\none process: no links, clocks or versions were compared; for that, start it by accelerate launch"
+        end += "\none process: no links, clocks or versions were compared; for that, launch several processes"
     return "\n\n".join([head, *map(str, tables), end]), num_odd
