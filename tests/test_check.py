@@ -210,9 +210,7 @@ def test_the_host_with_a_slow_cable_is_marked_and_no_other(tmp_path):
             if rate:
                 assert all(statuses), text
                 (row,) = odd_rows(of_links)
-                assert re.search(r"^ +2 +host2 .*<- 2 of 2 links slow, to rank 0: .*\d% of the usual bandwidth", row), (
-                    row
-                )
+                assert re.search(r"^ +2 .*<- 2 of 2 links slow, to rank 0: .*\d% of the usual bandwidth", row), row
             else:
                 assert not odd_rows(of_links), text
     finally:

@@ -40,8 +40,9 @@ MULTIPLY = 0.5  # seconds for each precision
 BLOCK, MOST_BLOCKS, WRITE = 8 << 20, 32, 1.0  # bytes; how many, and the seconds after which no other begins
 NUM_FSYNCS = 20
 NUM_PINGS = 100
-# Bytes of a message, from the smallest on, times 4, until one there and back takes so many seconds.
-SMALLEST, LARGEST, LONG_ENOUGH = 1 << 20, {"cpu": 64 << 20, "cuda": 256 << 20}, 0.1
+# Bytes of a message: from the smallest on, times 4, until one there and back takes LONG_ENOUGH; then again and again,
+# for TRANSFER seconds in all, because on a busy machine a few messages meet others' work.
+SMALLEST, LARGEST, LONG_ENOUGH, TRANSFER = 1 << 20, {"cpu": 64 << 20, "cuda": 256 << 20}, 0.03, 0.4
 ALL_PAIRS = 64  # ranks; with more only those of the same place on their machines are paired between machines,
 MOST_ROUNDS = 63  # and each machine with so many others
 
@@ -158,8 +159,9 @@ def measure_disk(directory: Path) -> dict[str, Any]:
 def measure_link(partner: int, is_first: bool, device: torch.device) -> dict[str, float] | None:
     """What the first of two ranks finds about the other one and the way there; both call it at the same time.
 
-    latency: seconds, half of the fastest round trip. bandwidth: bytes a second, of messages there and back. offset:
-    seconds that the other one's clock is ahead, by the fastest round trip, as NTP has it; at most `latency` off.
+    latency: seconds, half of the fastest round trip. bandwidth: bytes a second of the fastest
+    message there and back. offset: seconds that the other one's clock is ahead, by the fastest round trip, as NTP has
+    it; at most `latency` off.
     """
     number = torch.zeros((), dtype=torch.int64, device=device)
     message = torch.zeros(LARGEST[device.type], dtype=torch.uint8, device=device)
@@ -185,15 +187,17 @@ def measure_link(partner: int, is_first: bool, device: torch.device) -> dict[str
         seconds, back = time.perf_counter() - start, time.time_ns()
         if seconds < fastest:
             fastest, offset = seconds, (2 * there - clock - back) / 2e9
-    bandwidth, seconds, size = 0.0, 0.0, SMALLEST
-    while seconds < LONG_ENOUGH and size <= message.numel():
+    bandwidth, spent, size = 0.0, 0.0, SMALLEST
+    while spent < TRANSFER:
         dist.send(number.fill_(size), partner)
         start = time.perf_counter()
         dist.send(message[:size], partner)
         dist.recv(message[:size], partner)
         int(message[0])
         seconds = time.perf_counter() - start
-        bandwidth, size = max(bandwidth, 2 * size / seconds), 4 * size
+        bandwidth, spent = max(bandwidth, 2 * size / seconds), spent + seconds
+        if seconds < LONG_ENOUGH:
+            size = min(4 * size, message.numel())
     dist.send(number.fill_(0), partner)
     return {"latency": fastest / 2, "bandwidth": bandwidth, "offset": offset}
 
