@@ -24,7 +24,7 @@ EVERY = """
     plan.machines plan.memory plan.plan plan.profile plan.rehearsal plan.tape redaction report.profiling report.settings
     report.tracking run training.accumulation training.activation_checkpointing training.activation_offload
     training.batching training.clipping training.cutting training.degrees training.optimizers training.precision
-    training.stopping
+    training.stopping versions
 """
 TEXT = "data.cache data.columns data.readers data.rows data.sources data.standard_library data.tokenizer"
 TOKENS = "data.chats data.text training.linear_cross_entropy training.losses training.output_head"

@@ -12,6 +12,7 @@ LAYERS = [
     "redaction",
     "files",
     "memory",
+    "versions",
     "training",
     "parallel",
     "data",

@@ -432,6 +432,29 @@ def test_the_same_sbatch_file_runs_on_one_node_with_another_config(slurm_env, fu
     assert state == "COMPLETED" and "DeepSpeed ZeRO-3, 2 processes" in log, log
 
 
+@pytest.mark.parametrize("odd", [False, True])
+def test_a_job_that_is_to_check_its_nodes_first_trains_only_where_nothing_is_odd(
+    odd, slurm_env, functions_file, model_dir, tmp_path
+):
+    """By CHECK=yes of launchers/slurm.sbatch; what is odd is a package of the second node. Control: the first case."""
+    recipe = ["recipes/lm.py", *equivalence_flags(functions_file, model_dir, tmp_path / "a run")]
+    given = {"CHECK": "yes"}
+    if odd:
+        packages = tmp_path / "packages/numpy-0.1.dist-info"
+        packages.mkdir(parents=True)
+        (packages / "METADATA").write_text("Name: numpy\nVersion: 0.1\n")
+        python = tmp_path / "python"
+        python.write_text(
+            f'#!/bin/sh\n[ "$SLURM_NODEID" != 1 ] || export PYTHONPATH={packages.parent}\nexec {BIN}/python "$@"\n'
+        )
+        python.chmod(0o755)
+        given["PYTHON"] = str(python)
+    state, log = submit(slurm_env, "launchers/slurm.sbatch", 2, recipe, tmp_path, **given)
+    assert "links between machines, over gloo" in log, log
+    assert state == ("FAILED" if odd else "COMPLETED"), log
+    assert ("0.1 at rank 1" in log) == odd and (tmp_path / "a run").exists() != odd, log
+
+
 def slow_recipe(directory):
     """The recipe with updates that last as many seconds as the file says that is returned too."""
     directory.mkdir(exist_ok=True)

@@ -44,7 +44,6 @@ def measured_and_predicted(directory, recipe, config, *flags, processes=1):
         ("lm", "cpu_bf16", ["--optimizer", "adafactor"], 1),
         ("moe", "cpu", [], 1),
         ("vision", "cpu", ["--model_config", "vit"], 1),
-        ("long_sequence", "cpu", ["--sequence_length", "2048"], 1),
         ("lm", "multi_cpu", [], 2),
         ("lm", "zero2", [], 2),
     ],
@@ -84,7 +83,7 @@ def test_a_deep_model_is_the_line_through_two_shallow_ones():
     assert extended.flops == nine.flops == 135
     assert extended.segments.keys() == nine.segments.keys()
     for segment, parts in nine.segments.items():
-        if "backward 1, beginning" not in segment:  # here a short one: where its half is, is a matter of one layer
+        if "1, beginning" not in segment:  # of so few events a half is not the same part of each depth
             assert sum(extended.segments[segment].values()) == pytest.approx(sum(parts.values())), segment
     assert sum(nine.segments["backward 1, end"].values()) == 97 + 90 + 3 + 180  # weights, gradients, one layer's
     four.segments["forward 1, end"]["activations"] += 1  # the control

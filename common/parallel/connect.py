@@ -50,7 +50,7 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs) -> Acce
     liveness.start(args.connect_timeout)
     is_sharded_on_cpu = runs_on_cpu(launch) and launch.mode in ("FSDP", "DeepSpeed")
     _name_device(launch, is_sharded_on_cpu)
-    _name_interface()
+    name_interface()
     settled = None
     if launch.mode == "DeepSpeed":
         settled = deepspeed_flags.settle_deepspeed(
@@ -114,7 +114,7 @@ def _check_what_runs(launch: Launch, accelerator: Accelerator) -> None:
         raise UserError(f"{asked} mixed precision {launch.mixed_precision}, but {runs} would run")
 
 
-def _name_interface() -> None:
+def name_interface() -> None:
     """Names gloo the network that leads to the main machine, where there are several machines and the user named none.
 
     By itself gloo takes the address that the host's name stands for, which on many systems is one of the loopback.

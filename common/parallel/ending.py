@@ -31,8 +31,13 @@ def end_run(accelerator: Accelerator, status: int = 0) -> None:
     wait_for_all()  # rank 0 writes the model
     accelerator.wait_for_everyone()
     accelerator.end_training()
+    leave_together(accelerator.num_processes, status)
+
+
+def leave_together(num_processes: int, status: int) -> None:
+    """The end of `end_run`, for ranks that have no more to exchange."""
     liveness.leave()
-    if accelerator.num_processes > 1:
+    if num_processes > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -236,6 +236,11 @@ def check_launch(launch: Launch, args: argparse.Namespace) -> list[str]:
     return problems
 
 
+def check_started(launch: Launch) -> list[str]:
+    """One line for each thing that keeps the processes, or their GPUs, from being those that were asked for."""
+    return launch.file_problems + _check_processes(launch) + _check_gpus(launch)
+
+
 def _check_processes(launch: Launch) -> list[str]:
     """Whether as many processes started as were asked for, or what keeps them from it."""
     if problems := [*check_machines(launch), *check_environment(launch)]:

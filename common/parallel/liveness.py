@@ -112,15 +112,23 @@ def connecting(timeout: float) -> Iterator[None]:
     what = "all ranks are there, but do not connect to each other"
     mend = "name the network between the hosts, GLOO_SOCKET_IFNAME=eth0 (CPU) or NCCL_SOCKET_IFNAME=eth0 (GPU)"
     line = f"{me}: {what} within {timeout:g} s; {mend}, or raise --connect_timeout"
-    timer = threading.Timer(timeout, _exit, ([line] if _watch.rank == _watch.first_here else [], LOST_STATUS))
-    timer.daemon = True
-    timer.start()
     try:
-        yield
+        with at_most(timeout, [line] if _watch.rank == _watch.first_here else []):
+            yield
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "connect" not in str(error):
             raise
         raise UserError(f"{me}: {what} ({str(error).splitlines()[0]}); {mend}") from error
+
+
+@contextmanager
+def at_most(seconds: float, lines: list[str]) -> Iterator[None]:
+    """Around what may not return: past so many seconds the process tells these lines and ends, as a lost one."""
+    timer = threading.Timer(seconds, _exit, (lines, LOST_STATUS))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
     finally:
         timer.cancel()
 

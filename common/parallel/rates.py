@@ -21,17 +21,37 @@ GAIN = ("lm",)
 def multiplication_rates(device: torch.device) -> dict[str, float]:
     """FLOP/s of a matrix product of the device's SIZE, by precision as `--mixed_precision` names it."""
     size = SIZE[device.type]
-    dtypes = {"no": torch.float32, "bf16": torch.bfloat16}
-    if device.type == "cuda":  # Accelerate has no fp16 on a CPU
-        dtypes["fp16"] = torch.float16
     rates = {}
-    for name, dtype in dtypes.items():
+    for name, dtype in _dtypes(device).items():
         a, b = torch.ones(2, size, size, dtype=dtype, device=device)
         seconds: list[float] = []
         while len(seconds) < 4 and sum(seconds) < 0.1:
             seconds.append(_seconds(a, b))
         rates[name] = 2 * size**3 / min(seconds)
     return rates
+
+
+def sustained_rates(device: torch.device, seconds: float) -> dict[str, float]:
+    """The same, each over so many seconds and of random numbers, behind a first product.
+
+    It meets what a few products do not: a GPU that is hot or short of power, and others who take the device at times.
+    """
+    size = SIZE[device.type]
+    rates = {}
+    for name, dtype in _dtypes(device).items():
+        a, b = torch.randn(2, size, size, device=device).to(dtype)
+        _seconds(a, b)
+        num, start = 0, time.perf_counter()
+        while (passed := time.perf_counter() - start) < seconds:
+            _seconds(a, b)
+            num += 1
+        rates[name] = num * 2 * size**3 / passed
+    return rates
+
+
+def _dtypes(device: torch.device) -> dict[str, torch.dtype]:
+    has_fp16 = device.type == "cuda"  # Accelerate has none on a CPU
+    return {"no": torch.float32, "bf16": torch.bfloat16} | ({"fp16": torch.float16} if has_fp16 else {})
 
 
 def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:

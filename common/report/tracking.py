@@ -4,13 +4,11 @@ import argparse
 import json
 import math
 import os
-import platform
 import resource
 import sys
 import time
 from contextlib import suppress
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +26,10 @@ from common.parallel.rates import advise
 from common.redaction import redact
 from common.training.batching import GlobalBatches
 from common.training.degrees import running
+from common.versions import versions
 
 # How a tracker calls the name of a run that it can go on with. (The others go on in the same directory or experiment.)
 RUN_NAMES = {"wandb": "id", "trackio": "name"}
-PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "bitsandbytes", "deepspeed", "numpy")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -45,15 +43,6 @@ def peak_memory_bytes(device: torch.device) -> int:
 def memory_in_use_bytes(device: torch.device) -> int:
     """What this process holds now, measured as in `peak_memory_bytes`."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
-
-
-def versions() -> dict[str, str]:
-    """Of Python and of the packages that shape a result."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
 
 
 def to_json_line(record: dict[str, Any]) -> str:

@@ -1,0 +1,16 @@
+"""Which versions run: of Python and of the packages that shape a result."""
+
+import platform
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+
+PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "bitsandbytes", "deepspeed", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of those packages that are installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
