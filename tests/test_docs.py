@@ -155,7 +155,7 @@ def what_fails(before, recipe, flags, place):
     """Why a command does not run, as a list: on this machine's CPU, in one process, on small data.
 
     One without flags trains for two updates, and so does one with --resume, after a run that it can resume. Any other
-    one makes a dry run.
+    one makes a dry run, or its plan.
     """
     paths = [word for word in (*before, recipe) if word.startswith(("recipes/", "accelerate_configs/", "launchers/"))]
     wrong = [path for path in paths if not (ROOT / path).is_file()]
@@ -170,7 +170,7 @@ def what_fails(before, recipe, flags, place):
         wrong = run_fails(place, recipe, first + more + TWO_UPDATES)
     if not flags or "--resume" in flags:
         return wrong or run_fails(place, recipe, flags + more + TWO_UPDATES)
-    return run_fails(place, recipe, (*flags, *more, "--dry_run"))
+    return run_fails(place, recipe, (*flags, *more, *(() if "--plan" in flags else ("--dry_run",))))
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if recipe_commands(PAGES[page])])

@@ -22,12 +22,13 @@ from common.plan.memory import Mode, Shape, mode_of, needs, on_host, peak, shape
 from common.plan.profile import Parts, Profile
 from common.training.batching import Samples
 
-CONFIGS = Path("accelerate_configs")
+CONFIGS = "accelerate_configs"
 CHECKPOINTING = ("none", "selective", "full")
 # Of a GPU, beside what is allocated: the context of CUDA with its kernels, and NCCL's buffers where there are several.
 CONTEXT, NCCL = 0.6 * 2**30, 1.0 * 2**30
 FRAGMENTS = 1.10  # reserved by torch's allocator, of what is allocated
 BUSY = {"cpu": 1024, "cuda": 8192}  # tokens at once: with fewer, a device waits for its own small steps
+NO_SLOWER = 1.03  # than the fastest: the model of costs knows no better
 GIB = 2**30
 
 
@@ -77,27 +78,33 @@ def plan(
 def modes_for(machine: Machine) -> tuple[list[Mode], list[str]]:
     """What each config is on a machine, and the names of those that are not planned."""
     modes, left_out = [], []
-    for path in sorted(CONFIGS.glob("*.yaml")):
-        launch = parse_launch(["--config_file", str(path), "recipe.py"])
-        is_for_cpu = launch.use_cpu
-        if is_for_cpu != (machine.kind == "cpu"):
-            continue
-        sizes = launch.sizes
-        if max(sizes[name] for name in ("sp", "tp", "pp")) > 1:
+    for path in sorted(_configs().glob("*.yaml")):
+        try:
+            launch = parse_launch(["--config_file", str(path), "recipe.py"])
+            if launch.mode == "DeepSpeed" and machine.kind == "cuda":
+                launch = parse_launch(["--config_file", str(path), "--mixed_precision", "bf16", "recipe.py"])
+            several = launch.mode != "plain"
+            processes = launch.num_processes if machine.kind == "cpu" else machine.devices if several else 1
+            mode = mode_of(launch, path.stem, processes)
+        except UserError:  # its DeepSpeed file is not where the user is
             left_out.append(path.name)
             continue
-        several = launch.mode != "plain"
-        if launch.num_machines > 1 or (several and machine.devices == 1 and machine.kind == "cuda"):
+        if launch.use_cpu != (machine.kind == "cpu") or (processes == 1 and several) or processes % mode.replicas:
             continue
-        processes = launch.num_processes if machine.kind == "cpu" else machine.devices if several else 1
-        mode = mode_of(launch, path.stem, processes)
-        if mode.kind == "DeepSpeed" and machine.kind == "cuda":
-            mode = mode_of(parse_launch(["--config_file", str(path), "--mixed_precision", "bf16", "recipe.py"]),
-                           path.stem, processes)  # fmt: skip
-        if mode.replicas > 1 and processes % mode.replicas:
-            continue
-        modes.append(mode)
+        if max(launch.sizes[name] for name in ("sp", "tp", "pp")) > 1 or launch.num_machines > 1:
+            left_out.append(path.name)
+        else:
+            modes.append(mode)
     return modes, left_out
+
+
+def _configs() -> Path:
+    """The folder of the config files: where the user is, or beside common/. Raises UserError: there is none."""
+    beside = Path(__file__).resolve().parents[2] / CONFIGS
+    found = next((path for path in (Path(CONFIGS), beside) if path.is_dir()), None)
+    if found is None:
+        raise UserError(f"--plan finds no {CONFIGS}/ here or in {beside.parent}; copy it from the repository")
+    return found
 
 
 def run_can_checkpoint(model: torch.nn.Module) -> bool:
@@ -194,9 +201,18 @@ def _page(
         yield f"\nnothing fits; {least.mode.name} with {least.checkpointing} lacks {least.lacks / GIB:,.1f} GiB: take"
         yield "more devices, a smaller --sequence_length, or --optimizer adamw8bit or adafactor"
         return
-    best = min(fitting, key=lambda row: (row.cost.seconds, sum(row.parts.values())))
+    fastest = min(row.cost.seconds for row in fitting)
+    best = min((row for row in fitting if row.cost.seconds <= NO_SLOWER * fastest), key=_plainness)
     yield f"\nthe fastest that fits, {best.cost.seconds:,.3g} s an update by this model of costs:\n"
     yield "    " + launch_line(args, best)
+
+
+def _plainness(row: Row) -> tuple[int, int, int]:
+    """Of rows that are as fast, which to take: the mode with fewer parts that can go wrong, and nothing recomputed."""
+    mode = row.mode
+    kinds = ("plain", "DDP", "FSDP", "DeepSpeed")
+    offloads = (mode.state_on != "device") + (mode.weights_on != "device")
+    return offloads, kinds.index(mode.kind) + mode.stage + mode.replicas, CHECKPOINTING.index(row.checkpointing)
 
 
 def _cells(row: Row) -> Iterator[str]:
@@ -235,7 +251,7 @@ def launch_line(args: argparse.Namespace, row: Row) -> str:
         if hasattr(args, "micro_batch_tokens") and not args.micro_batch_size
         else f"--micro_batch_size {row.rows}"
     )
-    line = f"accelerate launch --config_file {CONFIGS / row.mode.name}.yaml"
+    line = f"accelerate launch --config_file {_configs() / row.mode.name}.yaml"
     if row.mode.processes > 1:
         line += f" --num_processes {row.mode.processes}"
     if row.mode.kind == "DeepSpeed" and row.mode.precision != "no":
