@@ -59,6 +59,8 @@ def part_of(name, inside):
     An attention kernel or a batched product is attention (no recipe here has batched products elsewhere), and so is
     whatever runs inside a function of such a name; a plain product is one of the layers, unless it is the head's.
     """
+    if name in PARTS:  # what `record` has named, inside a range of the recipe's own too
+        return name
     if inside not in (None, "matrix products", "norms, activations, dropout"):
         return inside
     if any(word in name.lower() for word in ("attention", "bmm", "softmax")):
@@ -67,8 +69,6 @@ def part_of(name, inside):
         return "optimizer"
     if "DataLoader" in name:
         return "data"
-    if name in PARTS:  # what `record` has named
-        return name
     if any(word in name for word in ("CrossEntropy", "NllLoss", "nll_loss")):
         return "head and loss"
     if name.startswith(PRODUCTS) or any(word in name for word in PRODUCTS[2:]):
