@@ -1,14 +1,12 @@
 """What a run is predicted to hold is what it holds, and a plan's advice can be pasted."""
 
+import importlib
 import json
 import re
 import shlex
-import sys
 
 import pytest
 from conftest import BIN, ROOT, assert_refused, launch, run
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from common.plan.depth import depths_to_play, set_layers
 from common.plan.machines import parse_machine
@@ -190,3 +188,17 @@ def test_several_processes_plan_nothing(tmp_path):
     command = [BIN / "accelerate", "launch", "--config_file", ROOT / "accelerate_configs/multi_cpu.yaml"]
     result = run([*command, ROOT / "recipes/lm.py", "--plan", "--output_dir", tmp_path / "out"], TQDM_DISABLE=1)
     assert result.returncode and "--plan is for one process" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["plan", "plan_published"])
+def test_a_page_is_made_from_its_measurements(name):
+    """Control: another figure is another page. Published peaks of what was allocated are met within a tenth."""
+    module = importlib.import_module(f"benchmarks.{name}")
+    stem = {"plan": "plan-cpu", "plan_published": "plan-published"}[name]
+    measured = json.loads((ROOT / f"benchmarks/results/{stem}.json").read_text())
+    assert module.page(measured) == (ROOT / f"benchmarks/results/{stem}.md").read_text()
+    if name == "plan_published":
+        errors = [one["predicted"] / one["figure"] - 1 for one in measured["cases"] if one["kind"] == "allocated"]
+        assert len(measured["cases"]) >= 15 and max(map(abs, errors)) <= 0.1
+    measured["cases"][0]["predicted"] *= 1.2
+    assert module.page(measured) != (ROOT / f"benchmarks/results/{stem}.md").read_text()

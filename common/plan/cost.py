@@ -13,9 +13,7 @@ from common.plan.machines import Machine
 from common.plan.memory import FILES, HOST, Mode, Shape
 from common.plan.profile import Profile
 
-HOST_ADAM = (
-    1.0e9  # parameters a second, all cores of a host together: DeepSpeed's figure for CPU Adam (arXiv:2101.06840)
-)
+HOST_ADAM = 1.0e9  # parameters a second, all cores of a host together; assumed
 
 
 class Cost(NamedTuple):

@@ -24,9 +24,11 @@ from common.training.batching import Samples
 
 CONFIGS = "accelerate_configs"
 CHECKPOINTING = ("none", "selective", "full")
-# Of a GPU, beside what is allocated: the context of CUDA with its kernels, and NCCL's buffers where there are several.
-CONTEXT, NCCL = 0.6 * 2**30, 1.0 * 2**30
-FRAGMENTS = 1.10  # reserved by torch's allocator, of what is allocated
+# Of a GPU, beside what is allocated: what CUDA takes, and NCCL where there are several processes, as measured on A100s
+# (github.com/stas00/ml-engineering, training/performance: 0.47 GB with torch 2.1; 1.45 GB at the first barrier of two).
+CONTEXT, NCCL = 0.47 * 2**30, 1.45 * 2**30
+# Reserved by torch's allocator, of what is allocated: 1.20 to 1.36 with FSDP (pytorch/torchtitan#165).
+FRAGMENTS = 1.25
 BUSY = {"cpu": 1024, "cuda": 8192}  # tokens at once: with fewer, a device waits for its own small steps
 NO_SLOWER = 1.03  # than the fastest: the model of costs knows no better
 GIB = 2**30

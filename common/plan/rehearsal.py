@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from common.models import load
-from common.parallel import loading
+from common.parallel import liveness, loading
 from common.plan.tape import Tape
 from common.training.activation_checkpointing import apply_activation_checkpointing
 from common.training.batching import Collate, GlobalBatch, Samples
@@ -69,13 +69,14 @@ class Rehearsal:
         for name in list(os.environ):
             if name.startswith(("ACCELERATE_", "FSDP_")) or name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
                 del os.environ[name]
+        # However this process ends, no rank is to hear of it, and nothing of the run is to be cleared away.
+        liveness.leave = sys.excepthook = lambda *_: os._exit(1)
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
         set_running(Degrees(1))
         torch.set_num_threads(1)
-        self.accelerator = Accelerator(
-            cpu=True, device_placement=False, mixed_precision="no" if case.autocast == "fp16" else case.autocast
-        )
+        autocast = "bf16" if case.autocast == "fp16" else case.autocast  # as wide, and CPUs have it
+        self.accelerator = Accelerator(cpu=True, device_placement=False, mixed_precision=autocast)
         self.device, self.is_sharded = torch.device("cpu"), False
         loading.imagine_weights()
         self.args.activation_checkpointing, self.args.optimizer = case.activation_checkpointing, case.optimizer
