@@ -3,7 +3,8 @@
 Computing: the recorded operations of all micro-batches over the rate. Sent: what the mode's collectives carry, by ring
 algorithms: (N - 1) / N of the data for a gather or a scatter, twice that for a sum. Hidden: of DDP's sum, what the
 backward of the last micro-batch takes; of the gathers of FSDP2 and ZeRO-3, what the computing takes; nothing of ZeRO-1
-and 2. Offload: gradients down and weights up the bus, and an Adam of the host at HOST_ADAM elements a second.
+and 2. Each collective takes LATENCY, however small it is. Offload: gradients down and weights up the bus, and an Adam
+of the host at HOST_ADAM elements a second.
 """
 
 import math
@@ -13,6 +14,8 @@ from common.plan.machines import Machine
 from common.plan.memory import FILES, HOST, Mode, Shape
 from common.plan.profile import Profile
 
+LATENCY = 30e-6  # seconds of a collective, however small; assumed
+DDP_BUCKET = 25 * 2**20  # bytes: torch's default
 HOST_ADAM = 1.0e9  # parameters a second, all cores of a host together; assumed
 
 
@@ -32,18 +35,18 @@ def cost_of(profile: Profile, shape: Shape, mode: Mode, machine: Machine, micro_
     computing = micro_batches * profile.flops / rate
     ring = (n - 1) / n
     gradients, weights = 4.0 * shape.trained, float(width * shape.parameters)
+    layers = (shape.parameters - shape.outside) / max(1, shape.largest_layer)
     if mode.kind == "FSDP" or mode.stage == 3:
         sent = micro_batches * ring * (2 * weights + gradients)
-        exposed = max(0.0, sent / machine.link - computing)
-    elif mode.stage == 2:
-        sent = ring * (micro_batches * gradients + weights)
-        exposed = sent / machine.link
-    elif mode.stage == 1:
-        sent = ring * (2 * gradients + weights)
-        exposed = sent / machine.link
+        sending = sent / machine.link + (n > 1) * micro_batches * 3 * (layers + 1) * LATENCY
+        exposed = max(0.0, sending - computing)
+    elif mode.stage:
+        sent = ring * (weights + gradients * (micro_batches if mode.stage == 2 else 2))
+        exposed = sent / machine.link + (n > 1) * LATENCY * 2
     else:
         sent = 2 * ring * gradients
-        exposed = max(0.0, sent / machine.link - computing / micro_batches * 2 / 3)
+        sending = sent / machine.link + (n > 1) * LATENCY * math.ceil(gradients / DDP_BUCKET)
+        exposed = max(0.0, sending - computing / micro_batches * 2 / 3)
     moved = 0.0
     if mode.state_on != "device":
         moved += (gradients + weights) / n / machine.bus + shape.trained / HOST_ADAM
