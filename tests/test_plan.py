@@ -150,7 +150,7 @@ def test_a_plan_has_a_row_for_each_config_and_advises_what_fits(tmp_path):
         "medium",
         *flags,
         "--plan",
-        "4 x 3GB, host 20GB",
+        "4 x 4200MB, host 20GB",
     ]
     result = run(command, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 0, result.stderr
@@ -161,7 +161,7 @@ def test_a_plan_has_a_row_for_each_config_and_advises_what_fits(tmp_path):
     assert not verdicts["multi_gpu", "full"] and verdicts["fsdp2", "full"]  # 16 bytes a parameter, and a quarter of it
     advised = result.stdout.strip().splitlines()[-1]
     words = shlex.split(advised)
-    assert words[:2] == ["accelerate", "launch"] and "--plan" not in words and "3GB" not in words
+    assert words[:2] == ["accelerate", "launch"] and "--plan" not in words and "4200MB" not in advised
     name, way = re.search(r"accelerate_configs/(\w+)\.yaml", advised)[1], words[-1]
     assert verdicts[name, way]
     assert not (tmp_path / "out").exists()
