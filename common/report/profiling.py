@@ -44,6 +44,8 @@ COLLECTIVES = ("gloo:", "nccl:", "c10d::", "_c10d_functional::", "ucc:", "mpi:",
 KERNELS, LAUNCHES = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")  # a trace's categories
 UPDATE = "ProfilerStep#"  # torch.profiler's own range, which other readers of a trace look for
 
+_traces: list[Any] = []
+
 
 def profiled(run: Any, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
     """The batches of a `common.run.Run`; with --profile the updates after WARMUP are recorded, written and told."""
@@ -118,6 +120,8 @@ def _named_phases(run: Any) -> ExitStack:
 
 def _write(run: Any, profiler: profile) -> None:
     """Writes this rank's trace; the main process tells where the time went, on the screen and in run.json."""
+    # Never freed: after threads of gloo have been recorded, Kineto's own end of a trace has crashed the process.
+    _traces.append(profiler.profiler.kineto_results)
     directory = Path(run.output_dir) / "profile"
     directory.mkdir(parents=True, exist_ok=True)  # a host of its own may have none yet
     path = directory / f"trace-rank-{run.accelerator.process_index}.json.gz"
