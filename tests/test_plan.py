@@ -71,7 +71,7 @@ def recording(layers):
         add("backward 1", 10, "gradients")
         events.append(("backward 1", one, -3))
     add("step", 20 * layers, "optimizer state")
-    return Recording(events, parts, {"forward 1": 5 * layers, "backward 1": 10 * layers}, 64, [], "")
+    return Recording(events, parts, {"forward 1": 5 * layers, "backward 1": 10 * layers}, 64, "")
 
 
 def test_a_deep_model_is_the_line_through_two_shallow_ones():

@@ -53,7 +53,6 @@ class Recording:
     parts: dict[int, str]
     flops: dict[str, int]
     num_tokens: int  # of a micro-batch, padding included
-    parameters: list[tuple[str, int, bool]]  # name, elements, whether it is trained
     ended: str  # "" or what kept the tape from going to the end
 
 
@@ -95,16 +94,14 @@ class Rehearsal:
         apply_activation_checkpointing(model, self.case.activation_checkpointing, self.device)
         ids = _longest(self.samples, self.case.rows)
         chosen = [self.samples[number] for number in ids]
-        micro_batch, larger = (
-            collate(chosen),
-            collate(chosen * (1 if self.case.activation_checkpointing != "none" else 2)),
-        )
+        # As `batching` cuts them: an evaluation without recomputation takes twice the samples at once.
+        larger = collate(chosen * (2 if self.case.activation_checkpointing == "none" else 1))
+        micro_batch = collate(chosen)
         self.num_tokens = int(self.samples.lengths(ids).max()) * len(ids) if self.samples.lengths(ids).ndim == 1 else 0
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.stack = contextlib.ExitStack()
         self.stack.enter_context(self.fake)
         parameters = _fill(model, optimizer, DTYPES[self.case.weights])
-        self.parameters = [(name, p.numel(), p.requires_grad) for name, p in parameters.items()]
         self.stack.enter_context(self.tape)
         self.tape.name("weights", *parameters.values())
         self.tape.name("buffers", *model.buffers())
@@ -163,7 +160,7 @@ class Rehearsal:
     def all_finite(self, batch: GlobalBatch, loss_sums: Any, grad_norm: Any, **own_news: Any) -> bool:
         """Nothing is exchanged; what a recipe reads of it is zero."""
         with unset_fake_temporarily():
-            self.news = {name: torch.zeros_like(one) if torch.is_tensor(one) else 0.0 for name, one in own_news.items()}
+            self.news = {name: torch.zeros(getattr(one, "shape", ())) for name, one in own_news.items()}
         return True
 
     def evaluation_is_due(self) -> bool:
@@ -179,7 +176,7 @@ class Rehearsal:
     def _tell(self, ended: str) -> NoReturn:
         tape = self.tape
         events = [tuple(event) for event in tape.events]
-        told = Recording(events, tape.parts, dict(tape.flops), self.num_tokens, self.parameters, ended)
+        told = Recording(events, tape.parts, dict(tape.flops), self.num_tokens, ended)
         with os.fdopen(self.pipe, "wb") as pipe:
             pickle.dump(told, pipe)
         os._exit(0)  # nothing of the run that it was forked from is to end with it
