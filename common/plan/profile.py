@@ -30,7 +30,7 @@ class Profile:
         segments = {}
         for name in self.segments:
             one, two = self.segments[name], other.segments.get(name, {})
-            segments[name] = {part: between(one.get(part, 0), two.get(part, 0)) for part in {*one, *two}}
+            segments[name] = {part: between(one.get(part, 0), two.get(part, 0)) for part in one | two}
         tokens = round(between(self.num_tokens, other.num_tokens))
         return Profile(segments, between(self.flops, other.flops), tokens)
 
