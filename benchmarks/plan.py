@@ -228,7 +228,9 @@ def draw(results, path):
         max(case["measured"] for case in cases) / 2**20 * 1.2,
     ]
     axes.plot(ends, ends, color="#444e58", linewidth=0.8)
-    axes.fill_between(ends, [0.9 * end for end in ends], [1.1 * end for end in ends], color="#dfe3e7", label="10 %", zorder=0)
+    axes.fill_between(
+        ends, [0.9 * end for end in ends], [1.1 * end for end in ends], color="#dfe3e7", label="10 %", zorder=0
+    )
     axes.set(xscale="log", yscale="log", xlabel="measured, MiB", ylabel="predicted, MiB")
     axes.legend(frameon=False, fontsize=8)
     figure.tight_layout()
