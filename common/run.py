@@ -24,7 +24,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ class Run:
             too little disk for what is offloaded.
         """
         checks.check_samples(self.args, train_set, held_out, self.asked.degrees)
-        make_empty = partial(empty_model, config, self.args.trust_remote_code, model_class)
+        make_empty = cache(partial(empty_model, config, self.args.trust_remote_code, model_class))
         refuse(loading.check_model(config, model_class, make_empty))
         connect.check_space(self.asked, lambda: [p.numel() for p in make_empty().parameters()])
         identity = identify(self.args, self.accelerator, config, tokenizer, train_set.fingerprint, *own_flags)

@@ -43,7 +43,6 @@ KNOWN = {
 }
 REACHED = 0.4
 EXAMPLE = '"8 x 80GiB, host 1TiB" or "4 x A100, host 512GiB, disk 2TB, link 50GB/s"'
-SETTINGS = {"host": "host", "disk": "disk", "link": "link", "bus": "bus", "rate": "rate"}
 
 
 def parse_machine(text: str) -> Machine:

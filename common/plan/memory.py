@@ -13,7 +13,6 @@ from common.parallel import deepspeed_files
 from common.parallel.launch import Launch
 from common.plan.profile import Parts, Profile
 
-BYTES = {"no": 4, "fp16": 2, "bf16": 2}
 # DeepSpeed's defaults, in elements: its buckets, and what ZeRO-3 keeps whole for the next use or fetches ahead.
 REDUCE_BUCKET = 500_000_000
 KEPT_WHOLE = 1_000_000_000
