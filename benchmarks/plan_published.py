@@ -169,7 +169,7 @@ def record(one, layers):
             tape.name("optimizer state", *[value for value in state.values() if torch.is_tensor(value)])
         tape.segment = "after step"
         optimizer.zero_grad()
-    told = rehearsal.Recording([tuple(event) for event in tape.events], tape.parts, dict(tape.flops), 0, "")
+    told = rehearsal.Recording([tuple(event) for event in tape.events], tape.parts, dict(tape.flops), "")
     return profile_of(told)
 
 

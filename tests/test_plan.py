@@ -71,7 +71,7 @@ def recording(layers):
         add("backward 1", 10, "gradients")
         events.append(("backward 1", one, -3))
     add("step", 20 * layers, "optimizer state")
-    return Recording(events, parts, {"forward 1": 5 * layers, "backward 1": 10 * layers}, 64, "")
+    return Recording(events, parts, {"forward 1": 5 * layers, "backward 1": 10 * layers}, "")
 
 
 def test_a_deep_model_is_the_line_through_two_shallow_ones():
@@ -119,7 +119,7 @@ PARTS = {"weights": 400.0, "gradients": 400.0, "optimizer state": 800.0, "activa
 def test_what_a_mode_shards_is_divided(kind, more, expected):
     """Of 100 parameters in float32, four layers of 20 and 20 outside, on four processes, at a forward's end."""
     mode = Mode("a", kind, "no", 1 if kind == "plain" else 4, **more)
-    profile = Profile({"forward 1, end": dict(PARTS)}, 1.0, 1)
+    profile = Profile({"forward 1, end": dict(PARTS)}, 1.0)
     _, parts = peak(needs(profile, Shape(100, 100, 20, 20), mode, accumulates=True))
     assert sum(parts.values()) == expected
 

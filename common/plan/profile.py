@@ -19,7 +19,6 @@ class Profile:
 
     segments: dict[str, Parts]
     flops: float  # of a micro-batch, forward and backward, with what is computed again
-    num_tokens: int
 
     def scaled(self, other: "Profile", at: float) -> "Profile":
         """On the line through this one (0) and another (1), at `at`."""
@@ -31,8 +30,7 @@ class Profile:
         for name in self.segments:
             one, two = self.segments[name], other.segments.get(name, {})
             segments[name] = {part: between(one.get(part, 0), two.get(part, 0)) for part in one | two}
-        tokens = round(between(self.num_tokens, other.num_tokens))
-        return Profile(segments, between(self.flops, other.flops), tokens)
+        return Profile(segments, between(self.flops, other.flops))
 
 
 def profile_of(recording: Recording) -> Profile:
@@ -56,4 +54,4 @@ def profile_of(recording: Recording) -> Profile:
             parts["optimizer state"] = state
     named = {f"{segment}, {'end' if half else 'beginning'}": parts for (segment, half), parts in peaks.items()}
     flops = sum(count for name, count in recording.flops.items() if name in ("forward 1", "backward 1"))
-    return Profile(named, flops, recording.num_tokens)
+    return Profile(named, flops)

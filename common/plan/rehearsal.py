@@ -52,7 +52,6 @@ class Recording:
     events: list[tuple[str, int, int]]
     parts: dict[int, str]
     flops: dict[str, int]
-    num_tokens: int  # of a micro-batch, padding included
     ended: str  # "" or what kept the tape from going to the end
 
 
@@ -97,7 +96,6 @@ class Rehearsal:
         # As `batching` cuts them: an evaluation without recomputation takes twice the samples at once.
         larger = collate(chosen * (2 if self.case.activation_checkpointing == "none" else 1))
         micro_batch = collate(chosen)
-        self.num_tokens = int(self.samples.lengths(ids).max()) * len(ids) if self.samples.lengths(ids).ndim == 1 else 0
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.stack = contextlib.ExitStack()
         self.stack.enter_context(self.fake)
@@ -176,7 +174,7 @@ class Rehearsal:
     def _tell(self, ended: str) -> NoReturn:
         tape = self.tape
         events = [tuple(event) for event in tape.events]
-        told = Recording(events, tape.parts, dict(tape.flops), self.num_tokens, ended)
+        told = Recording(events, tape.parts, dict(tape.flops), ended)
         with os.fdopen(self.pipe, "wb") as pipe:
             pickle.dump(told, pipe)
         os._exit(0)  # nothing of the run that it was forked from is to end with it
