@@ -1,12 +1,16 @@
 """Commands that run at the same time, their ranks and their updates."""
 
 import contextlib
+import os
 import re
+import shutil
+import socket
 import subprocess
 import time
 from pathlib import Path
 
 import psutil
+import pytest
 from conftest import ROOT, base_env, kill_all, read_metrics
 
 
@@ -83,3 +87,22 @@ def num_updates(output_dir):
 
 def wait_for_updates(output_dir, number):
     wait_until(lambda: num_updates(output_dir) >= number)
+
+
+def free_port():
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
+
+
+def give_up(message):
+    pytest.fail(message) if os.environ.get("REQUIRE_HOSTS") == "1" else pytest.skip(message)
+
+
+def need(reason, **programs):
+    """Skips where a program is missing; the keys are Debian's packages."""
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    missing = [package for package, program in programs.items() if shutil.which(program, path=path) is None]
+    if os.geteuid() != 0:
+        missing.append("root")
+    if missing:
+        give_up(f"{reason} needs {', '.join(name.replace('_', '-') for name in missing)}")

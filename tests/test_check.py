@@ -9,8 +9,8 @@ from itertools import combinations
 
 import pytest
 from conftest import BIN, ROOT, assert_mistake, assert_refused, launch_command, run, told
-from running import Run
-from test_multi_node import Hosts, free_port, give_up, need
+from running import Run, free_port, give_up, need
+from test_multi_node import Hosts
 
 from common.parallel.check import rounds
 from common.parallel.check_report import report
