@@ -88,6 +88,11 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def positive_or_auto(text: str) -> int | str:
+    """argparse type: an integer of at least 1, or "auto"."""
+    return text if text == "auto" else positive(text)
+
+
 def not_negative(text: str) -> int:
     """argparse type: an integer of at least 0."""
     if not text.isdigit():
@@ -185,8 +190,11 @@ def _add_batch(parser: ArgumentParser, lengths_vary: bool) -> None:
     group.add_argument("--micro_batch_size", type=positive, metavar="M", help="samples that a device computes at once")
     if lengths_vary:
         about = "in place of --micro_batch_size: as many samples at once as fit T tokens, padding included\n"
-        about += "(default: 1024 on a CPU, 8192 on a GPU, at least one sample; lower it if memory runs out)"
-        group.add_argument("--micro_batch_tokens", type=positive, metavar="T", help=about)
+        about += (
+            "(default: 1024 on a CPU, 8192 on a GPU, at least one sample); auto: as many as memory holds, and half\n"
+        )
+        about += "of them from where it runs out"
+        group.add_argument("--micro_batch_tokens", type=positive_or_auto, metavar="T", help=about)
     group.add_argument("--drop_last_window", action="store_true", help="drop the short last global batch of an epoch")
     about = "processes that load data for each rank (default: 2 with a GPU, 0 without)"
     group.add_argument("--num_workers", type=not_negative, metavar="W", help=about)

@@ -202,7 +202,7 @@ def check_samples(args: argparse.Namespace, train: Samples, validation: Samples 
     longest = max(train.max_length, validation.max_length if validation else 0)
     tokens = getattr(args, "micro_batch_tokens", None)  # a flag where lengths vary
     num_parts = degrees.sequence
-    if tokens and tokens * num_parts < longest:
+    if tokens not in (None, "auto") and tokens * num_parts < longest:
         shared = f" in {num_parts} parts" if num_parts > 1 else ""
         problems.append(
             f"--micro_batch_tokens {tokens} does not hold the longest sample of {longest} tokens{shared}; "

@@ -41,10 +41,10 @@ from common.errors import refuse
 from common.files import complete_or_absent
 from common.models.load import attention_length, empty_model
 from common.parallel import connect, ending, launch, loading, mode
-from common.plan.forecast import foresee
-from common.plan.plan import plan
+from common.plan.choice import batches_within_memory
+from common.plan.questions import predict
 from common.report import profiling, settings, tracking
-from common.training import accumulation
+from common.training import accumulation, token_budget
 from common.training.activation_checkpointing import apply_activation_checkpointing
 from common.training.batching import Collate, GlobalBatch, Samples, make_loader
 from common.training.precision import weights_cast_once
@@ -109,7 +109,7 @@ class Run:
         refuse(checks.check_profile(self.args, self.state.update))
         connect.seed_everything(self.args.seed)
         # Last: it also comes back in processes of its own, which are this run no more.
-        self.forecast = (plan if self.args.plan else foresee)(self, config, make_empty, train_set, held_out)
+        self.forecast = predict(self, config, make_empty, train_set, held_out)
 
     def prepare(
         self,
@@ -129,11 +129,14 @@ class Run:
         apply_activation_checkpointing(model, args.activation_checkpointing, self.device)
         if args.compile:
             model.base_model.compile(dynamic=True)
-        loader = partial(make_loader, args, accelerator, self.asked.degrees, collate, attention_length(model.config))
-        self.loader = loader(train_set, range(self.state.update, args.num_updates))
-        self.held_out = held_out and loader(held_out)
-        held_out_batches, is_rehearsal = self.held_out and self.held_out.dataset, launch.is_rehearsal(self.asked)
         lines |= self.forecast.line()
+        loader = partial(make_loader, args, accelerator, self.asked.degrees, collate, attention_length(model.config))
+        self.load = partial(loader, train_set)
+        self.loader, self.held_out = (
+            self.load(range(self.state.update, args.num_updates)),
+            held_out and loader(held_out),
+        )
+        held_out_batches, is_rehearsal = self.held_out and self.held_out.dataset, launch.is_rehearsal(self.asked)
         tracking.print_run(args, accelerator, model, self.loader.dataset, held_out_batches, is_rehearsal, **lines)
         self.model, self.optimizer = loading.prepare(accelerator, model, optimizer)
         connect.seed_everything(args.seed, accelerator)
@@ -162,7 +165,7 @@ class Run:
         self.checkpoints.resume(self.resumed, self.model, self.optimizer)  # last: the random streams go on from here
         self.progress = tracking.Progress(self.accelerator, self.output_dir, self.args.num_updates, self.state)
         with self.progress, StopRequests() as self.requests:
-            batches = profiling.profiled(self, self.progress.batches(self.loader))
+            batches = profiling.profiled(self, batches_within_memory(self))
             yield batches
             batches.close()
             if not self.is_stopped:
@@ -172,7 +175,7 @@ class Run:
         """Copies this rank's micro-batches to the device, one at a time; with each, whether it is the last one."""
         micro_batches = batch.micro_batches[:1] if self.args.dry_run else batch.micro_batches
         with weights_cast_once(self.args.activation_checkpointing == "none"):
-            for number, micro_batch in enumerate(micro_batches, start=1):
+            for number, micro_batch in enumerate(token_budget.while_there_is_memory(micro_batches), start=1):
                 yield send_to_device(micro_batch, self.device, non_blocking=True), number == len(micro_batches)
 
     def all_finite(
@@ -190,8 +193,10 @@ class Run:
             loss_sums: this rank's, one scalar for each micro-batch. grad_norm: scalar, before clipping.
             own_news: more to sum over the ranks, of the same names and shapes on each; `news` has the sums.
         """
-        news = self.checkpoints.news(self.requests) | own_news
+        news = self.checkpoints.news(self.requests) | token_budget.news() | own_news
         loss, grad_norm, self.news = accumulation.reduce_update(self.accelerator, loss_sums, grad_norm, batch, news)
+        if token_budget.learn(self.news):
+            return False
         is_finite, state = math.isfinite(loss) and math.isfinite(grad_norm), self.state
         state.skipped_in_a_row = 0 if is_finite else state.skipped_in_a_row + 1
         state.skipped_updates += not is_finite
@@ -204,13 +209,17 @@ class Run:
         """Whether the held-out samples are to be measured after this update."""
         args, done = self.args, self.state.update
         is_end = args.keep_best and done == args.num_updates  # the last one may be the best
-        return bool(self.held_out and args.eval_every) and (done % args.eval_every == 0 or is_end)
+        return bool(self.held_out and args.eval_every and not token_budget.is_repeated()) and (
+            done % args.eval_every == 0 or is_end
+        )
 
     def end_update(self, batch: GlobalBatch, **figures: float) -> bool:
         """Records the update and `figures`; a checkpoint if --save_every or a request to stop asks. True: end the loop.
 
         Raises RuntimeError: --max_skipped_updates in a row were not finite.
         """
+        if token_budget.is_repeated():
+            return False
         state = self.state
         if "validation_loss" in figures:
             state.measured(figures["validation_loss"])

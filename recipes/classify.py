@@ -95,12 +95,12 @@ def train(args, run, model, optimizer, batches):
     for batch in batches:
         rate = learning_rate(batch.update, args.lr_schedule, args.learning_rate, args.num_updates, args.warmup_updates)
         set_learning_rate(optimizer, rate)
-        scale, loss_sums = loss_scale(accelerator, batch.num_targets), []
+        scale, loss_sums, loss_sum = loss_scale(accelerator, batch.num_targets), [], None
         for micro_batch, is_last in run.micro_batches(batch):
             with synchronize_gradients(accelerator, model, now=is_last):
                 loss_sum = sum_losses(model, micro_batch)
                 accelerator.backward(loss_sum * scale)
-            loss_sums.append(loss_sum.detach())
+                loss_sums.append(loss_sum.detach())
         if args.dry_run:
             break
         grad_norm = clip_gradients(accelerator, model, args.max_grad_norm)

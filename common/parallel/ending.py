@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from common.parallel import liveness
 from common.parallel.liveness import wait_for_all
 from common.redaction import print_exception, redact
 from common.training.stopping import keep_requests
+
+explain_error: Callable[[BaseException], None] | None = None  # adds what is known of its cause; a run sets it
 
 
 def end_run(accelerator: Accelerator, status: int = 0) -> None:
@@ -66,6 +68,8 @@ def user_mistakes_end_here() -> Iterator[None]:
             where = Path(getattr(error, "filename", None) or ".")
             advice = "start again; a run goes on from its last checkpoint with --resume"
             exit_with_mistakes([disk_line(error, "a file could not be read or written", where, 0, advice)])
+        if explain_error:
+            explain_error(error)
         is_end = isinstance(error, SystemExit) and not error.code
         liveness.leave(None if is_end else redact(f"{type(error).__name__}: {error}"))
         raise

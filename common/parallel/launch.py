@@ -24,6 +24,8 @@ from accelerate.utils import parse_flag_from_env
 from common.parallel import deepspeed_files, deepspeed_flags, parallelism, sharding
 from common.training.degrees import Degrees
 
+ALONE = "TRAINING_ALONE"  # in the environment of a process that computes alone, below a launch that is not its own
+
 
 @dataclass
 class Launch:
@@ -74,6 +76,8 @@ def find_launch() -> Launch:
     Nothing in the environment tells how many processes were asked for, only how many were started; the two differ.
     The launcher's own parser reads its command line, so flags, config file and their precedence are the launcher's.
     """
+    if ALONE in os.environ:
+        return Launch(use_cpu=True)
     for process in psutil.Process().parents():
         try:
             command = process.cmdline()
@@ -228,7 +232,7 @@ def check_launch(launch: Launch, args: argparse.Namespace) -> list[str]:
     sizes = launch.sizes
     problems += parallelism.check_others(launch.source, launch.settings, {*launch.given, *launch.file_settings})
     problems += parallelism.check_sizes(launch.source, sizes, launch.mode, launch.num_processes)
-    problems += _check_stages(launch, args)
+    problems += [*_check_stages(launch, args), *_check_budget(launch, args)]
     problems += parallelism.check_parts(launch.source, sizes, launch.mixed_precision, args.optimizer)
     problems += _check_precision(launch) + _check_gpus(launch) + _check_accumulation(launch, args)
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
@@ -266,6 +270,16 @@ def _check_stages(launch: Launch, args: argparse.Namespace) -> list[str]:
     if stages > 1 and not hasattr(args, "schedule"):
         return [f"{asked} {stages}, and this recipe has no stages; run recipes/pipeline.py, or take another config"]
     return []
+
+
+def _check_budget(launch: Launch, args: argparse.Namespace) -> Iterator[str]:
+    """--micro_batch_tokens auto needs ranks that compute without each other until their gradients are averaged."""
+    is_alone = launch.mode in ("plain", "DDP") and launch.degrees.data == launch.num_processes
+    if getattr(args, "micro_batch_tokens", None) == "auto" and not is_alone:
+        yield (
+            f"--micro_batch_tokens auto: in {launch.source} the processes share each forward, and if memory ran out in "
+            "one, the others would wait for it for ever; give a number (--plan names the largest that fits)"
+        )
 
 
 def _check_precision(launch: Launch) -> list[str]:

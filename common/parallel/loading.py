@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.parallel import sequence, tensor
 from common.parallel.liveness import wait_for_all
+from common.training import token_budget
 from common.training.degrees import running
 
 
@@ -92,6 +93,8 @@ def prepare(
     tensor.cut_model(model, optimizer, running())
     if not has_one_copy():
         wait_for_all()  # however long one of them read its data or its model
+        if token_budget.adjusting():
+            return _unwrapped(accelerator, model), accelerator.prepare(optimizer)
         return accelerator.prepare(model, optimizer)
     tied, groups, buffers, generation = decided_once(lambda: _describe(model, optimizer))
     if generation is not None:  # of the files that only the main process has read
@@ -110,6 +113,15 @@ def prepare(
     for group, names in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [named[name] for name in names]
     return model, optimizer
+
+
+def _unwrapped(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """The model without DDP, which sums gradients while a backward runs; with the main process's weights, as DDP."""
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    if accelerator.num_processes > 1:
+        for one in (*model.parameters(), *model.buffers()):
+            dist.broadcast(one.data, src=0)
+    return model
 
 
 def _describe(

@@ -153,18 +153,18 @@ def _rows(
                 number = micro_batches_of(args.global_batch_size, mode.processes, rows)
                 segment, parts = peak(needs(profile, shape, mode, number > 1))
                 host, files = on_host(shape, mode)
-                lacks = _lacks(machine, mode, parts, host, files)
+                lacking = lacks(machine, mode, parts, host, files)
                 tokens = rows * samples.max_length
                 cost = cost_of(profile, shape, mode, machine, number)
-                row = Row(mode, way, rows, tokens, number, segment, parts, host, files, cost, lacks)
+                row = Row(mode, way, rows, tokens, number, segment, parts, host, files, cost, lacking)
                 gains = best is None or best.tokens < BUSY[machine.kind] or row.cost.seconds < 0.99 * best.cost.seconds
-                if best is not None and (lacks or not gains):
+                if best is not None and (lacking or not gains):
                     break
                 best = row
             yield best
 
 
-def _lacks(machine: Machine, mode: Mode, parts: Parts, host: float, files: float) -> float:
+def lacks(machine: Machine, mode: Mode, parts: Parts, host: float, files: float) -> float:
     """How many bytes are missing where most are: on a device, on the host, or on the disk."""
     held = sum(parts.values())
     if machine.kind == "cpu":

@@ -14,7 +14,6 @@ import traceback
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
@@ -25,7 +24,7 @@ from common.models import load
 from common.parallel import liveness, loading
 from common.plan.tape import Tape
 from common.training.activation_checkpointing import apply_activation_checkpointing
-from common.training.batching import Collate, GlobalBatch, Samples
+from common.training.batching import Collate, GlobalBatch, Samples, longest_samples
 from common.training.degrees import Degrees, set_running
 from common.training.precision import weights_cast_once
 
@@ -91,7 +90,7 @@ class Rehearsal:
     def prepare(self, model: Any, optimizer: Any, collate: Collate, *_: Any, **__: str) -> tuple[Any, Any]:
         """The model with fake weights; from here on every tensor is fake, and the tape runs."""
         apply_activation_checkpointing(model, self.case.activation_checkpointing, self.device)
-        ids = _longest(self.samples, self.case.rows)
+        ids = longest_samples(self.samples, self.case.rows)
         chosen = [self.samples[number] for number in ids]
         # As `batching` cuts them: an evaluation without recomputation takes twice the samples at once.
         larger = collate(chosen * (2 if self.case.activation_checkpointing == "none" else 1))
@@ -199,12 +198,6 @@ def _fill(
     for group in optimizer.param_groups:
         group["params"] = [new[id(p)] for p in group["params"]]
     return dict(model.named_parameters())
-
-
-def _longest(samples: Samples, rows: int) -> Any:
-    lengths = samples.lengths(np.arange(len(samples)))
-    order = np.argsort(-(lengths if lengths.ndim == 1 else lengths.sum(1)), kind="stable")
-    return np.resize(order[:rows], rows)
 
 
 def _use_gpu_kernels() -> None:

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 
+from common.training import token_budget
 from common.training.batching import GlobalBatch
 from common.training.degrees import running
 
@@ -27,10 +28,16 @@ def synchronize_gradients(accelerator: Accelerator, model: torch.nn.Module, now:
     FSDP reduces after each micro-batch, as ZeRO-2 and 3 do: else every process would hold the whole model's gradients
     until the last one. Under DeepSpeed the backward of the last one also clips, and steps where the gradient is finite;
     `clip_gradients` then only returns the norm, and the optimizer's `step` and `zero_grad` do nothing.
+
+    With --micro_batch_tokens auto, nothing is reduced here (`token_budget`), and an error of memory ends here.
     """
     accelerator.gradient_state._set_sync_gradients(now)  # read by AcceleratedOptimizer.step, and for DeepSpeed's engine
     keeps_whole_gradients = not now and accelerator.distributed_type != DistributedType.FSDP
-    with accelerator.no_sync(model) if keeps_whole_gradients else nullcontext():
+    budget = token_budget.adjusting()
+    with (
+        accelerator.no_sync(model) if keeps_whole_gradients else nullcontext(),
+        budget.spared() if budget else nullcontext(),
+    ):
         yield
 
 
@@ -91,7 +98,8 @@ def reduce_update(
         batch: what was computed; AssertionError if the ranks saw another number of targets than it was divided by.
         news: of this rank, the same names and shapes on all. They come back summed, as `sum_over_ranks` says.
     """
-    loss_sum = torch.stack(loss_sums).sum(dtype=_widest(loss_sums[0].device))
+    sums = loss_sums or [torch.zeros((), device=accelerator.device)]  # memory ran out at the first one
+    loss_sum = torch.stack(sums).sum(dtype=_widest(accelerator.device))
     num_targets = sum(len(micro_batch["targets"]) for micro_batch in batch.micro_batches)
     if isinstance(grad_norm, DTensor):  # FSDP2; the clip has summed it over the shards
         grad_norm = grad_norm.full_tensor()

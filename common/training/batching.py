@@ -117,6 +117,13 @@ def sample_ids_of(
     return permute(ids, num_samples, key=int.from_bytes(key, "little"))
 
 
+def longest_samples(samples: Samples, number: int) -> np.ndarray:
+    """The ids (number,) of the longest samples, the longest first; again from the first one where there are too few."""
+    lengths = samples.lengths(np.arange(len(samples)))
+    order = np.argsort(-lengths.reshape(len(lengths), -1).sum(1), kind="stable")
+    return np.resize(order[:number], number)
+
+
 def round_up(lengths: Any, multiple_of: int) -> Any:
     """The least multiple that holds a length, an int or an array of them."""
     return -(-lengths // multiple_of) * multiple_of
@@ -196,6 +203,17 @@ class GlobalBatches(torch.utils.data.Dataset):
     def __len__(self) -> int:
         """Global batches in an epoch; items beyond it are the next epochs'."""
         return updates_per_epoch(len(self.samples), self.global_batch_size, self.drop_last_window)
+
+    def of_longest(self) -> GlobalBatch:
+        """What takes most memory: as many of the longest samples as a micro-batch holds; the same on all ranks."""
+        assert self.micro_batch_tokens is not None
+        share = -(-self.global_batch_size // self.world_size)
+        rows = min(share, self.micro_batch_tokens // round_up(self.samples.max_length, self.multiple_of))
+        chosen = [self.samples[number] for number in longest_samples(self.samples, max(1, rows))]
+        number = 1 if rows == share else 2  # the second one where gradients are there already
+        micro_batch = self.collate(chosen)
+        counts = number * len(chosen) * self.world_size, number * len(micro_batch["targets"]) * self.world_size
+        return GlobalBatch(0, [micro_batch] * number, *counts, 0, 0, torch.zeros(1), "")
 
     def __getitem__(self, update: int) -> GlobalBatch:
         ids = sample_ids_of(update, len(self.samples), self.global_batch_size, self.seed, self.drop_last_window)

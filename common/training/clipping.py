@@ -9,6 +9,8 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
+from common.training import token_budget
+
 
 @dataclass(frozen=True)
 class Share:
@@ -38,6 +40,7 @@ def clip_gradients(accelerator: Accelerator, model: torch.nn.Module, max_norm: f
     Where ranks have a part of each layer, it first sums what is a part of a gradient: once an update, so that nothing
     is summed twice however many micro-batches there are. In float32 at least, as gradients are.
     """
+    token_budget.average_gradients(accelerator, model)
     max_norm = max_norm or math.inf
     shares = getattr(getattr(model, "module", model), "shares", None)
     if shares is None:

@@ -1,0 +1,159 @@
+"""`--micro_batch_tokens auto`: the plan's choice, tried on the longest samples at the start, and what a run learns."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+
+from common.memory import available_memory
+from common.parallel.liveness import wait_for_all
+from common.plan.forecast import Forecast, Forecaster, NotPlayed, Played, Player, in_bytes
+from common.plan.machines import Machine
+from common.plan.memory import mode_of, needs, on_host, peak, shape_of
+from common.plan.plan import BUSY, lacks
+from common.report.tracking import write_run
+from common.training import token_budget
+from common.training.batching import GlobalBatch, Samples
+from common.training.optimizers import OPTIMIZERS
+from common.training.token_budget import TokenBudget
+
+
+@dataclass
+class Choice(Forecast):
+    """The forecast of a run that is to choose how many tokens it computes at once."""
+
+    run: Any = None
+    samples: Samples | None = None
+    rows: tuple[int, int] = (1, 2)  # of the micro-batches that are played
+    history: list[list[int]] | None = None  # of the run that goes on
+
+    @property
+    def state_bytes(self) -> float:
+        """Of the optimizer."""
+        return OPTIMIZERS[self.run.args.optimizer].state_bytes * self.forecaster.shape.trained
+
+    def line(self) -> dict[str, str]:
+        """Settles `args.micro_batch_tokens` on all ranks; for the printed block: the choice and its predicted peak."""
+        run, told = self.run, [None]
+        if run.accelerator.is_main_process:
+            how = self._choose() if self.history is None else "as the run before has learned"
+            told = [(self.history, how)]
+        wait_for_all()  # however long the main process played
+        self.history, how = broadcast_object_list(told)[0] if run.accelerator.num_processes > 1 else told[0]
+        longest = self.samples.max_length
+        budget = TokenBudget(run.accelerator, self.history, longest)
+        run.args.micro_batch_tokens = budget.tokens = budget.at(run.state.update)
+        if not run.args.dry_run:
+            token_budget.start(budget)
+        return {"tokens": f"{budget.tokens:,} at once: {how}"} | (super().line() if self.found or self.reason else {})
+
+    def _choose(self) -> str:
+        """Finds the budget; says how. Where the update cannot be played, it is that of the longest sample."""
+        args, shape, start = self.run.args, self.forecaster.shape, self.run.state.update
+        self.history = [[start, self.samples.max_length]]
+        half = len(self.playing) // 2
+        try:
+            few, more = (
+                self.forecaster.profile([one.profile() for one in some])
+                for some in (self.playing[:half], self.playing[half:])
+            )
+        except NotPlayed as reason:
+            self.reason = f"not predicted: {reason}"
+            return "one sample, since memory is not predicted"
+        device, is_cpu = self.run.device, self.forecaster.device == "cpu"
+        memory = float(available_memory() if is_cpu else torch.cuda.mem_get_info(device)[1])
+        machine, share = (
+            Machine(1, memory, kind=self.forecaster.device),
+            -(-args.global_batch_size // self.mode.processes),
+        )
+        rows = 1
+        while True:
+            profile = few.scaled(more, (rows - self.rows[0]) / (self.rows[1] - self.rows[0]))
+            segment, parts = peak(needs(profile, shape, self.mode, rows < share))
+            lacking = lacks(machine, self.mode, parts, *on_host(shape, self.mode))
+            if lacking and self.found:
+                return f"twice as many would lack {in_bytes(lacking)}"
+            self.found, self.history = (segment, parts), [[start, rows * self.samples.max_length]]
+            if lacking:
+                return f"one sample, and even that lacks {in_bytes(lacking)} by prediction"
+            if rows == share:
+                return "all of a process's share"
+            if rows * self.samples.max_length >= BUSY[self.forecaster.device]:
+                return "more would fit, but not gain"
+            rows = min(share, 2 * rows)
+
+    def facts(self) -> dict[str, Any]:
+        """For run.json."""
+        return super().facts() | {"micro_batch_tokens": self.history}
+
+
+def choose(
+    run: Any, config: Any, make_empty: Callable[[], torch.nn.Module], samples: Samples, held_out: Samples | None
+) -> Choice | None:
+    """Begins to play the updates of two sizes, on the main process; None in a process that plays."""
+    args, asked = run.args, run.asked
+    shape, device = shape_of(make_empty()), "cpu" if run.device.type == "cpu" else "cuda"
+    # Gradients are not kept in DDP's buckets.
+    mode = replace(mode_of(asked, asked.source, asked.degrees.data), kind="plain")
+    forecaster = Forecaster(Player(run, config, samples, held_out), shape, device)
+    few = max(1, 1024 // samples.max_length)
+    choice = Choice(forecaster, [], mode, True, run=run, samples=samples, rows=(few, 2 * few))
+    if not run.accelerator.is_main_process:
+        return choice
+    if args.resume and (learned := _run_json(args).get("micro_batch_tokens")):
+        choice.history = learned
+        return choice
+    try:
+        for rows in choice.rows:
+            cases = forecaster.cases(mode, rows, args.activation_checkpointing, args.optimizer)
+            choice.playing += [forecaster.player.start(case) for case in cases]
+    except Played:
+        return None
+    return choice
+
+
+def _run_json(args: Any) -> dict[str, Any]:
+    path = Path(args.output_dir) / "run.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def batches_within_memory(run: Any) -> Iterator[GlobalBatch]:
+    """The run's global batches; with a budget, one of the longest samples first, and those that are made again."""
+    budget, update, end = token_budget.adjusting(), run.state.update, run.args.num_updates
+    if budget is None:
+        yield from run.progress.batches(run.loader)
+        return
+    budget.is_trial = update < end
+    # As large as what the first step makes, for as long as the trial takes.
+    state = 0 if run.optimizer.state else run.forecast.state_bytes
+    place = torch.empty(int(state), dtype=torch.uint8, device=run.device)
+    while budget.is_trial:
+        run.loader.dataset.micro_batch_tokens = budget.tokens
+        yield from _attempt(run, budget, run.loader.dataset.of_longest(), update)
+        budget.is_trial = budget.has_any_run_out
+    del place
+    while update < end:
+        run.args.micro_batch_tokens = budget.tokens = budget.at(update)
+        until = min([end, *(first for first, _ in budget.history if first > update)])
+        for batch in run.progress.batches(run.load(range(update, until))):
+            yield from _attempt(run, budget, batch, batch.update)
+            if budget.has_any_run_out:
+                break
+            update = batch.update + 1
+
+
+def _attempt(run: Any, budget: TokenBudget, batch: GlobalBatch, update: int) -> Iterator[GlobalBatch]:
+    """Yields it once; where memory ran out, the budget is then halved, which is told and kept in run.json."""
+    yield from budget.attempt(batch)
+    if not budget.has_any_run_out:
+        return
+    before = budget.tokens
+    budget.halve(update)
+    if run.accelerator.is_main_process:
+        where = "on the longest samples" if budget.is_trial else f"in update {update}, which is made again"
+        run.progress.bar.write(f"memory ran out {where}: {budget.tokens:,} tokens at once, and not {before:,}")
+        write_run(run.output_dir, _run_json(run.args) | {"micro_batch_tokens": budget.history})

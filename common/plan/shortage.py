@@ -1,0 +1,163 @@
+"""What a run that dies of memory says: what was predicted, what it held, and what would have helped, by how much.
+
+The prediction comes from a new process: it starts the same recipe with the same flags, plays the update at hand and
+those with less memory, and prints what each would hold. A fork of the run could not: once a process has computed a
+backward, torch lets no fork of it compute another.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import torch
+
+from common.memory import available_memory
+from common.parallel.launch import ALONE
+from common.plan.forecast import Forecaster, NotPlayed, Played, Player, in_bytes, rows_of
+from common.plan.machines import Machine
+from common.plan.memory import Mode, mode_of, needs, peak, shape_of
+from common.plan.plan import CHECKPOINTING, modes_for, run_can_checkpoint
+from common.plan.profile import Profile
+from common.report.tracking import peak_memory_bytes
+from common.training.batching import Samples
+from common.training.optimizers import OPTIMIZERS
+from common.training.out_of_memory import is_out_of_memory
+
+QUESTION = "MEMORY_QUESTION"  # in the environment of the process that answers
+SECONDS = 180  # it may take
+KNOBS = 3  # that are told
+NOT_REPEATED = ("--output_dir", "--resume", "--overwrite", "--dry_run", "--profile")  # of the run's own flags
+
+
+def explain(run: Any, error: BaseException) -> None:
+    """Adds to an error of memory what was predicted, what this process held, and which flags would have helped."""
+    if not is_out_of_memory(error):
+        return
+    held = _held(run.device)
+    traceback.clear_frames(error.__traceback__)  # which hold the activations
+    mode = mode_of(run.asked, run.asked.source, run.asked.degrees.data)
+    kind = "cpu" if run.device.type == "cpu" else "cuda"
+    args = {name: getattr(run.args, name, None) for name in ("micro_batch_size", "micro_batch_tokens")}
+    question = json.dumps({"mode": dataclasses.asdict(mode), "device": kind, **args})
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "PARALLELISM_", "LOCAL_", "GROUP_", "ROLE_"))
+        and name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    }
+    environment |= {QUESTION: question, ALONE: "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, sys.argv[0], *_repeated(sys.argv[1:])]
+    try:
+        asked = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
+        told = json.loads(asked.stdout.splitlines()[-1])
+    except (OSError, subprocess.TimeoutExpired, IndexError, json.JSONDecodeError):
+        told = {"reason": "no process could be started to predict it"}
+    error.add_note("\n".join(["", f"Memory ran out. {held}.", *_lines(told)]))
+
+
+def _repeated(words: list[str]) -> Iterator[str]:
+    """The flags of the run but those of its output directory."""
+    is_left_out = False
+    for word in words:
+        if word.startswith("--"):
+            is_left_out = word.partition("=")[0] in NOT_REPEATED
+        if not is_left_out:
+            yield word
+
+
+def _held(device: torch.device) -> str:
+    """What this process has used, and of how much."""
+    most = in_bytes(peak_memory_bytes(device))
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        reserved = in_bytes(torch.cuda.memory_reserved(device))
+        return f"Used: at most {most} of tensors; {reserved} reserved of {in_bytes(total)}, {in_bytes(free)} free"
+    return f"Used: at most {most} resident, with torch itself; {in_bytes(available_memory())} are left"
+
+
+def _lines(told: dict[str, Any]) -> Iterator[str]:
+    if "reason" in told:
+        yield f"Not predicted: {told['reason']}."
+        return
+    yield f"Predicted: {in_bytes(told['peak'])} of tensors at the peak."
+    knobs = [(saved, words) for words, saved in told["knobs"].items() if saved > 0.01 * told["peak"]]
+    if knobs:
+        yield "By prediction, these would need less:"
+    for saved, words in sorted(knobs, reverse=True)[:KNOBS]:
+        yield f"  {words:<45} {in_bytes(saved)} less"
+
+
+def is_asked() -> bool:
+    """Whether this process is one that answers."""
+    return QUESTION in os.environ
+
+
+def answer(
+    run: Any, config: Any, make_empty: Callable[[], torch.nn.Module], samples: Samples, held_out: Samples | None
+) -> None:
+    """Prints the predicted peak and what each knob saves, in bytes, as JSON, and ends; returns where it plays."""
+    question = json.loads(os.environ[QUESTION])
+    mode, args = Mode(**question["mode"]), run.args
+    args.micro_batch_size, args.micro_batch_tokens = question["micro_batch_size"], question["micro_batch_tokens"]
+    shape, rows = shape_of(make_empty()), rows_of(args, samples, mode.processes)
+    forecaster = Forecaster(Player(run, config, samples, held_out), shape, question["device"])
+    way = args.activation_checkpointing
+    later = CHECKPOINTING[CHECKPOINTING.index(way) + 1 :] if way in CHECKPOINTING else ()
+    sharded = [one for one in _sharded(mode, question["device"]) if one.kind != mode.kind]
+    tries = {"": (mode, rows, way)}
+    if rows > 1:
+        half = f"--micro_batch_tokens {args.micro_batch_tokens // 2}"
+        half = f"--micro_batch_size {rows // 2}" if args.micro_batch_size else half
+        tries[half] = (mode, rows // 2, way)
+    if run_can_checkpoint(make_empty()):
+        tries |= {f"--activation_checkpointing {one}": (mode, rows, one) for one in later}
+    tries |= {f"--config_file accelerate_configs/{one.name}.yaml": (one, rows, way) for one in sharded}
+    cases = {words: forecaster.cases(*one, args.optimizer) for words, one in tries.items()}
+    try:
+        played = iter(
+            forecaster.player.play([case for some in cases.values() for case in some], at_once=psutil.cpu_count() or 1)
+        )
+        profiles = {words: forecaster.profile([next(played) for _ in some]) for words, some in cases.items()}
+    except Played:
+        return
+    except NotPlayed as reason:
+        print(json.dumps({"reason": str(reason)}), flush=True)
+        sys.exit()
+
+    def held(words: str, profile: Profile) -> float:
+        mode, rows, _ = tries[words]
+        accumulates = args.global_batch_size > rows * mode.processes
+        return sum(peak(needs(profile, shape, mode, accumulates))[1].values())
+
+    sizes = {words: held(words, profile) for words, profile in profiles.items()}
+    knobs = {words: sizes[""] - size for words, size in sizes.items() if words}
+    bytes_now = OPTIMIZERS[args.optimizer].state_bytes
+    for name in ("adamw8bit", "adafactor"):
+        saved = bytes_now - OPTIMIZERS[name].state_bytes
+        knobs[f"--optimizer {name}"] = (
+            saved * shape.trained / (mode.shards if mode.kind in ("FSDP", "DeepSpeed") else 1)
+        )
+    print(json.dumps({"peak": sizes[""], "knobs": _best_of_each(knobs)}), flush=True)
+    sys.exit()
+
+
+def _sharded(mode: Mode, device: str) -> list[Mode]:
+    """The shipped configs that shard, for as many processes, without offload."""
+    modes, _ = modes_for(Machine(mode.processes, 0.0, kind=device)) if mode.processes > 1 else ([], [])
+    sharded = [dataclasses.replace(one, precision=mode.precision) for one in modes if one.processes == mode.processes]
+    return [one for one in sharded if one.kind in ("FSDP", "DeepSpeed") and one.state_on == one.weights_on == "device"]
+
+
+def _best_of_each(knobs: dict[str, float]) -> dict[str, float]:
+    """Of each flag the value that saves most, where it saves anything."""
+    best: dict[str, tuple[float, str]] = {}
+    for words, saved in knobs.items():
+        flag = words.split()[0]
+        best[flag] = max(best.get(flag, (0.0, "")), (saved, words))
+    return {words: saved for saved, words in best.values() if words}

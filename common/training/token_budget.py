@@ -1,0 +1,128 @@
+"""`--micro_batch_tokens auto`: as many tokens at once as memory holds; half of them, on all ranks, when it runs out.
+
+An update whose forward or backward ran out of memory on any rank is made again: its gradients are dropped, the same
+samples are cut smaller, and the random streams go back, so it is the update that a run with the smaller budget makes.
+The ranks learn of it from the collective that each update has anyway. That needs ranks that compute without each other
+between two updates: gradients are summed after the last backward (`average_gradients`), and not while it runs.
+"""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+
+from common.training.batching import GlobalBatch
+from common.training.out_of_memory import is_out_of_memory
+
+NEWS = "out_of_memory"
+
+
+@dataclass
+class TokenBudget:
+    """What this run computes at once, and from which update on."""
+
+    accelerator: Accelerator
+    history: list[list[int]]  # pairs: from this update on, so many tokens
+    longest: int  # tokens of the longest sample: no smaller budget holds it
+    tokens: int = 0  # now
+    is_trial: bool = False  # what is computed now is no update
+    has_run_out: bool = False  # on this rank, in this update
+    has_any_run_out: bool = False  # on any rank
+
+    def at(self, update: int) -> int:
+        """The budget of an update."""
+        return [tokens for first, tokens in self.history if first <= update][-1]
+
+    def halve(self, update: int) -> None:
+        """From this update on, on all ranks alike."""
+        self.tokens = max(self.longest, self.tokens // 2)
+        self.history[:] = [entry for entry in self.history if entry[0] < update] + [[update, self.tokens]]
+
+    @contextmanager
+    def spared(self) -> Iterator[None]:
+        """Around a forward and backward: notes that memory ran out, unless no smaller budget is left."""
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error) or self.tokens <= self.longest:
+                raise
+            traceback.clear_frames(error.__traceback__)  # which hold the activations
+            self.has_run_out = True
+        if self.has_run_out:
+            self.accelerator.gradient_state._set_sync_gradients(True)  # else the optimizer would keep the gradients
+            if self.accelerator.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def attempt(self, batch: GlobalBatch) -> Iterator[GlobalBatch]:
+        """Yields it once; where it does not count, the random streams and fp16's loss scale are then as before."""
+        device, scaler = self.accelerator.device, self.accelerator.scaler
+        stream, scale = torch.get_rng_state(), scaler and scaler.state_dict()
+        stream_of_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self.has_run_out = self.has_any_run_out = False
+        yield batch
+        if is_repeated():
+            torch.set_rng_state(stream)
+            if stream_of_gpu is not None:
+                torch.cuda.set_rng_state(stream_of_gpu, device)
+            if scaler is not None:
+                scaler.load_state_dict(scale)
+
+
+_running: TokenBudget | None = None
+
+
+def start(budget: TokenBudget) -> None:
+    """From now on this process's run has a budget."""
+    global _running
+    _running = budget
+
+
+def adjusting() -> TokenBudget | None:
+    """The budget of this process's run, if it has one."""
+    return _running
+
+
+def while_there_is_memory(micro_batches: list[Any]) -> Iterator[Any]:
+    """The micro-batches of an update, to the one at which memory runs out on this rank."""
+    for micro_batch in micro_batches:
+        yield micro_batch
+        if _running is not None and _running.has_run_out:
+            return
+
+
+def is_repeated() -> bool:
+    """Whether what has just been computed does not count as an update."""
+    return _running is not None and (_running.is_trial or _running.has_any_run_out)
+
+
+def news() -> dict[str, float]:
+    """What the other ranks are to know with the loss of an update."""
+    return {} if _running is None else {NEWS: _running.has_run_out}
+
+
+def learn(told: dict[str, Any]) -> bool:
+    """Whether the update does not count, by the sums of `news`."""
+    if _running is not None:
+        _running.has_any_run_out = told.pop(NEWS) > 0
+    return is_repeated()
+
+
+def average_gradients(accelerator: Accelerator, model: torch.nn.Module) -> None:
+    """The mean of the ranks' gradients, as DDP computes it while a backward runs; nothing where there is no budget."""
+    if _running is None:
+        return
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if _running.has_run_out or accelerator.num_processes > 1:
+        for p in trained:
+            if p.grad is None:  # memory ran out before the first backward; others wait for this rank all the same
+                p.grad = torch.zeros_like(p)
+    if accelerator.num_processes > 1:
+        sums = [dist.all_reduce(p.grad, async_op=True) for p in trained]
+        for one in sums:
+            one.wait()
+        torch._foreach_div_([p.grad for p in trained], accelerator.num_processes)

@@ -1,0 +1,92 @@
+"""--micro_batch_tokens auto: memory that really runs out, at any update, on any rank, changes no update."""
+
+import json
+import shutil
+
+import pytest
+from conftest import ROOT, assert_refused, launch, launch_command, read_metrics, run, told
+from safetensors.torch import load_file
+
+# The recipe, for whom the memory of one rank becomes short in update 2: so many MiB more than it has there.
+SHORT = """import os, re, resource, runpy, sys
+sys.path.insert(0, {root!r})
+from accelerate import Accelerator
+from common.parallel import liveness
+begin, limit = Accelerator.no_sync, resource.getrlimit(resource.RLIMIT_DATA)
+def short(*args, **kwargs):
+    if liveness.update == 2 and int(os.environ.get("RANK", 0)) == {rank} and not short.is_set:
+        used = int(re.search(r"VmData:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+        resource.setrlimit(resource.RLIMIT_DATA, (used + {mib} * 2**20, limit[1]))
+        short.is_set = True
+    return begin(*args, **kwargs)
+short.is_set = False
+Accelerator.no_sync = short  # before the forward of each micro-batch but the last
+runpy.run_path({recipe!r}, run_name="__main__")
+"""
+MIB = 48
+# Freed memory goes back to the system at once: the limit is then what counts.
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))))
+    return path
+
+
+def flags(text, out, *more, tokens="auto"):
+    base = ["--train_file", text, "--sequence_length", 128, "--num_updates", 5, "--global_batch_size", 32]
+    base += ["--learning_rate", 1e-3, "--save_every", 2, "--keep_last", 4, "--micro_batch_tokens", tokens]
+    return [*base, "--output_dir", out, *more]
+
+
+def script(directory, rank, recipe="lm"):
+    directory.mkdir()
+    path = directory / "short.py"
+    path.write_text(SHORT.format(root=str(ROOT), rank=rank, mib=MIB, recipe=str(ROOT / f"recipes/{recipe}.py")))
+    return path
+
+
+def learned(out):
+    return json.loads((out / "run.json").read_text())["micro_batch_tokens"]
+
+
+@pytest.mark.parametrize(("config", "rank"), [("cpu", 0), ("multi_cpu", 1)])
+def test_an_update_that_ran_out_of_memory_is_made_again(config, rank, text, tmp_path):
+    """On one rank only. Controls: a number in the place of auto, with which the run dies; and the run in plenty."""
+    short, out = script(tmp_path / "short", rank), tmp_path / "run"
+    command = launch_command(config, "--mixed_precision", "no")
+    result = run([*command, short, *flags(text, out)], **GIVE_BACK)
+    assert result.returncode == 0, told(result)
+    (start, most), (update, fewer), *_ = learned(out)
+    assert (start, update) == (0, 2) and 128 <= fewer < most == 1024
+    assert f"{fewer:,} tokens at once" in result.stdout
+    launch(*flags(text, tmp_path / "plenty", tokens=1024), config=config)
+    for one, other in zip(read_metrics(out), read_metrics(tmp_path / "plenty"), strict=True):
+        assert one["sample_digest"] == other["sample_digest"]
+        assert one["loss"] == pytest.approx(other["loss"], rel=2e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+    # What was learned is where a resume begins: the same bits, without running out again.
+    resumed = tmp_path / "resumed"
+    shutil.copytree(out, resumed)
+    shutil.rmtree(resumed / "model")
+    for checkpoint in ("update-000004", "update-000005"):
+        shutil.rmtree(resumed / "checkpoints" / checkpoint)
+    result = launch("--resume", *flags(text, resumed), config=config)
+    assert learned(resumed) == learned(out) and "as the run before has learned" in result.stdout
+    assert [(x["loss"], x["grad_norm"]) for x in read_metrics(resumed)] == [
+        (x["loss"], x["grad_norm"]) for x in read_metrics(out)
+    ]
+    weights, expected = (load_file(path / "model/model.safetensors") for path in (resumed, out))
+    assert all((weights[name] == expected[name]).all() for name in expected)
+    if config == "cpu":
+        result = run([*command, short, *flags(text, tmp_path / "dies", tokens=1024)], **GIVE_BACK)
+        assert result.returncode != 0 and "Memory ran out." in result.stderr, told(result)
+
+
+@pytest.mark.parametrize("config", ["fsdp2", "zero2", "tensor_parallel"])
+def test_where_processes_share_a_forward_it_is_refused(config, text, tmp_path):
+    result = launch(*flags(text, tmp_path / "run"), config=config, check=False)
+    assert_refused(result, rf"--micro_batch_tokens auto: in .*{config}.yaml the processes share each forward")
+    assert not (tmp_path / "run").exists()
