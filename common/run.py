@@ -38,7 +38,6 @@ from common.checkpoint.format import TrainingState
 from common.checkpoint.identity import identify
 from common.checkpoint.save import Checkpoints
 from common.errors import refuse
-from common.files import complete_or_absent
 from common.models.load import attention_length, empty_model
 from common.parallel import connect, ending, launch, loading, mode
 from common.plan.choice import batches_within_memory
@@ -208,10 +207,9 @@ class Run:
     def evaluation_is_due(self) -> bool:
         """Whether the held-out samples are to be measured after this update."""
         args, done = self.args, self.state.update
-        is_end = args.keep_best and done == args.num_updates  # the last one may be the best
-        return bool(self.held_out and args.eval_every and not token_budget.is_repeated()) and (
-            done % args.eval_every == 0 or is_end
-        )
+        if not (self.held_out and args.eval_every) or token_budget.is_repeated():
+            return False
+        return done % args.eval_every == 0 or (args.keep_best and done == args.num_updates)  # the last may be the best
 
     def end_update(self, batch: GlobalBatch, **figures: float) -> bool:
         """Records the update and `figures`; a checkpoint if --save_every or a request to stop asks. True: end the loop.
@@ -245,15 +243,7 @@ class Run:
 
         Returns the model on the main process, without what the mode wrapped around it; None on all others.
         """
-        weights = loading.whole_weights(self.accelerator, self.model)
-        if not self.accelerator.is_main_process:
-            return None
-        model = loading.without_wrapper(self.model)
-        with complete_or_absent(Path(self.output_dir) / "model") as directory:
-            model.save_pretrained(directory, state_dict=weights)
-            for one in pretrained:
-                one.save_pretrained(directory)
-        return model
+        return loading.write_model(self.accelerator, self.model, Path(self.output_dir) / "model", *pretrained)
 
     def finish(self, results: dict[str, Any], model_class: str, *lines: str) -> None:
         """Prints and writes the results, and ends the run on all ranks together."""

@@ -1,6 +1,7 @@
 """--micro_batch_tokens auto: memory that really runs out, at any update, on any rank, changes no update."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -54,7 +55,7 @@ def learned(out):
 
 @pytest.mark.parametrize(("config", "rank"), [("cpu", 0), ("multi_cpu", 1)])
 def test_an_update_that_ran_out_of_memory_is_made_again(config, rank, text, tmp_path):
-    """On one rank only. Controls: a number in the place of auto, with which the run dies; and the run in plenty."""
+    """On one rank only. Controls: the run in plenty; and the next test, where the same shortage ends a run."""
     short, out = script(tmp_path / "short", rank), tmp_path / "run"
     command = launch_command(config, "--mixed_precision", "no")
     result = run([*command, short, *flags(text, out)], **GIVE_BACK)
@@ -80,9 +81,27 @@ def test_an_update_that_ran_out_of_memory_is_made_again(config, rank, text, tmp_
     ]
     weights, expected = (load_file(path / "model/model.safetensors") for path in (resumed, out))
     assert all((weights[name] == expected[name]).all() for name in expected)
-    if config == "cpu":
-        result = run([*command, short, *flags(text, tmp_path / "dies", tokens=1024)], **GIVE_BACK)
-        assert result.returncode != 0 and "Memory ran out." in result.stderr, told(result)
+
+
+def predicted(output):
+    """The peak that a dry run prints, in MiB."""
+    return float(re.search(r"predicted peak ([\d.]+) MiB a process", output)[1])
+
+
+@pytest.mark.parametrize(("config", "rank"), [("cpu", 0), ("multi_cpu", 1)])
+def test_a_run_that_dies_of_memory_says_what_would_have_helped(config, rank, text, tmp_path):
+    """What it predicts is what a dry run with those flags predicts. Control: the tests above, whose runs do not die."""
+    asked = flags(text, tmp_path / "run", tokens=1024)
+    command = launch_command(config, "--mixed_precision", "no")
+    result = run([*command, script(tmp_path / "short", rank), *asked], **GIVE_BACK)
+    assert result.returncode != 0 and result.stderr.count("Memory ran out. Used: at most ") == 1, told(result)
+    told_peak = float(re.search(r"Predicted: ([\d.]+) MiB of tensors at the peak", result.stderr)[1])
+    knobs = dict(re.findall(r"^  (--\S+ \S+) +([\d.]+) MiB less$", result.stderr, re.MULTILINE))
+    assert "--activation_checkpointing full" in knobs and "--micro_batch_tokens 512" in knobs and len(knobs) == 3, knobs
+    asked = flags(text, tmp_path / "dry", "--dry_run", tokens=1024)
+    assert predicted(launch(*asked, config=config).stdout) == pytest.approx(told_peak, abs=0.2)
+    less = predicted(launch(*asked, "--activation_checkpointing", "full", config=config).stdout)
+    assert told_peak - less == pytest.approx(float(knobs["--activation_checkpointing full"]), abs=0.2)
 
 
 @pytest.mark.parametrize("config", ["fsdp2", "zero2", "tensor_parallel"])

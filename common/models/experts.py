@@ -223,7 +223,12 @@ class Routing:
 
     def news(self) -> dict[str, Tensor]:
         """What travels with the global batch's loss (`reduce_update`): where this rank's tokens went."""
-        return {"expert_counts": self.counts[True]} if self.layers else {}
+        if not self.layers:
+            return {}
+        if True not in self.counts:  # memory ran out in the first forward
+            layer, number = self.layers[0], len(self.layers)
+            self.counts[True] = torch.zeros(number, layer.num_experts, dtype=int, device=layer.router.weight.device)
+        return {"expert_counts": self.counts[True]}
 
     @torch.no_grad()
     def end_update(self, finite: bool, news: dict[str, Any]) -> dict[str, float]:

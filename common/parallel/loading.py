@@ -6,6 +6,7 @@ a checkpoint keeps apart, and does not know buffers that are saved. transformers
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import distribute_tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from common.files import complete_or_absent
 from common.parallel import sequence, tensor
 from common.parallel.liveness import wait_for_all
 from common.training import token_budget
@@ -54,6 +56,21 @@ def whole_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, torch
     if hasattr(bare, "pipeline_stages"):
         return bare.pipeline_stages.whole_weights(bare)
     return tensor.whole_state_dict(bare) if hasattr(bare, "shares") else accelerator.get_state_dict(model)
+
+
+def write_model(
+    accelerator: Accelerator, model: nn.Module, directory: Path, *pretrained: Any
+) -> PreTrainedModel | None:
+    """Writes a directory that `from_pretrained` loads, whole or not at all; `Run.write_model` tells the rest."""
+    weights = whole_weights(accelerator, model)
+    if not accelerator.is_main_process:
+        return None
+    model = without_wrapper(model)
+    with complete_or_absent(directory) as unfinished:
+        model.save_pretrained(unfinished, state_dict=weights)
+        for one in pretrained:
+            one.save_pretrained(unfinished)
+    return model
 
 
 _are_imagined = False
