@@ -8,7 +8,9 @@ import os
 import conftest
 import pytest
 import torch
-from conftest import assert_refused, example_flags, launch, launch_command, read_metrics, run
+from conftest import assert_refused, example_flags, launch, launch_command, read_metrics, run, told
+from test_token_budget import flags as text_flags
+from test_token_budget import learned, script, text  # noqa: F401
 from test_writer import make_writer, piece, saved
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -29,7 +31,8 @@ def flags(functions_file, model_dir, output_dir, *more):
     return example_flags(functions_file, model_dir, output_dir, *base, *more)
 
 
-run_specs = functools.partial(conftest.run_specs, CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES"))
+GPUS = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES")}
+run_specs = functools.partial(conftest.run_specs, **GPUS)
 
 
 def train(output_dir, functions_file, model_dir, *more, precision="no", config="single_gpu", processes=1, **env):
@@ -51,6 +54,20 @@ def test_float32_on_the_gpu_makes_the_losses_of_the_cpu(float32_losses, function
     losses, printed = train(tmp_path / "run", functions_file, model_dir, NVIDIA_TF32_OVERRIDE=0)
     assert losses == pytest.approx(float32_losses, rel=1e-4)
     assert "on cuda" in printed
+
+
+def test_memory_that_runs_out_halves_what_is_computed_at_once(text, tmp_path):  # noqa: F811
+    """In one update; the losses are those of a run in plenty."""
+    more = ["--global_batch_size", 256]  # 32,768 tokens, of which auto takes a part at once
+    command = launch_command("single_gpu", "--mixed_precision", "no")
+    short = script(tmp_path / "short", 0)
+    for recipe, out, tokens in ((short, "short", "auto"), ("recipes/lm.py", "plenty", 8192)):
+        result = run([*command, recipe, *text_flags(text, tmp_path / out / "run", *more, tokens=tokens)], **GPUS)
+        assert result.returncode == 0, told(result)
+    (start, most), (update, fewer), *_ = learned(tmp_path / "short/run")
+    assert (start, update) == (0, 2) and fewer < most
+    losses = [[line["loss"] for line in read_metrics(tmp_path / out / "run")] for out in ("short", "plenty")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 def test_a_profile_has_the_kernels_of_each_phase(functions_file, model_dir, tmp_path):
