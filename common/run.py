@@ -101,7 +101,8 @@ class Run:
         """
         checks.check_samples(self.args, train_set, held_out, self.asked.degrees)
         make_empty = cache(partial(empty_model, config, self.args.trust_remote_code, model_class))
-        refuse(loading.check_model(config, model_class, make_empty))
+        check_model = partial(loading.check_model, config, model_class, make_empty)
+        refuse(check_model(self.asked.degrees))
         connect.check_space(self.asked, lambda: [p.numel() for p in make_empty().parameters()])
         identity = identify(self.args, self.accelerator, config, tokenizer, train_set.fingerprint, *own_flags)
         self.resumed = self.checkpoints.find(identity)
@@ -109,7 +110,8 @@ class Run:
         refuse(checks.check_profile(self.args, self.state.update))
         connect.seed_everything(self.args.seed)
         # Last: it also comes back in processes of its own, which are this run no more.
-        self.forecast = (plan if self.args.plan else foresee)(self, config, make_empty, train_set, held_out)
+        foretell = partial(plan, check_model) if self.args.plan else foresee
+        self.forecast = foretell(self, config, make_empty, train_set, held_out)
 
     def prepare(
         self,
