@@ -9,6 +9,7 @@ from common.parallel.deepspeed_files import check_optimizer
 from common.parallel.launch import Launch, check_asked, check_machines, parse_launch
 from common.plan.machines import Machine
 from common.plan.memory import Mode, mode_of
+from common.training.degrees import Degrees
 
 CONFIGS = "accelerate_configs"
 PORT = 29500  # of the first of several nodes, where the others meet it
@@ -24,11 +25,11 @@ def folder() -> Path:
 
 
 def modes_for(
-    machine: Machine, args: argparse.Namespace, check_model: Callable[[Launch], list[str]]
+    machine: Machine, args: argparse.Namespace, check_model: Callable[[Degrees], list[str]]
 ) -> tuple[list[Mode], list[str]]:
     """What each config is on a machine, and the names of those with which a run would be refused.
 
-    args: the recipe's flags. check_model: the problems of a launch with the model.
+    args: the recipe's flags. check_model: the problems of the model where processes share samples so.
     """
     found: list[tuple[Launch, Mode]] = []
     left_out = []
@@ -39,7 +40,7 @@ def modes_for(
                 continue
             launch = parse_launch(["--config_file", str(path), *flags, "recipe.py"])
             mode = mode_of(launch, path.stem, args, flags)
-            refused = [*check_asked(launch, args), *check_machines(launch)] or check_model(launch)
+            refused = [*check_asked(launch, args), *check_machines(launch)] or check_model(launch.degrees)
             refused += check_optimizer(mode.zero, args.optimizer) if mode.zero else []
         except UserError:  # its DeepSpeed file is not where the user is
             refused = ["no file"]

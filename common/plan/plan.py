@@ -12,7 +12,6 @@ import psutil
 import torch
 
 from common.errors import UserError
-from common.parallel.launch import Launch
 from common.plan import configs, machines
 from common.plan.cost import Cost, cost_of, micro_batches_of
 from common.plan.forecast import Forecaster, NotPlayed, Played, Player
@@ -61,17 +60,13 @@ def plan(
 
     check_model: the problems of the model where processes share its samples in these ways.
     """
-
-    def check(launch: Launch) -> list[str]:
-        if launch.degrees.pipeline == 1:
-            return check_model(launch.degrees)
-        from common.parallel.stages import check_stages  # not for a recipe without stages
-
-        return list(check_stages(config, launch.degrees))
-
     args = run.args
     machine = machines.this_machine() if args.plan == "here" else machines.parse_machine(args.plan)
-    modes, left_out = configs.modes_for(machine, args, check)
+    modes, left_out = configs.modes_for(
+        machine,
+        args,
+        lambda degrees: check_model(degrees) if degrees.pipeline == 1 else _check_stages(config, make_empty, degrees),
+    )
     shape = shape_of(make_empty())
     forecaster = Forecaster(Player(run, config, samples, held_out), shape, machine.kind)
     share = max(math.ceil(args.global_batch_size / mode.degrees.data) for mode in modes)
@@ -89,6 +84,14 @@ def plan(
     rows = list(_rows(args, samples, modes, ways, shape, machine, profiles, pair))
     print("\n".join(_page(args, samples, machine, shape, rows, left_out)), flush=True)
     sys.exit()
+
+
+def _check_stages(config: Any, make_empty: Callable[[], torch.nn.Module], degrees: Degrees) -> list[str]:
+    """What keeps a model from being cut into stages."""
+    from common.parallel import stages  # not for a recipe without stages
+
+    problems = list(stages.check_stages(config, degrees))
+    return problems if problems or stages.find_parts(make_empty()) else ["other parts than its pipeline plan says"]
 
 
 def run_can_checkpoint(model: torch.nn.Module) -> bool:

@@ -7,6 +7,7 @@ do that are given theirs), makes its optimizer, and its loop computes an update 
 
 import argparse
 import contextlib
+import itertools
 import os
 import pickle
 import sys
@@ -128,7 +129,7 @@ class Rehearsal:
 
         self.accelerator.backward = told
         if hasattr(self.args, "schedule"):  # all micro-batches are taken before the first one is computed
-            self.number = -1
+            self.forwards = itertools.count()
             model.register_forward_pre_hook(self._begin_next_forward)
         self.model, self.optimizer = model, optimizer
         evaluated = {name: self.fake.from_tensor(one) for name, one in larger.items()}
@@ -140,7 +141,7 @@ class Rehearsal:
 
     def _begin_next_forward(self, model: torch.nn.Module, _: Any) -> None:
         if model.training:
-            self.number += 1
+            self.number = next(self.forwards)
             self._begin(f"forward {self.number}")
 
     def _name_states(self, optimizer: torch.optim.Optimizer) -> None:
