@@ -6,12 +6,14 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import psutil
 import torch
 
 from common.errors import UserError
+from common.parallel import loading
 from common.plan import configs, machines
 from common.plan.cost import Cost, cost_of, micro_batches_of
 from common.plan.forecast import Forecaster, NotPlayed, Played, Player
@@ -49,29 +51,24 @@ class Row:
 
 
 def plan(
-    check_model: Callable[[Degrees], list[str]],
+    model_class: Any,
     run: Any,
     config: Any,
     make_empty: Callable[[], torch.nn.Module],
     samples: Samples,
     held_out: Samples | None,
 ) -> None:
-    """Prints the plan and ends the run; comes back only in a process that plays.
-
-    check_model: the problems of the model where processes share its samples in these ways.
-    """
+    """Prints the plan and ends the run; comes back only in a process that plays. model_class: an Auto class."""
     args = run.args
     machine = machines.this_machine() if args.plan == "here" else machines.parse_machine(args.plan)
-    modes, left_out = configs.modes_for(
-        machine,
-        args,
-        lambda degrees: check_model(degrees) if degrees.pipeline == 1 else _check_stages(config, make_empty, degrees),
-    )
+    check_model = partial(_check_model, config, model_class, make_empty)
+    modes, left_out = configs.modes_for(machine, args, check_model)
     shape = shape_of(make_empty())
     forecaster = Forecaster(Player(run, config, samples, held_out), shape, machine.kind)
     share = max(math.ceil(args.global_batch_size / mode.degrees.data) for mode in modes)
     few = max(1, min(share, 1024 // samples.max_length))
-    pair = (few, max(few + 1, min(share, 4 * few)))
+    # Not twice or four times as many: where a vocabulary has as many entries as there are tokens, all would be logits.
+    pair = (few, max(few + 1, min(share, 3 * few)))
     ways = CHECKPOINTING if run_can_checkpoint(make_empty()) else ("none",)
     try:
         profiles = _profiles(forecaster, modes, ways, pair, args.optimizer)
@@ -86,8 +83,12 @@ def plan(
     sys.exit()
 
 
-def _check_stages(config: Any, make_empty: Callable[[], torch.nn.Module], degrees: Degrees) -> list[str]:
-    """What keeps a model from being cut into stages."""
+def _check_model(
+    config: Any, model_class: Any, make_empty: Callable[[], torch.nn.Module], degrees: Degrees
+) -> list[str]:
+    """What keeps a model from being shared so."""
+    if degrees.pipeline == 1:
+        return loading.check_model(config, model_class, make_empty, degrees)
     from common.parallel import stages  # not for a recipe without stages
 
     problems = list(stages.check_stages(config, degrees))
