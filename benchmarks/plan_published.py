@@ -184,7 +184,7 @@ def predict(one):
     precision = "bf16" if one["weights"] == "bf16" else "no"
     mode = Mode(one["name"], one["sharding"], precision, one["gpus"])
     shape = shape_of(model)
-    segments = needs(few.scaled(more, (layers - 2) / 2), shape, mode, one["accumulates"])
+    segments = needs(few.scaled(more, (layers - 2) / 2), shape, mode, 1 + one["accumulates"])
     for segment, parts in segments.items():
         if one["pure"]:  # what `needs` takes for float32 is bf16
             for name in ("weights", "gradients", "optimizer state"):

@@ -50,8 +50,6 @@ def _check_plan(args: argparse.Namespace) -> Iterator[str]:
         return
     if started_world_size() > 1:
         yield "--plan is for one process, whatever it plans for: take python in the place of accelerate launch"
-    if hasattr(args, "schedule"):
-        yield "--plan does not know the stages of a pipeline; plan the same model with recipes/lm.py"
     for name in ("dry_run", "resume", "overwrite"):
         if getattr(args, name):
             yield f"--plan trains nothing; take --{name} out"

@@ -95,12 +95,11 @@ class Run:
             config: the model's configuration. tokenizer: of transformers, or None. model_class: an Auto class.
             own_flags: names of the recipe's own flags that an update depends on.
 
-        Raises UserError: no checkpoint to resume, or a line for each thing that differs from it; too little data;
-            too little disk for what is offloaded.
+        Raises UserError: no checkpoint to resume, or a line for each thing that differs; too little data or disk.
         """
         checks.check_samples(self.args, train_set, held_out, self.asked.degrees)
         make_empty = cache(partial(empty_model, config, self.args.trust_remote_code, model_class))
-        refuse(loading.check_model(config, model_class, make_empty))
+        refuse(loading.check_model(config, model_class, make_empty, self.asked.degrees))
         connect.check_space(self.asked, lambda: [p.numel() for p in make_empty().parameters()])
         identity = identify(self.args, self.accelerator, config, tokenizer, train_set.fingerprint, *own_flags)
         self.resumed = self.checkpoints.find(identity)
@@ -108,7 +107,7 @@ class Run:
         refuse(checks.check_profile(self.args, self.state.update))
         connect.seed_everything(self.args.seed)
         # Last: it also comes back in processes of its own, which are this run no more.
-        self.forecast = predict(self, config, make_empty, train_set, held_out)
+        self.forecast = predict(model_class, self, config, make_empty, train_set, held_out)
 
     def prepare(
         self,

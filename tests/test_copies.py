@@ -20,12 +20,12 @@ EVERY = """
     checkpoint.resume checkpoint.save checkpoint.write checks data.hub errors files memory models.cpu_kernels
     models.load models.masks parallel.connect parallel.deepspeed_files parallel.deepspeed_flags parallel.ending
     parallel.extensions parallel.groups parallel.launch parallel.liveness parallel.loading parallel.mode
-    parallel.rates parallel.parallelism parallel.sequence parallel.sharding parallel.tensor plan.choice plan.cost
-    plan.depth plan.forecast plan.machines plan.memory plan.plan plan.profile plan.questions plan.rehearsal
-    plan.shortage plan.tape redaction report.profiling report.settings report.tracking run training.accumulation
-    training.activation_checkpointing training.activation_offload training.batching training.clipping
-    training.cutting training.degrees training.optimizers training.out_of_memory training.precision
-    training.stopping training.token_budget versions
+    parallel.parallelism parallel.rates parallel.sequence parallel.sharding parallel.tensor plan.choice plan.configs
+    plan.cost plan.depth plan.forecast plan.machines plan.memory plan.plan plan.profile plan.questions
+    plan.rehearsal plan.shortage plan.tape redaction report.profiling report.settings report.tracking run
+    training.accumulation training.activation_checkpointing training.activation_offload training.batching
+    training.clipping training.cutting training.degrees training.optimizers training.out_of_memory
+    training.precision training.stopping training.token_budget versions
 """
 TEXT = "data.cache data.columns data.readers data.rows data.sources data.standard_library data.tokenizer"
 TOKENS = "data.chats data.text training.linear_cross_entropy training.losses training.output_head"

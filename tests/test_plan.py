@@ -6,8 +6,9 @@ import re
 import shlex
 
 import pytest
-from conftest import BIN, ROOT, assert_refused, launch, run
+from conftest import BIN, ROOT, assert_refused, launch, recipe_arguments, run
 
+from common.plan.configs import modes_for
 from common.plan.depth import depths_to_play, set_layers
 from common.plan.machines import parse_machine
 from common.plan.memory import Mode, Shape, needs, peak
@@ -44,6 +45,8 @@ def measured_and_predicted(directory, recipe, config, *flags, processes=1):
         ("vision", "cpu", ["--model_config", "vit"], 1),
         ("lm", "multi_cpu", [], 2),
         ("lm", "zero2", [], 2),
+        ("lm", "tensor_parallel", [], 2),
+        ("pipeline", "pipeline", ["--schedule", "gpipe"], 2),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -111,6 +114,8 @@ PARTS = {"weights": 400.0, "gradients": 400.0, "optimizer state": 800.0, "activa
     [
         ("plain", {}, 1650),
         ("DDP", {}, 1650 + 400),  # the buckets, beside the gradients of micro-batches that are not sent
+        ("DDP", {"tensor": 2}, 1650 + 200),  # of half of a model, which is what was played
+        ("FSDP", {"tensor": 2}, 50 + 400 / 4 + 1200 / 2 + 4 * (10 + 2 * 10)),
         ("FSDP", {}, 50 + 1600 / 4 + 4 * (20 + 2 * 20)),  # the root and two layers whole
         ("DeepSpeed", {"stage": 2, "zero": {"reduce_bucket_size": 5}}, 50 + 400 + (400 + 400 + 800) / 4),
         ("DeepSpeed", {"stage": 3, "zero": {"reduce_bucket_size": 5}}, 50 + 2000 / 4 + 400 + 4 * 20 + 20),
@@ -120,7 +125,7 @@ def test_what_a_mode_shards_is_divided(kind, more, expected):
     """Of 100 parameters in float32, four layers of 20 and 20 outside, on four processes, at a forward's end."""
     mode = Mode("a", kind, "no", 1 if kind == "plain" else 4, **more)
     profile = Profile({"forward 1, end": dict(PARTS)}, 1.0)
-    _, parts = peak(needs(profile, Shape(100, 100, 20, 20), mode, accumulates=True))
+    _, parts = peak(needs(profile, Shape(100, 100, 20, 20), mode, micro_batches=2))
     assert sum(parts.values()) == expected
 
 
@@ -129,9 +134,35 @@ def test_a_machine_is_read_from_words():
     assert (machine.devices, machine.memory, machine.host, machine.disk) == (8, 80 * 2**30, 2**40, 2e12)
     assert (machine.link, machine.rate, machine.assumed) == (50e9, 300e12, ("bus", "disk rate"))
     assert parse_machine("24GB").devices == 1 and parse_machine("4 x A100").memory == 80e9
+    cluster = parse_machine("4 x A100, network 10GB/s, 3 nodes")
+    assert (cluster.devices, cluster.nodes, cluster.network, cluster.link) == (4, 3, 10e9, 300e9)
+    assert "network" in parse_machine("4 x A100, 3 nodes").assumed
+
+
+ON_ONE = {"single_gpu", "multi_gpu", "hsdp", "fsdp2", "fsdp2_offload", "zero1", "zero2", "zero3", "zero3_offload_cpu"}
+ON_ONE |= {"zero3_offload_nvme", "sequence_parallel", "fsdp2_sequence_parallel"}
+ON_ONE |= {"tensor_parallel", "fsdp2_tensor_parallel"}
+
+
+def test_configs_are_fitted_to_the_machine():
+    """Those for several nodes are planned where there are some, and what a run would refuse is not."""
+    args = recipe_arguments()
+    modes, left_out = modes_for(parse_machine("8 x 80GiB"), args, lambda degrees: [])
+    assert {mode.name for mode in modes} == ON_ONE and left_out == ["pipeline.yaml"]
+    few = {mode.name for mode in modes_for(parse_machine("2 x 80GiB"), args, lambda degrees: [])[0]}
+    assert few == ON_ONE - {"hsdp", "fsdp2_tensor_parallel"}  # whose shards would be whole
+    args.schedule = "1f1b"
+    modes, left_out = modes_for(parse_machine("8 x 80GiB, 2 nodes"), args, lambda degrees: ["no"][: degrees.tensor - 1])
+    assert left_out == ["fsdp2_tensor_parallel.yaml", "tensor_parallel.yaml"]
+    found = {mode.name: mode for mode in modes}
+    on_nodes = {"pipeline", "multi_node", "multi_node_zero3"}
+    assert found.keys() == ON_ONE - {"multi_gpu", "zero3", "tensor_parallel", "fsdp2_tensor_parallel"} | on_nodes
+    assert (found["hsdp"].replicas, found["hsdp"].shards, found["pipeline"].degrees.data) == (2, 8, 8)
+    assert all("--num_machines 2" in " ".join(mode.flags) for mode in modes if mode.name != "single_gpu")
 
 
 WRONG = {"8 x": "names no devices", "0 x 80GiB": "names no devices", "8 x A1000": "names no devices"}
+WRONG |= {"8 x 80GiB, 0 nodes": "'0 nodes' cannot be read", "8 x 80GiB, network 3GB/s": "is between nodes"}
 WRONG |= {"8 x 80GiB, host 1": "'host 1' cannot be read", "80GiB, link 3GB": "'link 3GB' cannot be read"}
 
 
@@ -156,8 +187,7 @@ def test_a_plan_has_a_row_for_each_config_and_advises_what_fits(tmp_path):
     assert result.returncode == 0, result.stderr
     rows = [line.split() for line in result.stdout.splitlines() if re.search(r"fits$|lacks [\d.]+$", line)]
     verdicts = {(row[0], row[1]): row[-1] == "fits" for row in rows}
-    configs = {"single_gpu", "multi_gpu", "fsdp2", "fsdp2_offload", "zero1", "zero2", "zero3", "hsdp"}
-    assert {name for name, _ in verdicts} == configs | {"zero3_offload_cpu", "zero3_offload_nvme"}
+    assert {name for name, _ in verdicts} == ON_ONE
     assert not verdicts["multi_gpu", "full"] and verdicts["fsdp2", "full"]  # 16 bytes a parameter, and a quarter of it
     advised = result.stdout.strip().splitlines()[-1]
     words = shlex.split(advised)

@@ -87,12 +87,7 @@ def check_zero(where: str, zero: Any, left: list[str], optimizer: str) -> Iterat
     if stage == 0:
         yield f"{where}: zero_optimization.stage is 0, which shards nothing; set 1, 2 or 3, or use multi_gpu"
     devices = offload_devices(zero)
-    if devices["offload_optimizer"] != "none" and optimizer != "adamw":
-        # Accelerate would put DeepSpeed's CPU Adam in its place, without a word.
-        yield f"--optimizer {optimizer}: with its state offloaded, DeepSpeed runs only adamw; use adamw"
-    elif optimizer not in ("adamw", "sgd"):
-        # ZeRO updates flat pieces of the parameters: factored or block-wise states would be others than the tensors'.
-        yield f"--optimizer {optimizer} works on whole tensors, and ZeRO cuts them; use adamw or sgd"
+    yield from check_optimizer(zero, optimizer)
     if devices["offload_param"] != "none" and stage in (1, 2):
         yield f"{where}: offload_param has no effect at stage {stage}; take it out, or set stage 3"
     for part, device in devices.items():
@@ -102,6 +97,16 @@ def check_zero(where: str, zero: Any, left: list[str], optimizer: str) -> Iterat
         reason = why_not_writable(path) if path and os.path.isdir(path) else "is no directory"
         if reason:
             yield f"{where}: {part}.nvme_path {path}: {reason}; make it, or name another"
+
+
+def check_optimizer(zero: dict[str, Any], optimizer: str) -> Iterator[str]:
+    """A line where a section zero_optimization does not go with the optimizer."""
+    if offload_devices(zero)["offload_optimizer"] != "none" and optimizer != "adamw":
+        # Accelerate would put DeepSpeed's CPU Adam in its place, without a word.
+        yield f"--optimizer {optimizer}: with its state offloaded, DeepSpeed runs only adamw; use adamw"
+    elif optimizer not in ("adamw", "sgd"):
+        # ZeRO updates flat pieces of the parameters: factored or block-wise states would be others than the tensors'.
+        yield f"--optimizer {optimizer} works on whole tensors, and ZeRO cuts them; use adamw or sgd"
 
 
 def _check_names(zero: dict[str, Any], left: list[str]) -> list[str]:

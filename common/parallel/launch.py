@@ -217,7 +217,17 @@ def check_launch(launch: Launch, args: argparse.Namespace) -> list[str]:
 
     Also for what the mode cannot take of the recipe's flags; `checks.check_arguments` has filled in their defaults.
     """
-    problems = launch.file_problems + _check_processes(launch)
+    problems = _check_processes(launch) + check_asked(launch, args)
+    if launch.mode == "DeepSpeed":
+        problems += deepspeed_flags.check_deepspeed(
+            launch.deepspeed_config, args, launch.mixed_precision, launch.degrees
+        )
+    return problems + _check_precision(launch) + _check_gpus(launch)
+
+
+def check_asked(launch: Launch, args: argparse.Namespace) -> list[str]:
+    """One line for each mistake of a launch, and of the flags beside it, that needs no device and no DeepSpeed."""
+    problems = list(launch.file_problems)
     if launch.mode not in ("plain", "DDP", "FSDP", "DeepSpeed"):
         problems.append(
             f"{launch.source} asks for {launch.mode}, which no recipe runs; take a file of accelerate_configs/"
@@ -226,15 +236,12 @@ def check_launch(launch: Launch, args: argparse.Namespace) -> list[str]:
         problems += sharding.check_fsdp(launch.source, launch.settings, args.optimizer)
     if launch.mode == "DeepSpeed":
         problems += check_deepspeed_flags(launch)
-        problems += deepspeed_flags.check_deepspeed(
-            launch.deepspeed_config, args, launch.mixed_precision, launch.degrees
-        )
     sizes = launch.sizes
     problems += parallelism.check_others(launch.source, launch.settings, {*launch.given, *launch.file_settings})
     problems += parallelism.check_sizes(launch.source, sizes, launch.mode, launch.num_processes)
     problems += [*_check_stages(launch, args), *_check_budget(launch, args)]
     problems += parallelism.check_parts(launch.source, sizes, launch.mixed_precision, args.optimizer)
-    problems += _check_precision(launch) + _check_gpus(launch) + _check_accumulation(launch, args)
+    problems += _check_accumulation(launch, args)
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
         problems.append("the launch turns on torch.compile (dynamo_backend); take it out and use --compile")
     return problems

@@ -23,7 +23,7 @@ from common.files import complete_or_absent
 from common.parallel import sequence, tensor
 from common.parallel.liveness import wait_for_all
 from common.training import token_budget
-from common.training.degrees import running
+from common.training.degrees import Degrees, running
 
 
 def has_one_copy() -> bool:
@@ -41,13 +41,15 @@ def without_wrapper(model: nn.Module) -> nn.Module:
     return model if isinstance(model, PreTrainedModel) else getattr(model, "module", model)
 
 
-def check_model(config: PreTrainedConfig, model_class: Any, make_empty: Callable[[], nn.Module]) -> list[str]:
+def check_model(
+    config: PreTrainedConfig, model_class: Any, make_empty: Callable[[], nn.Module], degrees: Degrees
+) -> list[str]:
     """A line for what keeps a model from being shared as was asked, before it is built.
 
     model_class: an Auto class. make_empty: makes the model without data.
     """
-    in_sequences = sequence.check_model(config, model_class, running())
-    return [*in_sequences, *tensor.check_model(config, make_empty, running())]
+    in_sequences = sequence.check_model(config, model_class, degrees)
+    return [*in_sequences, *tensor.check_model(config, make_empty, degrees)]
 
 
 def whole_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor] | None:

@@ -17,13 +17,16 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from common.errors import UserError, one_line
 from common.parallel.groups import group_of
 from common.training.clipping import Share, Shares
-from common.training.degrees import running
+from common.training.degrees import Degrees, running
 from common.training.output_head import MoreTerms, examine_head, left_unchanged
 
 
-def check_stages(config: PreTrainedConfig) -> Iterator[str]:
-    """One line for what keeps a causal language model from being cut into stages; before it is built."""
-    degrees = running()
+def check_stages(config: PreTrainedConfig, degrees: Degrees | None = None) -> Iterator[str]:
+    """One line for what keeps a causal language model from being cut into stages; before it is built.
+
+    degrees: how many stages; without them, those of this run.
+    """
+    degrees = degrees or running()
     if degrees.pipeline == 1:
         return
     asked, name = f"parallelism_config_pp_size {degrees.pipeline}", config.model_type
@@ -68,6 +71,25 @@ def place_cuts(parameters: list[int], products: list[int], num_stages: int) -> l
             for end in ends
         }
     return best[num_layers][1]
+
+
+def find_parts(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList, nn.Module, nn.Module] | None:
+    """Embedding, layers, norm and head of a causal language model; None where it has others than its pipeline plan."""
+    plan, backbone = getattr(model.config, "base_model_pp_plan", None) or (), model.get_decoder()
+    found = [*(getattr(backbone, name, None) for name in plan), model.get_output_embeddings()]
+    if len(found) != 4 or None in found or not isinstance(found[1], nn.ModuleList):
+        return None
+    return tuple(found) if found[0] is model.get_input_embeddings() else None
+
+
+def count_parts(
+    embedding: nn.Module, layers: nn.ModuleList, norm: nn.Module, head: nn.Module
+) -> tuple[list[int], list[int]]:
+    """How many parameters are in the embedding, in each layer, and in norm and head together; how many products."""
+    parameters = [sum(p.numel() for p in one.parameters()) for one in (embedding, *layers, norm)]
+    products = [0, *parameters[1:-1], head.weight.numel()]  # to look up a row is none
+    parameters[-1] += sum(p.numel() for p in head.parameters())  # a tied one is held at both ends
+    return parameters, products
 
 
 class _Pass(nn.Module):
@@ -130,18 +152,12 @@ class Stages:
         """What each stage drops, by the names of modules, and what it says of itself."""
         self.backbone = model.get_decoder()
         names = {id(module): name for name, module in model.named_modules()}
-        embedding, layers, norm = (getattr(self.backbone, name, None) for name in model.config.base_model_pp_plan)
-        head = model.get_output_embeddings()
-        if (
-            embedding is not model.get_input_embeddings()
-            or not isinstance(layers, nn.ModuleList)
-            or None in (norm, head)
-        ):
+        parts = find_parts(model)
+        if parts is None:
             raise UserError(f"{self._asked(model)} has other parts than its pipeline plan says; take another model")
+        embedding, layers, norm, head = parts
         self.is_tied = head.weight is embedding.weight
-        parameters = [sum(p.numel() for p in one.parameters()) for one in (embedding, *layers, norm)]
-        products = [0, *parameters[1:-1], head.weight.numel()]  # to look up a row is none
-        parameters[-1] += sum(p.numel() for p in head.parameters())  # a tied one is held at both ends
+        parameters, products = count_parts(*parts)
         cuts = place_cuts(parameters, products, self.number)
         self.dropped: list[list[str]] = []
         told = []

@@ -1,6 +1,7 @@
 """`--micro_batch_tokens auto`: the plan's choice, tried on the longest samples at the start, and what a run learns."""
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,12 +69,12 @@ class Choice(Forecast):
         memory = float(available_memory() if is_cpu else torch.cuda.mem_get_info(device)[1])
         machine, share = (
             Machine(1, memory, kind=self.forecaster.device),
-            -(-args.global_batch_size // self.mode.processes),
+            math.ceil(args.global_batch_size / self.mode.processes),
         )
         rows = 1
         while True:
             profile = few.scaled(more, (rows - self.rows[0]) / (self.rows[1] - self.rows[0]))
-            segment, parts = peak(needs(profile, shape, self.mode, rows < share))
+            segment, parts = peak(needs(profile, shape, self.mode, math.ceil(share / rows)))
             lacking = lacks(machine, self.mode, parts, *on_host(shape, self.mode))
             if lacking and self.found:
                 return f"twice as many would lack {in_bytes(lacking)}"
@@ -98,10 +99,10 @@ def choose(
     args, asked = run.args, run.asked
     shape, device = shape_of(make_empty()), "cpu" if run.device.type == "cpu" else "cuda"
     # Gradients are not kept in DDP's buckets.
-    mode = replace(mode_of(asked, asked.source, asked.degrees.data), kind="plain")
+    mode = replace(mode_of(asked, asked.source, args), kind="plain")
     forecaster = Forecaster(Player(run, config, samples, held_out), shape, device)
     few = max(1, 1024 // samples.max_length)
-    choice = Choice(forecaster, [], mode, True, run=run, samples=samples, rows=(few, 2 * few))
+    choice = Choice(forecaster, [], mode, 2, run=run, samples=samples, rows=(few, 2 * few))
     if not run.accelerator.is_main_process:
         return choice
     if args.resume and (learned := _run_json(args).get("micro_batch_tokens")):

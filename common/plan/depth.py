@@ -13,15 +13,18 @@ def layers_of(config: Any) -> int | None:
     return depths.pop() if len(depths) == 1 else None
 
 
-def depths_to_play(config: Any) -> tuple[int | None, ...]:
-    """The numbers of layers of the models that stand for the whole one; None is the whole one."""
+def depths_to_play(config: Any, has_stages: bool = False) -> tuple[int | None, ...]:
+    """The numbers of layers of the models that stand for the whole one; None is the whole one.
+
+    has_stages: whether what one layer holds is asked too, so that two models are needed of a shallow one.
+    """
     layers, text = layers_of(config), config.get_text_config()
     kinds = getattr(text, "layer_types", None) or ["alike"]
     period = next(n for n in range(1, len(kinds) + 1) if all(a == b for a, b in zip(kinds[n:], kinds, strict=False)))
     first = getattr(text, "first_k_dense_replace", 0) or 0  # layers of another kind, before all others
     few = period * -(-2 // period)
     if layers is None or layers <= first + 2 * few:
-        return (None,)
+        return (max(1, layers // 2), layers) if has_stages and layers and layers > 1 else (None,)
     return first + few, first + 2 * few
 
 

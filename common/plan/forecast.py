@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from common.memory import available_memory
+from common.plan.cost import micro_batches_of
 from common.plan.depth import depths_to_play, layers_of, set_layers
 from common.plan.memory import Mode, Shape, mode_of, needs, on_host, peak, shape_of
 from common.plan.profile import Parts, Profile, profile_of
 from common.plan.rehearsal import Case, Recording, Rehearsal
 from common.training.batching import Samples
+from common.training.degrees import Degrees
 
 SECONDS = 120  # a process that takes longer is ended
 
@@ -108,12 +110,13 @@ class Forecaster:
 
     def __init__(self, player: Player, shape: Shape, device: str):
         self.player, self.shape, self.device = player, shape, device
-        self.depths, self.layers = depths_to_play(player.config), layers_of(player.config)
+        has_stages = hasattr(player.run.args, "schedule")  # of which each has some of the layers
+        self.depths, self.layers = depths_to_play(player.config, has_stages), layers_of(player.config)
 
     def cases(self, mode: Mode, rows: int, activation_checkpointing: str, optimizer: str) -> list[Case]:
         """What is to be played for one profile: the model at each depth."""
         mode_of_layers = "full" if activation_checkpointing == "offload" else activation_checkpointing
-        how = {"autocast": mode.autocast, "weights": mode.weights_dtype, "device": self.device}
+        how = {"autocast": mode.autocast, "weights": mode.weights_dtype, "device": self.device, "degrees": mode.played}
         return [Case(rows, depth, mode_of_layers, optimizer, **how) for depth in self.depths]
 
     def profile(self, profiles: list[Profile]) -> Profile:
@@ -121,15 +124,15 @@ class Forecaster:
         if len(profiles) == 1:
             return profiles[0]
         few, more = self.depths
-        return profiles[0].scaled(profiles[1], (self.layers - few) / (more - few))
+        return profiles[0].at_depth(profiles[1], few, more, self.layers)
 
 
-def rows_of(args: Any, samples: Samples, processes: int) -> int:
+def rows_of(args: Any, samples: Samples, degrees: Degrees) -> int:
     """How many of the longest samples a micro-batch has, as the flags have it."""
-    share = math.ceil(args.global_batch_size / processes)
+    share = math.ceil(args.global_batch_size / degrees.data)
     if args.micro_batch_size:
         return min(args.micro_batch_size, share)
-    return max(1, min(share, args.micro_batch_tokens // samples.max_length))
+    return max(1, min(share, args.micro_batch_tokens * degrees.sequence // samples.max_length))
 
 
 WORTH_A_LINE = 0.01  # of the memory there is: a model whose weights, gradients and state take less is not played
@@ -142,7 +145,7 @@ class Forecast:
     forecaster: Forecaster
     playing: list[Playing]
     mode: Mode
-    accumulates: bool
+    micro_batches: int  # of an update, on each process
     found: tuple[str, Parts] | None = None
     reason: str = ""
 
@@ -151,7 +154,7 @@ class Forecast:
         if self.found is None and not self.reason:
             try:
                 profile = self.forecaster.profile([one.profile() for one in self.playing])
-                segment, parts = peak(needs(profile, self.forecaster.shape, self.mode, self.accumulates))
+                segment, parts = peak(needs(profile, self.forecaster.shape, self.mode, self.micro_batches))
                 if self.forecaster.device == "cpu":  # whose memory is the host's
                     parts["offloaded"] = on_host(self.forecaster.shape, self.mode)[0] / self.mode.processes
                 self.found = segment, parts
@@ -185,14 +188,12 @@ def foresee(
     """Begins to play the run at hand, on the main process, which tells; None in a process that plays."""
     args, asked = run.args, run.asked
     shape, device = shape_of(make_empty()), "cpu" if run.device.type == "cpu" else "cuda"
-    mode = mode_of(asked, asked.source, asked.degrees.data)
+    mode = mode_of(asked, asked.source, args)
     forecaster = Forecaster(Player(run, config, samples, held_out), shape, device)
-    rows = rows_of(args, samples, mode.processes)
-    told = Forecast(forecaster, [], mode, args.global_batch_size > rows * mode.processes)
+    rows = rows_of(args, samples, mode.degrees)
+    told = Forecast(forecaster, [], mode, micro_batches_of(args.global_batch_size, mode.degrees.data, rows))
     if not run.accelerator.is_main_process:
         told.reason = "predicted by the main process"
-    elif max(asked.sizes[name] for name in ("sp", "tp", "pp")) > 1:
-        told.reason = "not predicted for what processes share in this config"
     elif not args.dry_run and 16 * shape.parameters < WORTH_A_LINE * available_memory():
         told.reason = "far from the limit: not predicted (--dry_run does)"
     else:

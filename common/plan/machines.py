@@ -17,9 +17,9 @@ UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30, "TiB"
 class Machine:
     """What the processes of a run have; bytes, bytes a second, FLOP a second."""
 
-    devices: int
+    devices: int  # of each node
     memory: float  # of each device
-    host: float | None = None  # of all processes together; None: not said
+    host: float | None = None  # of all processes of a node together; None: not said
     disk: float | None = None
     kind: str = "cuda"
     rate: float = 400e12  # of matrix products in bf16 or fp16, of each device, as updates reach it
@@ -27,6 +27,8 @@ class Machine:
     link: float = 200e9  # sent by each device to the others
     bus: float = 20e9  # between a device and its host
     disk_rate: float = 3e9
+    nodes: int = 1
+    network: float = 25e9  # sent by each device to other nodes
     assumed: tuple[str, ...] = ("rate", "link", "bus", "disk rate")
 
 
@@ -42,7 +44,7 @@ KNOWN = {
     "4090": (24e9, 165e12, 82e12, 32e9),
 }
 REACHED = 0.4
-EXAMPLE = '"8 x 80GiB, host 1TiB" or "4 x A100, host 512GiB, disk 2TB, link 50GB/s"'
+EXAMPLE = '"8 x 80GiB, host 1TiB" or "4 x A100, 2 nodes, host 512GiB, disk 2TB, link 50GB/s, network 25GB/s"'
 
 
 def parse_machine(text: str) -> Machine:
@@ -62,9 +64,15 @@ def parse_machine(text: str) -> Machine:
         machine = replace(machine, assumed=("bus", "disk rate"))
     else:
         machine = Machine(count, float(found[3]) * UNITS[found[4]])
-    for part in others:
-        found = re.fullmatch(r"(host|disk|link|bus) +([\d.]+) *([MGT]i?B)(/s)?|(rate) +([\d.]+) *TFLOP/s", part)
-        if not found or bool(found[4]) != (found[1] in ("link", "bus")):
+    for part in sorted(others, key=lambda part: "node" not in part):  # what is between nodes comes after these
+        if (found := re.fullmatch(r"(\d+) +nodes?", part)) and int(found[1]) > 0:
+            assumed = ("network", *machine.assumed) if int(found[1]) > 1 else machine.assumed
+            machine = replace(machine, nodes=int(found[1]), assumed=assumed)
+            continue
+        found = re.fullmatch(r"(host|disk|link|network|bus) +([\d.]+) *([MGT]i?B)(/s)?|(rate) +([\d.]+) *TFLOP/s", part)
+        if found and found[1] == "network" and machine.nodes == 1:
+            raise UserError(f"--plan {text!r}: {part!r} is between nodes; say how many (2 nodes), or take it out")
+        if not found or bool(found[4]) != (found[1] in ("link", "network", "bus")):
             raise UserError(f"--plan {text!r}: {part!r} cannot be read; write {EXAMPLE}, rate 400TFLOP/s")
         name = found[1] or found[5]
         value = float(found[2]) * UNITS[found[3]] if found[1] else float(found[6]) * 1e12
@@ -94,8 +102,10 @@ def describe(machine: Machine) -> str:
     """One line: what the plan counts with."""
     gib = 2**30
     what = "GPUs of" if machine.kind == "cuda" else "CPU with"
-    line = f"{machine.devices} {what} {machine.memory / gib:,.0f} GiB"
+    line = f"{machine.nodes} nodes, each of " if machine.nodes > 1 else ""
+    line += f"{machine.devices} {what} {machine.memory / gib:,.0f} GiB"
     line += f", host {machine.host / gib:,.0f} GiB" if machine.host and machine.kind == "cuda" else ""
     line += f"; {machine.rate / 1e12:,.3g} TFLOP/s in bf16, {machine.rate_float32 / 1e12:,.3g} in float32"
     line += f", {machine.link / 1e9:,.3g} GB/s between devices" if machine.devices > 1 else ""
+    line += f", {machine.network / 1e9:,.3g} between nodes" if machine.nodes > 1 else ""
     return line + (f" (assumed: {', '.join(machine.assumed)})" if machine.assumed else "")

@@ -4,14 +4,20 @@ The numbers are the config's own, a user's DeepSpeed file included. What each fo
 allocations of real processes (`benchmarks/plan.py`).
 """
 
-from dataclasses import dataclass
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from common.parallel import deepspeed_files
 from common.parallel.launch import Launch
+from common.plan.depth import layers_of
 from common.plan.profile import Parts, Profile
+from common.training.degrees import Degrees
 
 # DeepSpeed's defaults, in elements: its buckets, and what ZeRO-3 keeps whole for the next use or fetches ahead.
 REDUCE_BUCKET = 500_000_000
@@ -27,6 +33,15 @@ class Shape:
     trained: int
     largest_layer: int  # elements of the largest module that is gathered at once
     outside: int  # elements that no such module has: embedding, last norm, head
+    width: int = 0  # of the hidden states of text
+    layers: int = 0
+    exchanged: int = 0  # numbers of a token's queries, keys, values and attention together, in a layer
+    parts: tuple[list[int], list[int]] | None = None  # of what a pipeline is made of (`stages.count_parts`)
+
+    def part(self, share: float) -> "Shape":
+        """Of so large a part of the model, cut through its layers or between them."""
+        held, trained, outside = (int(share * size) for size in (self.parameters, self.trained, self.outside))
+        return replace(self, parameters=held, trained=trained, outside=outside)
 
 
 def shape_of(model: torch.nn.Module) -> Shape:
@@ -39,7 +54,17 @@ def shape_of(model: torch.nn.Module) -> Shape:
             inside |= {id(p) for p in module.parameters()}
     all_of_them = list(model.parameters())
     total, trained = sum(p.numel() for p in all_of_them), sum(p.numel() for p in all_of_them if p.requires_grad)
-    return Shape(total, trained, max(sizes), total - sum(sizes))
+    shape = Shape(total, trained, max(sizes), total - sum(sizes))
+    text = model.config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(heads, int) or not isinstance(getattr(text, "hidden_size", None), int):
+        return shape
+    groups, size = getattr(text, "num_key_value_heads", None) or heads, getattr(text, "head_dim", None)
+    exchanged = 2 * (heads + groups) * (size or text.hidden_size // heads)
+    shape = replace(shape, width=text.hidden_size, layers=layers_of(model.config) or 0, exchanged=exchanged)
+    stages = sys.modules.get("common.parallel.stages")  # of a recipe that has them
+    parts = stages and stages.find_parts(model)
+    return replace(shape, parts=stages.count_parts(*parts)) if parts else shape
 
 
 @dataclass(frozen=True)
@@ -49,17 +74,33 @@ class Mode:
     name: str  # of the config
     kind: str  # plain, DDP, FSDP, DeepSpeed
     precision: str  # no, bf16, fp16
-    processes: int
+    processes: int  # of all machines together
     stage: int = 0  # of ZeRO
     state_on: str = "device"  # or host, files
     weights_on: str = "device"
     zero: Any = None  # its section zero_optimization
     replicas: int = 1  # of FSDP2's shards (HSDP)
+    sequence: int = 1  # processes that share a sequence
+    tensor: int = 1  # or a layer
+    pipeline: int = 1  # or the model's depth
+    schedule: str = "1f1b"  # of the pipeline
+    nodes: int = 1
+    flags: tuple[str, ...] = ()  # of `accelerate launch`, beside the config
+
+    @property
+    def degrees(self) -> Degrees:
+        """Which processes share samples, and what of them."""
+        return Degrees(self.processes, self.sequence, self.tensor, self.pipeline)
+
+    @property
+    def played(self) -> Degrees:
+        """Those whose part of a sequence, or of a layer, one process plays."""
+        return Degrees(self.degrees.group, self.sequence, self.tensor)
 
     @property
     def shards(self) -> int:
         """Over how many processes what is sharded is cut."""
-        return self.processes // self.replicas
+        return self.processes // self.replicas // self.tensor
 
     @property
     def weights_dtype(self) -> str:
@@ -72,11 +113,14 @@ class Mode:
         return "no" if self.kind == "DeepSpeed" else self.precision
 
 
-def mode_of(launch: Launch, name: str, processes: int) -> Mode:
-    """What a config says, with another number of processes."""
-    shared = {"name": name, "kind": launch.mode, "precision": launch.mixed_precision, "processes": processes}
+def mode_of(launch: Launch, name: str, args: argparse.Namespace, flags: tuple[str, ...] = ()) -> Mode:
+    """What a config says. args: the recipe's flags. flags: those of `accelerate launch` that it was parsed with."""
+    shared = {"name": name, "kind": launch.mode, "precision": launch.mixed_precision, "processes": launch.num_processes}
+    degrees, schedule = launch.degrees, getattr(args, "schedule", "")
+    shared |= {"sequence": degrees.sequence, "tensor": degrees.tensor, "pipeline": degrees.pipeline}
+    shared |= {"schedule": schedule, "nodes": launch.num_machines, "flags": flags}
     if launch.mode == "FSDP":
-        shared["replicas"] = launch.sizes["dp_replicate"]
+        shared["replicas"] = max(1, launch.sizes["dp_replicate"])
         offloads = str(launch.settings.get("fsdp_offload_params")).lower() == "true"
         return Mode(**shared, state_on=HOST if offloads else "device", weights_on=HOST if offloads else "device")
     if launch.mode != "DeepSpeed":
@@ -88,17 +132,29 @@ def mode_of(launch: Launch, name: str, processes: int) -> Mode:
     return Mode(**shared, stage=stage, zero=zero, **on)
 
 
-def needs(profile: Profile, shape: Shape, mode: Mode, accumulates: bool) -> dict[str, Parts]:
+def needs(profile: Profile, shape: Shape, mode: Mode, micro_batches: int) -> dict[str, Parts]:
     """Bytes of the busiest process's device, by segment and part.
 
-    accumulates: whether an update has several micro-batches on each process.
+    profile: of a process that plays its part of sequences or layers (`Mode.played`), or of a whole model that a
+    pipeline divides. micro_batches: how many an update has on each process.
     """
+    if mode.pipeline > 1:
+        stages = _stages(profile, shape, mode, micro_batches)
+        return max(stages, key=lambda segments: sum(peak(segments)[1].values()))
+    if mode.tensor > 1:
+        shape = replace(shape.part(1 / mode.tensor), largest_layer=shape.largest_layer // mode.tensor)
+    return _on_each(profile, shape, mode, micro_batches > 1)
+
+
+def _on_each(profile: Profile, shape: Shape, mode: Mode, accumulates: bool) -> dict[str, Parts]:
+    """Bytes of a process that has such a part of the model, by segment and part."""
     width = 2 if mode.weights_dtype != "float32" else 4
     segments = {}
     for segment, parts in profile.segments.items():
         if not accumulates and ("forward 1" in segment or "backward 1" in segment):
             continue
         parts = {name: size for name, size in parts.items() if size}
+        parts["activations"] = parts.get("activations", 0) + parts.pop("cast weights", 0)
         if mode.kind == "DDP" and mode.processes > 1:
             _ddp(parts, segment, shape, accumulates)
         elif mode.kind == "FSDP":
@@ -115,7 +171,10 @@ def peak(segments: dict[str, Parts]) -> tuple[str, Parts]:
 
 
 def on_host(shape: Shape, mode: Mode) -> tuple[float, float]:
-    """Bytes that the processes of a machine keep in its memory, and in its files; masters and state in float32."""
+    """Bytes that the processes of a machine keep in its memory, and in its files; masters and state in float32.
+
+    Each machine has its part of what is sharded over all.
+    """
     width = 2 if mode.precision != "no" else 4
     state = 12.0 * shape.trained  # masters and two averages
     held = {HOST: 0.0, FILES: 0.0, "device": 0.0}
@@ -124,7 +183,43 @@ def on_host(shape: Shape, mode: Mode) -> tuple[float, float]:
     elif mode.kind == "DeepSpeed":
         held[mode.state_on] += state + (4.0 * shape.trained if mode.state_on == HOST else 0)
         held[mode.weights_on] += float(width * shape.parameters)
-    return held[HOST], held[FILES]
+    return held[HOST] / mode.nodes, held[FILES] / mode.nodes
+
+
+def _stages(profile: Profile, shape: Shape, mode: Mode, micro_batches: int) -> Iterator[dict[str, Parts]]:
+    """What each stage of a pipeline holds: its layers, of as many micro-batches as are under way in it.
+
+    Beside them what it receives in an update, hidden states from the stage before it and gradients from the one behind
+    it, each in float32 and in buffers that `torch.distributed.pipelining` makes once, for all micro-batches.
+    """
+    from common.parallel.stages import place_cuts  # not for a recipe without stages
+
+    parameters, products = shape.parts
+    cuts, hidden = place_cuts(parameters, products, mode.pipeline), 4.0 * profile.tokens * shape.width
+    for stage, (first, last) in enumerate(pairwise(cuts)):
+        is_first, is_last = stage == 0, stage == mode.pipeline - 1
+        held = sum(parameters[first + 1 : last + 1]) + parameters[0] * is_first + parameters[-1] * is_last
+        under_way = micro_batches if mode.schedule == "gpipe" else min(mode.pipeline - stage, micro_batches)
+        segments = {}
+        for segment, parts in profile.segments.items():
+            outside = profile.outside.segments[segment]
+            inside = _less(parts, outside)
+            now = {name: (last - first) / shape.layers * size for name, size in inside.items()}
+            for name in ("logits", "activations", "cast weights"):
+                now[name] = now.get(name, 0) + outside.get(name, 0) * is_last
+            for name in ("weights", "gradients", "optimizer state"):
+                now[name] = parts.get(name, 0) * held / shape.parameters
+            if segment.startswith(("forward", "backward")):
+                ended = _less(profile.segments["forward 1, end"], profile.outside.segments["forward 1, end"])
+                kept = (last - first) / shape.layers * ended.get("activations", 0)
+                now["activations"] += (under_way - 1) * kept + under_way * hidden * (is_first + (not is_last))
+            now["received"] = micro_batches * hidden * ((not is_first) + (not is_last))
+            segments[segment] = now
+        yield _on_each(replace(profile, segments=segments), shape.part(held / shape.parameters), mode, True)
+
+
+def _less(parts: Parts, others: Parts) -> Parts:
+    return {name: max(0.0, size - others.get(name, 0)) for name, size in parts.items()}
 
 
 def _ddp(parts: Parts, segment: str, shape: Shape, accumulates: bool) -> None:

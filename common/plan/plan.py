@@ -5,24 +5,24 @@ import math
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import psutil
 import torch
 
 from common.errors import UserError
-from common.parallel.launch import parse_launch
-from common.plan import machines
+from common.parallel import loading
+from common.plan import configs, machines
 from common.plan.cost import Cost, cost_of, micro_batches_of
 from common.plan.forecast import Forecaster, NotPlayed, Played, Player
 from common.plan.machines import Machine
-from common.plan.memory import Mode, Shape, mode_of, needs, on_host, peak, shape_of
+from common.plan.memory import Mode, Shape, needs, on_host, peak, shape_of
 from common.plan.profile import Parts, Profile
 from common.training.batching import Samples
+from common.training.degrees import Degrees
 
-CONFIGS = "accelerate_configs"
 CHECKPOINTING = ("none", "selective", "full")
 # Of a GPU, beside what is allocated: what CUDA takes, and NCCL where there are several processes, as measured on A100s
 # (github.com/stas00/ml-engineering, training/performance: 0.47 GB with torch 2.1; 1.45 GB at the first barrier of two).
@@ -41,9 +41,8 @@ class Row:
     mode: Mode
     checkpointing: str
     rows: int  # samples in a micro-batch
-    tokens: int
+    tokens: int  # that a process computes at once
     micro_batches: int
-    segment: str
     parts: Parts
     host: float
     files: float
@@ -52,17 +51,24 @@ class Row:
 
 
 def plan(
-    run: Any, config: Any, make_empty: Callable[[], torch.nn.Module], samples: Samples, held_out: Samples | None
+    model_class: Any,
+    run: Any,
+    config: Any,
+    make_empty: Callable[[], torch.nn.Module],
+    samples: Samples,
+    held_out: Samples | None,
 ) -> None:
-    """Prints the plan and ends the run; comes back only in a process that plays."""
+    """Prints the plan and ends the run; comes back only in a process that plays. model_class: an Auto class."""
     args = run.args
     machine = machines.this_machine() if args.plan == "here" else machines.parse_machine(args.plan)
-    modes, left_out = modes_for(machine)
+    check_model = partial(check_shared_model, config, model_class, make_empty)
+    modes, left_out = configs.modes_for(machine, args, check_model)
     shape = shape_of(make_empty())
     forecaster = Forecaster(Player(run, config, samples, held_out), shape, machine.kind)
-    share = max(math.ceil(args.global_batch_size / mode.processes) for mode in modes)
+    share = max(math.ceil(args.global_batch_size / mode.degrees.data) for mode in modes)
     few = max(1, min(share, 1024 // samples.max_length))
-    pair = (few, max(few + 1, min(share, 4 * few)))
+    # Not twice or four times as many: where a vocabulary has as many entries as there are tokens, all would be logits.
+    pair = (few, max(few + 1, min(share, 3 * few)))
     ways = CHECKPOINTING if run_can_checkpoint(make_empty()) else ("none",)
     try:
         profiles = _profiles(forecaster, modes, ways, pair, args.optimizer)
@@ -77,36 +83,16 @@ def plan(
     sys.exit()
 
 
-def modes_for(machine: Machine) -> tuple[list[Mode], list[str]]:
-    """What each config is on a machine, and the names of those that are not planned."""
-    modes, left_out = [], []
-    for path in sorted(_configs().glob("*.yaml")):
-        try:
-            launch = parse_launch(["--config_file", str(path), "recipe.py"])
-            if launch.mode == "DeepSpeed" and machine.kind == "cuda":
-                launch = parse_launch(["--config_file", str(path), "--mixed_precision", "bf16", "recipe.py"])
-            several = launch.mode != "plain"
-            processes = launch.num_processes if machine.kind == "cpu" else machine.devices if several else 1
-            mode = mode_of(launch, path.stem, processes)
-        except UserError:  # its DeepSpeed file is not where the user is
-            left_out.append(path.name)
-            continue
-        if launch.use_cpu != (machine.kind == "cpu") or (processes == 1 and several) or processes % mode.replicas:
-            continue
-        if max(launch.sizes[name] for name in ("sp", "tp", "pp")) > 1 or launch.num_machines > 1:
-            left_out.append(path.name)
-        else:
-            modes.append(mode)
-    return modes, left_out
+def check_shared_model(
+    config: Any, model_class: Any, make_empty: Callable[[], torch.nn.Module], degrees: Degrees
+) -> list[str]:
+    """What keeps a model from being shared so."""
+    if degrees.pipeline == 1:
+        return loading.check_model(config, model_class, make_empty, degrees)
+    from common.parallel import stages  # not for a recipe without stages
 
-
-def _configs() -> Path:
-    """The folder of the config files: where the user is, or beside common/. Raises UserError: there is none."""
-    beside = Path(__file__).resolve().parents[2] / CONFIGS
-    found = next((path for path in (Path(CONFIGS), beside) if path.is_dir()), None)
-    if found is None:
-        raise UserError(f"--plan finds no {CONFIGS}/ here or in {beside.parent}; copy it from the repository")
-    return found
+    problems = list(stages.check_stages(config, degrees))
+    return problems if problems or stages.find_parts(make_empty()) else ["other parts than its pipeline plan says"]
 
 
 def run_can_checkpoint(model: torch.nn.Module) -> bool:
@@ -114,16 +100,17 @@ def run_can_checkpoint(model: torch.nn.Module) -> bool:
     return bool(getattr(model, "supports_gradient_checkpointing", False))
 
 
-def _kind(mode: Mode) -> tuple[str, str]:
-    # DeepSpeed's weights in bf16 without autocast allocate what FSDP2's do with it: one recording for both.
-    return (mode.precision, mode.weights_dtype)
+def _kind(mode: Mode) -> tuple[str, str, int]:
+    # DeepSpeed's weights in bf16 without autocast allocate what FSDP2's do with it: one recording for both. And a part
+    # of a sequence what as large a part of the samples does.
+    return (mode.precision, mode.weights_dtype, mode.tensor)
 
 
 def _profiles(
     forecaster: Forecaster, modes: list[Mode], ways: tuple[str, ...], pair: tuple[int, int], optimizer: str
 ) -> dict[Any, tuple[Profile, Profile]]:
     """Of each kind of mode and way, the whole model's profile at two sizes of micro-batch."""
-    kinds = {_kind(mode): mode for mode in modes}
+    kinds = {_kind(mode): replace(mode, sequence=1) for mode in modes}
     keys = [(kind, way, rows) for kind in kinds for way in ways for rows in pair]
     cases = {key: forecaster.cases(kinds[key[0]], key[2], key[1], optimizer) for key in keys}
     played = iter(
@@ -145,23 +132,33 @@ def _rows(
 ) -> Iterator[Row]:
     for mode in modes:
         for way in ways:
-            share = math.ceil(args.global_batch_size / mode.processes)
             best = None
-            for rows in [2**power for power in range(share.bit_length()) if 2**power <= share]:
+            for rows in _micro_batch_sizes(args, mode):
                 few, more = profiles[_kind(mode), way]
-                profile = few.scaled(more, (rows - pair[0]) / (pair[1] - pair[0]))
-                number = micro_batches_of(args.global_batch_size, mode.processes, rows)
-                segment, parts = peak(needs(profile, shape, mode, number > 1))
+                profile = few.scaled(more, (rows / mode.sequence - pair[0]) / (pair[1] - pair[0]))
+                number = micro_batches_of(args.global_batch_size, mode.degrees.data, rows)
+                _, parts = peak(needs(profile, shape, mode, number))
                 host, files = on_host(shape, mode)
                 lacking = lacks(machine, mode, parts, host, files)
-                tokens = rows * samples.max_length
-                cost = cost_of(profile, shape, mode, machine, number)
-                row = Row(mode, way, rows, tokens, number, segment, parts, host, files, cost, lacking)
+                tokens = math.ceil(rows * samples.max_length / mode.sequence)
+                sends_again = way == "full" or (way != "none" and mode.sequence > 1)
+                cost = cost_of(profile, shape, mode, machine, number, sends_again)
+                row = Row(mode, way, rows, tokens, number, parts, host, files, cost, lacking)
                 gains = best is None or best.tokens < BUSY[machine.kind] or row.cost.seconds < 0.99 * best.cost.seconds
                 if best is not None and (lacking or not gains):
                     break
                 best = row
-            yield best
+            if best is not None:
+                yield best
+
+
+def _micro_batch_sizes(args: argparse.Namespace, mode: Mode) -> Iterator[int]:
+    """Numbers of samples that a micro-batch can have; a pipeline takes only what divides, and enough for its stages."""
+    share = math.ceil(args.global_batch_size / mode.degrees.data)
+    for rows in [2**power for power in range(share.bit_length()) if 2**power <= share]:
+        number, rest = divmod(args.global_batch_size, rows * mode.degrees.data)
+        if mode.pipeline == 1 or (not rest and number >= mode.pipeline):
+            yield rows
 
 
 def lacks(machine: Machine, mode: Mode, parts: Parts, host: float, files: float) -> float:
@@ -196,7 +193,7 @@ def _page(
         ]
         yield "  ".join(cells).rstrip()
     if left_out:
-        yield f"\nnot planned: {', '.join(left_out)}"
+        yield f"\nnot planned, since a run with them is refused, and says why: {', '.join(left_out)}"
     fitting = [row for row in rows if not row.lacks]
     if not fitting:
         least = min(rows, key=lambda row: row.lacks)
@@ -207,6 +204,8 @@ def _page(
     best = min((row for row in fitting if row.cost.seconds <= NO_SLOWER * fastest), key=_plainness)
     yield f"\nthe fastest that fits, {best.cost.seconds:,.3g} s an update by this model of costs:\n"
     yield "    " + launch_line(args, best)
+    if best.mode.nodes > 1:
+        yield "\non each node: R is its number, 0 to begin with, and IP an address of node 0 (docs/nodes.md)"
 
 
 def _plainness(row: Row) -> tuple[int, int, int]:
@@ -214,7 +213,8 @@ def _plainness(row: Row) -> tuple[int, int, int]:
     mode = row.mode
     kinds = ("plain", "DDP", "FSDP", "DeepSpeed")
     offloads = (mode.state_on != "device") + (mode.weights_on != "device")
-    return offloads, kinds.index(mode.kind) + mode.stage + mode.replicas, CHECKPOINTING.index(row.checkpointing)
+    shared = mode.replicas + mode.degrees.group * mode.pipeline
+    return offloads, kinds.index(mode.kind) + mode.stage + shared, CHECKPOINTING.index(row.checkpointing)
 
 
 def _cells(row: Row) -> Iterator[str]:
@@ -250,14 +250,11 @@ def launch_line(args: argparse.Namespace, row: Row) -> str:
             kept.append(word)
     size = (
         f"--micro_batch_tokens {row.tokens}"
-        if hasattr(args, "micro_batch_tokens") and not args.micro_batch_size
+        if hasattr(args, "micro_batch_tokens") and not args.micro_batch_size and row.mode.pipeline == 1
         else f"--micro_batch_size {row.rows}"
     )
-    line = f"accelerate launch --config_file {_configs() / row.mode.name}.yaml"
-    if row.mode.processes > 1:
-        line += f" --num_processes {row.mode.processes}"
-    if row.mode.kind == "DeepSpeed" and row.mode.precision != "no":
-        line += f" --mixed_precision {row.mode.precision}"
+    line = f"accelerate launch --config_file {configs.folder() / row.mode.name}.yaml"
+    line += "".join(f" {flag}" for flag in row.mode.flags) + " --machine_rank R" * (row.mode.nodes > 1)
     return f"{line} {sys.argv[0]} {shlex.join(kept)} {size} --activation_checkpointing {row.checkpointing}".replace(
         "  ", " "
     )

@@ -1,7 +1,7 @@
 """From what was recorded at two depths to what a model of any depth holds in each part of an update."""
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from common.plan.rehearsal import Recording
@@ -19,6 +19,13 @@ class Profile:
 
     segments: dict[str, Parts]
     flops: float  # of a micro-batch, forward and backward, with what is computed again
+    tokens: float = 0  # of a micro-batch of text, with its padding
+    outside: "Profile | None" = None  # of a model without layers, where that is known
+
+    def at_depth(self, other: "Profile", few: int, more: int, layers: int) -> "Profile":
+        """Of a model of so many layers, this one being of a `few` and the other of `more`; with what is outside."""
+        whole, outside = (self.scaled(other, (depth - few) / (more - few)) for depth in (layers, 0))
+        return replace(whole, outside=outside)
 
     def scaled(self, other: "Profile", at: float) -> "Profile":
         """On the line through this one (0) and another (1), at `at`."""
@@ -30,7 +37,8 @@ class Profile:
         for name in self.segments:
             one, two = self.segments[name], other.segments.get(name, {})
             segments[name] = {part: between(one.get(part, 0), two.get(part, 0)) for part in one | two}
-        return Profile(segments, between(self.flops, other.flops))
+        outside = self.outside.scaled(other.outside, at) if self.outside and other.outside else None
+        return Profile(segments, between(self.flops, other.flops), between(self.tokens, other.tokens), outside)
 
 
 def profile_of(recording: Recording) -> Profile:
@@ -54,4 +62,4 @@ def profile_of(recording: Recording) -> Profile:
             parts["optimizer state"] = state
     named = {f"{segment}, {'end' if half else 'beginning'}": parts for (segment, half), parts in peaks.items()}
     flops = sum(count for name, count in recording.flops.items() if name in ("forward 1", "backward 1"))
-    return Profile(named, flops)
+    return Profile(named, flops, recording.tokens)

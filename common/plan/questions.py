@@ -15,14 +15,21 @@ from common.training.batching import Samples
 
 
 def predict(
-    run: Any, config: Any, make_empty: Callable[[], torch.nn.Module], samples: Samples, held_out: Samples | None
+    model_class: Any,
+    run: Any,
+    config: Any,
+    make_empty: Callable[[], torch.nn.Module],
+    samples: Samples,
+    held_out: Samples | None,
 ) -> Forecast | None:
     """The forecast of the run at hand; --plan, and a process that explains why a run died, print theirs and end.
 
     None in a process that plays an update without data, and is this run no more. From here on an error of memory says
-    what would have helped.
+    what would have helped. model_class: an Auto class.
     """
     ending.explain_error = partial(shortage.explain, run)
     chooses = getattr(run.args, "micro_batch_tokens", None) == "auto"
-    answer = shortage.answer if shortage.is_asked() else plan if run.args.plan else choose if chooses else foresee
+    answer = choose if chooses else foresee
+    if run.args.plan or shortage.is_asked():
+        answer = partial(shortage.answer if shortage.is_asked() else plan, model_class)
     return answer(run, config, make_empty, samples, held_out)

@@ -7,11 +7,13 @@ do that are given theirs), makes its optimizer, and its loop computes an update 
 
 import argparse
 import contextlib
+import itertools
 import os
 import pickle
 import sys
 import traceback
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -21,10 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from common.models import load
-from common.parallel import liveness, loading
+from common.parallel import liveness, loading, sequence, tensor
 from common.plan.tape import Tape
 from common.training.activation_checkpointing import apply_activation_checkpointing
-from common.training.batching import Collate, GlobalBatch, Samples, longest_samples
+from common.training.batching import Collate, GlobalBatch, Samples, longest_samples, shard_tokens
 from common.training.degrees import Degrees, set_running
 from common.training.precision import weights_cast_once
 
@@ -42,6 +44,7 @@ class Case:
     autocast: str = "no"  # or bf16, fp16
     weights: str = "float32"  # while the model computes
     device: str = "cpu"  # or cuda: whose kernels
+    degrees: Degrees = Degrees(1)  # those who share its samples: of a sequence, or of a layer
 
 
 @dataclass
@@ -52,6 +55,7 @@ class Recording:
     parts: dict[int, str]
     flops: dict[str, int]
     ended: str  # "" or what kept the tape from going to the end
+    tokens: int = 0  # of a micro-batch of text
 
 
 class Rehearsal:
@@ -70,7 +74,7 @@ class Rehearsal:
         liveness.leave = sys.excepthook = lambda *_: os._exit(1)
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
-        set_running(Degrees(1))
+        _share_with_nobody(case.degrees)
         torch.set_num_threads(1)
         autocast = "bf16" if case.autocast == "fp16" else case.autocast  # as wide, and CPUs have it
         self.accelerator = Accelerator(cpu=True, device_placement=False, mixed_precision=autocast)
@@ -82,7 +86,8 @@ class Rehearsal:
         if case.device == "cuda":
             _use_gpu_kernels()
         if head := sys.modules.get("common.training.linear_cross_entropy"):  # of a language model
-            if case.device == "cuda" or (case.autocast, case.weights) == ("no", "float32"):
+            is_whole = case.degrees.tensor == 1  # a part of the vocabulary is not sliced
+            if case.device == "cuda" or (case.autocast, case.weights) == ("no", "float32") or not is_whole:
                 head.CACHED_LOGITS = sys.maxsize  # the slices of a chunk share its memory
             else:  # the few rows of a slice hold the same, whatever is computed of them
                 head._logits_to_gradient = lambda logits, *_: logits.new_zeros(())
@@ -94,7 +99,11 @@ class Rehearsal:
         chosen = [self.samples[number] for number in ids]
         # As `batching` cuts them: an evaluation without recomputation takes twice the samples at once.
         larger = collate(chosen * (2 if self.case.activation_checkpointing == "none" else 1))
-        micro_batch = collate(chosen)
+        micro_batch, degrees = collate(chosen), self.case.degrees
+        if degrees.sequence > 1:
+            micro_batch, larger = (shard_tokens(one, 0, degrees.sequence) for one in (micro_batch, larger))
+        sequence.share_sequences(model, degrees)
+        tensor.cut_model(model, optimizer, degrees)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.stack = contextlib.ExitStack()
         self.stack.enter_context(self.fake)
@@ -105,7 +114,7 @@ class Rehearsal:
         for p in parameters.values():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(lambda p: self.tape.name("gradients", p.grad))
-        self.tape.vocabulary = getattr(model.config.get_text_config(), "vocab_size", 0)
+        self.tape.vocabulary = getattr(model.config.get_text_config(), "vocab_size", 0) // degrees.tensor
         self.micro_batch = {name: self.fake.from_tensor(one) for name, one in micro_batch.items()}
         self.num_targets = len(micro_batch["targets"])
         model, optimizer = self.accelerator.prepare(model, optimizer)
@@ -118,6 +127,9 @@ class Rehearsal:
             backward(loss, **kwargs)
 
         self.accelerator.backward = told
+        if hasattr(self.args, "schedule"):  # all micro-batches are taken before the first one is computed
+            self.forwards = itertools.count()
+            model.register_forward_pre_hook(self._begin_next_forward)
         self.model, self.optimizer = model, optimizer
         evaluated = {name: self.fake.from_tensor(one) for name, one in larger.items()}
         self.held_out = [GlobalBatch(0, [evaluated], 1, 1, 1, 1, torch.zeros(1), "")] if self.evaluates else None
@@ -125,6 +137,11 @@ class Rehearsal:
 
     def _begin(self, segment: str) -> None:
         self.tape.segment = segment
+
+    def _begin_next_forward(self, model: torch.nn.Module, _: Any) -> None:
+        if model.training:
+            self.number = next(self.forwards)
+            self._begin(f"forward {self.number}")
 
     def _name_states(self, optimizer: torch.optim.Optimizer) -> None:
         for state in optimizer.state.values():
@@ -173,7 +190,9 @@ class Rehearsal:
     def _tell(self, ended: str) -> NoReturn:
         tape = self.tape
         events = [tuple(event) for event in tape.events]
-        told = Recording(events, tape.parts, dict(tape.flops), ended)
+        ids = self.micro_batch.get("input_ids")
+        tokens = 0 if ids is None else ids.numel()
+        told = Recording(events, tape.parts, dict(tape.flops), ended, tokens)
         with os.fdopen(self.pipe, "wb") as pipe:
             pickle.dump(told, pipe)
         os._exit(0)  # nothing of the run that it was forked from is to end with it
@@ -198,6 +217,15 @@ def _fill(
     for group in optimizer.param_groups:
         group["params"] = [new[id(p)] for p in group["params"]]
     return dict(model.named_parameters())
+
+
+def _share_with_nobody(degrees: Degrees) -> None:
+    """The processes that share with this one are not there: what it sends is lost, and what would come has no data."""
+    set_running(degrees)
+    alone = SimpleNamespace(rank=lambda: 0, size=lambda: degrees.group)
+    tensor.group_of = sequence.group_of = lambda _: alone
+    for name in ("all_reduce", "all_gather", "all_to_all_single"):
+        setattr(torch.distributed, name, lambda *_, **__: None)
 
 
 def _use_gpu_kernels() -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import psutil
@@ -19,13 +20,16 @@ import torch
 
 from common.memory import available_memory
 from common.parallel.launch import ALONE
+from common.plan.configs import modes_for
+from common.plan.cost import micro_batches_of
 from common.plan.forecast import Forecaster, NotPlayed, Played, Player, in_bytes, rows_of
 from common.plan.machines import Machine
 from common.plan.memory import Mode, mode_of, needs, peak, shape_of
-from common.plan.plan import CHECKPOINTING, modes_for, run_can_checkpoint
+from common.plan.plan import CHECKPOINTING, check_shared_model, run_can_checkpoint
 from common.plan.profile import Profile
 from common.report.tracking import peak_memory_bytes
 from common.training.batching import Samples
+from common.training.degrees import Degrees
 from common.training.optimizers import OPTIMIZERS
 from common.training.out_of_memory import is_out_of_memory
 
@@ -41,7 +45,7 @@ def explain(run: Any, error: BaseException) -> None:
         return
     held = _held(run.device)
     traceback.clear_frames(error.__traceback__)  # which hold the activations
-    mode = mode_of(run.asked, run.asked.source, run.asked.degrees.data)
+    mode = mode_of(run.asked, run.asked.source, run.args)
     kind = "cpu" if run.device.type == "cpu" else "cuda"
     args = {name: getattr(run.args, name, None) for name in ("micro_batch_size", "micro_batch_tokens")}
     question = json.dumps({"mode": dataclasses.asdict(mode), "device": kind, **args})
@@ -99,17 +103,23 @@ def is_asked() -> bool:
 
 
 def answer(
-    run: Any, config: Any, make_empty: Callable[[], torch.nn.Module], samples: Samples, held_out: Samples | None
+    model_class: Any,
+    run: Any,
+    config: Any,
+    make_empty: Callable[[], torch.nn.Module],
+    samples: Samples,
+    held_out: Samples | None,
 ) -> None:
     """Prints the predicted peak and what each knob saves, in bytes, as JSON, and ends; returns where it plays."""
     question = json.loads(os.environ[QUESTION])
     mode, args = Mode(**question["mode"]), run.args
     args.micro_batch_size, args.micro_batch_tokens = question["micro_batch_size"], question["micro_batch_tokens"]
-    shape, rows = shape_of(make_empty()), rows_of(args, samples, mode.processes)
+    shape, rows = shape_of(make_empty()), rows_of(args, samples, mode.degrees)
     forecaster = Forecaster(Player(run, config, samples, held_out), shape, question["device"])
     way = args.activation_checkpointing
     later = CHECKPOINTING[CHECKPOINTING.index(way) + 1 :] if way in CHECKPOINTING else ()
-    sharded = [one for one in _sharded(mode, question["device"]) if one.kind != mode.kind]
+    check_model = partial(check_shared_model, config, model_class, make_empty)
+    sharded = _sharded(mode, question["device"], args, check_model) if mode.kind == "DDP" else []
     tries = {"": (mode, rows, way)}
     if rows > 1:
         half = f"--micro_batch_tokens {args.micro_batch_tokens // 2}"
@@ -132,8 +142,8 @@ def answer(
 
     def held(words: str, profile: Profile) -> float:
         mode, rows, _ = tries[words]
-        accumulates = args.global_batch_size > rows * mode.processes
-        return sum(peak(needs(profile, shape, mode, accumulates))[1].values())
+        number = micro_batches_of(args.global_batch_size, mode.degrees.data, rows)
+        return sum(peak(needs(profile, shape, mode, number))[1].values())
 
     sizes = {words: held(words, profile) for words, profile in profiles.items()}
     knobs = {words: sizes[""] - size for words, size in sizes.items() if words}
@@ -147,11 +157,15 @@ def answer(
     sys.exit()
 
 
-def _sharded(mode: Mode, device: str) -> list[Mode]:
+def _sharded(mode: Mode, device: str, args: Any, check_model: Callable[[Degrees], list[str]]) -> list[Mode]:
     """The shipped configs that shard, for as many processes, without offload."""
-    modes, _ = modes_for(Machine(mode.processes, 0.0, kind=device)) if mode.processes > 1 else ([], [])
-    sharded = [dataclasses.replace(one, precision=mode.precision) for one in modes if one.processes == mode.processes]
-    return [one for one in sharded if one.kind in ("FSDP", "DeepSpeed") and one.state_on == one.weights_on == "device"]
+    modes, _ = modes_for(Machine(mode.processes, 0.0, kind=device), args, check_model)
+    sharded = [one for one in modes if one.kind in ("FSDP", "DeepSpeed") and one.degrees.data == mode.processes]
+    return [
+        dataclasses.replace(one, precision=mode.precision)
+        for one in sharded
+        if one.state_on == one.weights_on == "device"
+    ]
 
 
 def _best_of_each(knobs: dict[str, float]) -> dict[str, float]:

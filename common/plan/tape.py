@@ -14,6 +14,7 @@ _SDPA = torch.ops.aten
 FLOPS = dict(flop_registry) | {
     _SDPA._scaled_dot_product_flash_attention_for_cpu: flop_registry[_SDPA._scaled_dot_product_flash_attention],
 }
+COPY = torch.ops.aten._to_copy.default
 GROUPED = torch.ops.aten._grouped_mm.default
 
 
@@ -41,9 +42,12 @@ class Tape(TorchDispatchMode):
         out = self._call(func, args, kwargs or {})
         if (count := FLOPS.get(func.overloadpacket)) is not None:
             self.flops[self.segment] += count(*args, **(kwargs or {}), out_val=out)
+        is_copy = func is COPY and self.parts.get(self.number_of(args[0])) == "weights"
         for one in tree_leaves(out):
             if isinstance(one, torch.Tensor):
                 number = self.number_of(one)
+                if is_copy:  # autocast's, in the type of products
+                    self.parts.setdefault(number, "cast weights")
                 if self.vocabulary in one.shape and number not in self.parts:
                     self.parts[number] = "logits"
         return out

@@ -1,0 +1,87 @@
+"""What each config file is on the machine that a plan is for, with the flags that fit it to that machine."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from common.errors import UserError
+from common.parallel.deepspeed_files import check_optimizer
+from common.parallel.launch import Launch, check_asked, check_machines, parse_launch
+from common.plan.machines import Machine
+from common.plan.memory import Mode, mode_of
+from common.training.degrees import Degrees
+
+CONFIGS = "accelerate_configs"
+PORT = 29500  # of the first of several nodes, where the others meet it
+
+
+def folder() -> Path:
+    """That of the config files: where the user is, or beside common/. Raises UserError: there is none."""
+    beside = Path(__file__).resolve().parents[2] / CONFIGS
+    found = next((path for path in (Path(CONFIGS), beside) if path.is_dir()), None)
+    if found is None:
+        raise UserError(f"--plan finds no {CONFIGS}/ here or in {beside.parent}; copy it from the repository")
+    return found
+
+
+def modes_for(
+    machine: Machine, args: argparse.Namespace, check_model: Callable[[Degrees], list[str]]
+) -> tuple[list[Mode], list[str]]:
+    """What each config is on a machine, and the names of those with which a run would be refused.
+
+    args: the recipe's flags. check_model: the problems of the model where processes share samples so.
+    """
+    found: list[tuple[Launch, Mode]] = []
+    left_out = []
+    for path in sorted(folder().glob("*.yaml")):
+        try:
+            flags = _flags(path, machine)
+            if flags is None:
+                continue
+            launch = parse_launch(["--config_file", str(path), *flags, "recipe.py"])
+            mode = mode_of(launch, path.stem, args, flags)
+            refused = [*check_asked(launch, args), *check_machines(launch)] or check_model(launch.degrees)
+            refused += check_optimizer(mode.zero, args.optimizer) if mode.zero else []
+        except UserError:  # its DeepSpeed file is not where the user is
+            refused = ["no file"]
+        if refused:
+            left_out.append(path.name)
+        elif mode.kind != "FSDP" or mode.shards > 1:
+            found.append((launch, mode))
+    # On several nodes a config for several is the same as the one for one node that it was made from.
+    for_nodes = [_what(launch) for launch, _ in found if _is_for_nodes(launch)]
+    return [mode for launch, mode in found if _is_for_nodes(launch) or _what(launch) not in for_nodes], left_out
+
+
+def _is_for_nodes(launch: Launch) -> bool:
+    return launch.file_settings.get("num_machines", 1) > 1
+
+
+def _what(launch: Launch) -> tuple:
+    return launch.mode, launch.sizes, launch.deepspeed_config, launch.num_processes
+
+
+def _flags(path: Path, machine: Machine) -> tuple[str, ...] | None:
+    """Of `accelerate launch`, so that a config uses all of the machine; None where it is for another kind of it."""
+    launch = parse_launch(["--config_file", str(path), "recipe.py"])
+    processes, sizes = machine.devices * machine.nodes, launch.sizes
+    if launch.use_cpu != (machine.kind == "cpu") or (_is_for_nodes(launch) and machine.nodes == 1):
+        return None
+    if machine.kind == "cpu" or launch.mode == "plain":
+        return ("--num_processes", str(launch.num_processes)) if launch.num_processes > 1 else ()
+    if processes == 1:
+        return None
+    flags = {"num_processes": processes}
+    if sizes["dp_replicate"] * sizes["dp_shard"] > 1:
+        copies = machine.nodes if sizes["dp_replicate"] > 1 and machine.nodes > 1 else sizes["dp_replicate"]
+        wanted = {"dp_replicate": copies, "dp_shard": processes // (copies * sizes["sp"] * sizes["tp"])}
+        changed = {name: size for name, size in wanted.items() if size != sizes[name]}
+        flags |= {f"parallelism_config_{name}_size": size for name, size in changed.items()}
+    if launch.mode == "DeepSpeed":
+        flags["mixed_precision"] = "bf16"
+    if machine.nodes > 1:
+        flags |= {"num_machines": machine.nodes, "main_process_ip": "IP"}
+        flags |= {} if launch.settings["main_process_port"] else {"main_process_port": PORT}
+        if launch.mode == "DeepSpeed":
+            flags["deepspeed_multinode_launcher"] = "standard"
+    return tuple(word for name, value in flags.items() for word in (f"--{name}", str(value)))
