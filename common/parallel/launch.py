@@ -217,7 +217,7 @@ def check_launch(launch: Launch, args: argparse.Namespace) -> list[str]:
 
     Also for what the mode cannot take of the recipe's flags; `checks.check_arguments` has filled in their defaults.
     """
-    problems = _check_processes(launch) + check_asked(launch, args)
+    problems = [*_check_processes(launch), *check_asked(launch, args), *_check_budget(launch, args)]
     if launch.mode == "DeepSpeed":
         problems += deepspeed_flags.check_deepspeed(
             launch.deepspeed_config, args, launch.mixed_precision, launch.degrees
@@ -239,7 +239,7 @@ def check_asked(launch: Launch, args: argparse.Namespace) -> list[str]:
     sizes = launch.sizes
     problems += parallelism.check_others(launch.source, launch.settings, {*launch.given, *launch.file_settings})
     problems += parallelism.check_sizes(launch.source, sizes, launch.mode, launch.num_processes)
-    problems += [*_check_stages(launch, args), *_check_budget(launch, args)]
+    problems += _check_stages(launch, args)
     problems += parallelism.check_parts(launch.source, sizes, launch.mixed_precision, args.optimizer)
     problems += _check_accumulation(launch, args)
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
