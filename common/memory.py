@@ -1,5 +1,6 @@
 """How much memory of the host a process may still take, and how much pinned memory takes."""
 
+import resource
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -7,10 +8,24 @@ import psutil
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that can be taken: those of the machine, or what the limits of this process's cgroups leave, if less.
+    """Bytes that this process can take: what is left to all, or what its own limits (`ulimit -d`, `-v`) leave, if less.
 
-    Containers and the jobs of SLURM have such limits, and whoever goes over one is killed. Caches of files count as
-    free, in both: the kernel drops them first. `root` is where `proc` and `sys` are.
+    Own limits count what may be written, and all addresses, whether touched or not. `root` is where `proc` and `sys`
+    are.
+    """
+    memory = psutil.Process().memory_info()
+    left = [left_to_all(root)]
+    for limit, used in ((resource.RLIMIT_DATA, getattr(memory, "data", 0)), (resource.RLIMIT_AS, memory.vms)):
+        most, _ = resource.getrlimit(limit)
+        left += [most - used] if most != resource.RLIM_INFINITY else []
+    return max(0, min(left))
+
+
+def left_to_all(root: Path = Path("/")) -> int:
+    """Bytes that this process and others beside it can take together: those of the machine, or of its cgroups, if less.
+
+    Containers and the jobs of SLURM have limits of cgroups, and whoever goes over one is killed. Caches of files count
+    as free, in both: the kernel drops them first. `root` is where `proc` and `sys` are.
     """
     left = [psutil.virtual_memory().available]
     try:
