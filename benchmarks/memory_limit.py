@@ -58,15 +58,16 @@ def run_limited(command, limit, kind="cgroup", **settings) -> Ended:
 
         begun, peak = time.monotonic(), 0
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, preexec_fn=enter, **settings)
-        while process.poll() is None and time.monotonic() - begun < STALLED:
-            peak = max(peak, _held(*group) if group else _held_by_tree(process.pid))
-            time.sleep(0.02)
-        died = ""
-        if process.returncode is None:
-            died = f"ended after {STALLED} s"
-            for one in [*psutil.Process(process.pid).children(recursive=True), process]:
-                one.kill()
-            process.wait()
+        try:
+            while process.poll() is None and time.monotonic() - begun < STALLED:
+                peak = max(peak, _held(*group) if group else _held_by_tree(process.pid))
+                time.sleep(0.02)
+        finally:
+            died = "" if process.returncode is not None else f"ended after {STALLED} s"
+            if died:
+                for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+                    one.kill()
+                process.wait()
         output.seek(0)
         told = output.read()
         if group and (killed := _number("oom_kill", group[0] / FILES[group[1]][1])):

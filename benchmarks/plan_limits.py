@@ -21,6 +21,7 @@ import re
 import runpy
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -33,31 +34,28 @@ from memory_limit import cgroups_can_be_made, run_limited
 from tqdm import tqdm
 
 GIB = 2**30
-LONG = ["--sequence_length", "4096", "--global_batch_size", "2"]
-SHORT = ["--sequence_length", "256", "--global_batch_size", "8"]
 MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # malloc keeps nothing of what is freed
 # Name, recipe, flags, limit in GiB, how it is enforced, and the environment.
 PAIRS = [
-    ("lm small, 2,048", "lm", ["--model_config", "small", *LONG, "--sequence_length", "2048"], 1.5, "cgroup", {}),
-    ("lm small, 4,096, less", "lm", ["--model_config", "small", *LONG], 2.0, "cgroup", {}),
-    ("lm small, 4,096, more", "lm", ["--model_config", "small", *LONG], 3.25, "cgroup", {}),
-    ("lm small, 4,096, mapped", "lm", ["--model_config", "small", *LONG], 2.5, "cgroup", MAPPED),
-    ("lm small, 4,096, rlimit", "lm", ["--model_config", "small", *LONG], 2.25, "rlimit", {}),
-    ("lm medium, 256, least", "lm", ["--model_config", "medium", *SHORT], 2.0, "cgroup", {}),
-    ("lm medium, 256, less", "lm", ["--model_config", "medium", *SHORT], 2.75, "cgroup", {}),
-    ("lm medium, 256, more", "lm", ["--model_config", "medium", *SHORT], 3.25, "cgroup", {}),
-    ("lm medium, 2,048", "lm", ["--model_config", "medium", *SHORT, "--sequence_length", "2048",
-        "--global_batch_size", "2"], 6.5, "cgroup", {}),
-    ("classify base", "classify", ["--model_config", "base", *SHORT], 3.25, "cgroup", {}),
-    ("seq2seq small", "seq2seq", ["--model_config", "small", "--sequence_length", "1024", "--target_length", "1024",
-        "--global_batch_size", "4"], 2.25, "cgroup", {}),
-    ("moe small", "moe", ["--model_config", "small", *SHORT, "--sequence_length", "1024"], 2.25, "cgroup", {}),
-    ("moe small, least", "moe", ["--model_config", "small", *SHORT, "--sequence_length", "1024"], 1.25, "cgroup", {}),
-    ("vision vit", "vision", ["--model_config", "vit", "--image_size", "32", "--global_batch_size", "512"], 1.5,
-        "cgroup", {}),
+    ("lm small", "lm", "--model_config small --sequence_length 2048 --global_batch_size 2", 1.5, "cgroup", {}),
+    ("lm small, longer", "lm", "--model_config small --sequence_length 4096 --global_batch_size 2", 2.0, "cgroup", {}),
+    ("lm small, mapped", "lm", "--model_config small --sequence_length 2048 --global_batch_size 2", 1.25, "cgroup",
+        MAPPED),
+    ("lm small, ulimit", "lm", "--model_config small --sequence_length 2048 --global_batch_size 2", 1.25, "rlimit", {}),
+    ("lm medium", "lm", "--model_config medium --sequence_length 128 --global_batch_size 8", 2.75, "cgroup", {}),
+    ("lm medium, less", "lm", "--model_config medium --sequence_length 128 --global_batch_size 8", 2.0, "cgroup", {}),
+    ("classify small", "classify", "--model_config small --sequence_length 256 --global_batch_size 8", 1.0, "cgroup",
+        {}),
+    ("seq2seq small", "seq2seq", "--model_config small --sequence_length 256 --target_length 256 --global_batch_size 8",
+        1.5, "cgroup", {}),
+    ("moe small", "moe", "--model_config small --sequence_length 256 --global_batch_size 8", 2.0, "cgroup", {}),
+    ("moe small, less", "moe", "--model_config small --sequence_length 256 --global_batch_size 8", 1.25, "cgroup", {}),
+    ("vision resnet", "vision", "--model_config resnet --image_size 32 --global_batch_size 1024", 2.0, "cgroup", {}),
+    ("vision resnet, larger", "vision", "--model_config resnet --image_size 48 --global_batch_size 1024", 6.0, "cgroup",
+        {}),
 ]  # fmt: skip
 DATA = {"lm": "text.txt", "moe": "text.txt", "classify": "labels.jsonl", "seq2seq": "pairs.jsonl"}
-RUN = ["--num_updates", "3", "--warmup_updates", "1", "--save_every", "2"]
+RUN = ["--num_updates", "2", "--warmup_updates", "1", "--save_every", "1"]
 
 
 def make_inputs(directory: Path) -> None:
@@ -77,7 +75,8 @@ def tell(path: str, recipe: str) -> None:
     from common.plan import plan
 
     class Told(plan.Row):
-        def __post_init__(self):
+        def __init__(self, *values):
+            super().__init__(*values)
             need = plan.need_on_cpu(self.mode, self.parts, self.host)
             row = [self.mode.name, self.checkpointing, self.rows, self.tokens, sum(self.parts.values()), need]
             with open(path, "a") as file:
@@ -97,7 +96,7 @@ def run_pair(pair, directory):
     name, recipe, flags, limit, kind, more = pair
     limit, told = int(limit * GIB), directory / "told"
     told.unlink(missing_ok=True)
-    flags = [*flags, *RUN, "--output_dir", str(directory / "run")]
+    flags = [*flags.split(), *RUN, "--output_dir", str(directory / "run")]
     flags += ["--train_file", str(directory / DATA[recipe])] if recipe in DATA else []
     settings = {"cwd": ROOT, "env": os.environ | {"TQDM_DISABLE": "1"} | more}
     settings["env"]["PATH"] = f"{Path(sys.executable).parent}:{settings['env']['PATH']}"
@@ -185,6 +184,7 @@ def main():
     parser.add_argument("--output_dir", type=Path, default=ROOT / "benchmarks/results")
     parser.add_argument("--work_dir", type=Path, default=Path(tempfile.gettempdir()) / "plan-limits-benchmark")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: ended"))  # what it limits ends with it
     if reason := cgroups_can_be_made():
         sys.exit(f"error: {reason}; run this as root, or in a cgroup that is yours")
     args.work_dir.mkdir(parents=True, exist_ok=True)

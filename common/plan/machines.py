@@ -7,7 +7,7 @@ import psutil
 import torch
 
 from common.errors import UserError
-from common.memory import available_memory, left_to_all
+from common.memory import left_to_all, left_to_one
 from common.parallel.rates import multiplication_rates
 
 UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
@@ -87,7 +87,7 @@ def this_machine() -> Machine:
         )  # fmt: skip
     rates = multiplication_rates(torch.device("cpu"))
     reached = {name: 2 * REACHED * rate for name, rate in rates.items()}  # products are most of an update on a CPU
-    one = float(available_memory())
+    one = float(left_to_one())
     return Machine(1, one, host, disk, "cpu", reached["bf16"], reached["no"], link=2e9, assumed=("link", "disk rate"))
 
 
