@@ -32,7 +32,7 @@ CONTEXT, NCCL = 0.47 * 2**30, 1.45 * 2**30
 FRAGMENTS = 1.25
 # Of a CPU, measured by `benchmarks/plan_limits.py`: `accelerate launch` itself; what a process grows by from the plan
 # to its last update, beside its tensors; what glibc keeps, of activations and logits, after some updates.
-LAUNCHER, GROWTH, KEPT = 172 * 2**20, 32 * 2**20, 1.0
+LAUNCHER, GROWTH, KEPT = 172 * 2**20, 128 * 2**20, 1.0
 BUSY = {"cpu": 1024, "cuda": 8192}  # tokens at once: with fewer, a device waits for its own small steps
 NO_SLOWER = 1.03  # than the fastest: the model of costs knows no better
 GIB = 2**30
