@@ -1,16 +1,41 @@
 """How much memory of the host a process may still take, and how much pinned memory takes."""
 
+import resource
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 
 
-def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that can be taken: those of the machine, or what the limits of this process's cgroups leave, if less.
+def available_memory() -> int:
+    """Bytes that this process can take for good: those left to it, without what it gave back since it held most.
 
-    Containers and the jobs of SLURM have such limits, and whoever goes over one is killed. Caches of files count as
-    free, in both: the kernel drops them first. `root` is where `proc` and `sys` are.
+    On a CPU, the next update takes the memory of its activations again.
+    """
+    now, most = psutil.Process().memory_info().rss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    given_back = max(0, most * (1 if sys.platform == "darwin" else 1024) - now)
+    return max(0, left_to_one() - given_back)
+
+
+def left_to_one() -> int:
+    """Bytes that are left to this process: those left to all, or less by its own limits (`ulimit -d`, `-v`).
+
+    Own limits count all that may be written, and all addresses, whether touched or not.
+    """
+    memory = psutil.Process().memory_info()
+    left = [left_to_all()]
+    for limit, used in ((resource.RLIMIT_DATA, getattr(memory, "data", 0)), (resource.RLIMIT_AS, memory.vms)):
+        most, _ = resource.getrlimit(limit)
+        left += [most - used] if most != resource.RLIM_INFINITY else []
+    return max(0, min(left))
+
+
+def left_to_all(root: Path = Path("/")) -> int:
+    """Bytes that this process and others beside it can take together: those of the machine, or of its cgroups, if less.
+
+    Containers and the jobs of SLURM have limits of cgroups, and whoever goes over one is killed. Caches of files count
+    as free, in both: the kernel drops them first. `root` is where `proc` and `sys` are.
     """
     left = [psutil.virtual_memory().available]
     try:

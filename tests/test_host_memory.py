@@ -1,9 +1,13 @@
 """What a process may take of the host's memory: the machine's, or less where a cgroup says so."""
 
+import subprocess
+import sys
+
 import psutil
 import pytest
+from conftest import ROOT
 
-from common.memory import available_memory, pinned_bytes
+from common.memory import available_memory, left_to_all, pinned_bytes
 
 GIB = 2**30
 
@@ -45,12 +49,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_available_memory_heeds_the_limits_of_cgroups(case, tmp_path, monkeypatch):
+def test_what_is_left_to_all_heeds_the_limits_of_cgroups(case, tmp_path, monkeypatch):
     own, limits, expected = CASES[case]
     machine = psutil.virtual_memory()._replace(available=MACHINE)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
     cgroups(tmp_path, own, limits)
-    assert available_memory(tmp_path) == expected
+    assert left_to_all(tmp_path) == expected
 
 
 def test_this_machine_has_memory():
@@ -59,3 +63,31 @@ def test_this_machine_has_memory():
 
 def test_pinned_blocks_are_powers_of_two():
     assert pinned_bytes([0, 1, 4, 4097, GIB, GIB + 1]) == 1 + 4 + 8192 + GIB + 2 * GIB
+
+
+def told_by(program):
+    """The words that a Python process of its own prints."""
+    program = f"from common.memory import available_memory, left_to_all, left_to_one\n{program}"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    return [float(word) for word in result.stdout.split()]
+
+
+@pytest.mark.parametrize("limit", ["RLIMIT_DATA", "RLIMIT_AS"])
+def test_what_is_left_to_one_heeds_the_limits_of_the_process(limit):
+    """A limit that leaves a gibibyte leaves as much. Control: what is left to all is more, before and after."""
+    before, after, left = told_by(f"""if True:
+        import psutil, resource
+        memory = psutil.Process().memory_info()
+        most = 2**30 + (memory.data if "{limit}" == "RLIMIT_DATA" else memory.vms)
+        print(left_to_one())
+        resource.setrlimit(resource.{limit}, (most, most))
+        print(left_to_all(), left_to_one())
+    """)
+    assert min(before, after) > 2 * GIB
+    assert 0.98 * GIB < left <= GIB
+
+
+def test_what_was_given_back_is_not_available():
+    """An update will take it again. Control: it is left."""
+    left, available = told_by("block = bytearray(2**30); del block; print(left_to_one(), available_memory())")
+    assert left - available == pytest.approx(GIB, rel=0.1)

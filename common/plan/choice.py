@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 
-from common.memory import available_memory
+from common.memory import left_to_all, left_to_one
 from common.parallel.liveness import wait_for_all
 from common.plan.forecast import Forecast, Forecaster, NotPlayed, Played, Player, in_bytes
 from common.plan.machines import Machine
-from common.plan.memory import mode_of, needs, on_host, peak, shape_of
-from common.plan.plan import BUSY, lacks
+from common.plan.memory import mode_of, needs, peak, shape_of
+from common.plan.plan import BUSY, held_on_cpu, lacks
+from common.plan.profile import Parts
 from common.report.tracking import write_run
 from common.training import token_budget
 from common.training.batching import GlobalBatch, Samples
@@ -30,6 +31,7 @@ class Choice(Forecast):
     run: Any = None
     samples: Samples | None = None
     rows: tuple[int, int] = (1, 2)  # of the micro-batches that are played
+    left: tuple[int, int] = (0, 0)  # bytes of the host, before the model: to this process, and to all
     history: list[list[int]] | None = None  # of the run that goes on
 
     @property
@@ -75,7 +77,7 @@ class Choice(Forecast):
         while True:
             profile = few.scaled(more, (rows - self.rows[0]) / (self.rows[1] - self.rows[0]))
             segment, parts = peak(needs(profile, shape, self.mode, math.ceil(share / rows)))
-            lacking = lacks(machine, self.mode, parts, *on_host(shape, self.mode))
+            lacking = self._lacks(parts)
             if lacking and self.found:
                 return f"twice as many would lack {in_bytes(lacking)}"
             self.found, self.history = (segment, parts), [[start, rows * self.samples.max_length]]
@@ -86,6 +88,14 @@ class Choice(Forecast):
             if rows * self.samples.max_length >= BUSY[self.forecaster.device]:
                 return "more would fit, but not gain"
             rows = min(share, 2 * rows)
+
+    def _lacks(self, parts: Parts) -> float:
+        """Bytes that are missing for this; what the processes and their launcher have themselves is no longer left."""
+        if self.forecaster.device == "cuda":
+            memory = torch.cuda.mem_get_info(self.run.device)[1]
+            return lacks(Machine(1, float(memory)), self.mode, parts, 0.0, 0.0)
+        held, (for_one, for_all) = held_on_cpu(parts), self.left
+        return max(0.0, held - for_one, self.mode.processes * held - for_all)
 
     def facts(self) -> dict[str, Any]:
         """For run.json."""
@@ -102,7 +112,9 @@ def choose(
     mode = replace(mode_of(asked, asked.source, args), kind="plain")
     forecaster = Forecaster(Player(run, config, samples, held_out), shape, device)
     few = max(1, 1024 // samples.max_length)
-    choice = Choice(forecaster, [], mode, 2, run=run, samples=samples, rows=(few, 2 * few))
+    choice = Choice(
+        forecaster, [], mode, 2, run=run, samples=samples, rows=(few, 3 * few), left=(left_to_one(), left_to_all())
+    )
     if not run.accelerator.is_main_process:
         return choice
     if args.resume and (learned := _run_json(args).get("micro_batch_tokens")):

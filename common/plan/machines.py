@@ -7,7 +7,7 @@ import psutil
 import torch
 
 from common.errors import UserError
-from common.memory import available_memory
+from common.memory import left_to_all, left_to_one
 from common.parallel.rates import multiplication_rates
 
 UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
@@ -18,7 +18,7 @@ class Machine:
     """What the processes of a run have; bytes, bytes a second, FLOP a second."""
 
     devices: int  # of each node
-    memory: float  # of each device
+    memory: float  # of each device; on a CPU, of each process
     host: float | None = None  # of all processes of a node together; None: not said
     disk: float | None = None
     kind: str = "cuda"
@@ -83,7 +83,7 @@ def parse_machine(text: str) -> Machine:
 
 def this_machine() -> Machine:
     """The one at hand: its GPUs, or its CPU; the rate of its products is measured."""
-    host = float(available_memory())
+    host = float(left_to_all())
     disk = float(psutil.disk_usage(".").free)
     if torch.cuda.is_available():
         rates = multiplication_rates(torch.device("cuda"))
@@ -95,7 +95,8 @@ def this_machine() -> Machine:
         )  # fmt: skip
     rates = multiplication_rates(torch.device("cpu"))
     reached = {name: 2 * REACHED * rate for name, rate in rates.items()}  # products are most of an update on a CPU
-    return Machine(1, host, host, disk, "cpu", reached["bf16"], reached["no"], link=2e9, assumed=("link", "disk rate"))
+    one = float(left_to_one())
+    return Machine(1, one, host, disk, "cpu", reached["bf16"], reached["no"], link=2e9, assumed=("link", "disk rate"))
 
 
 def describe(machine: Machine) -> str:

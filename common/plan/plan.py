@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -29,6 +30,9 @@ CHECKPOINTING = ("none", "selective", "full")
 CONTEXT, NCCL = 0.47 * 2**30, 1.45 * 2**30
 # Reserved by torch's allocator, of what is allocated: 1.20 to 1.36 with FSDP (pytorch/torchtitan#165).
 FRAGMENTS = 1.25
+# Of a CPU, measured by `benchmarks/plan_limits.py`: `accelerate launch` itself; what a process grows by from the plan
+# to its last update, beside its tensors; what glibc keeps, of activations and logits, after some updates.
+LAUNCHER, GROWTH, KEPT = 172 * 2**20, 128 * 2**20, 1.0
 BUSY = {"cpu": 1024, "cuda": 8192}  # tokens at once: with fewer, a device waits for its own small steps
 NO_SLOWER = 1.03  # than the fastest: the model of costs knows no better
 GIB = 2**30
@@ -163,14 +167,37 @@ def _micro_batch_sizes(args: argparse.Namespace, mode: Mode) -> Iterator[int]:
 
 def lacks(machine: Machine, mode: Mode, parts: Parts, host: float, files: float) -> float:
     """How many bytes are missing where most are: on a device, on the host, or on the disk."""
-    held = sum(parts.values())
     if machine.kind == "cpu":
-        resident = psutil.Process().memory_info().rss
-        return max(0.0, mode.processes * (held + resident) + host - machine.memory)
+        # What this process has itself is no longer left, and the first process of the run takes its place.
+        return max(0.0, held_on_cpu(parts) - machine.memory, need_on_cpu(mode, parts, host) - _own() - machine.host)
+    held = sum(parts.values())
     device = held * FRAGMENTS + CONTEXT + (NCCL if mode.processes > 1 else 0) - machine.memory
     on_host = host - machine.host if machine.host is not None else 0.0
     on_disk = files - machine.disk if machine.disk is not None else 0.0
     return max(0.0, device, on_host, on_disk)
+
+
+def held_on_cpu(parts: Parts) -> float:
+    """Bytes that a process of a CPU takes for its updates: its tensors, and what malloc keeps of those it freed."""
+    kept = 0.0 if _maps_tensors() else KEPT * (parts.get("activations", 0) + parts.get("logits", 0))
+    return sum(parts.values()) + kept + GROWTH
+
+
+def need_on_cpu(mode: Mode, parts: Parts, host: float) -> float:
+    """Bytes of memory that a run takes in all: its processes, what they have before training, and the launcher."""
+    return mode.processes * (_own() + held_on_cpu(parts)) + LAUNCHER + host
+
+
+def _own() -> float:
+    """Bytes of this process that no other one shares. Files that are mapped do not count: the kernel drops them."""
+    memory = psutil.Process().memory_info()
+    return float(memory.rss - getattr(memory, "shared", 0))
+
+
+def _maps_tensors() -> bool:
+    """Whether malloc gives each tensor pages of its own, and gives them back with it."""
+    threshold = os.environ.get("MALLOC_MMAP_THRESHOLD_", "")
+    return threshold.isdecimal() and int(threshold) <= 2**20
 
 
 COLUMNS = ("weights", "gradients", "optimizer state", "activations", "logits")

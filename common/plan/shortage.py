@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import torch
 
-from common.memory import available_memory
+from common.memory import left_to_one
 from common.parallel.launch import ALONE
 from common.plan.configs import modes_for
 from common.plan.cost import micro_batches_of
@@ -82,7 +82,7 @@ def _held(device: torch.device) -> str:
         free, total = torch.cuda.mem_get_info(device)
         reserved = in_bytes(torch.cuda.memory_reserved(device))
         return f"Used: at most {most} of tensors; {reserved} reserved of {in_bytes(total)}, {in_bytes(free)} free"
-    return f"Used: at most {most} resident, with torch itself; {in_bytes(available_memory())} are left"
+    return f"Used: at most {most} resident, with torch itself; {in_bytes(left_to_one())} are left"
 
 
 def _lines(told: dict[str, Any]) -> Iterator[str]:

@@ -1,0 +1,48 @@
+"""Under a limit of memory that is enforced, what --plan advises trains, and too much dies."""
+
+import json
+import re
+import shlex
+import sys
+
+import pytest
+from conftest import BIN, ROOT, base_env
+
+sys.path.append(str(ROOT / "benchmarks"))
+import memory_limit
+import plan_limits
+
+LIMIT = 768 * 2**20
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA limits mapped memory on Linux only")
+def test_what_is_advised_lives_under_a_limit_and_too_much_dies(tmp_path):
+    """A micro-batch whose activations do not fit: the plan recomputes them. Control: the double without that dies."""
+    text = tmp_path / "text.txt"
+    text.write_text((ROOT / "README.md").read_text() * 12)
+    flags = ["--train_file", text, "--sequence_length", 4096, "--global_batch_size", 2, "--num_updates", 2]
+    flags += ["--warmup_updates", 1, "--save_every", 1, "--output_dir", tmp_path / "out"]
+
+    def limited(*command):
+        return memory_limit.run_limited([str(word) for word in command], LIMIT, "rlimit", cwd=ROOT, env=base_env())
+
+    planned = limited(BIN / "python", "recipes/lm.py", *flags, "--plan")
+    assert planned.status == 0, planned.output
+    _, _, *advised = shlex.split(re.search(r"^ +(accelerate launch .*)$", planned.output, re.MULTILINE)[1])
+    assert advised[-1] in ("selective", "full")
+    trained = limited(BIN / "accelerate", "launch", *advised)
+    assert trained.status == 0 and (tmp_path / "out/model/model.safetensors").is_file(), trained.output
+    size = advised.index("--micro_batch_tokens") + 1
+    advised[size] = str(2 * int(advised[size]))
+    too_much = limited(BIN / "accelerate", "launch", *advised[:-1], "none", "--overwrite")
+    assert too_much.status and too_much.died, too_much.output
+
+
+def test_the_page_is_made_from_its_measurements_and_no_advice_died():
+    """Control: another peak is another page."""
+    measured = json.loads((ROOT / "benchmarks/results/plan-limits-cpu.json").read_text())
+    page = (ROOT / "benchmarks/results/plan-limits-cpu.md").read_text()
+    assert plan_limits.page(measured) == page
+    assert all(map(plan_limits.holds, measured["pairs"]))
+    measured["pairs"][0]["peak"] *= 2
+    assert plan_limits.page(measured) != page
