@@ -67,13 +67,7 @@ class Choice(Forecast):
         except NotPlayed as reason:
             self.reason = f"not predicted: {reason}"
             return "one sample, since memory is not predicted"
-        device, is_cpu = self.run.device, self.forecaster.device == "cpu"
-        memory = float(available_memory() if is_cpu else torch.cuda.mem_get_info(device)[1])
-        machine, share = (
-            Machine(1, memory, kind=self.forecaster.device),
-            math.ceil(args.global_batch_size / self.mode.processes),
-        )
-        rows = 1
+        rows, share = 1, math.ceil(args.global_batch_size / self.mode.processes)
         while True:
             profile = few.scaled(more, (rows - self.rows[0]) / (self.rows[1] - self.rows[0]))
             segment, parts = peak(needs(profile, shape, self.mode, math.ceil(share / rows)))
