@@ -210,7 +210,8 @@ def main():
     results["versions"] = ", ".join(f"{name} {names[name]}" for name in ("torch", "accelerate", "transformers"))
     order = [name for name, *_ in PAIRS]
     for pair in tqdm(PAIRS, unit="pair"):
-        if not any(word in (pair[0], *pair[0].split()) for word in args.only) if args.only else pair[0] in done:
+        words = {pair[0], *pair[0].replace(",", "").split()}
+        if words.isdisjoint(args.only) if args.only else pair[0] in done:
             continue
         found = run_pair(pair, args.work_dir)
         others = [one for one in results["pairs"] if one["name"] != pair[0] and one["name"] in order]
