@@ -163,7 +163,8 @@ def page(results):
         f"`python benchmarks/plan_limits.py` on {results['machine']}, {results['date']}: {results['versions']}.",
         "",
         f"{len(pairs)} pairs; in {sum(map(holds, pairs))} the plan was right: what it advised trained, and the double "
-        f"died or was predicted to; or nothing fitted, and the smallest died. {sum(pair['advised'] != 'trained' for pair in advised)} of {len(advised)} "
+        f"died or was predicted to; or nothing fitted, and the smallest died. "
+        f"{sum(pair['advised'] != 'trained' for pair in advised)} of {len(advised)} "
         f"advised runs died. Errors of the predicted need, against the peak: {min(errors):+.0%} to {max(errors):+.0%}. "
         "The command's file says how each column was measured.",
         "",
