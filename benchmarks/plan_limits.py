@@ -162,9 +162,10 @@ def page(results):
         "",
         f"`python benchmarks/plan_limits.py` on {results['machine']}, {results['date']}: {results['versions']}.",
         "",
-        f"{len(pairs)} pairs; in {sum(map(holds, pairs))} the advice was right: it trained, and the double micro-batch "
-        f"died or was predicted to. {sum(pair['advised'] != 'trained' for pair in advised)} of {len(advised)} "
-        f"advised runs died. The predicted need was {min(errors):+.0%} to {max(errors):+.0%} of the peak. "
+        f"{len(pairs)} pairs; in {sum(map(holds, pairs))} the plan was right: what it advised trained, and the double "
+        f"died or was predicted to; or nothing fitted, and the smallest died. "
+        f"{sum(pair['advised'] != 'trained' for pair in advised)} of {len(advised)} "
+        f"advised runs died. Errors of the predicted need, against the peak: {min(errors):+.0%} to {max(errors):+.0%}. "
         "The command's file says how each column was measured.",
         "",
         "| model | limit | advice | it | predicted | peak | used | the double | was predicted to |",
@@ -210,7 +211,8 @@ def main():
     results["versions"] = ", ".join(f"{name} {names[name]}" for name in ("torch", "accelerate", "transformers"))
     order = [name for name, *_ in PAIRS]
     for pair in tqdm(PAIRS, unit="pair"):
-        if not any(word in (pair[0], *pair[0].split()) for word in args.only) if args.only else pair[0] in done:
+        words = {pair[0], *pair[0].replace(",", "").split()}
+        if words.isdisjoint(args.only) if args.only else pair[0] in done:
             continue
         found = run_pair(pair, args.work_dir)
         others = [one for one in results["pairs"] if one["name"] != pair[0] and one["name"] in order]

@@ -44,5 +44,5 @@ def test_the_page_is_made_from_its_measurements_and_no_advice_died():
     page = (ROOT / "benchmarks/results/plan-limits-cpu.md").read_text()
     assert plan_limits.page(measured) == page
     assert all(map(plan_limits.holds, measured["pairs"]))
-    measured["pairs"][0]["peak"] *= 2
+    next(pair for pair in measured["pairs"] if pair["advice"])["peak"] *= 2
     assert plan_limits.page(measured) != page
