@@ -41,6 +41,7 @@ from common.errors import refuse
 from common.files import complete_or_absent
 from common.models.load import attention_length, empty_model
 from common.parallel import connect, ending, launch, loading, mode
+from common.plan import flops
 from common.plan.forecast import foresee
 from common.plan.plan import plan
 from common.report import profiling, settings, tracking
@@ -100,7 +101,7 @@ class Run:
             too little disk for what is offloaded.
         """
         checks.check_samples(self.args, train_set, held_out, self.asked.degrees)
-        make_empty = cache(partial(empty_model, config, self.args.trust_remote_code, model_class))
+        self.make_empty = make_empty = cache(partial(empty_model, config, self.args.trust_remote_code, model_class))
         refuse(loading.check_model(config, model_class, make_empty))
         connect.check_space(self.asked, lambda: [p.numel() for p in make_empty().parameters()])
         identity = identify(self.args, self.accelerator, config, tokenizer, train_set.fingerprint, *own_flags)
@@ -144,7 +145,6 @@ class Run:
         """Around the loop: takes the output directory, loads the checkpoint of --resume, yields the global batches.
 
         After the last update it saves. With --dry_run: one global batch, no checkpoint loaded or saved, then exit.
-
         config, pretrained: what an exported model needs besides its weights, each with a `save_pretrained`.
         """
         self.model.train()
@@ -160,7 +160,8 @@ class Run:
         self.checkpoints.start(config, *pretrained, model=self.model, versions=tracking.versions())
         tracking.start_run(self.args, self.accelerator, self.output_dir, self.state, config, self.forecast.facts())
         self.checkpoints.resume(self.resumed, self.model, self.optimizer)  # last: the random streams go on from here
-        self.progress = tracking.Progress(self.accelerator, self.output_dir, self.args.num_updates, self.state)
+        work = flops.of_run(self, launch.is_rehearsal(self.asked))
+        self.progress = tracking.Progress(self.accelerator, self.output_dir, self.args.num_updates, self.state, work)
         with self.progress, StopRequests() as self.requests:
             batches = profiling.profiled(self, self.progress.batches(self.loader))
             yield batches

@@ -20,11 +20,11 @@ EVERY = """
     checkpoint.resume checkpoint.save checkpoint.write checks data.hub errors files memory models.cpu_kernels
     models.load models.masks parallel.connect parallel.deepspeed_files parallel.deepspeed_flags parallel.ending
     parallel.extensions parallel.groups parallel.launch parallel.liveness parallel.loading parallel.mode parallel.rates
-    parallel.parallelism parallel.sequence parallel.sharding parallel.tensor plan.cost plan.depth plan.forecast
-    plan.machines plan.memory plan.plan plan.profile plan.rehearsal plan.tape redaction report.profiling report.settings
-    report.tracking run training.accumulation training.activation_checkpointing training.activation_offload
-    training.batching training.clipping training.cutting training.degrees training.optimizers training.precision
-    training.stopping versions
+    parallel.parallelism parallel.sequence parallel.sharding parallel.tensor plan.cost plan.depth plan.flops
+    plan.forecast plan.machines plan.memory plan.plan plan.profile plan.rehearsal plan.tape redaction report.profiling
+    report.settings report.tracking run training.accumulation training.activation_checkpointing
+    training.activation_offload training.batching training.clipping training.cutting training.degrees
+    training.optimizers training.precision training.stopping versions
 """
 TEXT = "data.cache data.columns data.readers data.rows data.sources data.standard_library data.tokenizer"
 TOKENS = "data.chats data.text training.linear_cross_entropy training.losses training.output_head"
