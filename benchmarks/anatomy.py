@@ -302,7 +302,7 @@ def main():
     results = {
         "command": "python benchmarks/anatomy.py" + (f" --recipe {args.recipe}" if args.recipe != "lm" else ""),
         "recipe": args.recipe,
-        "flags": " ".join([*SHAPE, *flags]),
+        "flags": " ".join(Path(flag).name for flag in [*SHAPE, *flags]),  # of files, their names
         "machine": f"a CPU of {os.cpu_count()} cores, {platform.machine()}, shared with other programs, without a GPU",
         "date": time.strftime("%Y-%m-%d"),
         "versions": ", ".join(f"{name} {found[name]}" for name in ("torch", "accelerate", "transformers")),

@@ -218,11 +218,11 @@ TINY = ["--model_config", "tiny", "--sequence_length", 64]
 
 
 @pytest.fixture(scope="module")
-def anatomy_of_tiny(tmp_path_factory):
+def anatomy_of_tiny(tmp_path_factory, functions_file):
     """Three arms of the smallest model, recorded."""
-    folder = tmp_path_factory.mktemp("anatomy")
-    arms = ["--arms", "plain", "full", "adafactor"]
-    finished = run([sys.executable, "benchmarks/anatomy.py", *TINY, *arms, "--output_dir", folder])
+    folder, data = tmp_path_factory.mktemp("anatomy"), ["--train_file", functions_file]
+    arms = ["--arms", "plain", "full", "adafactor", "--validation_file", functions_file]
+    finished = run([sys.executable, "benchmarks/anatomy.py", *TINY, *data, *arms, "--output_dir", folder])
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return folder / "anatomy-cpu.json"
 
@@ -244,10 +244,11 @@ def test_each_trick_moves_its_area_of_memory_and_no_other(anatomy_of_tiny):
     assert first == 0 < last  # the second micro-batch adds to the first one's
 
 
-def test_what_is_recorded_is_what_the_allocator_gave_out(anatomy_of_tiny, tmp_path):
+def test_what_is_recorded_is_what_the_allocator_gave_out(anatomy_of_tiny, functions_file, tmp_path):
     """Beside torch.profiler's own events, of the same update. An area less would be more than the difference."""
     (plain, *_) = json.loads(anatomy_of_tiny.read_text())["arms"]
     shape = ["--micro_batch_size", 4, "--global_batch_size", 8, "--num_updates", 4, "--save_every", 0]
+    shape += ["--train_file", functions_file]
     command = [BIN / "accelerate", "launch", "--config_file", ROOT / "accelerate_configs/cpu.yaml"]
     command += [ROOT / "benchmarks/plan.py", "--measure", tmp_path / "told", ROOT / "recipes/lm.py", *TINY, *shape]
     finished = run([*command, "--output_dir", tmp_path / "run"], CUDA_VISIBLE_DEVICES="")
