@@ -40,6 +40,7 @@ from common.checkpoint.save import Checkpoints
 from common.errors import refuse
 from common.models.load import attention_length, empty_model
 from common.parallel import connect, ending, launch, loading, mode
+from common.plan import flops
 from common.plan.choice import batches_within_memory
 from common.plan.questions import predict
 from common.report import profiling, settings, tracking
@@ -98,7 +99,7 @@ class Run:
         Raises UserError: no checkpoint to resume, or a line for each thing that differs; too little data or disk.
         """
         checks.check_samples(self.args, train_set, held_out, self.asked.degrees)
-        make_empty = cache(partial(empty_model, config, self.args.trust_remote_code, model_class))
+        self.make_empty = make_empty = cache(partial(empty_model, config, self.args.trust_remote_code, model_class))
         refuse(loading.check_model(config, model_class, make_empty, self.asked.degrees))
         connect.check_space(self.asked, lambda: [p.numel() for p in make_empty().parameters()])
         identity = identify(self.args, self.accelerator, config, tokenizer, train_set.fingerprint, *own_flags)
@@ -145,7 +146,6 @@ class Run:
         """Around the loop: takes the output directory, loads the checkpoint of --resume, yields the global batches.
 
         After the last update it saves. With --dry_run: one global batch, no checkpoint loaded or saved, then exit.
-
         config, pretrained: what an exported model needs besides its weights, each with a `save_pretrained`.
         """
         self.model.train()
@@ -161,7 +161,8 @@ class Run:
         self.checkpoints.start(config, *pretrained, model=self.model, versions=tracking.versions())
         tracking.start_run(self.args, self.accelerator, self.output_dir, self.state, config, self.forecast.facts())
         self.checkpoints.resume(self.resumed, self.model, self.optimizer)  # last: the random streams go on from here
-        self.progress = tracking.Progress(self.accelerator, self.output_dir, self.args.num_updates, self.state)
+        work = flops.of_run(self, launch.is_rehearsal(self.asked))
+        self.progress = tracking.Progress(self.accelerator, self.output_dir, self.args.num_updates, self.state, work)
         with self.progress, StopRequests() as self.requests:
             batches = profiling.profiled(self, batches_within_memory(self))
             yield batches

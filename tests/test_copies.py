@@ -21,7 +21,7 @@ EVERY = """
     models.load models.masks parallel.connect parallel.deepspeed_files parallel.deepspeed_flags parallel.ending
     parallel.extensions parallel.groups parallel.launch parallel.liveness parallel.loading parallel.mode
     parallel.parallelism parallel.rates parallel.sequence parallel.sharding parallel.tensor plan.choice plan.configs
-    plan.cost plan.depth plan.forecast plan.machines plan.memory plan.plan plan.profile plan.questions
+    plan.cost plan.depth plan.flops plan.forecast plan.machines plan.memory plan.plan plan.profile plan.questions
     plan.rehearsal plan.shortage plan.tape redaction report.profiling report.settings report.tracking run
     training.accumulation training.activation_checkpointing training.activation_offload training.batching
     training.clipping training.cutting training.degrees training.optimizers training.out_of_memory

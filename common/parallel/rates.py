@@ -1,11 +1,12 @@
 """In which precision does this machine multiply fastest? `python -m common.parallel.rates RECIPE` prints launch flags.
 
-Measured in a tenth of a second, or a few where bf16 is slow. A CPU with AMX or AVX512-BF16 multiplies bf16 several
+Measured in a tenth of a second each. A CPU with AMX or AVX512-BF16 multiplies bf16 several
 times as fast as float32, any other no faster; a GPU since Ampere has bf16, one since Volta fp16.
 """
 
 import sys
 import time
+from functools import cache
 
 import torch
 
@@ -20,15 +21,23 @@ GAIN = ("lm",)
 
 def multiplication_rates(device: torch.device) -> dict[str, float]:
     """FLOP/s of a matrix product of the device's SIZE, by precision as `--mixed_precision` names it."""
+    return {name: multiplication_rate(device, name) for name in _dtypes(device)}
+
+
+@cache
+def multiplication_rate(device: torch.device, precision: str) -> float:
+    """The same of one precision, measured once a process."""
     size = SIZE[device.type]
-    rates = {}
-    for name, dtype in _dtypes(device).items():
-        a, b = torch.ones(2, size, size, dtype=dtype, device=device)
-        seconds: list[float] = []
-        while len(seconds) < 4 and sum(seconds) < 0.1:
-            seconds.append(_seconds(a, b))
-        rates[name] = 2 * size**3 / min(seconds)
-    return rates
+    a, b = torch.ones(2, size, size, dtype=_dtypes(device)[precision], device=device)
+    seconds: list[float] = []
+    while sum(seconds) < 0.1:
+        seconds.append(_seconds(a, b))
+    return 2 * size**3 / min(seconds)
+
+
+def has_rate(device: torch.device, precision: str) -> bool:
+    """Whether a run multiplies in a precision that is measured here."""
+    return device.type in SIZE and torch.get_default_dtype() == torch.float32 and precision in _dtypes(device)
 
 
 def sustained_rates(device: torch.device, seconds: float) -> dict[str, float]:
@@ -71,10 +80,10 @@ def fastest(rates: dict[str, float], running: str) -> str:
 def advise(device: torch.device, running: str, num_parameters: int) -> str:
     """What another precision than `running` would give, to end the first printed block's line; empty for nothing."""
     is_small = device.type == "cpu" and num_parameters < FEWEST_PARAMETERS
-    if device.type not in SIZE or torch.get_default_dtype() != torch.float32 or is_small:
+    if is_small or not has_rate(device, running):
         return ""
     rates = multiplication_rates(device)
-    if running not in rates or (best := fastest(rates, running)) == running:
+    if (best := fastest(rates, running)) == running:
         return ""
     name = "float32" if best == "no" else best
     faster = f"{rates[best] / rates[running]:.1f} times as fast"

@@ -1,21 +1,38 @@
 """The storages that an update makes and frees, one after the other, as its operators are called."""
 
 from collections import defaultdict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import finalize
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-# Attention on a CPU computes what the kernel for GPUs does, and torch counts only those.
-_SDPA = torch.ops.aten
-FLOPS = dict(flop_registry) | {
-    _SDPA._scaled_dot_product_flash_attention_for_cpu: flop_registry[_SDPA._scaled_dot_product_flash_attention],
+_ATEN = torch.ops.aten
+GROUPED = _ATEN._grouped_mm.default
+
+
+def grouped_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Of a product in groups, of which `a` or `b`, or the result, has a dimension: that one is no factor.
+
+    So many rows as are given, whichever of the groups they are in.
+    """
+    return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+# What torch does not count. Attention on a CPU computes what the kernel for GPUs does.
+FLOPS: dict[Any, Any] = dict(flop_registry) | {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[_ATEN._scaled_dot_product_flash_attention],
+    _ATEN._grouped_mm: grouped_flops,
+    _ATEN.addmm_: flop_registry[_ATEN.addmm],
 }
-COPY = torch.ops.aten._to_copy.default
-GROUPED = torch.ops.aten._grouped_mm.default
+COPY = _ATEN._to_copy.default
+
+
+def _is_without_data(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 class Event(NamedTuple):
@@ -53,7 +70,7 @@ class Tape(TorchDispatchMode):
         return out
 
     def _call(self, func, args, kwargs):
-        if func is not GROUPED or args[0].dtype == torch.bfloat16:
+        if func is not GROUPED or args[0].dtype == torch.bfloat16 or not _is_without_data(args[0]):
             return func(*args, **kwargs)
         # Without data, torch takes products of experts in bf16 only.
         narrow = [one.to(torch.bfloat16) if one.is_floating_point() else one for one in args]

@@ -213,12 +213,13 @@ def print_run(
 class Progress:
     """Shows and records one update after the other, on the main process; the other ranks only keep time.
 
-    A `with` block; `batches(...)` times the wait for data, `update(...)` ends an update.
+    A `with` block; `batches(...)` times the wait for data, `update(...)` ends an update. `work`, on the main process:
+    a `common.plan.flops.ModelFlops`, or None for a model that cannot be counted.
     """
 
-    def __init__(self, accelerator: Accelerator, output_dir: Path, num_updates: int, state: Any):
+    def __init__(self, accelerator: Accelerator, output_dir: Path, num_updates: int, state: Any, work: Any = None):
         self.accelerator, self.is_main, self.state = accelerator, accelerator.is_main_process, state
-        self.output_dir = output_dir
+        self.output_dir, self.work, self.flops = output_dir, work, 0.0
         self.bar = tqdm(total=num_updates, initial=state.update, unit="update", disable=not self.is_main, smoothing=0.1)
         # Line buffered: a killed run leaves whole lines.
         self.file = open(output_dir / "metrics.jsonl", "a", buffering=1) if self.is_main else None
@@ -248,17 +249,20 @@ class Progress:
     def update(self, batch, **record: Any) -> None:
         """Ends an update: one line of metrics.jsonl, the bar, the trackers. `record` is printed in its order."""
         now = time.perf_counter()
-        tokens_per_second = batch.num_tokens / (now - self.last)
-        self.last = now
+        seconds, self.last = now - self.last, now
+        tokens_per_second = batch.num_tokens / seconds
         self.num_tokens += batch.num_tokens
         self.num_processed += batch.num_processed
         self.rank_work = self.rank_work + batch.rank_work
         if not self.is_main:
             return
+        flops = self.work.of(batch) if self.work else 0.0
+        self.flops += flops
         memory = peak_memory_bytes(self.accelerator.device)
         record |= {
             "target_tokens": batch.num_targets,
             "tokens_per_second": tokens_per_second,
+            **(self.work.figures(flops, seconds) if self.work else {}),
             "peak_memory_bytes": memory,
             "waiting_for_data": self.waiting_share,
             "skipped_updates": self.state.skipped_updates,
@@ -302,6 +306,7 @@ class Progress:
             "training_seconds": seconds,
             "unit": self.unit,
             "tokens_per_second": self.num_tokens / seconds,
+            **(self.work.figures(self.flops, seconds) if self.work else {}),
             # Of the tokens that all ranks processed; and how much more work the busiest of them had than the idlest.
             "padding_share": 1 - self.num_tokens / self.num_processed if self.num_processed else 0.0,
             "work_difference": float(self.rank_work.max() / self.rank_work.min() - 1) if self.num_tokens else 0.0,
@@ -366,6 +371,10 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, *
             f"busiest process computed {results['work_difference']:.1%} more than the idlest; waiting for data "
             f"{results['waiting_for_data']:.1%}"
         )
+    if results.get("model_flops_per_second"):
+        line = f"the model's own products: {results['model_flops_per_second'] / 1e9:,.1f} GFLOP/s"
+        share = results.get("share_of_rate")
+        print(line + (f", {share:.0%} of what this machine multiplies" if share else ""))
     if "validation_loss" in results:
         perplexity = f", perplexity {results['perplexity']:.2f}" if "perplexity" in results else ""
         print(f"held-out loss {results['validation_loss']:.4f}{perplexity}")

@@ -64,6 +64,7 @@ class GlobalBatch(NamedTuple):
     num_processed: int  # input tokens with padding, over all ranks
     rank_work: torch.Tensor  # float64, of each that has samples of its own, what it computes (`cutting.row_work`)
     sample_digest: str  # hash of the sorted sample ids: equal where the samples are equal
+    lengths: torch.Tensor  # int64, of each sample without padding, over all ranks; (n, 2) if it has two sequences
 
 
 def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
@@ -213,13 +214,13 @@ class GlobalBatches(torch.utils.data.Dataset):
         number = 1 if rows == share else 2  # the second one where gradients are there already
         micro_batch = self.collate(chosen)
         counts = number * len(chosen) * self.world_size, number * len(micro_batch["targets"]) * self.world_size
-        return GlobalBatch(0, [micro_batch] * number, *counts, 0, 0, torch.zeros(1), "")
+        nothing = torch.zeros(1), "", torch.zeros(1, dtype=torch.int64)
+        return GlobalBatch(0, [micro_batch] * number, *counts, 0, 0, *nothing)
 
     def __getitem__(self, update: int) -> GlobalBatch:
         ids = sample_ids_of(update, len(self.samples), self.global_batch_size, self.seed, self.drop_last_window)
-        lengths = self.samples.lengths(ids)
-        num_tokens = int(lengths.sum())
-        lengths = round_up(round_up(lengths, self.multiple_of), self.num_parts)
+        own_lengths = self.samples.lengths(ids)
+        lengths = round_up(round_up(own_lengths, self.multiple_of), self.num_parts)
         how = (self.micro_batch_size, self.micro_batch_tokens, self.attention_length)
         assigned = cut_global_batch(lengths, self.world_size, *how)
         # Augmented samples differ from epoch to epoch.
@@ -241,10 +242,11 @@ class GlobalBatches(torch.utils.data.Dataset):
             micro_batches=micro_batches,
             num_samples=len(ids),
             num_targets=int(self.samples.num_targets(ids).sum()),
-            num_tokens=num_tokens,
+            num_tokens=int(own_lengths.sum()),
             num_processed=int((counts * longest.sum(1)).clip(min=dummy).sum()),
             rank_work=torch.from_numpy(work.reshape(self.world_size, -1).sum(1)),
             sample_digest=hashlib.blake2b(np.sort(ids).astype("<i8").tobytes(), digest_size=8).hexdigest(),
+            lengths=torch.from_numpy(own_lengths),
         )
 
 

@@ -6,19 +6,27 @@ import json
 import re
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from changes import RANK, UNDO, after, before_reduce, change
+from common import run
 from common.checkpoint import layouts
 from common.parallel import connect, loading, tensor
 from common.report import tracking
 
 ROOT = Path(__file__).resolve().parents[2]
+NOT_COUNTED = {  # by torch: functions of shapes
+    torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1],
+    torch.ops.aten._grouped_mm: lambda a, b, *_, **__: 2 * a[-2] * a[-1] * b[-1],
+}
 OWN_MODES = (
     "parallel/sequence.py",
     "parallel/tensor.py",
@@ -71,6 +79,21 @@ def stages_gradients(model, groups):
     mine = [[p.grad for p in group if id(p) not in others] for group in groups]
     torch.distributed.all_gather_object(told, mine, group=own.group)
     return [gradient for number in range(len(groups)) for stage in told for gradient in stage[number]]
+
+
+def count_products(path):
+    """Writes what torch counts of all updates' forwards and backwards, and what the run's own figures come from."""
+    begin, counter = run.Run.training, FlopCounterMode(display=False, custom_mapping=NOT_COUNTED)
+
+    @contextmanager
+    def training(self, *pretrained):
+        # Kernels that keep no scores compute them again, and of a recurrent network's own kernel nothing is counted.
+        plain = sdpa_kernel(SDPBackend.MATH), torch.backends.mkldnn.flags(enabled=False)
+        with begin(self, *pretrained) as batches, plain[0], plain[1], counter:
+            yield batches
+        Path(path).write_text(json.dumps({"counted": counter.get_total_flops(), "told": self.progress.flops}))
+
+    change(run.Run, "training", training)
 
 
 def save_copies(path):

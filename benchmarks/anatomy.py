@@ -1,0 +1,320 @@
+"""What holds memory when, in an update: the shipped recipe, each tensor's storage recorded, and drawn as areas.
+
+    .venv/bin/python benchmarks/anatomy.py                                         # the arms below, on the CPU
+    .venv/bin/python benchmarks/anatomy.py --recipe classify --model_config small --sequence_length 128
+
+Each arm is a recipe, through `accelerate launch` with a shipped config, with real tensors. Recorded is its second
+update, of two micro-batches, so that the optimizer has its state from the beginning on, and the first micro-batch of an
+evaluation. What an operator returns is counted from then on until its storage is freed; buffers inside kernels are
+not. Flags that this command does not know are the recipe's.
+
+    weights           parameters and buffers, and copies of them in another precision
+    gradients         what is accumulated for the step
+    optimizer state   made in the first step
+    activations       what a forward leaves to its backward
+    logits and loss   what has the vocabulary as a dimension in a forward: logits, and their part of the gradient
+    temporaries       what is gone when its forward, backward or step ends, what is recomputed, and samples
+
+Writes results/anatomy-cpu.json, .md and .png.
+"""
+
+import argparse
+import json
+import os
+import platform
+import runpy
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(1, str(ROOT))
+
+from common import arguments  # isort: skip  # noqa: F401  # before torch
+import torch
+
+AREAS = ("weights", "gradients", "optimizer state", "activations", "logits and loss", "temporaries")
+COLOURS = ("#4269d0", "#efb118", "#97bbf5", "#3ca951", "#ff725c", "#9498a0")
+ARMS = {  # config and flags of each
+    "plain": ("cpu", []),
+    "half micro-batches": ("cpu", ["--micro_batch_size", "2"]),
+    "bf16": ("cpu_bf16", []),
+    "selective": ("cpu", ["--activation_checkpointing", "selective"]),
+    "full": ("cpu", ["--activation_checkpointing", "full"]),
+    "adafactor": ("cpu", ["--optimizer", "adafactor"]),
+}
+SHAPE = ["--micro_batch_size", "4", "--global_batch_size", "8", "--num_updates", "2", "--save_every", "0"]
+DEFAULTS = ["--model_config", "small", "--sequence_length", "256"]
+RECORDED = 1  # the update
+POINTS = 300  # of a curve, each the largest of those around it
+MIB = 2**20
+
+
+def measure(told, recipe):
+    """Inside `accelerate launch`: runs the recipe, and writes what it held."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    from common.plan.tape import Tape
+    from common.run import Run
+
+    class RealTape(Tape):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            if func is torch.ops.aten._to_copy.default and self.parts.get(self.number_of(args[0])) == "weights":
+                self.name("weights", out)
+            return out
+
+    tape, facts = RealTape(), {"update": None}
+    prepare, micro_batches, end_update = Run.prepare, Run.micro_batches, Run.end_update
+
+    def begin(phase):
+        tape.segment = f"{facts['update']} {phase}"
+
+    def end():
+        events = [tuple(event) for event in tape.events if event.size]
+        Path(told).write_text(json.dumps(facts | series(events, tape.parts)))
+        os._exit(0)
+
+    def name_states(optimizer, *_):
+        for state in optimizer.state.values():
+            tape.name("optimizer state", *[one for one in state.values() if torch.is_tensor(one)])
+
+    def named_prepare(run, *args, **lines):
+        model, optimizer = prepare(run, *args, **lines)
+        facts.update(parameters=sum(p.numel() for p in model.parameters()), unit=run.loader.dataset.samples.unit)
+        tape.vocabulary = getattr(model.config.get_text_config(), "vocab_size", 0)
+        tape.name("weights", *model.parameters(), *model.buffers())
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: tape.name("gradients", p.grad))
+        register_optimizer_step_pre_hook(lambda *_: begin("step"))
+        register_optimizer_step_post_hook(name_states)
+        backward = run.accelerator.backward
+
+        def told_backward(loss, **kwargs):
+            tape.segment = tape.segment.replace("forward", "backward")
+            backward(loss, **kwargs)
+
+        run.accelerator.backward = told_backward
+        return model, optimizer
+
+    def told_micro_batches(run, batch):
+        is_evaluated = not run.model.training
+        if facts["update"] is None:
+            tape.__enter__()
+        if not is_evaluated:
+            facts["update"] = batch.update
+            shape = next(iter(batch.micro_batches[0].values())).shape
+            facts["tokens"] = shape[0] if len(shape) > 2 else shape[0] * shape[1]
+        for number, pair in enumerate(micro_batches(run, batch), start=1):
+            begin("evaluation" if is_evaluated else f"forward {number}")
+            yield pair
+            if is_evaluated:
+                end()
+        begin("clip")
+
+    def is_due(run):
+        begin("between updates")  # the samples to evaluate are made
+        return bool(run.held_out) and facts["update"] == RECORDED
+
+    def told_end_update(run, batch, **figures):
+        if facts["update"] == RECORDED:
+            end()
+        return end_update(run, batch, **figures)
+
+    Run.prepare, Run.micro_batches = named_prepare, told_micro_batches
+    Run.evaluation_is_due, Run.end_update = is_due, told_end_update
+    runpy.run_path(recipe, run_name="__main__")
+
+
+def series(events, parts):
+    """Bytes of each area after each event of the recorded update, thinned out; and each phase's peak."""
+    born, ended = {}, {}
+    for segment, storage, size in events:
+        (born if size > 0 else ended)[storage] = segment
+
+    def area(storage):
+        part = {"buffers": "weights"}.get(parts.get(storage), parts.get(storage))
+        if part == "logits" and ("forward" in born[storage] or "evaluation" in born[storage]):
+            return "logits and loss"
+        if part in AREAS:
+            return part
+        is_kept = ended.get(storage) != born[storage] and "between" not in born[storage]
+        return "activations" if is_kept else "temporaries"
+
+    live, curve = defaultdict(int), []
+    for segment, storage, size in events:
+        live[area(storage)] += size
+        update, _, phase = segment.partition(" ")
+        if update == str(RECORDED) and phase != "between updates":
+            curve.append((phase, [live[name] for name in AREAS]))
+    phases = list(dict.fromkeys(phase for phase, _ in curve))
+    peaks = {phase: max((sizes for one, sizes in curve if one == phase), key=sum) for phase in phases}
+    most = [max(sizes[number] for _, sizes in curve) for number in range(len(AREAS))]
+    step = max(1, len(curve) // POINTS)
+    thin = [max(curve[at : at + step], key=lambda one: sum(one[1])) for at in range(0, len(curve), step)]
+    return {
+        "most": dict(zip(AREAS, most, strict=True)),
+        "peaks": {phase: dict(zip(AREAS, sizes, strict=True)) for phase, sizes in peaks.items()},
+        "curve": [[phases.index(phase), *(size // 1024 for size in sizes)] for phase, sizes in thin],  # KiB
+    }
+
+
+def run_arm(name, recipe, flags, directory):
+    """What the arm's recorded update held."""
+    config, own = ARMS[name]
+    told = directory / "told.json"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}.yaml"]
+    command += [__file__, "--measure", str(told), f"recipes/{recipe}.py", *SHAPE, *flags, *own]
+    command += ["--output_dir", str(directory / name.replace(" ", "-"))]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    if not told.is_file():
+        sys.exit(f"{name}: {(done.stdout + done.stderr)[-3000:]}")
+    found = json.loads(told.read_text())
+    told.unlink()
+    return {"name": name, "flags": " ".join([f"{config}.yaml", *own])} | found
+
+
+FORMULAS = {
+    "weights": "4, in bf16 4 + 2",
+    "gradients": "4",
+    "optimizer state": "8, of adafactor 0.01",
+    "activations": "`full`: above 4 x layers x width",
+    "logits and loss": "`lm`: in all 4 x vocabulary x (512 + width)",
+}
+
+
+def row(*cells):
+    """A line of a table."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def areas_of(arms):
+    """The lines of the table of areas: each at its most, in bytes a parameter or a token of a micro-batch."""
+    lines = [row("area, bytes", "by formula", *(arm["name"] for arm in arms)), "| --- | --- |" + " --: |" * len(arms)]
+    unit = arms[0]["unit"].removesuffix("s")
+    for area in AREAS:
+        is_state = area in AREAS[:3]
+        by, digits = ("parameters", ".2f") if is_state else ("tokens", ",.0f")
+        figures = [format(arm["most"][area] / arm[by], digits) for arm in arms]
+        lines.append(row(f"{area}, a {'parameter' if is_state else unit}", FORMULAS.get(area, ""), *figures))
+    return lines
+
+
+def summary(arms):
+    """The lines of the table of peaks: when, and what is held then."""
+    lines = [row("arm", "config and flags", "peak in", "MiB", "of plain", *AREAS), "| --- | --- | --- |" + " --: |" * 8]
+    first = None
+    for arm in arms:
+        phase, sizes = max(arm["peaks"].items(), key=lambda one: sum(one[1].values()))
+        peak = sum(sizes.values())
+        first = first or peak
+        held = [f"{size / MIB:,.1f}" for size in sizes.values()]
+        lines.append(row(arm["name"], f"`{arm['flags']}`", phase, f"{peak / MIB:,.1f}", f"{peak / first:.2f}", *held))
+    return lines
+
+
+def page(results):
+    """The page in Markdown."""
+    arms = results["arms"]
+    first = arms[0]
+    return "\n".join(
+        [
+            "# The anatomy of an update's memory",
+            "",
+            f"`{results['command']}` on {results['machine']}, {results['date']}: {results['versions']}.",
+            "",
+            f"`recipes/{results['recipe']}.py {results['flags']}`: {first['parameters']:,} parameters, micro-batches "
+            f"of {first['tokens']:,} {first['unit']} (half micro-batches: of half as many), the second update.",
+            "",
+            "The forward of the first micro-batch is f1, its backward b1. From left to right are allocations in their "
+            "order, and not time; the command's file says what each area is.",
+            "",
+            "![What holds memory in each phase of an update](anatomy-cpu.png)",
+            "",
+            *summary(arms),
+            "",
+            *areas_of(arms),
+            "",
+        ]
+    )
+
+
+def draw(results, path):
+    """A stacked area of each arm over the phases of its update."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    arms = results["arms"]
+    columns = min(3, len(arms))
+    rows = -(-len(arms) // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(4.6 * columns, 3 * rows + 0.6), sharey=True, squeeze=False)
+    for axes in grid.flat[len(arms) :]:
+        axes.set_visible(False)
+    for arm, axes in zip(arms, grid.flat, strict=False):
+        phases, *areas = zip(*arm["curve"], strict=True)
+        sizes = [[size / 1024 for size in area] for area in areas]
+        axes.stackplot(range(len(phases)), sizes, colors=COLOURS, labels=AREAS, linewidth=0)
+        top = max(map(sum, zip(*sizes, strict=True)))
+        for number, phase in enumerate(arm["peaks"]):
+            inside = [at for at, one in enumerate(phases) if one == number]
+            if inside:
+                axes.axvline(inside[0], color="white", linewidth=0.7)
+                text = phase.replace("forward ", "f").replace("backward ", "b").replace("evaluation", "eval")
+                if len(inside) > len(phases) / 20:
+                    axes.text(inside[0] + len(inside) / 2, top * 1.03, text, fontsize=7, ha="center")
+                else:  # too short for a word above it
+                    axes.text(inside[0], 4, text, fontsize=6, rotation=90, ha="right", va="bottom", color="white")
+        axes.set_title(f"{arm['name']}: {top:,.0f} MiB", fontsize=9, loc="left", pad=14)
+        axes.set_xticks([])
+        axes.margins(x=0)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("MiB")
+    labels = grid.flat[0].get_legend_handles_labels()
+    figure.legend(*(part[::-1] for part in labels), loc="lower center", ncol=len(AREAS), frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.savefig(path, dpi=120)
+
+
+def main():
+    if "--measure" in sys.argv:
+        _, _, told, recipe, *rest = sys.argv
+        sys.argv = [recipe, *rest]
+        measure(told, recipe)
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="lm", choices=("lm", "classify", "seq2seq", "vision", "moe"))
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--output_dir", type=Path, default=ROOT / "benchmarks/results")
+    args, flags = parser.parse_known_args()
+    flags = flags or (DEFAULTS if args.recipe == "lm" else [])
+    from common.report.tracking import versions
+
+    with tempfile.TemporaryDirectory() as directory:
+        arms = [run_arm(name, args.recipe, flags, Path(directory)) for name in args.arms]
+    found = versions()
+    results = {
+        "command": "python benchmarks/anatomy.py" + (f" --recipe {args.recipe}" if args.recipe != "lm" else ""),
+        "recipe": args.recipe,
+        "flags": " ".join(Path(flag).name for flag in [*SHAPE, *flags]),  # of files, their names
+        "machine": f"a CPU of {os.cpu_count()} cores, {platform.machine()}, shared with other programs, without a GPU",
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": ", ".join(f"{name} {found[name]}" for name in ("torch", "accelerate", "transformers")),
+        "arms": arms,
+    }
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    path = args.output_dir / "anatomy-cpu.json"
+    path.write_text(json.dumps(results) + "\n")
+    path.with_suffix(".md").write_text(page(results))
+    draw(results, path.with_suffix(".png"))
+    print(page(results))
+
+
+if __name__ == "__main__":
+    main()
