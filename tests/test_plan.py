@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import shlex
+from dataclasses import replace
 
 import pytest
 from conftest import BIN, ROOT, assert_refused, launch, recipe_arguments, run
@@ -127,6 +128,17 @@ def test_what_a_mode_shards_is_divided(kind, more, expected):
     profile = Profile({"forward 1, end": dict(PARTS)}, 1.0)
     _, parts = peak(needs(profile, Shape(100, 100, 20, 20), mode, micro_batches=2))
     assert sum(parts.values()) == expected
+
+
+def test_a_stage_keeps_what_is_under_way():
+    """The first of two, with two of four layers: of two micro-batches, or by gpipe of all six."""
+    outside = Profile({"forward 1, end": {"activations": 10.0}}, 0.0)
+    profile = Profile({"forward 1, end": PARTS}, 1.0, tokens=3, outside=outside)
+    shape = Shape(100, 100, 20, 20, width=2, layers=4, parts=([20] * 5 + [0], [0] + [20] * 5))
+    mode, hidden, layers = Mode("a", "DDP", "no", 2, pipeline=2), 4 * 3 * 2, (50 - 10) / 4 * 2
+    held = [sum(peak(needs(profile, shape, replace(mode, schedule=how), 6))[1].values()) for how in ("1f1b", "gpipe")]
+    kept = layers + 2 * hidden  # what the embedding made, and what was handed on
+    assert held == [0.6 * (400 + 400 + 800 + 400) + 6 * hidden + count * kept for count in (2, 6)]
 
 
 def test_a_machine_is_read_from_words():
