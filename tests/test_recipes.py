@@ -28,12 +28,12 @@ SCHEDULE = {
     """        scale = loss_scale(accelerator, batch.num_targets)
         micro_batches = [micro_batch for micro_batch, _ in run.micro_batches(batch)]
         loss_sums = pipeline.step(accelerator, model, micro_batches, scale)
-""": """        scale, loss_sums = (loss_scale(accelerator, batch.num_targets), [])
+""": """        scale, loss_sums, loss_sum = (loss_scale(accelerator, batch.num_targets), [], None)
         for micro_batch, is_last in run.micro_batches(batch):
             with synchronize_gradients(accelerator, model, now=is_last):
                 loss_sum = sum_losses(model, micro_batch)
                 accelerator.backward(loss_sum * scale)
-            loss_sums.append(loss_sum.detach())
+                loss_sums.append(loss_sum.detach())
 """,
 }
 
