@@ -29,7 +29,8 @@ def synchronize_gradients(accelerator: Accelerator, model: torch.nn.Module, now:
     until the last one. Under DeepSpeed the backward of the last one also clips, and steps where the gradient is finite;
     `clip_gradients` then only returns the norm, and the optimizer's `step` and `zero_grad` do nothing.
 
-    With --micro_batch_tokens auto, nothing is reduced here (`token_budget`), and an error of memory ends here.
+    With --micro_batch_tokens auto, nothing is reduced here (`token_budget`), and an error of memory ends here. Then
+    only the loop's `loss_sum` still holds activations: it begins each update with None in it.
     """
     accelerator.gradient_state._set_sync_gradients(now)  # read by AcceleratedOptimizer.step, and for DeepSpeed's engine
     keeps_whole_gradients = not now and accelerator.distributed_type != DistributedType.FSDP
