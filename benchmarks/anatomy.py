@@ -195,12 +195,12 @@ def row(*cells):
 def areas_of(arms):
     """The lines of the table of areas: each at its most, in bytes a parameter or a token of a micro-batch."""
     lines = [row("area, bytes", "by formula", *(arm["name"] for arm in arms)), "| --- | --- |" + " --: |" * len(arms)]
-    unit = arms[0]["unit"].removesuffix("s")
+    unit = {"tokens": "a token", "images": "an image"}[arms[0]["unit"]]
     for area in AREAS:
         is_state = area in AREAS[:3]
         by, digits = ("parameters", ".2f") if is_state else ("tokens", ",.0f")
         figures = [format(arm["most"][area] / arm[by], digits) for arm in arms]
-        lines.append(row(f"{area}, a {'parameter' if is_state else unit}", FORMULAS.get(area, ""), *figures))
+        lines.append(row(f"{area}, {'a parameter' if is_state else unit}", FORMULAS.get(area, ""), *figures))
     return lines
 
 
