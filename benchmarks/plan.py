@@ -7,7 +7,8 @@ Each case is a recipe as shipped, through `accelerate launch` with a shipped con
 peak itself, as in its first printed block; run.json has the figure. Measured are the bytes that torch's allocator gave
 out and got back, as torch.profiler reports them with their addresses, buffers inside kernels included: the peak of the
 second update, on the rank that held most. What a thread of gloo frees is not reported, and is counted until its address
-is given out again: a case of several processes is run twice, and of each rank the lower figure counts.
+is given out again: a case of several processes is run twice, and of each rank the lower figure counts. Copies that gloo
+itself makes to send from are not counted.
 
 All samples of a case have one length, so that every micro-batch is the longest. Writes results/plan-cpu.json, .md and
 .png.
@@ -139,10 +140,11 @@ def measure(told: str, recipe: str) -> None:
         os._exit(0)
 
     def settled(collective):
-        def call(*args, **kwargs):
-            result = collective(*args, **kwargs)
+        def call(*args, async_op=False, **kwargs):
+            work = collective(*args, async_op=True, **kwargs)
+            work.wait()
             time.sleep(0.005)  # until a thread of gloo has let go of what was sent: what it frees is not reported
-            return result
+            return work if async_op else None
 
         return call
 
@@ -158,6 +160,8 @@ def allocated_peak(recording, ends, types):
     events = []
 
     def walk(node):
+        if node.name.startswith("c10d::"):  # copies that gloo sends from: its threads free them
+            return
         if node.tag == types.Allocation:
             events.append((node.start_time_ns, node.extra_fields.ptr, node.extra_fields.alloc_size))
         for child in node.children:
