@@ -30,9 +30,9 @@ CHECKPOINTING = ("none", "selective", "full")
 CONTEXT, NCCL = 0.47 * 2**30, 1.45 * 2**30
 # Reserved by torch's allocator, of what is allocated: 1.20 to 1.36 with FSDP (pytorch/torchtitan#165).
 FRAGMENTS = 1.25
-# Of a CPU: `accelerate launch` itself, as measured; what a process grows by beside its tensors, from the plan to its last
-# update; what glibc keeps, of activations and logits (0.7 to 0.95 were measured). `benchmarks/plan_limits.py` shows how
-# far the sum is from the peaks of runs.
+# Of a CPU: `accelerate launch` itself, as measured; what a process grows by beside its tensors, from the plan to its
+# last update; what glibc keeps, of activations and logits (0.7 to 0.95 were measured). `benchmarks/plan_limits.py`
+# shows how far the sum is from the peaks of runs.
 LAUNCHER, GROWTH, KEPT = 172 * 2**20, 128 * 2**20, 1.0
 BUSY = {"cpu": 1024, "cuda": 8192}  # tokens at once: with fewer, a device waits for its own small steps
 NO_SLOWER = 1.03  # than the fastest: the model of costs knows no better
