@@ -142,13 +142,15 @@ def measure(told: str, recipe: str) -> None:
     def settled(collective):
         def call(*args, async_op=False, **kwargs):
             work = collective(*args, async_op=True, **kwargs)
-            work.wait()
+            if work is not None:
+                work.wait()
             time.sleep(0.005)  # until a thread of gloo has let go of what was sent: what it frees is not reported
             return work if async_op else None
 
         return call
 
-    for name in ("all_reduce", "all_gather", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor"):
+    collectives = ("all_reduce", "all_gather", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor")
+    for name in ("broadcast", *collectives):
         setattr(torch.distributed, name, settled(getattr(torch.distributed, name)))
     tracking.Progress.update = update
     recording.__enter__()
