@@ -60,17 +60,18 @@ def learned(out):
     return json.loads((out / "run.json").read_text())["micro_batch_tokens"]
 
 
-@pytest.mark.parametrize(("config", "rank"), [("cpu", 0), ("multi_cpu", 1)])
-def test_an_update_that_ran_out_of_memory_is_made_again(config, rank, text, tmp_path):
+@pytest.mark.parametrize(("recipe", "config", "rank"), [("lm", "cpu", 0), ("lm", "multi_cpu", 1), ("moe", "cpu", 0)])
+def test_an_update_that_ran_out_of_memory_is_made_again(recipe, config, rank, text, tmp_path):
     """On one rank only. Controls: the run in plenty; and the next test, where the same shortage ends a run."""
-    short, out = script(tmp_path / "short", rank), tmp_path / "run"
+    short, out, how = script(tmp_path / "short", rank, recipe), tmp_path / "run", {"config": config}
+    how["script"] = f"recipes/{recipe}.py"
     command = launch_command(config, "--mixed_precision", "no")
     result = run([*command, short, *flags(text, out)], **GIVE_BACK)
     assert result.returncode == 0, told(result)
     (start, most), (update, fewer), *_ = learned(out)
     assert (start, update) == (0, 2) and 128 <= fewer < most == 1024
     assert f"{fewer:,} tokens at once" in result.stdout
-    launch(*flags(text, tmp_path / "plenty", tokens=1024), config=config)
+    launch(*flags(text, tmp_path / "plenty", tokens=1024), **how)
     for one, other in zip(read_metrics(out), read_metrics(tmp_path / "plenty"), strict=True):
         assert one["sample_digest"] == other["sample_digest"]
         assert one["loss"] == pytest.approx(other["loss"], rel=2e-5)
@@ -81,7 +82,7 @@ def test_an_update_that_ran_out_of_memory_is_made_again(config, rank, text, tmp_
     shutil.rmtree(resumed / "model")
     for checkpoint in ("update-000004", "update-000005"):
         shutil.rmtree(resumed / "checkpoints" / checkpoint)
-    result = launch("--resume", *flags(text, resumed), config=config)
+    result = launch("--resume", *flags(text, resumed), **how)
     assert learned(resumed) == learned(out) and "as the run before has learned" in result.stdout
     assert [(x["loss"], x["grad_norm"]) for x in read_metrics(resumed)] == [
         (x["loss"], x["grad_norm"]) for x in read_metrics(out)

@@ -170,6 +170,9 @@ class Routing:
             self.listening = True
             try:
                 loss = original(model, *args, targets=targets[kept], target_rows=target_rows[kept], **kwargs)
+            except Exception:  # of memory: what was heard holds the activations
+                self.logits, self.chosen = [None] * len(self.layers), [None] * len(self.layers)
+                raise
             finally:
                 self.listening = False
             self._count(target_rows, model.training)

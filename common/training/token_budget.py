@@ -117,12 +117,21 @@ def average_gradients(accelerator: Accelerator, model: torch.nn.Module) -> None:
     if _running is None:
         return
     trained = [p for p in model.parameters() if p.requires_grad]
-    if _running.has_run_out or accelerator.num_processes > 1:
-        for p in trained:
-            if p.grad is None:  # memory ran out before the first backward; others wait for this rank all the same
-                p.grad = torch.zeros_like(p)
-    if accelerator.num_processes > 1:
-        sums = [dist.all_reduce(p.grad, async_op=True) for p in trained]
-        for one in sums:
-            one.wait()
-        torch._foreach_div_([p.grad for p in trained], accelerator.num_processes)
+    missing = [p for p in trained if p.grad is None]
+    if _running.has_run_out and len(missing) == len(trained):  # fp16's loss scale wants to look at one at least
+        smallest = min(trained, key=torch.Tensor.numel)
+        smallest.grad = torch.zeros_like(smallest)
+    if accelerator.num_processes == 1:
+        return
+    # Where memory ran out, others wait for this rank all the same; but the sums will be dropped, and need no place.
+    largest = max((p.numel() for p in missing), default=0)
+    nothing = torch.zeros(largest, device=accelerator.device) if _running.has_run_out else None
+    sums = []
+    for p in trained:
+        if p.grad is None and nothing is None:
+            p.grad = torch.zeros_like(p)
+        sent = nothing[: p.numel()].view_as(p) if p.grad is None else p.grad
+        sums.append(dist.all_reduce(sent, async_op=True))
+    for one in sums:
+        one.wait()
+    torch._foreach_div_([p.grad for p in trained if p.grad is not None], accelerator.num_processes)
