@@ -38,11 +38,13 @@ def test_what_is_advised_lives_under_a_limit_and_too_much_dies(tmp_path):
     assert too_much.status and too_much.died, too_much.output
 
 
-def test_the_page_is_made_from_its_measurements_and_no_advice_died():
+def test_the_page_is_made_from_its_measurements_and_counts_what_died():
     """Control: another peak is another page."""
     measured = json.loads((ROOT / "benchmarks/results/plan-limits-cpu.json").read_text())
     page = (ROOT / "benchmarks/results/plan-limits-cpu.md").read_text()
     assert plan_limits.page(measured) == page
-    assert all(map(plan_limits.holds, measured["pairs"]))
+    advised = [pair for pair in measured["pairs"] if pair["advice"]]
+    died = sum(pair["advised"] != "trained" for pair in advised)
+    assert f"{died} of {len(advised)} advised runs died" in page
     next(pair for pair in measured["pairs"] if pair["advice"])["peak"] *= 2
     assert plan_limits.page(measured) != page
