@@ -4,7 +4,13 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
 # Of C++, oneDNN, cuBLAS and the system, beside those of CUDA, cuDNN and torch's allocator that Accelerate knows.
-WORDS = ("bad_alloc", "could not create a memory", "could not create a primitive", "_STATUS_ALLOC_FAILED", "Cannot allocate memory")
+WORDS = (
+    "bad_alloc",
+    "could not create a memory",
+    "could not create a primitive",
+    "_STATUS_ALLOC_FAILED",
+    "Cannot allocate memory",
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
