@@ -21,6 +21,7 @@ from common.plan.forecast import Forecaster, NotPlayed, Played, Player
 from common.plan.machines import Machine
 from common.plan.memory import Mode, Shape, needs, on_host, peak, shape_of
 from common.plan.profile import Parts, Profile
+from common.plan.rehearsal import examine_head_once
 from common.training.batching import Samples
 from common.training.degrees import Degrees
 
@@ -75,6 +76,7 @@ def plan(
     # Not twice or four times as many: where a vocabulary has as many entries as there are tokens, all would be logits.
     pair = (few, max(few + 1, min(share, 3 * few)))
     ways = CHECKPOINTING if run_can_checkpoint(make_empty()) else ("none",)
+    examine_head_once(make_empty())
     try:
         profiles = _profiles(forecaster, modes, ways, pair, args.optimizer)
     except Played:

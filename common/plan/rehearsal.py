@@ -198,6 +198,25 @@ class Rehearsal:
         os._exit(0)  # nothing of the run that it was forked from is to end with it
 
 
+def examine_head_once(model: torch.nn.Module) -> None:
+    """What a language model does with its logits, for all processes that will play it: a large one takes seconds."""
+    losses = sys.modules.get("common.training.losses")
+    if losses is None:
+        return
+    found: Any
+    try:
+        found = losses.examine_head(model)
+    except Exception as reason:
+        found = reason
+
+    def known(_: torch.nn.Module) -> Any:
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    losses.examine_head = known
+
+
 def _global_batch(micro_batches: list[dict[str, torch.Tensor]], num_targets: int) -> GlobalBatch:
     """With the counts that a loop divides by; nobody reads the others."""
     return GlobalBatch(0, micro_batches, 1, num_targets, 1, 1, torch.zeros(1), "", torch.ones(1, dtype=torch.int64))
