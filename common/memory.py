@@ -13,9 +13,14 @@ def available_memory() -> int:
 
     On a CPU, the next update takes the memory of its activations again.
     """
-    now, most = psutil.Process().memory_info().rss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    given_back = max(0, most * (1 if sys.platform == "darwin" else 1024) - now)
+    given_back = max(0, most_resident() - psutil.Process().memory_info().rss)
     return max(0, left_to_one() - given_back)
+
+
+def most_resident() -> int:
+    """Bytes that this process has had in memory when it had most."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024  # macOS counts bytes, Linux KiB
 
 
 def left_to_one() -> int:

@@ -13,7 +13,10 @@ SHORT = """import os, re, resource, runpy, sys
 sys.path.insert(0, {root!r})
 import torch
 from accelerate import Accelerator
+from common.checkpoint.write import Writer
 from common.parallel import liveness
+if not {copies}:
+    Writer._has_memory = lambda *_: False
 begin, limit = Accelerator.no_sync, resource.getrlimit(resource.RLIMIT_DATA)
 def short(*args, **kwargs):
     if liveness.update != 2 or int(os.environ.get("RANK", 0)) != {rank} or short.is_set:
@@ -49,10 +52,11 @@ def flags(text, out, *more, tokens="auto"):
     return [*base, "--output_dir", out, *more]
 
 
-def script(directory, rank, recipe="lm"):
+def script(directory, rank, recipe="lm", copies=False):
+    """copies: whether a save may hold a copy of the state, which gives way before the tokens at once do."""
     directory.mkdir()
-    path = directory / "short.py"
-    path.write_text(SHORT.format(root=str(ROOT), rank=rank, mib=MIB[recipe], recipe=str(ROOT / f"recipes/{recipe}.py")))
+    path, recipe_path = directory / "short.py", str(ROOT / f"recipes/{recipe}.py")
+    path.write_text(SHORT.format(root=str(ROOT), rank=rank, mib=MIB[recipe], recipe=recipe_path, copies=copies))
     return path
 
 
@@ -70,7 +74,10 @@ def test_an_update_that_ran_out_of_memory_is_made_again(recipe, config, rank, te
     assert result.returncode == 0, told(result)
     (start, most), (update, fewer), *_ = learned(out)
     assert (start, update) == (0, 2) and 128 <= fewer < most == 1024
-    assert f"{fewer:,} tokens at once" in result.stdout
+    what = rf"memory ran out on process {rank} in update 2, which is made again: [\d,]+ tokens at once, not 1,024, pred"
+    assert re.search(what, result.stdout), told(result)
+    known = json.loads((out / "run.json").read_text())
+    assert known["arguments"]["micro_batch_tokens"] == "auto" and known["predicted_peak_bytes"] > 0
     launch(*flags(text, tmp_path / "plenty", tokens=1024), **how)
     for one, other in zip(read_metrics(out), read_metrics(tmp_path / "plenty"), strict=True):
         assert one["sample_digest"] == other["sample_digest"]
@@ -89,6 +96,20 @@ def test_an_update_that_ran_out_of_memory_is_made_again(recipe, config, rank, te
     ]
     weights, expected = (load_file(path / "model/model.safetensors") for path in (resumed, out))
     assert all((weights[name] == expected[name]).all() for name in expected)
+
+
+def test_the_copy_of_a_save_goes_before_a_token_does(text, tmp_path):
+    """Control: the tests above, in which the same shortage halves the tokens of a run without such a copy."""
+    short, out = script(tmp_path / "short", 0, copies=True), tmp_path / "run"
+    result = run([*launch_command("cpu", "--mixed_precision", "no"), short, *flags(text, out)], **GIVE_BACK)
+    assert result.returncode == 0, told(result)
+    assert "in update 2, which is made again: without a copy of the state to save" in result.stdout, told(result)
+    assert learned(out) == [[0, 1024]]
+    launch(*flags(text, tmp_path / "plenty", tokens=1024), config="cpu")
+    for one, other in zip(read_metrics(out), read_metrics(tmp_path / "plenty"), strict=True):
+        assert (one["loss"], one["grad_norm"]) == (other["loss"], other["grad_norm"])
+    names = [{path.name for path in (one / "checkpoints").iterdir()} for one in (out, tmp_path / "plenty")]
+    assert names[0] == names[1]
 
 
 def predicted(output):

@@ -24,7 +24,7 @@ from common.checkpoint.agreement import Agreement
 from common.checkpoint.format import MANIFEST, find_best, hash_of, in_chunks, list_checkpoints, safetensors_header
 from common.checkpoint.layouts import Piece
 from common.files import PAGE, PARTIAL, fsync, remove, replace_directory, write_file
-from common.memory import available_memory, pinned_bytes
+from common.memory import available_memory, most_resident, pinned_bytes
 
 # On a CPU, seconds that the thread which writes rests for each second that it computes. What it computes, the updates
 # lose: so each loses a fiftieth, and not one of them a tenth.
@@ -46,6 +46,7 @@ class Writer:
         self.writing: Future | None = None  # this rank's files, until all ranks know that all are written
         self.committing: Future | None = None  # rank 0: manifest, rename, removal of older ones
         self.image = torch.empty(0, dtype=torch.uint8)  # what the file of this rank holds
+        self.may_copy, self.copies = True, False  # whether this rank may hold one, and all ranks now do
         self.watched: torch.optim.Optimizer | None = None
 
     def start(
@@ -97,8 +98,11 @@ class Writer:
         size = len(contents[0]) + sum(tensor.nbytes for tensor in contents[1:])
         copied = pinned_bytes([size + PAGE]) if self.device.type == "cuda" else size
         local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        lacks_memory = in_place or not (len(self.image) or available_memory() > 1.25 * copied * local)
+        lacks_memory = in_place or not self.may_copy or not self._has_memory(copied, local)
         needed, num_lacking = self.ranks.sum(size + 65536 * (1 + len(self.model_files)), lacks_memory)
+        self.copies = num_lacking == 0
+        if num_lacking and not in_place:
+            self.image = self.image[:0].clone()
         self.ranks.needed = int(needed)
 
         def make() -> None:
@@ -109,7 +113,19 @@ class Writer:
             partial.mkdir()
 
         self.ranks.together(make, only_main=True)
-        return num_lacking == 0
+        return self.copies
+
+    def _has_memory(self, copied: int, local: int) -> bool:
+        """Whether the host holds the copies, and half of what its processes have taken so far: they may still grow."""
+        return available_memory() + len(self.image) * local > local * (1.25 * copied + most_resident() / 2)
+
+    def free_copy(self) -> bool:
+        """Gives back the memory of the copy, and takes none from now on. False on all ranks alike: there was none."""
+        had_one, self.copies, self.may_copy = self.copies, False, False
+        if had_one:
+            self.finish()
+            self.image = self.image[:0].clone()
+        return had_one
 
     @record_function("checkpoint")  # its name in a trace
     def _wait_for_copy(self) -> None:

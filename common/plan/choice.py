@@ -16,7 +16,7 @@ from common.plan.forecast import Forecast, Forecaster, NotPlayed, Played, Player
 from common.plan.machines import Machine
 from common.plan.memory import mode_of, needs, peak, shape_of
 from common.plan.plan import BUSY, held_on_cpu, lacks
-from common.plan.profile import Parts
+from common.plan.profile import Parts, Profile
 from common.report.tracking import write_run
 from common.training import token_budget
 from common.training.batching import GlobalBatch, Samples
@@ -32,6 +32,7 @@ class Choice(Forecast):
     samples: Samples | None = None
     rows: tuple[int, int] = (1, 2)  # of the micro-batches that are played
     left: tuple[int, int] = (0, 0)  # bytes of the host, before the model: to this process, and to all
+    profiles: tuple[Profile, Profile] | None = None  # of them, where they could be played
     history: list[list[int]] | None = None  # of the run that goes on
 
     @property
@@ -43,12 +44,14 @@ class Choice(Forecast):
         """Settles `args.micro_batch_tokens` on all ranks; for the printed block: the choice and its predicted peak."""
         run, told = self.run, [None]
         if run.accelerator.is_main_process:
-            how = self._choose() if self.history is None else "as the run before has learned"
+            how = self._choose()
             told = [(self.history, how)]
         wait_for_all()  # however long the main process played
         self.history, how = broadcast_object_list(told)[0] if run.accelerator.num_processes > 1 else told[0]
         longest = self.samples.max_length
-        budget = TokenBudget(run.accelerator, self.history, longest)
+        budget = TokenBudget(
+            run.accelerator, self.history, longest, can_free_more=lambda: run.checkpoints.writer.copies
+        )
         run.args.micro_batch_tokens = budget.tokens = budget.at(run.state.update)
         if not run.args.dry_run:
             token_budget.start(budget)
@@ -56,21 +59,23 @@ class Choice(Forecast):
 
     def _choose(self) -> str:
         """Finds the budget; says how. Where the update cannot be played, it is that of the longest sample."""
-        args, shape, start = self.run.args, self.forecaster.shape, self.run.state.update
-        self.history = [[start, self.samples.max_length]]
-        half = len(self.playing) // 2
+        start, half, learned = self.run.state.update, len(self.playing) // 2, self.history
+        self.history = learned or [[start, self.samples.max_length]]
         try:
             few, more = (
                 self.forecaster.profile([one.profile() for one in some])
                 for some in (self.playing[:half], self.playing[half:])
             )
+            self.profiles = few, more
         except NotPlayed as reason:
             self.reason = f"not predicted: {reason}"
-            return "one sample, since memory is not predicted"
-        rows, share = 1, math.ceil(args.global_batch_size / self.mode.processes)
+            return "as the run before has learned" if learned else "one sample, since memory is not predicted"
+        if learned:
+            self.found = self.at([tokens for first, tokens in learned if first <= start][-1])
+            return "as the run before has learned"
+        rows, share = 1, math.ceil(self.run.args.global_batch_size / self.mode.processes)
         while True:
-            profile = few.scaled(more, (rows - self.rows[0]) / (self.rows[1] - self.rows[0]))
-            segment, parts = peak(needs(profile, shape, self.mode, math.ceil(share / rows)))
+            segment, parts = self.at(rows * self.samples.max_length)
             lacking = self._lacks(parts)
             if lacking and self.found:
                 return f"twice as many would lack {in_bytes(lacking)}"
@@ -83,6 +88,14 @@ class Choice(Forecast):
                 return "more would fit, but not gain"
             rows = min(share, 2 * rows)
 
+    def at(self, tokens: int) -> tuple[str, Parts]:
+        """The peak with so many tokens at once, on the main process: when it is, and what it takes."""
+        few, more = self.profiles
+        share = math.ceil(self.run.args.global_batch_size / self.mode.processes)
+        rows = max(1, min(share, tokens // self.samples.max_length))
+        profile = few.scaled(more, (rows - self.rows[0]) / (self.rows[1] - self.rows[0]))
+        return peak(needs(profile, self.forecaster.shape, self.mode, math.ceil(share / rows)))
+
     def _lacks(self, parts: Parts) -> float:
         """Bytes that are missing for this; what the processes and their launcher have themselves is no longer left."""
         if self.forecaster.device == "cuda":
@@ -93,7 +106,8 @@ class Choice(Forecast):
 
     def facts(self) -> dict[str, Any]:
         """For run.json."""
-        return super().facts() | {"micro_batch_tokens": self.history}
+        asked = vars(self.run.args) | {"micro_batch_tokens": "auto"}
+        return super().facts() | {"arguments": asked, "micro_batch_tokens": self.history}
 
 
 def choose(
@@ -113,7 +127,6 @@ def choose(
         return choice
     if args.resume and (learned := _run_json(args).get("micro_batch_tokens")):
         choice.history = learned
-        return choice
     try:
         for rows in choice.rows:
             cases = forecaster.cases(mode, rows, args.activation_checkpointing, args.optimizer)
@@ -141,14 +154,14 @@ def batches_within_memory(run: Any) -> Iterator[GlobalBatch]:
     while budget.is_trial:
         run.loader.dataset.micro_batch_tokens = budget.tokens
         yield from _attempt(run, budget, run.loader.dataset.of_longest(), update)
-        budget.is_trial = budget.has_any_run_out
+        budget.is_trial = bool(budget.where)
     del place
     while update < end:
         run.args.micro_batch_tokens = budget.tokens = budget.at(update)
         until = min([end, *(first for first, _ in budget.history if first > update)])
         for batch in run.progress.batches(run.load(range(update, until))):
             yield from _attempt(run, budget, batch, batch.update)
-            if budget.has_any_run_out:
+            if budget.where:
                 break
             update = batch.update + 1
 
@@ -156,11 +169,17 @@ def batches_within_memory(run: Any) -> Iterator[GlobalBatch]:
 def _attempt(run: Any, budget: TokenBudget, batch: GlobalBatch, update: int) -> Iterator[GlobalBatch]:
     """Yields it once; where memory ran out, the budget is then halved, which is told and kept in run.json."""
     yield from budget.attempt(batch)
-    if not budget.has_any_run_out:
+    if not budget.where:
         return
     before = budget.tokens
-    budget.halve(update)
+    is_freed = run.checkpoints.writer.free_copy()
+    if not is_freed:
+        budget.halve(update)
     if run.accelerator.is_main_process:
-        where = "on the longest samples" if budget.is_trial else f"in update {update}, which is made again"
-        run.progress.bar.write(f"memory ran out {where}: {budget.tokens:,} tokens at once, and not {before:,}")
-        write_run(run.output_dir, _run_json(run.args) | {"micro_batch_tokens": budget.history})
+        what = "on the longest samples" if budget.is_trial else f"in update {update}, which is made again"
+        how = "without a copy of the state to save" if is_freed else f"{budget.tokens:,} tokens at once, not {before:,}"
+        if not is_freed and run.forecast.profiles:
+            run.forecast.found = run.forecast.at(budget.tokens)
+            how += f", predicted peak {in_bytes(run.forecast.peak())}"
+        run.progress.bar.write(f"memory ran out on {budget.where} {what}: {how}")
+        write_run(run.output_dir, _run_json(run.args) | run.forecast.facts())

@@ -28,6 +28,7 @@ from common.plan.memory import Mode, mode_of, needs, peak, shape_of
 from common.plan.plan import CHECKPOINTING, check_shared_model, run_can_checkpoint
 from common.plan.profile import Profile
 from common.report.tracking import peak_memory_bytes
+from common.training import token_budget
 from common.training.batching import Samples
 from common.training.degrees import Degrees
 from common.training.optimizers import OPTIMIZERS
@@ -46,6 +47,7 @@ def explain(run: Any, error: BaseException) -> None:
     held = _held(run.device)
     traceback.clear_frames(error.__traceback__)  # which hold the activations
     mode = mode_of(run.asked, run.asked.source, run.args)
+    mode = dataclasses.replace(mode, kind="plain") if token_budget.adjusting() else mode  # gradients in no buckets
     kind = "cpu" if run.device.type == "cpu" else "cuda"
     args = {name: getattr(run.args, name, None) for name in ("micro_batch_size", "micro_batch_tokens")}
     question = json.dumps({"mode": dataclasses.asdict(mode), "device": kind, **args})
@@ -125,6 +127,8 @@ def answer(
         half = f"--micro_batch_tokens {args.micro_batch_tokens // 2}"
         half = f"--micro_batch_size {rows // 2}" if args.micro_batch_size else half
         tries[half] = (mode, rows // 2, way)
+    if mode.precision == "no" and mode.kind != "DeepSpeed":
+        tries["--mixed_precision bf16"] = (dataclasses.replace(mode, precision="bf16"), rows, way)
     if run_can_checkpoint(make_empty()):
         tries |= {f"--activation_checkpointing {one}": (mode, rows, one) for one in later}
     tries |= {f"--config_file accelerate_configs/{one.name}.yaml": (one, rows, way) for one in sharded}

@@ -36,6 +36,7 @@ from torch.profiler import profile, record_function, schedule
 
 from common.report.tracking import write_run
 from common.training.batching import GlobalBatch
+from common.training.token_budget import is_repeated
 
 WARMUP, RECORDED = 3, 3  # updates; the last of the warm-up with the profiler on, which takes time to start
 PHASES = ("data", "forward", "backward", "optimizer", "communication", "evaluation", "checkpoint", "other")
@@ -59,10 +60,14 @@ def _profiled(run: Any, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]
     with closing(batches):
         with _named_phases(run), profile(schedule=steps, on_trace_ready=partial(_write, run)) as profiler:
             try:
-                for _ in range(WARMUP + RECORDED):
+                done = 0
+                while done < WARMUP + RECORDED:
                     with record_function("data"):
                         batch = next(batches)
                     yield batch
+                    if is_repeated():  # it was no update
+                        continue
+                    done += 1
                     if run.device.type == "cuda":  # whose kernels belong to the update that launched them
                         torch.cuda.synchronize(run.device)
                     profiler.step()

@@ -4,7 +4,6 @@ import argparse
 import json
 import math
 import os
-import resource
 import sys
 import time
 from contextlib import suppress
@@ -20,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import UserError
 from common.files import disk_line
+from common.memory import most_resident
 from common.parallel import liveness
 from common.parallel.mode import describe_mode, describe_precision, running_mode
 from common.parallel.rates import advise
@@ -34,10 +34,7 @@ RUN_NAMES = {"wandb": "id", "trackio": "name"}
 
 def peak_memory_bytes(device: torch.device) -> int:
     """The most that this process has held so far: allocated GPU memory, or resident memory on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else most_resident()
 
 
 def memory_in_use_bytes(device: torch.device) -> int:

@@ -2,12 +2,13 @@
 
 An update whose forward or backward ran out of memory on any rank is made again: its gradients are dropped, the same
 samples are cut smaller, and the random streams go back, so it is the update that a run with the smaller budget makes.
+Where a save holds a copy of the state, that goes first, and the budget stays.
 The ranks learn of it from the collective that each update has anyway. That needs ranks that compute without each other
 between two updates: gradients are summed after the last backward (`average_gradients`), and not while it runs.
 """
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from accelerate import Accelerator
 from common.training.batching import GlobalBatch
 from common.training.out_of_memory import is_out_of_memory
 
-NEWS = "out_of_memory"
+NEWS, WHO = "out_of_memory", "ranks_out_of_memory"
 
 
 @dataclass
@@ -32,7 +33,8 @@ class TokenBudget:
     tokens: int = 0  # now
     is_trial: bool = False  # what is computed now is no update
     has_run_out: bool = False  # on this rank, in this update
-    has_any_run_out: bool = False  # on any rank
+    where: str = ""  # it has run out in this update, if on any rank
+    can_free_more: Callable[[], bool] = lambda: False  # whether the ranks hold something that they can do without
 
     def at(self, update: int) -> int:
         """The budget of an update."""
@@ -49,7 +51,7 @@ class TokenBudget:
         try:
             yield
         except Exception as error:
-            if not is_out_of_memory(error) or self.tokens <= self.longest:
+            if not is_out_of_memory(error) or (self.tokens <= self.longest and not self.can_free_more()):
                 raise
             traceback.clear_frames(error.__traceback__)  # which hold the activations
             self.has_run_out = True
@@ -63,7 +65,7 @@ class TokenBudget:
         device, scaler = self.accelerator.device, self.accelerator.scaler
         stream, scale = torch.get_rng_state(), scaler and scaler.state_dict()
         stream_of_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self.has_run_out = self.has_any_run_out = False
+        self.has_run_out, self.where = False, ""
         yield batch
         if is_repeated():
             torch.set_rng_state(stream)
@@ -97,18 +99,21 @@ def while_there_is_memory(micro_batches: list[Any]) -> Iterator[Any]:
 
 def is_repeated() -> bool:
     """Whether what has just been computed does not count as an update."""
-    return _running is not None and (_running.is_trial or _running.has_any_run_out)
+    return _running is not None and (_running.is_trial or bool(_running.where))
 
 
 def news() -> dict[str, float]:
     """What the other ranks are to know with the loss of an update."""
-    return {} if _running is None else {NEWS: _running.has_run_out}
+    if _running is None:
+        return {}
+    return {NEWS: _running.has_run_out, WHO: _running.has_run_out * _running.accelerator.process_index}
 
 
 def learn(told: dict[str, Any]) -> bool:
     """Whether the update does not count, by the sums of `news`."""
     if _running is not None:
-        _running.has_any_run_out = told.pop(NEWS) > 0
+        number, rank = told.pop(NEWS), told.pop(WHO)
+        _running.where = "" if not number else f"process {rank:.0f}" if number == 1 else f"{number:.0f} processes"
     return is_repeated()
 
 
