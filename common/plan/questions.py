@@ -11,6 +11,7 @@ from common.plan import shortage
 from common.plan.choice import choose
 from common.plan.forecast import Forecast, foresee
 from common.plan.plan import plan
+from common.report.tracking import memory_in_use_bytes
 from common.training.batching import Samples
 
 
@@ -27,7 +28,7 @@ def predict(
     None in a process that plays an update without data, and is this run no more. From here on an error of memory says
     what would have helped. model_class: an Auto class.
     """
-    ending.explain_error = partial(shortage.explain, run)
+    ending.explain_error = partial(shortage.explain, run, memory_in_use_bytes(run.device))
     chooses = getattr(run.args, "micro_batch_tokens", None) == "auto"
     answer = choose if chooses else foresee
     if run.args.plan or shortage.is_asked():

@@ -40,11 +40,14 @@ KNOBS = 3  # that are told
 NOT_REPEATED = ("--output_dir", "--resume", "--overwrite", "--dry_run", "--profile")  # of the run's own flags
 
 
-def explain(run: Any, error: BaseException) -> None:
-    """Adds to an error of memory what was predicted, what this process held, and which flags would have helped."""
+def explain(run: Any, before: int, error: BaseException) -> None:
+    """Adds to an error of memory what was predicted, what this process held, and which flags would have helped.
+
+    before: bytes that it held before it had a model.
+    """
     if not is_out_of_memory(error):
         return
-    held = _held(run.device)
+    held = _held(run.device, before)
     traceback.clear_frames(error.__traceback__)  # which hold the activations
     mode = mode_of(run.asked, run.asked.source, run.args)
     mode = dataclasses.replace(mode, kind="plain") if token_budget.adjusting() else mode  # gradients in no buckets
@@ -77,14 +80,15 @@ def _repeated(words: list[str]) -> Iterator[str]:
             yield word
 
 
-def _held(device: torch.device) -> str:
+def _held(device: torch.device, before: int) -> str:
     """What this process has used, and of how much."""
     most = in_bytes(peak_memory_bytes(device))
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         reserved = in_bytes(torch.cuda.memory_reserved(device))
         return f"Used: at most {most} of tensors; {reserved} reserved of {in_bytes(total)}, {in_bytes(free)} free"
-    return f"Used: at most {most} resident, with torch itself; {in_bytes(left_to_one())} are left"
+    left = in_bytes(left_to_one())
+    return f"Used: at most {most} resident, {in_bytes(before)} of them before there was a model; {left} are left"
 
 
 def _lines(told: dict[str, Any]) -> Iterator[str]:
