@@ -13,10 +13,10 @@ SHORT = """import os, re, resource, runpy, sys
 sys.path.insert(0, {root!r})
 import torch
 from accelerate import Accelerator
-from common.checkpoint.write import Writer
+from common.checkpoint import write
 from common.parallel import liveness
 if not {copies}:
-    Writer._has_memory = lambda *_: False
+    write.has_memory = lambda *_: False
 begin, limit = Accelerator.no_sync, resource.getrlimit(resource.RLIMIT_DATA)
 def short(*args, **kwargs):
     if liveness.update != 2 or int(os.environ.get("RANK", 0)) != {rank} or short.is_set:

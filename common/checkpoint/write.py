@@ -31,6 +31,23 @@ from common.memory import available_memory, most_resident, pinned_bytes
 REST = 50
 
 
+def unhurried(parts: Iterable[Any], device: torch.device, is_awaited: threading.Event) -> Iterator[Any]:
+    """The parts, each with a rest after it where the thread that writes them shares a CPU with the training."""
+    for part in parts:
+        began = time.thread_time()
+        yield part  # until it is written
+        if device.type == "cpu":
+            is_awaited.wait(REST * (time.thread_time() - began))
+
+
+def has_memory(copied: int, held: int, local: int) -> bool:
+    """Whether the host has room for a copy of each of `local` processes, and for half of what each has taken so far.
+
+    They may still grow. copied, held: bytes of a copy, and of the one that is there.
+    """
+    return available_memory() + held * local > local * (1.25 * copied + most_resident() / 2)
+
+
 class Writer:
     """Writes one checkpoint at a time, of what each rank holds; `start` and `finish` are called by all together."""
 
@@ -98,7 +115,7 @@ class Writer:
         size = len(contents[0]) + sum(tensor.nbytes for tensor in contents[1:])
         copied = pinned_bytes([size + PAGE]) if self.device.type == "cuda" else size
         local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        lacks_memory = in_place or not self.may_copy or not self._has_memory(copied, local)
+        lacks_memory = in_place or not self.may_copy or not has_memory(copied, len(self.image), local)
         needed, num_lacking = self.ranks.sum(size + 65536 * (1 + len(self.model_files)), lacks_memory)
         self.copies = num_lacking == 0
         if num_lacking and not in_place:
@@ -114,10 +131,6 @@ class Writer:
 
         self.ranks.together(make, only_main=True)
         return self.copies
-
-    def _has_memory(self, copied: int, local: int) -> bool:
-        """Whether the host holds the copies, and half of what its processes have taken so far: they may still grow."""
-        return available_memory() + len(self.image) * local > local * (1.25 * copied + most_resident() / 2)
 
     def free_copy(self) -> bool:
         """Gives back the memory of the copy, and takes none from now on. False on all ranks alike: there was none."""
@@ -159,7 +172,7 @@ class Writer:
             copying.result().synchronize()
             contents = [self.image]
         name = f"rank-{self.ranks.rank:05}"
-        parts = self._unhurried(in_chunks(contents))
+        parts = unhurried(in_chunks(contents), self.device, self.is_awaited)
         files = {f"{name}.safetensors": write_file(partial / f"{name}.safetensors", parts)}
         if self.ranks.rank == 0:
             (partial / "model").mkdir()
@@ -167,13 +180,6 @@ class Writer:
                 files[f"model/{file}"] = write_file(partial / "model" / file, [content])
             fsync(partial / "model")
         write_file(partial / f"{name}.json", [json.dumps(facts | {"files": files}).encode()])
-
-    def _unhurried(self, parts: Iterable[Any]) -> Iterator[Any]:
-        for part in parts:
-            began = time.thread_time()
-            yield part  # until it is written
-            if self.device.type == "cpu":
-                self.is_awaited.wait(REST * (time.thread_time() - began))
 
     def is_written(self) -> bool:
         """Whether this rank has written all of the save that was started."""
