@@ -5,7 +5,7 @@ import re
 import shutil
 
 import pytest
-from conftest import ROOT, assert_refused, launch, launch_command, read_metrics, run, told
+from conftest import ROOT, assert_refused, launch, launch_command, read_metrics, run, told, write_rows
 from safetensors.torch import load_file
 
 # The recipe, for whom the memory of one rank becomes short in update 2: so many MiB more than it has there.
@@ -34,16 +34,15 @@ short.is_set = False
 Accelerator.no_sync = short  # before the forward of each micro-batch but the last
 runpy.run_path({recipe!r}, run_name="__main__")
 """
-MIB = {"lm": 48, "moe": 64}  # too little for 1,024 tokens, enough for 512 or 256
+MIB = {"lm": 48, "moe": 64, "classify": 100, "seq2seq": 56}  # too little for what a run begins with, enough for less
+WITH_DROPOUT = ("classify", "seq2seq")  # whose numbers depend on the micro-batches
 # Freed memory goes back to the system at once: the limit is then what counts.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))))
-    return path
+    return write_rows(tmp_path_factory.mktemp("text") / "rows.jsonl", 400)
 
 
 def flags(text, out, *more, tokens="auto"):
@@ -64,32 +63,36 @@ def learned(out):
     return json.loads((out / "run.json").read_text())["micro_batch_tokens"]
 
 
-@pytest.mark.parametrize(("recipe", "config", "rank"), [("lm", "cpu", 0), ("lm", "multi_cpu", 1), ("moe", "cpu", 0)])
+@pytest.mark.parametrize(
+    ("recipe", "config", "rank"),
+    [("lm", "cpu", 0), ("lm", "multi_cpu", 1), ("moe", "cpu", 0), ("classify", "cpu", 0), ("seq2seq", "cpu", 0)],
+)
 def test_an_update_that_ran_out_of_memory_is_made_again(recipe, config, rank, text, tmp_path):
     """On one rank only. Controls: the run in plenty; and the next test, where the same shortage ends a run."""
     short, out, how = script(tmp_path / "short", rank, recipe), tmp_path / "run", {"config": config}
-    how["script"] = f"recipes/{recipe}.py"
+    how["script"], more = f"recipes/{recipe}.py", ("--model_config", "small") if recipe == "classify" else ()
     command = launch_command(config, "--mixed_precision", "no")
-    result = run([*command, short, *flags(text, out)], **GIVE_BACK)
+    result = run([*command, short, *flags(text, out, *more)], **GIVE_BACK)
     assert result.returncode == 0, told(result)
     (start, most), (update, fewer), *_ = learned(out)
-    assert (start, update) == (0, 2) and 128 <= fewer < most == 1024
-    what = rf"memory ran out on process {rank} in update 2, which is made again: [\d,]+ tokens at once, not 1,024, pred"
-    assert re.search(what, result.stdout), told(result)
+    assert (start, update) == (0, 2) and 128 <= fewer < most
+    what = f"process {rank} in update 2, which is made again: {most // 2:,} tokens at once, not {most:,}"
+    assert f"memory ran out on {what}, predicted peak" in result.stdout, told(result)
     known = json.loads((out / "run.json").read_text())
     assert known["arguments"]["micro_batch_tokens"] == "auto" and known["predicted_peak_bytes"] > 0
-    launch(*flags(text, tmp_path / "plenty", tokens=1024), **how)
+    launch(*flags(text, tmp_path / "plenty", *more, tokens=most), **how)
+    precision = 1000 if recipe in WITH_DROPOUT else 1
     for one, other in zip(read_metrics(out), read_metrics(tmp_path / "plenty"), strict=True):
         assert one["sample_digest"] == other["sample_digest"]
-        assert one["loss"] == pytest.approx(other["loss"], rel=2e-5)
-        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+        assert one["loss"] == pytest.approx(other["loss"], rel=2e-5 * precision)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3 * precision)
     # What was learned is where a resume begins: the same bits, without running out again.
     resumed = tmp_path / "resumed"
     shutil.copytree(out, resumed)
     shutil.rmtree(resumed / "model")
     for checkpoint in ("update-000004", "update-000005"):
         shutil.rmtree(resumed / "checkpoints" / checkpoint)
-    result = launch("--resume", *flags(text, resumed), **how)
+    result = launch("--resume", *flags(text, resumed, *more), **how)
     assert learned(resumed) == learned(out) and "as the run before has learned" in result.stdout
     assert [(x["loss"], x["grad_norm"]) for x in read_metrics(resumed)] == [
         (x["loss"], x["grad_norm"]) for x in read_metrics(out)

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -69,7 +69,8 @@ def user_mistakes_end_here() -> Iterator[None]:
             advice = "start again; a run goes on from its last checkpoint with --resume"
             exit_with_mistakes([disk_line(error, "a file could not be read or written", where, 0, advice)])
         if explain_error:
-            explain_error(error)
+            with suppress(MemoryError):  # the error that is there says more
+                explain_error(error)
         is_end = isinstance(error, SystemExit) and not error.code
         liveness.leave(None if is_end else redact(f"{type(error).__name__}: {error}"))
         raise

@@ -47,8 +47,8 @@ def explain(run: Any, before: int, error: BaseException) -> None:
     """
     if not is_out_of_memory(error):
         return
-    held = _held(run.device, before)
     traceback.clear_frames(error.__traceback__)  # which hold the activations
+    held = _held(run.device, before)
     mode = mode_of(run.asked, run.asked.source, run.args)
     mode = dataclasses.replace(mode, kind="plain") if token_budget.adjusting() else mode  # gradients in no buckets
     kind = "cpu" if run.device.type == "cpu" else "cuda"
@@ -65,7 +65,7 @@ def explain(run: Any, before: int, error: BaseException) -> None:
     try:
         asked = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
         told = json.loads(asked.stdout.splitlines()[-1])
-    except (OSError, subprocess.TimeoutExpired, IndexError, json.JSONDecodeError):
+    except (MemoryError, OSError, subprocess.TimeoutExpired, IndexError, json.JSONDecodeError):
         told = {"reason": "no process could be started to predict it"}
     error.add_note("\n".join(["", f"Memory ran out. {held}.", *_lines(told)]))
 
