@@ -70,7 +70,8 @@ def all_cases():
         yield f"seq2seq {config}", "seq2seq", config, [], [*pairs, "--sequence_length", "96", "--target_length", "64"]
         yield f"moe {config}", "moe", config, [], []
         yield f"vision {config}", "vision", config, [], ["--model_config", "resnet"]
-        yield f"long_sequence {config}", "long_sequence", config, [], []
+        cut = ["--train_file", "text.txt", "--sequence_length", "16384"]
+        yield f"long_sequence {config}", "long_sequence", config, [], cut
     for config, recipe in SHARED.items():
         is_sharded = config.startswith("fsdp2")
         for size in ("small",) if is_sharded else ("tiny", "small"):
@@ -187,7 +188,8 @@ def run_case(case, directory):
     name, recipe, config, launch_flags, flags = case
     processes = 1 if config in SINGLE else NUM_PROCESSES.get(config, 2)
     told, out = directory / "told", directory / "run"
-    flags = [f"{directory}/{one}" if one.startswith("models/") or one.endswith(".jsonl") else one for one in flags]
+    made = ("models/", "labels.", "pairs.", "text.")
+    flags = [f"{directory}/{one}" if one.startswith(made) else one for one in flags]
     shared = ["--micro_batch_size", "4", "--global_batch_size", str(8 * processes), "--num_updates", "4"]
     shared += ["--warmup_updates", "1", "--save_every", "0", "--output_dir", str(out), "--overwrite"]
     if recipe in ("lm", "pipeline"):

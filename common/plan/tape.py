@@ -5,13 +5,14 @@ from typing import Any, NamedTuple
 from weakref import finalize
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 _ATEN = torch.ops.aten
 GROUPED = _ATEN._grouped_mm.default
+LSTM, LSTM_BACKWARD = _ATEN.mkldnn_rnn_layer.default, _ATEN.mkldnn_rnn_layer_backward.default
 
 
 def grouped_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
@@ -33,6 +34,15 @@ COPY = _ATEN._to_copy.default
 
 def _is_without_data(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def _lstm_workspace(args: tuple, steps: int) -> int:
+    """Bytes that oneDNN keeps for the backward of so many steps: of the same layer, on zeros."""
+    with unset_fake_temporarily():
+        first = torch.zeros(steps, *args[0].shape[1:], dtype=args[0].dtype)
+        others = (torch.zeros(one.shape, dtype=one.dtype) if torch.is_tensor(one) else one for one in args[1:])
+        workspace = LSTM(first, *others)[3]
+        return 0 if workspace is None else workspace.nbytes  # None: for an evaluation
 
 
 class Event(NamedTuple):
@@ -70,11 +80,31 @@ class Tape(TorchDispatchMode):
         return out
 
     def _call(self, func, args, kwargs):
+        if func in (LSTM, LSTM_BACKWARD) and _is_without_data(args[0]):
+            return self._call_lstm(func, args)
         if func is not GROUPED or args[0].dtype == torch.bfloat16 or not _is_without_data(args[0]):
             return func(*args, **kwargs)
         # Without data, torch takes products of experts in bf16 only.
         narrow = [one.to(torch.bfloat16) if one.is_floating_point() else one for one in args]
         return func(*narrow, **kwargs).to(args[0].dtype)
+
+    def _call_lstm(self, func, args):
+        """With what oneDNN makes beside the results: repacked weights, the gates of all steps, and its workspace.
+
+        In a training's forward it keeps the workspace for the backward. Torch says of a tensor without data that it is
+        empty; its true size, linear in the steps, is that of a few steps with data.
+        """
+        steps, rows, _ = args[0].shape
+        of_input, recurrent = args[1:3]
+        gates = steps * rows * recurrent.nbytes // recurrent.shape[1]
+        beside = of_input.nbytes + (1 if func is LSTM else 2) * recurrent.nbytes + gates
+        passing = args[0].new_empty(beside, dtype=torch.uint8)
+        self.number_of(passing)
+        out = func(*args)
+        if func is LSTM:
+            two, three = (_lstm_workspace(args, steps) for steps in (2, 3))
+            out = (*out[:3], out[3].new_empty(two + (steps - 2) * (three - two)))
+        return out
 
     def number_of(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's storage, which is counted from now on if it is new."""
