@@ -126,9 +126,8 @@ def every_second_product():
 
 
 def record(one, layers):
-    """The profile of an update of two micro-batches."""
+    """The recording of an update of two micro-batches."""
     from common.plan import rehearsal
-    from common.plan.profile import profile_of
     from common.plan.tape import Tape
     from common.training.optimizers import make_optimizer
 
@@ -169,17 +168,18 @@ def record(one, layers):
             tape.name("optimizer state", *[value for value in state.values() if torch.is_tensor(value)])
         tape.segment = "after step"
         optimizer.zero_grad()
-    told = rehearsal.Recording([tuple(event) for event in tape.events], tape.parts, dict(tape.flops), "")
-    return profile_of(told)
+    return rehearsal.Recording([tuple(event) for event in tape.events], tape.parts, dict(tape.flops), "")
 
 
 def predict(one):
     """Bytes of the busiest process, as the kind of the figure counts them; and by part."""
     from common.plan.memory import Mode, needs, peak, shape_of
     from common.plan.plan import FRAGMENTS
+    from common.plan.profile import pieces_of, profile_of
 
     torch.set_num_threads(1)
-    few, more = record(one, 2), record(one, 4)
+    recordings = record(one, 2), record(one, 4)
+    few, more = (profile_of(told, pieces_of(*recordings)) for told in recordings)
     layers, model = one["shape"]["num_hidden_layers"], make(one, one["shape"]["num_hidden_layers"])
     precision = "bf16" if one["weights"] == "bf16" else "no"
     mode = Mode(one["name"], one["sharding"], precision, one["gpus"])

@@ -63,7 +63,7 @@ class Choice(Forecast):
         self.history = learned or [[start, self.samples.max_length]]
         try:
             few, more = (
-                self.forecaster.profile([one.profile() for one in some])
+                self.forecaster.profile([one.recording() for one in some])
                 for some in (self.playing[:half], self.playing[half:])
             )
             self.profiles = few, more

@@ -16,7 +16,7 @@ from common.memory import available_memory
 from common.plan.cost import micro_batches_of
 from common.plan.depth import depths_to_play, layers_of, set_layers
 from common.plan.memory import Mode, Shape, mode_of, needs, on_host, peak, shape_of
-from common.plan.profile import Parts, Profile, profile_of
+from common.plan.profile import Parts, Profile, pieces_of, profile_of
 from common.plan.rehearsal import Case, Recording, Rehearsal
 from common.training.batching import Samples
 from common.training.degrees import Degrees
@@ -57,14 +57,14 @@ class Player:
             os._exit(1)
         raise Played
 
-    def play(self, cases: list[Case], at_once: int) -> list[Profile]:
-        """What each case holds. Raises NotPlayed, or Played in a process that plays."""
+    def play(self, cases: list[Case], at_once: int) -> list[Recording]:
+        """What each case allocates. Raises NotPlayed, or Played in a process that plays."""
         playing: list[Playing] = []
         for number, case in enumerate(cases):
             if number >= at_once:
                 playing[number - at_once].read()
             playing.append(self.start(case))
-        return [one.profile() for one in playing]
+        return [one.recording() for one in playing]
 
 
 class Playing:
@@ -93,16 +93,15 @@ class Playing:
             self.is_done = True
         os.waitpid(self.child, 0)
 
-    def profile(self) -> Profile:
-        """Of what it recorded. Raises NotPlayed."""
+    def recording(self) -> Recording:
+        """What it recorded. Raises NotPlayed."""
         self.read()
         if not self.told:
             raise NotPlayed("the recipe could not be played without data")
         recording: Recording = pickle.loads(self.told)
-        profile = profile_of(recording)
-        if not any(segment.startswith("after step") for segment in profile.segments):
+        if not any(segment == "after step" for segment, _, _ in recording.events):
             raise NotPlayed((recording.ended.strip().splitlines() or ["no whole update was played"])[-1])
-        return profile
+        return recording
 
 
 class Forecaster:
@@ -119,12 +118,13 @@ class Forecaster:
         how = {"autocast": mode.autocast, "weights": mode.weights_dtype, "device": self.device, "degrees": mode.played}
         return [Case(rows, depth, mode_of_layers, optimizer, **how) for depth in self.depths]
 
-    def profile(self, profiles: list[Profile]) -> Profile:
+    def profile(self, recordings: list[Recording]) -> Profile:
         """The whole model's, from those of each depth."""
-        if len(profiles) == 1:
-            return profiles[0]
-        few, more = self.depths
-        return profiles[0].at_depth(profiles[1], few, more, self.layers)
+        if len(recordings) == 1:
+            return profile_of(recordings[0])
+        pieces = pieces_of(*recordings)
+        one, other = (profile_of(recording, pieces) for recording in recordings)
+        return one.at_depth(other, *self.depths, self.layers)
 
 
 def rows_of(args: Any, samples: Samples, degrees: Degrees) -> int:
@@ -153,7 +153,7 @@ class Forecast:
         """For the printed block: the peak of a process, by what it holds."""
         if self.found is None and not self.reason:
             try:
-                profile = self.forecaster.profile([one.profile() for one in self.playing])
+                profile = self.forecaster.profile([one.recording() for one in self.playing])
                 segment, parts = peak(needs(profile, self.forecaster.shape, self.mode, self.micro_batches))
                 if self.forecaster.device == "cpu":  # whose memory is the host's
                     parts["offloaded"] = on_host(self.forecaster.shape, self.mode)[0] / self.mode.processes

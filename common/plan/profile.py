@@ -1,9 +1,7 @@
 """From what was recorded at two depths to what a model of any depth holds in each part of an update."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
-from typing import Any
-
 from common.plan.rehearsal import Recording
 
 Parts = dict[str, float]  # bytes, by what they hold
@@ -14,7 +12,7 @@ class Profile:
     """What one process holds at the peak of each segment of an update, and what it computes; for one micro-batch size.
 
     A backward has its peak where it begins, with all activations, or where it ends, with all gradients: so each segment
-    is two, its first and its second half, and in either the peak grows linearly with the number of layers.
+    is two, its beginning and its end, and in either the peak grows linearly with the number of layers (`pieces_of`).
     """
 
     segments: dict[str, Parts]
@@ -41,25 +39,45 @@ class Profile:
         return Profile(segments, between(self.flops, other.flops), between(self.tokens, other.tokens), outside)
 
 
-def profile_of(recording: Recording) -> Profile:
-    """The peaks of a recording, as in a later update: with the optimizer's state from the beginning on."""
-    by_segment: dict[str, list[int]] = defaultdict(list)
-    for index, (segment, _, _) in enumerate(recording.events):
-        by_segment[segment].append(index)
-    halves = {}
-    for segment, indices in by_segment.items():
-        for number, index in enumerate(indices):
-            halves[index] = (segment, number * 2 >= len(indices))
+def pieces_of(few: Recording, more: Recording) -> dict[str, tuple[int, int]]:
+    """How many events are the beginning of a segment, and how many its end: the same ones of a model of any depth.
+
+    few, more: of two depths. Of a backward, the end has as many events as half of the layers of which `more` has more,
+    and the beginning the others of `few`; of all else, it is the other way round. So each has as many of its own layers
+    at both depths, and between them, where the deeper one has more, a line through both is above what is held.
+    """
+    short, long = (Counter(segment for segment, _, _ in one.events) for one in (few, more))
+    pieces = {}
+    for segment, count in short.items():
+        layers = (long[segment] - count) // 2
+        if not 0 < layers < count:
+            continue
+        pieces[segment] = (count - layers, layers) if segment.startswith("backward") else (layers, count - layers)
+    return pieces
+
+
+def profile_of(recording: Recording, pieces: dict[str, tuple[int, int]] | None = None) -> Profile:
+    """The peaks of a recording, as in a later update: with the optimizer's state from the beginning on.
+
+    pieces: of `pieces_of`; a segment that it does not have is halved.
+    """
+    counts, seen = Counter(segment for segment, _, _ in recording.events), Counter[str]()
     live: Parts = defaultdict(float)
-    peaks: dict[Any, Parts] = {}
-    for index, (segment, storage, size) in enumerate(recording.events):
+    peaks: dict[tuple[str, str], Parts] = {}
+    for segment, storage, size in recording.events:
+        count = counts[segment]
+        first, last = (pieces or {}).get(segment, (count // 2, count - count // 2))
         live[recording.parts.get(storage, "activations")] += size
-        if segment != "start" and sum(live.values()) > sum(peaks.get(halves[index], {}).values()):
-            peaks[halves[index]] = dict(live)
+        seen[segment] += 1
+        if segment == "start" or first < seen[segment] <= count - last:
+            continue
+        place = segment, "beginning" if seen[segment] <= first else "end"
+        if sum(live.values()) > sum(peaks.get(place, {}).values()):
+            peaks[place] = dict(live)
     state = max((parts.get("optimizer state", 0) for parts in peaks.values()), default=0)
     for (segment, _), parts in peaks.items():
         if segment.startswith(("forward", "backward", "clip")):
             parts["optimizer state"] = state
-    named = {f"{segment}, {'end' if half else 'beginning'}": parts for (segment, half), parts in peaks.items()}
+    named = {f"{segment}, {place}": parts for (segment, place), parts in peaks.items()}
     flops = sum(count for name, count in recording.flops.items() if name in ("forward 1", "backward 1"))
     return Profile(named, flops, recording.tokens)
