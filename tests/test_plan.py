@@ -146,7 +146,7 @@ def test_a_machine_is_read_from_words():
     machine = parse_machine("8 x 80GiB, host 1TiB, disk 2TB, link 50GB/s, rate 300TFLOP/s")
     assert (machine.devices, machine.memory, machine.host, machine.disk) == (8, 80 * 2**30, 2**40, 2e12)
     assert (machine.link, machine.rate, machine.assumed) == (50e9, 300e12, ("bus", "disk rate"))
-    assert parse_machine("24GB").devices == 1 and parse_machine("4 x A100").memory == 80e9
+    assert parse_machine("24GB").devices == 1 and parse_machine("4 x A100").memory == 79.1 * 2**30
     cluster = parse_machine("4 x A100, network 10GB/s, 3 nodes")
     assert (cluster.devices, cluster.nodes, cluster.network, cluster.link) == (4, 3, 10e9, 300e9)
     assert "network" in parse_machine("4 x A100, 3 nodes").assumed

@@ -175,6 +175,8 @@ def _attempt(run: Any, budget: TokenBudget, batch: GlobalBatch, update: int) -> 
     is_freed = run.checkpoints.writer.free_copy()
     if not is_freed:
         budget.halve(update)
+        if run.held_out:
+            run.held_out.dataset.micro_batch_tokens = run.held_out.dataset.micro_batch_tokens * budget.tokens // before
     if run.accelerator.is_main_process:
         what = "on the longest samples" if budget.is_trial else f"in update {update}, which is made again"
         how = "without a copy of the state to save" if is_freed else f"{budget.tokens:,} tokens at once, not {before:,}"

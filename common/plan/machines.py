@@ -10,6 +10,7 @@ from common.errors import UserError
 from common.memory import left_to_all, left_to_one
 from common.parallel.rates import multiplication_rates
 
+GIB = 2.0**30
 UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
 
 
@@ -32,16 +33,17 @@ class Machine:
     assumed: tuple[str, ...] = ("rate", "link", "bus", "disk rate")
 
 
-# Data sheets of the makers: memory, dense bf16 (V100: fp16) and TF32 products, NVLink (else PCIe) in one direction.
+# Memory: the total capacity that torch reports of them. Data sheets of the makers: dense bf16 (V100: fp16) and TF32
+# products, NVLink (else PCIe) in one direction.
 # An update reaches about 0.4 of the rate of products (`REACHED`).
 KNOWN = {
-    "V100": (32e9, 125e12, 15.7e12, 150e9),
-    "A100": (80e9, 312e12, 156e12, 300e9),
-    "H100": (80e9, 989e12, 494e12, 450e9),
-    "H200": (141e9, 989e12, 494e12, 450e9),
-    "B200": (180e9, 2250e12, 1100e12, 900e9),
-    "L40S": (48e9, 362e12, 183e12, 32e9),
-    "4090": (24e9, 165e12, 82e12, 32e9),
+    "V100": (31.7 * GIB, 125e12, 15.7e12, 150e9),
+    "A100": (79.1 * GIB, 312e12, 156e12, 300e9),
+    "H100": (79.1 * GIB, 989e12, 494e12, 450e9),
+    "H200": (139.8 * GIB, 989e12, 494e12, 450e9),
+    "B200": (178.3 * GIB, 2250e12, 1100e12, 900e9),
+    "L40S": (44.4 * GIB, 362e12, 183e12, 32e9),
+    "4090": (23.6 * GIB, 165e12, 82e12, 32e9),
 }
 REACHED = 0.4
 EXAMPLE = '"8 x 80GiB, host 1TiB" or "4 x A100, 2 nodes, host 512GiB, disk 2TB, link 50GB/s, network 25GB/s"'
@@ -73,7 +75,7 @@ def parse_machine(text: str) -> Machine:
         if found and found[1] == "network" and machine.nodes == 1:
             raise UserError(f"--plan {text!r}: {part!r} is between nodes; say how many (2 nodes), or take it out")
         if not found or bool(found[4]) != (found[1] in ("link", "network", "bus")):
-            raise UserError(f"--plan {text!r}: {part!r} cannot be read; write {EXAMPLE}, rate 400TFLOP/s")
+            raise UserError(f'--plan {text!r}: {part!r} cannot be read; write {EXAMPLE}; also "rate 400TFLOP/s"')
         name = found[1] or found[5]
         value = float(found[2]) * UNITS[found[3]] if found[1] else float(found[6]) * 1e12
         changes = {name: value} | ({"rate_float32": value / 2} if name == "rate" else {})
@@ -101,11 +103,12 @@ def this_machine() -> Machine:
 
 def describe(machine: Machine) -> str:
     """One line: what the plan counts with."""
-    gib = 2**30
     what = "GPUs of" if machine.kind == "cuda" else "CPU with"
     line = f"{machine.nodes} nodes, each of " if machine.nodes > 1 else ""
-    line += f"{machine.devices} {what} {machine.memory / gib:,.0f} GiB"
-    line += f", host {machine.host / gib:,.0f} GiB" if machine.host and machine.kind == "cuda" else ""
+    line += f"{machine.devices} {what} {machine.memory / GIB:,.0f} GiB"
+    if machine.kind == "cuda":
+        line += f", host {machine.host / GIB:,.0f} GiB" if machine.host else ""
+        line += f", disk {machine.disk / GIB:,.0f} GiB" if machine.disk else ""
     line += f"; {machine.rate / 1e12:,.3g} TFLOP/s in bf16, {machine.rate_float32 / 1e12:,.3g} in float32"
     line += f", {machine.link / 1e9:,.3g} GB/s between devices" if machine.devices > 1 else ""
     line += f", {machine.network / 1e9:,.3g} between nodes" if machine.nodes > 1 else ""

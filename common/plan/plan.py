@@ -211,9 +211,13 @@ def _page(
 ) -> Iterator[str]:
     yield f"   machine  {machines.describe(machine)}"
     yield f"     model  {shape.parameters:,} parameters, {args.optimizer}"
-    yield f"     batch  {args.global_batch_size} samples of up to {samples.max_length:,} tokens; a row has the largest"
-    yield "            micro-batch that fits and still gains; GiB of the busiest process at its peak\n"
-    head = ["config", "checkpointing", "tokens", "micro", "peak", *COLUMNS, "gathered, buckets", "host", "files"]
+    of_up_to = f"samples of up to {samples.max_length:,} tokens" if samples.unit == "tokens" else samples.unit
+    yield f"     batch  {args.global_batch_size} {of_up_to}; a row has the largest micro-batch that fits and gains"
+    yield "      peak  GiB of the busiest process, of tensors; whether it fits counts also what " + (
+        "the process itself takes\n" if machine.kind == "cpu" else "CUDA, NCCL and fragments take\n"
+    )
+    head = ["config", "checkpointing", samples.unit, "micro-steps", "peak", *COLUMNS, "gathered, buckets", "host"]
+    head += ["files"]
     head += ["GB sent", "s/update", ""]
     table = [head, *([*_cells(row)] for row in rows)]
     widths = [max(len(line[column]) for line in table) for column in range(len(head))]
@@ -223,7 +227,7 @@ def _page(
         ]
         yield "  ".join(cells).rstrip()
     if left_out:
-        yield f"\nnot planned, since a run with them is refused, and says why: {', '.join(left_out)}"
+        yield f"\nnot planned: {', '.join(left_out)}; a run with one of them is refused, and says why"
     fitting = [row for row in rows if not row.lacks]
     if not fitting:
         least = min(rows, key=lambda row: row.lacks)

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
+
 from common.plan.rehearsal import Recording
 
 Parts = dict[str, float]  # bytes, by what they hold

@@ -97,8 +97,9 @@ class Rehearsal:
         apply_activation_checkpointing(model, self.case.activation_checkpointing, self.device)
         ids = longest_samples(self.samples, self.case.rows)
         chosen = [self.samples[number] for number in ids]
-        # As `batching` cuts them: an evaluation without recomputation takes twice the samples at once.
-        larger = collate(chosen * (2 if self.case.activation_checkpointing == "none" else 1))
+        # As `batching` cuts them: an evaluation without recomputation takes twice the samples at once, on a GPU.
+        is_larger = self.case.activation_checkpointing == "none" and self.case.device == "cuda"
+        larger = collate(chosen * 2 if is_larger else chosen)
         micro_batch, degrees = collate(chosen), self.case.degrees
         if degrees.sequence > 1:
             micro_batch, larger = (shard_tokens(one, 0, degrees.sequence) for one in (micro_batch, larger))

@@ -253,16 +253,17 @@ class GlobalBatches(torch.utils.data.Dataset):
 EVALUATED_TOKENS = 1 << 20  # that are sorted and cut together, over all ranks; 24 MiB of them on a host, at most
 
 
-def _evaluation_batch(args: argparse.Namespace, samples: Samples) -> dict[str, int | None]:
+def _evaluation_batch(args: argparse.Namespace, samples: Samples, is_cpu: bool) -> dict[str, int | None]:
     """How the held-out samples are cut: in any groups and micro-batches, as no update depends on it.
 
     Sorted in larger groups than an update's, samples of all lengths have little padding. And without a graph, a
-    micro-batch of twice the size takes less memory than training; with --activation_checkpointing it might not.
+    micro-batch of twice the size takes less memory than training; with --activation_checkpointing it might not, nor on
+    a CPU, where what training has freed lies in pieces that larger tensors do not fit.
     """
     groups, micro_batch_tokens = 1, getattr(args, "micro_batch_tokens", None)
     if hasattr(args, "micro_batch_tokens"):  # lengths vary
         groups = max(1, EVALUATED_TOKENS // (args.global_batch_size * samples.max_length))
-    larger = 2 if args.activation_checkpointing == "none" else 1
+    larger = 2 if args.activation_checkpointing == "none" and not is_cpu else 1
     return {
         "global_batch_size": args.global_batch_size * groups,
         "micro_batch_size": args.micro_batch_size and args.micro_batch_size * larger,
@@ -310,7 +311,7 @@ def make_loader(
         "micro_batch_size": args.micro_batch_size,
         "micro_batch_tokens": getattr(args, "micro_batch_tokens", None),  # where lengths vary
     }
-    size = size if updates is not None else _evaluation_batch(args, samples)
+    size = size if updates is not None else _evaluation_batch(args, samples, accelerator.device.type == "cpu")
     if size["micro_batch_tokens"]:  # of a rank, which has one of so many parts
         size["micro_batch_tokens"] *= degrees.sequence
     dataset = GlobalBatches(
