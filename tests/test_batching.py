@@ -341,29 +341,30 @@ def test_in_bf16_on_a_cpu_lengths_are_few(mixed_precision, sequence_length, budg
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_held_out_samples_are_counted_once_and_hardly_padded(world_size):
-    """Control: cut as an update is, they are padded more. To save memory, they are as in training."""
+    """Control: cut as an update is, they are padded more. To save memory, and on a CPU, they are as in training."""
     lengths = stdlib_function_lengths()[:400]
     samples = ListSamples(lengths)
     samples.max_length = int(lengths.max())
     args = SimpleNamespace(global_batch_size=8, micro_batch_size=None, micro_batch_tokens=1024, num_workers=0, seed=0)
     args.drop_last_window = False
 
-    def evaluated(updates=None, activation_checkpointing="none"):
+    def evaluated(updates=None, activation_checkpointing="none", device="cuda"):
         args.activation_checkpointing = activation_checkpointing
         for rank in range(world_size):
             accelerator = stand_in(rank, world_size)
+            accelerator.device = torch.device(device)
             collate = functools.partial(collate_tokens, pad_token_id=0)
             for batch in make_loader(args, accelerator, Degrees(world_size), collate, math.inf, samples, updates):
                 yield from batch.micro_batches
 
     once = [target for index in range(len(lengths)) for target in (samples[index][1]).tolist()]
-    as_an_update, whole, frugal = (
-        list(evaluated(*how)) for how in ((range(-(-len(lengths) // 8)),), (), (None, "full"))
+    as_an_update, whole, frugal, on_cpu = (
+        list(evaluated(*how)) for how in ((range(-(-len(lengths) // 8)),), (), (None, "full"), (None, "none", "cpu"))
     )
-    for micro_batches in (whole, frugal):
+    for micro_batches in (whole, frugal, on_cpu):
         assert sorted(target for one in micro_batches for target in one["targets"].tolist()) == sorted(once)
-    sizes, frugal_sizes = ([one["input_ids"].numel() for one in cut] for cut in (whole, frugal))
-    assert 1024 < max(sizes) <= 2048 and max(frugal_sizes) <= 1024
+    sizes, *small = ([one["input_ids"].numel() for one in cut] for cut in (whole, frugal, on_cpu))
+    assert 1024 < max(sizes) <= 2048 and max(map(max, small)) <= 1024
     assert sum(sizes) < 1.028 * sum(lengths) < sum(one["input_ids"].numel() for one in as_an_update)
 
 
