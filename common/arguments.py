@@ -9,6 +9,7 @@ import difflib
 import re
 import time
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,34 +18,13 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from common.checkpoint.identity import CHANGEABLE
 from common.data.hub import held_out_splits
 from common.errors import UserError
+from common.familiar import here
 from common.parallel.ending import exit_with_mistakes
 from common.training.activation_checkpointing import ACTIVATION_CHECKPOINTING
 from common.training.optimizers import OPTIMIZERS, SCHEDULES, optimizers_help
 
 if TYPE_CHECKING:
     from common.data.rows import Source
-
-
-# What flags that other training scripts have are called here.
-ELSEWHERE = {
-    "num_train_epochs": "--num_updates (an epoch has as many as there are samples / --global_batch_size)",
-    "max_steps": "--num_updates",
-    "max_train_steps": "--num_updates",
-    "per_device_train_batch_size": "--micro_batch_size, beside --global_batch_size",
-    "gradient_accumulation_steps": "--global_batch_size / (--micro_batch_size x processes)",
-    "lr": "--learning_rate",
-    "lr_scheduler_type": "--lr_schedule",
-    "warmup_steps": "--warmup_updates",
-    "mixed_precision": "--mixed_precision of accelerate launch, before the recipe",
-    "bf16": "--mixed_precision bf16 of accelerate launch",
-    "fp16": "--mixed_precision fp16 of accelerate launch",
-    "eval_steps": "--eval_every",
-    "save_steps": "--save_every",
-    "save_total_limit": "--keep_last",
-    "resume_from_checkpoint": "--resume, with the run's --output_dir",
-    "gradient_checkpointing": "--activation_checkpointing full",
-    "max_length": "--sequence_length",
-}
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -62,10 +42,15 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         if match := re.match(r"unrecognized arguments: (.*)", message):
             flags = {option.lstrip("-"): option for action in self._actions for option in action.option_strings}
-            for word in [word.split("=")[0].lstrip("-") for word in match[1].split() if word.startswith("--")]:
-                if word in ELSEWHERE:
-                    message += f"; --{word} is {ELSEWHERE[word]} here"
-                elif nearest := difflib.get_close_matches(word, flags, n=1, cutoff=0.75):
+            words = match[1].replace("=", " ").split()
+            for word, following in zip_longest(words, words[1:]):
+                if not word.startswith("--"):
+                    continue
+                name = word[2:].replace("-", "_")
+                value = None if following is None or following.startswith("--") else following
+                if known := here(name, value):
+                    message += f"; {word} is {known} here" if known.startswith("--") else f"; {word} is {known}"
+                elif nearest := difflib.get_close_matches(name, flags, n=1, cutoff=0.75):
                     message += f"; did you mean {flags[nearest[0]]}?"
         exit_with_mistakes([f"{message} (--help lists the flags)"])
 

@@ -12,6 +12,7 @@ LAYERS = [
     "redaction",
     "files",
     "memory",
+    "familiar",
     "versions",
     "training",
     "parallel",
