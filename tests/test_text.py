@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import re
 import time
 
 import datasets
@@ -230,10 +231,9 @@ def test_the_token_that_ends_an_answer_is_found(tokenizer, tmp_path, cache, monk
 
 
 NAMELESS = {
-    "instruction, output": "for examples --prompt_column instruction --completion_column output",
+    "query, output": "for examples --prompt_column query --completion_column output",
     "id, Question, answer": "for examples --prompt_column Question --completion_column answer",
     "prompt, response": "for examples --prompt_column prompt --completion_column response",
-    "conversations": "conversations are messages here: rename the column, and in it `from` to `role`",
     "body, title": r"\(--text_column\)",
 }
 
@@ -241,16 +241,14 @@ NAMELESS = {
 @pytest.mark.parametrize("columns", NAMELESS)
 def test_columns_of_other_names_are_told_how_to_name(tokenizer, tmp_path, cache, columns):
     row = dict.fromkeys(columns.split(", "), "a")
-    if columns == "conversations":
-        row = {columns: [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
     source = source_of(tmp_path / "a.jsonl", [row])
     with pytest.raises(UserError, match=NAMELESS[columns]) as error:
         tokenize(source, tokenizer, 9, None, cache)
     assert len(str(error.value).splitlines()) == 1 and f"there are: {columns}" in str(error.value)
     if "output" in columns:
-        named = Source(files=source.files, prompt_column="instruction", completion_column="output")
-        assert tokenize(named, tokenizer, 9, None, cache).meta["columns"] == ["instruction", "output"]
-        wrong = Source(files=source.files, prompt_column="instruction")
+        named = Source(files=source.files, prompt_column="query", completion_column="output")
+        assert tokenize(named, tokenizer, 9, None, cache).meta["columns"] == ["query", "output"]
+        wrong = Source(files=source.files, prompt_column="query")
         with pytest.raises(UserError, match=r"no column completion; .*\(--prompt_column, --completion_column\)"):
             tokenize(wrong, tokenizer, 9, None, cache)
 
@@ -270,6 +268,57 @@ CHAT = [
     {"role": "user", "content": "x"},
     {"role": "assistant", "content": "def f(x):"},
 ]
+
+
+def same_samples(one, other):
+    """Whether two tokenised sources have the same tokens and targets."""
+    return len(one) == len(other) and all(
+        np.array_equal(a, b) for n in range(len(one)) for a, b in zip(one[n], other[n], strict=True)
+    )
+
+
+def test_conversations_are_messages(tokenizer, tmp_path, cache, monkeypatch):
+    """ShareGPT's column gives the samples of the same chat as messages. Control: another speaker gives others."""
+    monkeypatch.setattr(tokenizer, "chat_template", PLAIN)
+    names = {"user": "human", "assistant": "gpt"}
+    turns = [{"from": names[turn["role"]], "value": turn["content"]} for turn in CHAT]
+    system = {"role": "system", "content": "be kind"}
+
+    def samples(name, *rows):
+        return tokenize(source_of(tmp_path / f"{name}.jsonl", rows), tokenizer, 500, None, cache)
+
+    expected = samples("messages", {"messages": CHAT}, {"messages": [system, *CHAT]})
+    assert same_samples(samples("a", {"conversations": turns}, {"conversations": turns, "system": "be kind"}), expected)
+    assert same_samples(samples("b", {"conversation": CHAT}, {"conversation": [system, *CHAT]}), expected)
+    other = [{"from": "system", "value": "be kind"}, {"from": "system", "value": "hello ö"}, *turns[1:]]
+    assert not same_samples(samples("c", {"conversations": turns}, {"conversations": other}), expected)
+    for wrong, told in (
+        ([{"from": "narrator", "value": "x"}], "line 2: column conversations has a turn from 'narrator'; known are"),
+        ([{"from": "gpt", "value": None}], "line 2: column conversations has a turn of gpt whose value is no text"),
+        ("hello", 'line 2: column conversations is not a list of {"from"'),
+    ):
+        with pytest.raises(UserError, match=re.escape(told)):
+            samples(f"wrong {told[-9:]}".replace('"', ""), {"conversations": turns}, {"conversations": wrong})
+
+
+def test_instructions_are_examples(tokenizer, tmp_path, cache, monkeypatch):
+    """With a chat template as messages, without one as a prompt; an empty input is none."""
+    rows = [{"instruction": "sum", "input": "1 2", "output": "3"}, {"instruction": "hi", "input": "", "output": "ho"}]
+    source = source_of(tmp_path / "a.jsonl", [row | {"text": "all of it"} for row in rows])
+    prompts = ["### Instruction:\nsum\n\n### Input:\n1 2\n\n### Response:\n", "### Instruction:\nhi\n\n### Response:\n"]
+    pairs = [{"prompt": prompt, "completion": row["output"]} for prompt, row in zip(prompts, rows, strict=True)]
+    expected = tokenize(source_of(tmp_path / "b.jsonl", pairs), tokenizer, 500, None, cache)
+    assert same_samples(tokenize(source, tokenizer, 500, None, cache), expected)
+    train_tokenizer(source, 300, cache)  # from the same texts
+    assert tokenize(source, tokenizer, 500, "blocks", cache).meta["columns"] == ["text"]  # the control
+    monkeypatch.setattr(tokenizer, "chat_template", PLAIN)
+    asked = ["sum\n\n1 2", "hi"]
+    chats = [
+        [{"role": "user", "content": one}, {"role": "assistant", "content": row["output"]}]
+        for one, row in zip(asked, rows, strict=True)
+    ]
+    expected = tokenize(source_of(tmp_path / "c.jsonl", [{"messages": c} for c in chats]), tokenizer, 500, None, cache)
+    assert same_samples(tokenize(source, tokenizer, 500, None, cache), expected)
 
 
 @pytest.mark.parametrize("template", [PLAIN, TAGGED], ids=["prefixes", "generation tags"])

@@ -36,12 +36,7 @@ def check_columns(corpus: Corpus, wanted: tuple[str, ...], flags: str = "") -> N
 
 
 def _hint(columns: tuple[str, ...]) -> str:
-    """How to name columns that other data sets use for what `messages`, `prompt` and `completion` are here."""
-    if found := [column for column in ("conversations", "conversation") if column in columns]:
-        return (
-            f"; {found[0]} are messages here: rename the column, and in it `from` to `role`, `value` to `content`, the "
-            "roles human and gpt to user and assistant"
-        )
+    """How to name columns that other data sets use for what `prompt` and `completion` are here."""
     names = {column.lower(): column for column in columns}
     prompt, completion = (next((names[name] for name in known if name in names), None) for known in PAIRS_ELSEWHERE)
     if not (prompt or completion):

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from common.data.cache import cached, hash_files, with_progress
 from common.data.chats import Encoded, encode_chats, with_end_of_text
 from common.data.columns import batches, choose_columns, text_of
+from common.data.formats import with_known_format
 from common.data.rows import Corpus, Row, Source
 from common.data.sources import open_source
 from common.data.tokenizer import (
@@ -102,7 +103,7 @@ def tokenize(
     Raises UserError that names file and place for whatever cannot be read or makes no sample.
     """
     check_end_of_text(tokenizer)
-    corpus = open_source(source)
+    corpus = with_known_format(open_source(source), source, shape, bool(tokenizer.chat_template))
     shape, columns = choose_columns(corpus, source, shape)
     directory = cached(
         "samples",

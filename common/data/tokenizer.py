@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from common.data.cache import cached
 from common.data.columns import check_columns, choose_columns, texts_of, utf8_length
+from common.data.formats import with_known_format
 from common.data.hub import locate_pretrained
 from common.data.rows import Corpus, Source
 from common.data.sources import open_source
@@ -62,6 +63,7 @@ def train_tokenizer(
     """
     corpus = open_source(source)
     if columns is None:
+        corpus = with_known_format(corpus, source, None, has_template=False)
         _, columns = choose_columns(corpus, source, None)
     check_columns(corpus, columns, flags)
     directory = cached(
