@@ -198,6 +198,7 @@ def test_a_plan_has_a_row_for_each_config_and_advises_what_fits(tmp_path):
     ]
     result = run(command, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 0, result.stderr
+    assert "peak  GiB of the busiest process" in result.stdout
     rows = [line.split() for line in result.stdout.splitlines() if re.search(r"fits$|lacks [\d.]+$", line)]
     verdicts = {(row[0], row[1]): row[-1] == "fits" for row in rows}
     assert {name for name, _ in verdicts} == ON_ONE
@@ -220,7 +221,8 @@ def test_a_plan_for_this_machine_can_be_pasted(tmp_path):
     pasted = run([BIN / words[0], *words[1:], "--dry_run"], CUDA_VISIBLE_DEVICES="", timeout=300)
     assert pasted.returncode == 0, pasted.stderr
     size, unit = re.search(r"predicted peak ([\d.]+) (MiB|GiB)", pasted.stdout).groups()
-    assert float(size) / (1024 if unit == "MiB" else 1) == pytest.approx(float(row[4]), rel=0.05, abs=0.006)
+    assert f"peak  {unit} of the busiest process" in result.stdout
+    assert float(size) == pytest.approx(float(row[4]), rel=0.05, abs=0.006)
 
 
 def config_of(words):

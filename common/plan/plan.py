@@ -17,7 +17,7 @@ from common.errors import UserError
 from common.parallel import loading
 from common.plan import configs, machines
 from common.plan.cost import Cost, cost_of, micro_batches_of
-from common.plan.forecast import Forecaster, NotPlayed, Played, Player
+from common.plan.forecast import Forecaster, NotPlayed, Played, Player, in_bytes
 from common.plan.machines import Machine
 from common.plan.memory import Mode, Shape, needs, on_host, peak, shape_of
 from common.plan.profile import Parts, Profile
@@ -213,13 +213,13 @@ def _page(
     yield f"     model  {shape.parameters:,} parameters, {args.optimizer}"
     of_up_to = f"samples of up to {samples.max_length:,} tokens" if samples.unit == "tokens" else samples.unit
     yield f"     batch  {args.global_batch_size} {of_up_to}; a row has the largest micro-batch that fits and gains"
-    yield "      peak  GiB of the busiest process, of tensors; whether it fits counts also what " + (
+    size, unit = (GIB, "GiB") if max(sum(row.parts.values()) for row in rows) >= GIB else (2**20, "MiB")
+    yield f"      peak  {unit} of the busiest process, of tensors; whether it fits counts also what " + (
         "the process itself takes\n" if machine.kind == "cpu" else "CUDA, NCCL and fragments take\n"
     )
     head = ["config", "checkpointing", samples.unit, "micro-steps", "peak", *COLUMNS, "gathered, buckets", "host"]
-    head += ["files"]
-    head += ["GB sent", "s/update", ""]
-    table = [head, *([*_cells(row)] for row in rows)]
+    head += ["files", "GB sent", "s/update", ""]
+    table = [head, *([*_cells(row, size)] for row in rows)]
     widths = [max(len(line[column]) for line in table) for column in range(len(head))]
     for line in table:
         cells = [
@@ -231,7 +231,7 @@ def _page(
     fitting = [row for row in rows if not row.lacks]
     if not fitting:
         least = min(rows, key=lambda row: row.lacks)
-        yield f"\nnothing fits; {least.mode.name} with {least.checkpointing} lacks {least.lacks / GIB:,.1f} GiB: take"
+        yield f"\nnothing fits; {least.mode.name} with {least.checkpointing} lacks {in_bytes(least.lacks)}: take"
         yield "more devices, a smaller --sequence_length, or --optimizer adamw8bit or adafactor"
         return
     fastest = min(row.cost.seconds for row in fitting)
@@ -251,23 +251,25 @@ def _plainness(row: Row) -> tuple[int, int, int]:
     return offloads, kinds.index(mode.kind) + mode.stage + shared, CHECKPOINTING.index(row.checkpointing)
 
 
-def _cells(row: Row) -> Iterator[str]:
-    def gib(size: float) -> str:
-        return f"{size / GIB:,.2f}" if size < 100 * GIB else f"{size / GIB:,.0f}"
+def _cells(row: Row, unit: int) -> Iterator[str]:
+    """unit: of sizes, in bytes."""
+
+    def cell(size: float) -> str:
+        return f"{size / unit:,.2f}" if size < 100 * unit else f"{size / unit:,.0f}"
 
     yield row.mode.name
     yield row.checkpointing
     yield f"{row.tokens:,}"
     yield f"{row.micro_batches}"
-    yield gib(sum(row.parts.values()))
+    yield cell(sum(row.parts.values()))
     for name in COLUMNS:
-        yield gib(row.parts.get(name, 0))
-    yield gib(sum(size for name, size in row.parts.items() if name not in COLUMNS))
-    yield gib(row.host) if row.host else "-"
-    yield gib(row.files) if row.files else "-"
+        yield cell(row.parts.get(name, 0))
+    yield cell(sum(size for name, size in row.parts.items() if name not in COLUMNS))
+    yield cell(row.host) if row.host else "-"
+    yield cell(row.files) if row.files else "-"
     yield f"{row.cost.sent / 1e9:,.1f}" if row.cost.sent else "-"
     yield f"{row.cost.seconds:,.3g}"
-    yield f"lacks {gib(row.lacks)}" if row.lacks else "fits"
+    yield f"lacks {cell(row.lacks)}" if row.lacks else "fits"
 
 
 REPLACED = ("plan", "micro_batch_size", "micro_batch_tokens", "activation_checkpointing")
