@@ -87,6 +87,17 @@ def test_what_is_left_to_one_heeds_the_limits_of_the_process(limit):
     assert 0.98 * GIB < left <= GIB
 
 
+def test_the_most_is_that_of_the_process_itself():
+    """And not of the one that started it. Control: the kernel's own figure is."""
+    block = bytearray(GIB)
+    own, handed_down = told_by("""if True:
+        import resource
+        from common.memory import most_resident
+        print(most_resident(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    """)
+    assert own < GIB / 2 < len(block) <= handed_down
+
+
 def test_what_was_given_back_is_not_available():
     """An update will take it again. Control: it is left.
 
