@@ -34,8 +34,8 @@ short.is_set = False
 Accelerator.no_sync = short  # before the forward of each micro-batch but the last
 runpy.run_path({recipe!r}, run_name="__main__")
 """
-MIB = {"lm": 48, "moe": 64, "classify": 100, "seq2seq": 56}  # too little for what a run begins with, enough for less
-WITH_DROPOUT = ("classify", "seq2seq")  # whose numbers depend on the micro-batches
+MIB = {"lm": 48, "moe": 64, "classify": 150, "seq2seq": 56}  # too little for what a run begins with, enough for less
+WITH_DROPOUT = ("classify", "seq2seq")  # whose numbers depend on the micro-batches, from where these differ
 # Freed memory goes back to the system at once: the limit is then what counts.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
@@ -81,11 +81,12 @@ def test_an_update_that_ran_out_of_memory_is_made_again(recipe, config, rank, te
     known = json.loads((out / "run.json").read_text())
     assert known["arguments"]["micro_batch_tokens"] == "auto" and known["predicted_peak_bytes"] > 0
     launch(*flags(text, tmp_path / "plenty", *more, tokens=most), **how)
-    precision = 1000 if recipe in WITH_DROPOUT else 1
     for one, other in zip(read_metrics(out), read_metrics(tmp_path / "plenty"), strict=True):
         assert one["sample_digest"] == other["sample_digest"]
-        assert one["loss"] == pytest.approx(other["loss"], rel=2e-5 * precision)
-        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3 * precision)
+        if recipe in WITH_DROPOUT and one["update"] >= 2:
+            continue
+        assert one["loss"] == pytest.approx(other["loss"], rel=2e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
     # What was learned is where a resume begins: the same bits, without running out again.
     resumed = tmp_path / "resumed"
     shutil.copytree(out, resumed)
