@@ -7,7 +7,9 @@ import shlex
 from dataclasses import replace
 
 import pytest
+import torch
 from conftest import BIN, ROOT, assert_refused, launch, recipe_arguments, run
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from common.plan.configs import modes_for
 from common.plan.depth import depths_to_play, set_layers
@@ -15,6 +17,7 @@ from common.plan.machines import parse_machine
 from common.plan.memory import Mode, Shape, needs, peak
 from common.plan.profile import Profile, pieces_of, profile_of
 from common.plan.rehearsal import Recording
+from common.plan.tape import Tape
 
 FLAGS = ["--micro_batch_size", "4", "--num_updates", "4", "--warmup_updates", "1", "--save_every", "0"]
 
@@ -92,6 +95,24 @@ def test_a_deep_model_is_the_line_through_two_shallow_ones():
     four.segments["forward 1, end"]["activations"] += 1  # the control
     changed = two.scaled(four, (9 - 2) / (4 - 2))
     assert sum(changed.segments["forward 1, end"].values()) != sum(nine.segments["forward 1, end"].values())
+
+
+def test_what_an_lstm_keeps_for_its_backward_is_counted():
+    """With tensors without data as with real ones. Control: of them torch says that it keeps nothing."""
+
+    def held(steps, tape):
+        layer, x = torch.nn.LSTM(16, 32), torch.zeros(steps, 4, 16)
+        with tape:
+            output, _ = layer(x)
+        return sum(event.size for event in tape.events) - output.nbytes
+
+    class BareTape(Tape):
+        _call_lstm = staticmethod(lambda func, args: func(*args))
+
+    for steps in (50, 1000):  # as many as are tried, and more
+        real = held(steps, Tape())
+        with FakeTensorMode():
+            assert held(steps, Tape()) == pytest.approx(real, rel=0.01) and real > 4 * held(steps, BareTape())
 
 
 def test_layers_of_several_kinds_are_played_in_whole_periods():

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 _ATEN = torch.ops.aten
 GROUPED = _ATEN._grouped_mm.default
+FEW_STEPS = 64
 LSTM, LSTM_BACKWARD = _ATEN.mkldnn_rnn_layer.default, _ATEN.mkldnn_rnn_layer_backward.default
 
 
@@ -36,13 +37,24 @@ def _is_without_data(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
-def _lstm_workspace(args: tuple, steps: int) -> int:
-    """Bytes that oneDNN keeps for the backward of so many steps: of the same layer, on zeros."""
-    with unset_fake_temporarily():
+def _lstm_workspace(args: tuple) -> int:
+    """Bytes that oneDNN keeps for the backward of a layer; 0 without gradients.
+
+    They are those of the same layer on zeros. Of many steps, they are on the line through fewer: it rounds up to pages.
+    """
+
+    def measured(steps: int) -> int:
         first = torch.zeros(steps, *args[0].shape[1:], dtype=args[0].dtype)
         others = (torch.zeros(one.shape, dtype=one.dtype) if torch.is_tensor(one) else one for one in args[1:])
         workspace = LSTM(first, *others)[3]
-        return 0 if workspace is None else workspace.nbytes  # None: for an evaluation
+        return 0 if workspace is None else workspace.nbytes
+
+    steps, few = args[0].shape[0], FEW_STEPS
+    with unset_fake_temporarily():
+        if steps <= 2 * few:
+            return measured(steps)
+        one, two = measured(few), measured(2 * few)
+    return one + (steps - few) * (two - one) // few
 
 
 class Event(NamedTuple):
@@ -63,6 +75,7 @@ class Tape(TorchDispatchMode):
         self.flops: dict[str, int] = defaultdict(int)  # by segment
         self.parts: dict[int, str] = {}  # what a storage holds, by its number; else activations
         self.vocabulary = 0  # a tensor with a dimension of this size is logits
+        self._workspaces: dict[tuple, int] = {}  # bytes, of a layer of such shapes
         self._numbers: dict[int, int] = {}  # of live storages, by torch's own address of them
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -91,8 +104,7 @@ class Tape(TorchDispatchMode):
     def _call_lstm(self, func, args):
         """With what oneDNN makes beside the results: repacked weights, the gates of all steps, and its workspace.
 
-        In a training's forward it keeps the workspace for the backward. Torch says of a tensor without data that it is
-        empty; its true size, linear in the steps, is that of a few steps with data.
+        In a training's forward it keeps the workspace for the backward, which torch says is empty without data.
         """
         steps, rows, _ = args[0].shape
         of_input, recurrent = args[1:3]
@@ -102,8 +114,11 @@ class Tape(TorchDispatchMode):
         self.number_of(passing)
         out = func(*args)
         if func is LSTM:
-            two, three = (_lstm_workspace(args, steps) for steps in (2, 3))
-            out = (*out[:3], out[3].new_empty(two + (steps - 2) * (three - two)))
+            shapes = tuple((*one.shape, one.dtype) if torch.is_tensor(one) else str(one) for one in args)
+            case = torch.is_grad_enabled(), shapes
+            if case not in self._workspaces:  # a segment's is that of the next one
+                self._workspaces[case] = _lstm_workspace(args)
+            out = (*out[:3], out[3].new_empty(self._workspaces[case]))
         return out
 
     def number_of(self, tensor: torch.Tensor) -> int:
