@@ -105,7 +105,8 @@ def describe(machine: Machine) -> str:
     """One line: what the plan counts with."""
     what = "GPUs of" if machine.kind == "cuda" else "CPU with"
     line = f"{machine.nodes} nodes, each of " if machine.nodes > 1 else ""
-    line += f"{machine.devices} {what} {machine.memory / GIB:,.0f} GiB"
+    size = f"{machine.memory / GIB:,.0f} GiB" if machine.memory >= 2 * GIB else f"{machine.memory / 2**20:,.0f} MiB"
+    line += f"{machine.devices} {what} {size}"
     if machine.kind == "cuda":
         line += f", host {machine.host / GIB:,.0f} GiB" if machine.host else ""
         line += f", disk {machine.disk / GIB:,.0f} GiB" if machine.disk else ""
