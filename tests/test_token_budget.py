@@ -42,12 +42,15 @@ GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    return write_rows(tmp_path_factory.mktemp("text") / "rows.jsonl", 400)
+    directory = tmp_path_factory.mktemp("text")
+    write_rows(directory / "held_out.jsonl", 40)
+    return write_rows(directory / "rows.jsonl", 400)
 
 
 def flags(text, out, *more, tokens="auto"):
     base = ["--train_file", text, "--sequence_length", 128, "--num_updates", 5, "--global_batch_size", 32]
     base += ["--learning_rate", 1e-3, "--save_every", 2, "--keep_last", 4, "--micro_batch_tokens", tokens]
+    base += ["--validation_file", text.with_name("held_out.jsonl"), "--eval_every", 2, "--keep_best"]
     return [*base, "--output_dir", out, *more]
 
 
@@ -87,6 +90,8 @@ def test_an_update_that_ran_out_of_memory_is_made_again(recipe, config, rank, te
             continue
         assert one["loss"] == pytest.approx(other["loss"], rel=2e-5)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+        assert ("validation_loss" in one) == ("validation_loss" in other) == (one["update"] in (1, 3, 4))
+        assert one.get("validation_loss", 0) == pytest.approx(other.get("validation_loss", 0), rel=2e-5)
     # What was learned is where a resume begins: the same bits, without running out again.
     resumed = tmp_path / "resumed"
     shutil.copytree(out, resumed)
@@ -95,9 +100,9 @@ def test_an_update_that_ran_out_of_memory_is_made_again(recipe, config, rank, te
         shutil.rmtree(resumed / "checkpoints" / checkpoint)
     result = launch("--resume", *flags(text, resumed, *more), **how)
     assert learned(resumed) == learned(out) and "as the run before has learned" in result.stdout
-    assert [(x["loss"], x["grad_norm"]) for x in read_metrics(resumed)] == [
-        (x["loss"], x["grad_norm"]) for x in read_metrics(out)
-    ]
+    figures = ("loss", "grad_norm", "validation_loss")
+    lines, expected = ([[x.get(name) for name in figures] for x in read_metrics(path)] for path in (resumed, out))
+    assert lines == expected
     weights, expected = (load_file(path / "model/model.safetensors") for path in (resumed, out))
     assert all((weights[name] == expected[name]).all() for name in expected)
 
@@ -114,6 +119,12 @@ def test_the_copy_of_a_save_goes_before_a_token_does(text, tmp_path):
         assert (one["loss"], one["grad_norm"]) == (other["loss"], other["grad_norm"])
     names = [{path.name for path in (one / "checkpoints").iterdir()} for one in (out, tmp_path / "plenty")]
     assert names[0] == names[1]
+
+
+def test_the_trial_is_no_update_of_a_profile(text, tmp_path):
+    """Control: the profile of a run without one, in tests/test_profile.py, has the same updates."""
+    launch(*flags(text, tmp_path / "run", "--profile", "--num_updates", 6), config="cpu")
+    assert json.loads((tmp_path / "run/run.json").read_text())["profile"]["updates"] == [3, 4, 5]
 
 
 def predicted(output):

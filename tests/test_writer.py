@@ -111,6 +111,24 @@ def test_the_thread_rests_while_nobody_waits_for_it(monkeypatch, tmp_path):
         assert saved(writer)["weight/w"].tolist() == [1] * 100_000
 
 
+@pytest.mark.parametrize(
+    ("left", "held", "processes", "fits"),
+    [
+        (175, 0, 1, False),
+        (176, 0, 1, True),
+        (350, 0, 2, False),
+        (351, 0, 2, True),
+        (75, 100, 1, False),
+        (76, 100, 1, True),
+    ],
+)
+def test_a_copy_leaves_room_for_what_a_run_may_still_grow_by(left, held, processes, fits, monkeypatch):
+    """A quarter more than the copies, and half of what each process has taken: 100 here. Controls: one byte."""
+    monkeypatch.setattr(write, "available_memory", lambda: left)
+    monkeypatch.setattr(write, "most_resident", lambda: 100)
+    assert write.has_memory(100, held, processes) == fits
+
+
 def test_the_file_is_the_same_with_and_without_a_copy_and_safetensors_reads_it(tmp_path):
     """Elements of every size, tensors that are not contiguous, no elements."""
     made = torch.arange(12.0).view(3, 4)
