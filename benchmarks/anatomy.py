@@ -35,6 +35,9 @@ sys.path.insert(1, str(ROOT))
 
 from common import arguments  # isort: skip  # noqa: F401  # before torch
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from common.plan.tape import Tape
 
 AREAS = ("weights", "gradients", "optimizer state", "activations", "logits and loss", "temporaries")
 COLOURS = ("#4269d0", "#efb118", "#97bbf5", "#3ca951", "#ff725c", "#9498a0")
@@ -53,44 +56,41 @@ POINTS = 300  # of a curve, each the largest of those around it
 MIB = 2**20
 
 
-def measure(told, recipe):
-    """Inside `accelerate launch`: runs the recipe, and writes what it held."""
-    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+class RealTape(Tape):
+    """Copies of weights in the type of products count as weights."""
 
-    from common.plan.tape import Tape
-    from common.run import Run
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is torch.ops.aten._to_copy.default and self.parts.get(self.number_of(args[0])) == "weights":
+            self.name("weights", out)
+        return out
 
-    class RealTape(Tape):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = super().__torch_dispatch__(func, types, args, kwargs)
-            if func is torch.ops.aten._to_copy.default and self.parts.get(self.number_of(args[0])) == "weights":
-                self.name("weights", out)
-            return out
 
-    tape, facts = RealTape(), {"update": None}
-    prepare, micro_batches, end_update = Run.prepare, Run.micro_batches, Run.end_update
+class Recorder:
+    """Names the phases and the tensors of a run; `told` gets what it held up to the end of update RECORDED."""
 
-    def begin(phase):
-        tape.segment = f"{facts['update']} {phase}"
+    def __init__(self, told):
+        self.told, self.tape, self.facts = told, RealTape(), {"update": None}
 
-    def end():
-        events = [tuple(event) for event in tape.events if event.size]
-        Path(told).write_text(json.dumps(facts | series(events, tape.parts)))
+    def begin(self, phase):
+        self.tape.segment = f"{self.facts['update']} {phase}"
+
+    def end(self):
+        events = [tuple(event) for event in self.tape.events if event.size]
+        Path(self.told).write_text(json.dumps(self.facts | series(events, self.tape.parts)))
         os._exit(0)
 
-    def name_states(optimizer, *_):
-        for state in optimizer.state.values():
-            tape.name("optimizer state", *[one for one in state.values() if torch.is_tensor(one)])
-
-    def named_prepare(run, *args, **lines):
-        model, optimizer = prepare(run, *args, **lines)
-        facts.update(parameters=sum(p.numel() for p in model.parameters()), unit=run.loader.dataset.samples.unit)
+    def watch(self, run, model):
+        """From here on the tensors of the model, of its backward and its optimizer have their names."""
+        tape = self.tape
+        shown = {"parameters": sum(p.numel() for p in model.parameters()), "unit": run.loader.dataset.samples.unit}
+        self.facts.update(shown)
         tape.vocabulary = getattr(model.config.get_text_config(), "vocab_size", 0)
         tape.name("weights", *model.parameters(), *model.buffers())
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(lambda p: tape.name("gradients", p.grad))
-        register_optimizer_step_pre_hook(lambda *_: begin("step"))
-        register_optimizer_step_post_hook(name_states)
+        register_optimizer_step_pre_hook(lambda *_: self.begin("step"))
+        register_optimizer_step_post_hook(self.name_states)
         backward = run.accelerator.backward
 
         def told_backward(loss, **kwargs):
@@ -98,34 +98,51 @@ def measure(told, recipe):
             backward(loss, **kwargs)
 
         run.accelerator.backward = told_backward
-        return model, optimizer
 
-    def told_micro_batches(run, batch):
+    def name_states(self, optimizer, *_):
+        for state in optimizer.state.values():
+            self.tape.name("optimizer state", *[one for one in state.values() if torch.is_tensor(one)])
+
+    def micro_batches(self, run, batch, pairs):
+        """Those of `Run.micro_batches`, each in its phase."""
         is_evaluated = not run.model.training
-        if facts["update"] is None:
-            tape.__enter__()
+        if self.facts["update"] is None:
+            self.tape.__enter__()
         if not is_evaluated:
-            facts["update"] = batch.update
+            self.facts["update"] = batch.update
             shape = next(iter(batch.micro_batches[0].values())).shape
-            facts["tokens"] = shape[0] if len(shape) > 2 else shape[0] * shape[1]
-        for number, pair in enumerate(micro_batches(run, batch), start=1):
-            begin("evaluation" if is_evaluated else f"forward {number}")
+            self.facts["tokens"] = shape[0] if len(shape) > 2 else shape[0] * shape[1]
+        for number, pair in enumerate(pairs, start=1):
+            self.begin("evaluation" if is_evaluated else f"forward {number}")
             yield pair
             if is_evaluated:
-                end()
-        begin("clip")
+                self.end()
+        self.begin("clip")
+
+
+def measure(told, recipe):
+    """Inside `accelerate launch`: runs the recipe, and writes what it held."""
+    from common.run import Run
+
+    recorder = Recorder(told)
+    prepare, micro_batches, end_update = Run.prepare, Run.micro_batches, Run.end_update
+
+    def named_prepare(run, *args, **lines):
+        model, optimizer = prepare(run, *args, **lines)
+        recorder.watch(run, model)
+        return model, optimizer
 
     def is_due(run):
-        begin("between updates")  # the samples to evaluate are made
-        return bool(run.held_out) and facts["update"] == RECORDED
+        recorder.begin("between updates")  # the samples to evaluate are made
+        return bool(run.held_out) and recorder.facts["update"] == RECORDED
 
     def told_end_update(run, batch, **figures):
-        if facts["update"] == RECORDED:
-            end()
+        if recorder.facts["update"] == RECORDED:
+            recorder.end()
         return end_update(run, batch, **figures)
 
-    Run.prepare, Run.micro_batches = named_prepare, told_micro_batches
-    Run.evaluation_is_due, Run.end_update = is_due, told_end_update
+    Run.prepare, Run.end_update, Run.evaluation_is_due = named_prepare, told_end_update, is_due
+    Run.micro_batches = lambda run, batch: recorder.micro_batches(run, batch, micro_batches(run, batch))
     runpy.run_path(recipe, run_name="__main__")
 
 

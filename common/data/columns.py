@@ -15,13 +15,18 @@ PAIRS_ELSEWHERE = (
 BATCH_CHARACTERS = 1 << 20  # text handed to the tokenizer at once: it needs some 100 bytes a token for the time being
 
 
+def names_decide(source: Source, shape: str | None) -> bool:
+    """Whether the names of the columns say what a sample is: neither blocks nor a column were asked for."""
+    return shape != "blocks" and source.text_column == "text" and not (source.prompt_column or source.completion_column)
+
+
 def choose_columns(corpus: Corpus, source: Source, shape: str | None) -> tuple[str, tuple[str, ...]]:
     """(shape, columns): messages before prompt and completion before text, unless blocks or a column was asked for."""
     pair = (source.prompt_column or PAIR[0], source.completion_column or PAIR[1])
     if source.prompt_column or source.completion_column:
         check_columns(corpus, pair, "--prompt_column, --completion_column")
         return "examples", pair
-    if shape != "blocks" and source.text_column == "text":
+    if names_decide(source, shape):
         for columns in (("messages",), pair):
             if set(columns) <= set(corpus.columns):
                 return "examples", columns

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from common.data.columns import PAIR, text_of
+from common.data.columns import PAIR, names_decide, text_of
 from common.data.rows import Corpus, Row, Source
 from common.errors import UserError
 
@@ -23,12 +23,11 @@ def with_known_format(corpus: Corpus, source: Source, shape: str | None, has_tem
     has_template: whether a chat template will write the messages; without one, an instruction becomes a prompt.
     """
     names = set(corpus.columns)
-    asked = shape == "blocks" or source.text_column != "text" or source.prompt_column or source.completion_column
-    if asked or "messages" in names or set(PAIR) <= names:
+    if not names_decide(source, shape) or "messages" in names or set(PAIR) <= names:
         return corpus
     column = next((name for name in CONVERSATIONS if name in names), None)
     if column is not None:
-        wanted = (column, *(name for name in ("system",) if name in names))
+        wanted = (column, *names & {"system"})
 
         def conversations(_: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
             for row in corpus.rows(wanted, whole_files):
@@ -37,7 +36,7 @@ def with_known_format(corpus: Corpus, source: Source, shape: str | None, has_tem
         return replace(corpus, columns=("messages",), rows=conversations)
     if not set(ALPACA) <= names:
         return corpus
-    wanted = (*ALPACA, *(name for name in ("input",) if name in names))
+    wanted = (*ALPACA, *names & {"input"})
 
     def instructions(_: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
         for row in corpus.rows(wanted, whole_files):

@@ -12,8 +12,11 @@ from common.plan.memory import Mode, mode_of
 from common.training.degrees import Degrees
 
 CONFIGS = "accelerate_configs"
-FEW = ("",)
 PORT = 29500  # of the first of several nodes, where the others meet it
+
+
+class TooFewDevices(Exception):
+    """A config shares among more devices than a machine has."""
 
 
 def folder() -> Path:
@@ -39,19 +42,19 @@ def modes_for(
             flags = _flags(path, machine)
             if flags is None:
                 continue
-            if flags == FEW:
-                left_out.append(f"{path.name} (too few devices)")
-                continue
             launch = parse_launch(["--config_file", str(path), *flags, "recipe.py"])
             mode = mode_of(launch, path.stem, args, flags)
             refused = [*check_asked(launch, args), *check_machines(launch)] or check_model(launch.degrees)
             refused += check_optimizer(mode.zero, args.optimizer) if mode.zero else []
+            if not refused and mode.kind == "FSDP" and mode.shards == 1:
+                raise TooFewDevices
+        except TooFewDevices:
+            left_out.append(f"{path.name} (too few devices)")
+            continue
         except UserError:  # its DeepSpeed file is not where the user is
             refused = ["no file"]
         if refused:
             left_out.append(path.name)
-        elif mode.kind == "FSDP" and mode.shards == 1:
-            left_out.append(f"{path.name} (too few devices)")
         else:
             found.append((launch, mode))
     # On several nodes a config for several is the same as the one for one node that it was made from.
@@ -70,7 +73,7 @@ def _what(launch: Launch) -> tuple:
 def _flags(path: Path, machine: Machine) -> tuple[str, ...] | None:
     """Of `accelerate launch`, so that a config uses all of the machine; None where it is for another kind of it.
 
-    FEW: the machine has too few devices.
+    Raises TooFewDevices.
     """
     launch = parse_launch(["--config_file", str(path), "recipe.py"])
     processes, sizes = machine.devices * machine.nodes, launch.sizes
@@ -79,7 +82,7 @@ def _flags(path: Path, machine: Machine) -> tuple[str, ...] | None:
     if machine.kind == "cpu" or launch.mode == "plain":
         return ("--num_processes", str(launch.num_processes)) if launch.num_processes > 1 else ()
     if processes == 1:
-        return FEW
+        raise TooFewDevices
     flags = {"num_processes": processes}
     if sizes["dp_replicate"] * sizes["dp_shard"] > 1:
         copies = machine.nodes if sizes["dp_replicate"] > 1 and machine.nodes > 1 else sizes["dp_replicate"]

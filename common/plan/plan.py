@@ -18,7 +18,7 @@ from common.parallel import loading
 from common.plan import configs, machines
 from common.plan.cost import Cost, cost_of, micro_batches_of
 from common.plan.forecast import Forecaster, NotPlayed, Played, Player, in_bytes
-from common.plan.machines import Machine
+from common.plan.machines import GIB, Machine
 from common.plan.memory import Mode, Shape, needs, on_host, peak, shape_of
 from common.plan.profile import Parts, Profile
 from common.plan.rehearsal import examine_head_once
@@ -28,7 +28,7 @@ from common.training.degrees import Degrees
 CHECKPOINTING = ("none", "selective", "full")
 # Of a GPU, beside what is allocated: what CUDA takes, and NCCL where there are several processes, as measured on A100s
 # (github.com/stas00/ml-engineering, training/performance: 0.47 GB with torch 2.1; 1.45 GB at the first barrier of two).
-CONTEXT, NCCL = 0.47 * 2**30, 1.45 * 2**30
+CONTEXT, NCCL = 0.47 * GIB, 1.45 * GIB
 # Reserved by torch's allocator, of what is allocated: 1.20 to 1.36 with FSDP (pytorch/torchtitan#165).
 FRAGMENTS = 1.25
 # Of a CPU: `accelerate launch` itself, as measured; what a process grows by beside its tensors, from the plan to its
@@ -37,7 +37,6 @@ FRAGMENTS = 1.25
 LAUNCHER, GROWTH, KEPT = 172 * 2**20, 128 * 2**20, 1.0
 BUSY = {"cpu": 1024, "cuda": 8192}  # tokens at once: with fewer, a device waits for its own small steps
 NO_SLOWER = 1.03  # than the fastest: the model of costs knows no better
-GIB = 2**30
 
 
 @dataclass
@@ -251,7 +250,7 @@ def _plainness(row: Row) -> tuple[int, int, int]:
     return offloads, kinds.index(mode.kind) + mode.stage + shared, CHECKPOINTING.index(row.checkpointing)
 
 
-def _cells(row: Row, unit: int) -> Iterator[str]:
+def _cells(row: Row, unit: float) -> Iterator[str]:
     """unit: of sizes, in bytes."""
 
     def cell(size: float) -> str:

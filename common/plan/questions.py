@@ -28,9 +28,11 @@ def predict(
     None in a process that plays an update without data, and is this run no more. From here on an error of memory says
     what would have helped. model_class: an Auto class.
     """
-    ending.explain_error = partial(shortage.explain, run, memory_in_use_bytes(run.device))
     chooses = getattr(run.args, "micro_batch_tokens", None) == "auto"
     answer = choose if chooses else foresee
     if run.args.plan or shortage.is_asked():
         answer = partial(shortage.answer if shortage.is_asked() else plan, model_class)
-    return answer(run, config, make_empty, samples, held_out)
+    forecast = answer(run, config, make_empty, samples, held_out)
+    if forecast is not None:
+        ending.explain_error = partial(shortage.explain, run, forecast.mode, memory_in_use_bytes(run.device))
+    return forecast

@@ -24,11 +24,10 @@ from common.plan.configs import modes_for
 from common.plan.cost import micro_batches_of
 from common.plan.forecast import Forecaster, NotPlayed, Played, Player, in_bytes, rows_of
 from common.plan.machines import Machine
-from common.plan.memory import Mode, mode_of, needs, peak, shape_of
+from common.plan.memory import Mode, needs, peak, shape_of
 from common.plan.plan import CHECKPOINTING, check_shared_model, run_can_checkpoint
 from common.plan.profile import Profile
 from common.report.tracking import peak_memory_bytes
-from common.training import token_budget
 from common.training.batching import Samples
 from common.training.degrees import Degrees
 from common.training.optimizers import OPTIMIZERS
@@ -40,17 +39,15 @@ KNOBS = 3  # that are told
 NOT_REPEATED = ("--output_dir", "--resume", "--overwrite", "--dry_run", "--profile")  # of the run's own flags
 
 
-def explain(run: Any, before: int, error: BaseException) -> None:
+def explain(run: Any, mode: Mode, before: int, error: BaseException) -> None:
     """Adds to an error of memory what was predicted, what this process held, and which flags would have helped.
 
-    before: bytes that it held before it had a model.
+    mode: that of its forecast. before: bytes that it held before it had a model.
     """
     if not is_out_of_memory(error):
         return
     traceback.clear_frames(error.__traceback__)  # which hold the activations
     held = _held(run.device, before)
-    mode = mode_of(run.asked, run.asked.source, run.args)
-    mode = dataclasses.replace(mode, kind="plain") if token_budget.adjusting() else mode  # gradients in no buckets
     kind = "cpu" if run.device.type == "cpu" else "cuda"
     args = {name: getattr(run.args, name, None) for name in ("micro_batch_size", "micro_batch_tokens")}
     question = json.dumps({"mode": dataclasses.asdict(mode), "device": kind, **args})
