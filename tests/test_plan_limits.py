@@ -17,7 +17,7 @@ LIMITS = range(576 * 2**20, 1024 * 2**20, 32 * 2**20)  # bytes; what a process t
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA limits mapped memory on Linux only")
 def test_what_is_advised_lives_under_a_limit_and_too_much_dies(tmp_path):
-    """The first limit for which the plan has advice is one where it recomputes. Control: the double without that dies."""
+    """At the first limit for which the plan has advice, it recomputes. Control: the double without that dies."""
     text = tmp_path / "text.txt"
     text.write_text((ROOT / "README.md").read_text() * 12)
     flags = ["--train_file", text, "--sequence_length", 4096, "--global_batch_size", 2, "--num_updates", 2]
