@@ -121,12 +121,12 @@ def measure(told: str, recipe: str) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     from common.plan import forecast
-    from common.report import tracking
+    from common.report.progress import Progress
 
     forecast.WORTH_A_LINE = 0.0  # small models are predicted too
     ends = []
     recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    update_progress = tracking.Progress.update
+    update_progress = Progress.update
 
     def update(self, batch, **record):
         update_progress(self, batch, **record)
@@ -153,7 +153,7 @@ def measure(told: str, recipe: str) -> None:
     collectives = ("all_reduce", "all_gather", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor")
     for name in ("broadcast", *collectives):
         setattr(torch.distributed, name, settled(getattr(torch.distributed, name)))
-    tracking.Progress.update = update
+    Progress.update = update
     recording.__enter__()
     runpy.run_path(recipe, run_name="__main__")
 

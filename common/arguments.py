@@ -21,6 +21,7 @@ from common.errors import UserError
 from common.familiar import here
 from common.parallel.ending import exit_with_mistakes
 from common.training.activation_checkpointing import ACTIVATION_CHECKPOINTING
+from common.training.epochs import EPOCHS
 from common.training.optimizers import OPTIMIZERS, SCHEDULES, optimizers_help
 
 if TYPE_CHECKING:
@@ -85,6 +86,15 @@ def not_negative(text: str) -> int:
     return int(text)
 
 
+def updates_or_epochs(text: str) -> int | str:
+    """argparse type: an integer of at least 0, or whole epochs, such as "1epoch"; the text, until `epochs.settle`."""
+    if EPOCHS.fullmatch(text):
+        return text
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on, nor such as 1epoch")
+    return int(text)
+
+
 def seed(text: str) -> int:
     """argparse type: a whole number from 0 to 2**31 (numpy's limit is twice that, and ranks add their number)."""
     if not_negative(text) > 2**31:
@@ -146,16 +156,18 @@ def _add_run(parser: ArgumentParser) -> None:
     about = "print what a run would need on a machine such as '8 x 80GiB, host 1TiB' (default: this one), train nothing"
     group.add_argument("--plan", nargs="?", const="here", metavar="MACHINE", help=about)
     group.add_argument("--seed", type=seed, default=0, help="seed of weights, sample order, dropout")
-    about = "measure the held-out data every N updates and at the end; 0: only at the end"
-    group.add_argument("--eval_every", type=not_negative, default=0, metavar="N", help=about)
+    about = "measure the held-out data every N updates, or every 1epoch, and at the end; 0: only at the end"
+    group.add_argument("--eval_every", type=updates_or_epochs, default=0, metavar="N", help=about)
+    about = "end after N evaluations in a row without a lower validation loss"
+    group.add_argument("--patience", type=positive, metavar="N", help=about)
     about = "how long the processes wait for each other at the start"
     group.add_argument("--connect_timeout", type=positive_float, default=60.0, metavar="SECONDS", help=about)
     about = f"trackers that get the metrics too: {', '.join(LOGGER_TYPE_TO_CLASS)}"
     group.add_argument("--report_to", nargs="+", default=[], metavar="TRACKER", help=about)
 
     group = parser.add_argument_group("stop and resume")
-    about = "write a checkpoint every N updates and after the last one; 0: only when asked to stop"
-    group.add_argument("--save_every", type=not_negative, default=500, metavar="N", help=about)
+    about = "write a checkpoint every N updates, or every 1epoch, and after the last one; 0: only when asked to stop"
+    group.add_argument("--save_every", type=updates_or_epochs, default=500, metavar="N", help=about)
     about = "keep the K newest checkpoints, at least 2"
     group.add_argument("--keep_last", type=positive, default=2, metavar="K", help=about)
     about = "keep the checkpoint with the lowest validation loss too"
@@ -171,6 +183,8 @@ def _add_run(parser: ArgumentParser) -> None:
 def _add_batch(parser: ArgumentParser, lengths_vary: bool) -> None:
     group = parser.add_argument_group("batch (however a global batch is cut, the update is the same, but for dropout)")
     group.add_argument("--num_updates", type=positive, default=1000, help="number of optimizer updates in all")
+    about = "in place of --num_updates: passes over the data, also part of one"
+    group.add_argument("--num_epochs", type=positive_float, metavar="E", help=about)
     group.add_argument("--global_batch_size", type=positive, default=8, help="samples in an update, over all ranks")
     group.add_argument("--micro_batch_size", type=positive, metavar="M", help="samples that a device computes at once")
     if lengths_vary:

@@ -14,7 +14,8 @@ from common.parallel.launch import started_world_size
 from common.plan.machines import parse_machine
 from common.report import profiling
 from common.report.settings import given_flags
-from common.training.batching import Samples
+from common.training import epochs
+from common.training.batching import Samples, updates_per_epoch
 from common.training.degrees import Degrees
 
 logger = get_logger(__name__)  # of the main process
@@ -29,20 +30,31 @@ def check_arguments(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool, 
     problems = _settle_batch(args, on_cpu, lengths_vary, degrees)
     if args.num_workers is None:
         args.num_workers = 0 if on_cpu else 2
-    if args.warmup_updates is None:
-        if not args.resume:  # which takes it from the checkpoint
-            args.warmup_updates = args.num_updates // 20
-    elif args.warmup_updates >= args.num_updates:
-        problems.append(
-            f"--warmup_updates {args.warmup_updates} leaves nothing of --num_updates {args.num_updates}; lower it"
-        )
+    if args.num_epochs is not None:
+        if "--num_updates" in given_flags():
+            problems.append("--num_epochs and --num_updates are two answers to one question; give one")
+        args.num_updates = None  # until the data are known
+    if not epochs.are_asked(args):
+        problems += _check_updates(args)
     if not on_cpu and args.compile and args.activation_checkpointing == "offload":  # on a CPU it is `full`
         problems.append(
             "--compile has no effect on layers whose inputs --activation_checkpointing offload moves; take one out"
         )
     for tracker in args.report_to:
         problems += _check_tracker(tracker)
-    return [*problems, *check_profile(args), *_check_data(args), *_check_checkpoints(args), *_check_plan(args)]
+    return [*problems, *_check_data(args), *_check_checkpoints(args), *_check_plan(args)]
+
+
+def _check_updates(args: argparse.Namespace) -> Iterator[str]:
+    """A line for each length that does not go with the others; fills in how long the learning rate rises."""
+    if args.warmup_updates is None:
+        if not args.resume:  # which takes it from the checkpoint
+            args.warmup_updates = args.num_updates // 20
+    elif args.warmup_updates >= args.num_updates:
+        yield f"--warmup_updates {args.warmup_updates} leaves nothing of {_how_long(args)}; lower it"
+    if args.keep_best and not (args.eval_every and args.save_every and args.save_every % args.eval_every == 0):
+        yield "--keep_best needs --eval_every N, and --save_every a multiple of N"
+    yield from check_profile(args)
 
 
 def _check_plan(args: argparse.Namespace) -> Iterator[str]:
@@ -96,6 +108,13 @@ def _settle_batch(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool, de
     return problems
 
 
+def _how_long(args: argparse.Namespace) -> str:
+    """The flag that says how long the run is."""
+    if args.num_epochs is None:
+        return f"--num_updates {args.num_updates}"
+    return f"--num_epochs {args.num_epochs:g}, which is {args.num_updates} updates"
+
+
 def check_profile(args: argparse.Namespace, num_done: int = 0) -> Iterator[str]:
     """A line where --profile would record nothing. num_done: updates before the one to begin with."""
     needed, left = profiling.WARMUP + profiling.RECORDED, args.num_updates - num_done
@@ -103,8 +122,8 @@ def check_profile(args: argparse.Namespace, num_done: int = 0) -> Iterator[str]:
         yield "--profile has no effect with --dry_run, which makes no update; take one of them out"
     elif args.profile and left < needed:
         yield (
-            f"--profile needs {needed} updates, the last {profiling.RECORDED} of which it records, and --num_updates "
-            f"{args.num_updates} leaves {left}; raise it, or take --profile out"
+            f"--profile needs {needed} updates, the last {profiling.RECORDED} of which it records, and "
+            f"{_how_long(args)} leaves {left}; raise it, or take --profile out"
         )
 
 
@@ -124,8 +143,8 @@ def _check_data(args: argparse.Namespace) -> Iterator[str]:
 def _check_checkpoints(args: argparse.Namespace) -> Iterator[str]:
     if args.keep_last < 2:
         yield "--keep_last 1: were the only checkpoint damaged, nothing would be left; use at least 2"
-    if args.keep_best and not (args.eval_every and args.save_every and args.save_every % args.eval_every == 0):
-        yield "--keep_best needs --eval_every N, and --save_every a multiple of N"
+    if args.patience and not args.eval_every:
+        yield "--patience needs --eval_every N, which makes the evaluations that it counts"
     if args.load_best_at_end and not args.keep_best:
         yield "--load_best_at_end needs --keep_best, which keeps that checkpoint; give both"
     if args.allow_changed and not args.resume:
@@ -176,14 +195,17 @@ def _check_output_dir(path: Path, overwrite: bool) -> list[str]:
 
 
 def check_samples(args: argparse.Namespace, train: Samples, validation: Samples | None, degrees: Degrees) -> None:
-    """Whether the data make a global batch, and whether every sample fits a micro-batch.
+    """Whether the data make a global batch, and whether every sample fits a micro-batch; epochs become updates.
 
     Raises UserError: a line for each way in which they do not.
     """
     problems = []
     if validation is None:
-        if args.keep_best:
-            problems.append("--keep_best has nothing to measure: there are no held-out data; name some, or take it out")
+        for name in ("keep_best", "patience"):
+            if getattr(args, name):
+                problems.append(
+                    f"--{name} has nothing to measure: there are no held-out data; name some, or take it out"
+                )
         for name in ("eval_every", "generate"):
             if f"--{name}" in given_flags() and getattr(args, name):
                 logger.warning("--%s has no effect: there are no held-out data; name some, or take it out", name)
@@ -207,6 +229,9 @@ def check_samples(args: argparse.Namespace, train: Samples, validation: Samples 
             f"use at least {-(-longest // num_parts)}, or a lower --sequence_length"
         )
     refuse(problems)
+    if epochs.are_asked(args):
+        epochs.settle(args, updates_per_epoch(len(train), args.global_batch_size, args.drop_last_window))
+        refuse(_check_updates(args))
 
 
 def make_output_dir(args: argparse.Namespace, accelerator: Accelerator) -> Path:

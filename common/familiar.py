@@ -8,8 +8,8 @@ LAUNCHER = "of accelerate launch, before the recipe"
 FLAGS: dict[str, tuple[str, str]] = {
     "max_train_steps": ("N", "--num_updates {N}"),
     "max_steps": ("TS", "--num_updates {N}"),
-    "num_train_epochs": ("NTS", "--num_updates, which is {N} x samples / --global_batch_size"),
-    "num_epochs": ("", "--num_updates, which is {N} x samples / --global_batch_size"),
+    "num_train_epochs": ("NTS", "--num_epochs {N}"),
+    "early_stopping_patience": ("", "--patience {N}"),
     "per_device_train_batch_size": ("NTS", "--micro_batch_size {N}, beside --global_batch_size"),
     "train_batch_size": ("", "--global_batch_size {N}, of all processes together"),
     "batch_size": ("", "--global_batch_size {N}, of all processes together"),
@@ -37,12 +37,12 @@ FLAGS: dict[str, tuple[str, str]] = {
     "torch_compile": ("TS", "--compile"),
     "use_liger_kernel": ("TS", "not needed: the logits never exist at once"),
     "eval_steps": ("TS", "--eval_every {N}"),
-    "eval_strategy": ("TS", "--eval_every N"),
-    "evaluation_strategy": ("T", "--eval_every N"),
+    "eval_strategy": ("TS", "--eval_every {N}"),
+    "evaluation_strategy": ("T", "--eval_every {N}"),
     "logging_steps": ("TS", "not needed: metrics.jsonl has a line for each update"),
     "checkpointing_steps": ("N", "--save_every {N}"),
     "save_steps": ("TS", "--save_every {N}"),
-    "save_strategy": ("TS", "--save_every N"),
+    "save_strategy": ("TS", "--save_every {N}"),
     "save_total_limit": ("TS", "--keep_last {N}"),
     "load_best_model_at_end": ("TS", "--keep_best --load_best_at_end"),
     "resume_from_checkpoint": ("NTS", "--resume, with the --output_dir of that run"),
@@ -92,6 +92,8 @@ def here(name: str, value: str | None = None) -> str | None:
     kind = found[1]
     if kind in VALUES:
         value = VALUES[kind].get(value, kind)
+    elif kind == "N" and value == "epoch":
+        value = "1epoch"
     elif kind == "N" and not re.fullmatch(r"[\d.]+(e[+-]?\d+)?", value):
         value = "N"
     return words.replace(found[0], value)

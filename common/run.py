@@ -43,7 +43,7 @@ from common.parallel import connect, ending, launch, loading, mode
 from common.plan import flops
 from common.plan.choice import batches_within_memory
 from common.plan.questions import predict
-from common.report import profiling, settings, tracking
+from common.report import profiling, progress, settings, tracking
 from common.training import accumulation, token_budget
 from common.training.activation_checkpointing import apply_activation_checkpointing
 from common.training.batching import Collate, GlobalBatch, Samples, make_loader
@@ -128,11 +128,11 @@ class Run:
         apply_activation_checkpointing(model, args.activation_checkpointing, self.device)
         if args.compile:
             model.base_model.compile(dynamic=True)
-        lines |= self.forecast.line()
+        lines |= self.forecast.line() | self.state.describe_patience(args)
         loader = partial(make_loader, args, accelerator, self.asked.degrees, collate, attention_length(model.config))
         self.load = partial(loader, train_set)
         self.loader, self.held_out = (
-            self.load(range(self.state.update, args.num_updates)),
+            self.load(range(self.state.update, self.state.end(args))),
             held_out and loader(held_out),
         )
         held_out_batches, is_rehearsal = self.held_out and self.held_out.dataset, launch.is_rehearsal(self.asked)
@@ -153,7 +153,7 @@ class Run:
             first = (batch for batch in islice(self.loader, 1))
             yield first
             first.close()  # and with it the processes that load data
-            num_left = self.args.num_updates - self.state.update
+            num_left = self.state.end(self.args) - self.state.update
             settings.print_dry_run(self.args, self.asked, self.accelerator, num_left)
             ending.end_run(self.accelerator)
             sys.exit()
@@ -162,7 +162,7 @@ class Run:
         tracking.start_run(self.args, self.accelerator, self.output_dir, self.state, config, self.forecast.facts())
         self.checkpoints.resume(self.resumed, self.model, self.optimizer)  # last: the random streams go on from here
         work = flops.of_run(self, launch.is_rehearsal(self.asked))
-        self.progress = tracking.Progress(self.accelerator, self.output_dir, self.args.num_updates, self.state, work)
+        self.progress = progress.Progress(self.accelerator, self.output_dir, self.args.num_updates, self.state, work)
         with self.progress, StopRequests() as self.requests:
             batches = profiling.profiled(self, batches_within_memory(self))
             yield batches
@@ -228,7 +228,9 @@ class Run:
                 "lower --learning_rate, or look at the data"
             )
         self.is_stopped = self.checkpoints.update_done(state, self.model, self.optimizer, self.news)
-        return self.is_stopped
+        if is_over := state.end(self.args) < self.args.num_updates:
+            self.progress.end_early(self.args.patience)
+        return self.is_stopped or is_over
 
     def end_training(self) -> dict[str, Any]:
         """What the training took; --load_best_at_end loads here. A run that was asked to stop ends, with status 75."""

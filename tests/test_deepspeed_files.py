@@ -230,6 +230,17 @@ def test_a_warm_up_that_is_the_checkpoints_contradicts_nothing():
     assert "the checkpoint's --warmup_updates" in describe_settled("x", settled)
 
 
+def test_numbers_of_updates_contradict_epochs():
+    """How many updates epochs make is not known before the data are. Control: `auto` is taken."""
+    args = recipe_arguments(*FLAGS, "--num_epochs", 2)
+    args.warmup_updates = None
+    for value, number in ((40, 2), ("auto", 0)):
+        params = {"warmup_num_steps": value, "total_num_steps": value}
+        config = {"zero_optimization": {"stage": 2}, "scheduler": {"params": params}}
+        problems = check_deepspeed(config, args, "bf16", degrees=Degrees(2))
+        assert len(problems) == number and all("is 40, but --num_epochs says how long" in one for one in problems)
+
+
 CONTRADICTIONS = {
     "learning rate": (
         {"optimizer": {"params": {"lr": 3e-5}}},

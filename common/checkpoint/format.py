@@ -10,6 +10,7 @@ Nothing in it is ever executed, whoever wrote it: what is read is checked for it
 not name are not looked at, and links are not followed.
 """
 
+import argparse
 import hashlib
 import json
 import math
@@ -47,13 +48,28 @@ class TrainingState:
     skipped_in_a_row: int = 0
     best_validation_loss: float | None = None
     validation_loss: float | None = None  # where the last update ended with an evaluation
+    evaluations_since_best: int = 0
     tracker_runs: dict[str, str] = field(default_factory=dict)  # by which a tracker continues its own run
 
     def measured(self, validation_loss: float) -> None:
         """The last update ended with an evaluation. A loss that is not finite is never the best one."""
         self.validation_loss, best = validation_loss, self.best_validation_loss
         if math.isfinite(validation_loss) and (best is None or validation_loss < best):
-            self.best_validation_loss = validation_loss
+            self.best_validation_loss, self.evaluations_since_best = validation_loss, 0
+        else:
+            self.evaluations_since_best += 1
+
+    def end(self, args: argparse.Namespace) -> int:
+        """How many updates the run makes in all, as far as it is known: --num_updates, unless --patience is over."""
+        is_over = args.patience is not None and self.evaluations_since_best >= args.patience
+        return self.update if is_over else args.num_updates
+
+    def describe_patience(self, args: argparse.Namespace) -> dict[str, str]:
+        """For the first printed block of a run that goes on: how far --patience has come."""
+        count = self.evaluations_since_best
+        text = f"{count} of {args.patience} evaluations in a row without a lower validation loss"
+        text += "; nothing is left to train" if self.end(args) < args.num_updates else ""
+        return {"patience": text} if args.patience and count else {}
 
 
 def safetensors_header(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:

@@ -43,8 +43,6 @@ class Checkpoints:
         self.writer = Writer(self.ranks, accelerator.device, args.keep_last, args.keep_best)
         self.last_saved = -1  # update
         self.cannot = _cannot_save(accelerator)
-        if self.cannot and (args.resume or 0 < args.save_every <= args.num_updates):
-            raise UserError(self.cannot)
         self.ranks.share_output_dir(args)
 
     def find(self, identity: dict[str, Any]) -> Reader | None:
@@ -52,9 +50,11 @@ class Checkpoints:
 
         It takes the output directory first: a run that was asked to stop may still be writing its last checkpoint.
 
-        Raises UserError: another process writes there, nothing to resume, or a line for each thing that is not what
-            the run began with.
+        Raises UserError: another process writes there, nothing to resume, a line for each thing that is not what the
+            run began with, or a state that cannot be saved.
         """
+        if self.cannot and (self.args.resume or 0 < self.args.save_every <= self.args.num_updates):
+            raise UserError(self.cannot)
         wait_for_all()  # one may have tokenised for hours what others had in their caches
         self.identity = identity
         if not self.args.resume:

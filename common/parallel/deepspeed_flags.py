@@ -175,9 +175,17 @@ def _settle_scheduler(settled: Settled, args: argparse.Namespace) -> None:
         "warmup_num_steps": ("--warmup_updates", args.warmup_updates),
         "total_num_steps": ("--num_updates", args.num_updates),
     }
-    params, warmup = section_of(given, "params"), f"--warmup_updates {args.warmup_updates}"
-    if args.warmup_updates is None:  # with --resume it is the checkpoint's, which is not known yet
-        params, warmup = {**params, "warmup_num_steps": "auto"}, "the checkpoint's --warmup_updates"
+    params, warmup = {**section_of(given, "params")}, f"--warmup_updates {args.warmup_updates}"
+    if args.num_updates is None:
+        for name in ("total_num_steps", "warmup_num_steps"):
+            if _is_given(params.get(name)) and (name == "total_num_steps" or args.warmup_updates is None):
+                said = f"scheduler.params.{name} is {json.dumps(params.pop(name))}"
+                settled.problems.append(f"{said}, but --num_epochs says how long the run is; take it out")
+    if args.warmup_updates is None:  # not known yet
+        params["warmup_num_steps"] = "auto"
+        warmup = (
+            "the checkpoint's --warmup_updates" if args.num_updates or args.resume else "a twentieth of the updates"
+        )
     settled.problems += _contradictions(params, "scheduler.params.", runs)
     settled.filled.append(f"scheduler (--lr_schedule {args.lr_schedule}, {warmup})")
 

@@ -143,7 +143,7 @@ def _run_json(args: Any) -> dict[str, Any]:
 
 def batches_within_memory(run: Any) -> Iterator[GlobalBatch]:
     """The run's global batches; with a budget, one of the longest samples first, and those that are made again."""
-    budget, update, end = token_budget.adjusting(), run.state.update, run.args.num_updates
+    budget, update, end = token_budget.adjusting(), run.state.update, run.state.end(run.args)
     if budget is None:
         yield from run.progress.batches(run.loader)
         return

@@ -14,6 +14,7 @@ from common.checkpoint import resume, save
 from common.data import text
 from common.parallel import connect, ending, liveness, loading
 from common.report import settings, tracking
+from common.report.progress import Progress
 from common.training import accumulation
 
 END_RUN = ending.end_run  # which tests/run_recipe.py replaces
@@ -32,7 +33,7 @@ def signal_at(when):
                 os.kill(os.getpid(), getattr(signal, name))
 
     if late:
-        before(tracking.Progress, "update", send)
+        before(Progress, "update", send)
     else:
         before(accumulation, "loss_scale", send)
 

@@ -20,7 +20,7 @@ from changes import RANK, UNDO, after, before_reduce, change
 from common import run
 from common.checkpoint import layouts
 from common.parallel import connect, loading, tensor
-from common.report import tracking
+from common.report.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_COUNTED = {  # by torch: functions of shapes
@@ -220,7 +220,7 @@ class Collectives(TorchDispatchMode):
 
 def count_collectives(path):
     """Each rank writes the collectives of each update: {"ours": where from, "others": number, "all": number}."""
-    original, updates = tracking.Progress.batches, []
+    original, updates = Progress.batches, []
 
     def batches(self, loader):
         for batch in original(self, loader):
@@ -230,7 +230,7 @@ def count_collectives(path):
             updates.append({"ours": seen.ours, "others": seen.num_others, "all": number})
             Path(f"{path}-{RANK}.json").write_text(json.dumps(updates))
 
-    change(tracking.Progress, "batches", batches)
+    change(Progress, "batches", batches)
 
 
 def save_start(path):

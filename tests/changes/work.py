@@ -21,7 +21,8 @@ from common.checkpoint.save import Checkpoints
 from common.data import labels, pairs
 from common.models import load, masks
 from common.parallel import connect
-from common.report import profiling, tracking
+from common.report import profiling
+from common.report.progress import Progress
 from common.training import accumulation, batching
 
 FIND_PACKED = masks.masking_utils.find_packed_sequence_indices  # which a run replaces for good
@@ -146,7 +147,7 @@ def slow_phase(how):
         "clipping": (torch.nn.utils, "clip_grad_norm_"),
         "optimizer": (torch.optim.AdamW, "step"),
         "checkpoint": (Checkpoints, "save"),
-        "other": (tracking.Progress, "update"),
+        "other": (Progress, "update"),
     }
     before(*places[phase], lambda *_, **__: time.sleep(seconds if rank in ([], [RANK]) else 0))
 
