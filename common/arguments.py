@@ -18,6 +18,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from common.checkpoint.identity import CHANGEABLE
 from common.data.hub import held_out_splits
 from common.errors import UserError
+from common.export_dtype import EXPORT_DTYPES
 from common.familiar import here
 from common.parallel.ending import exit_with_mistakes
 from common.training.activation_checkpointing import ACTIVATION_CHECKPOINTING
@@ -172,6 +173,8 @@ def _add_run(parser: ArgumentParser) -> None:
     group.add_argument("--keep_last", type=positive, default=2, metavar="K", help=about)
     about = "keep the checkpoint with the lowest validation loss too"
     group.add_argument("--keep_best", action="store_true", help=about)
+    about = "precision of the weights in model/ (default: that of the weights that are trained)"
+    group.add_argument("--export_dtype", choices=EXPORT_DTYPES, help=about)
     about = "with --keep_best: write the best checkpoint as model/, not the last one"
     group.add_argument("--load_best_at_end", action="store_true", help=about)
     about = "continue from the newest sound checkpoint in --output_dir"
@@ -244,6 +247,8 @@ def add_language_arguments(
         group.add_argument("--completion_column", help="column with what is learned (default: completion)")
         about = "cut the joined texts into blocks, or take each row as an example (default: by the columns)"
         group.add_argument("--shape", choices=("blocks", "examples"), help=about)
+        about = "file of a chat template, in Jinja, or chatml: writes messages in the place of the tokenizer's own"
+        group.add_argument("--chat_template", metavar="FILE", help=about)
     about = "a sample has at most this many tokens" + (f" (default: {longest})" if longest else "")
     group.add_argument("--sequence_length", type=positive, default=None if longest else 256, help=about)
 
@@ -284,6 +289,10 @@ def text_sources(args: argparse.Namespace) -> "tuple[Source, Source | None]":
 
     names = ("text_column", "prompt_column", "completion_column")
     columns = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    if getattr(args, "chat_template", None):
+        from common.data.chats import read_chat_template
+
+        columns["chat_template"] = read_chat_template(args.chat_template)
     validation = Source(files=tuple(args.validation_file), **columns) if args.validation_file else None
     if args.dataset_name:
         if args.train_file:
@@ -294,6 +303,10 @@ def text_sources(args: argparse.Namespace) -> "tuple[Source, Source | None]":
     elif args.train_file:
         train = Source(files=tuple(args.train_file), **columns)
     else:
+        if "chat_template" in columns:
+            raise UserError(
+                "--chat_template has no effect without --train_file or --dataset_name; name the data, or take it out"
+            )
         train = Source(embedded="train")
         validation = validation or Source(embedded="validation")
     check_sources(train, validation)

@@ -245,7 +245,8 @@ class Run:
 
         Returns the model on the main process, without what the mode wrapped around it; None on all others.
         """
-        return loading.write_model(self.accelerator, self.model, Path(self.output_dir) / "model", *pretrained)
+        where, dtype = Path(self.output_dir) / "model", self.args.export_dtype
+        return loading.write_model(self.accelerator, self.model, where, dtype, *pretrained)
 
     def finish(self, results: dict[str, Any], model_class: str, *lines: str) -> None:
         """Prints and writes the results, and ends the run on all ranks together."""

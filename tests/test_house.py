@@ -14,6 +14,7 @@ LAYERS = [
     "memory",
     "familiar",
     "versions",
+    "export_dtype",
     "training",
     "parallel",
     "data",

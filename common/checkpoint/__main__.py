@@ -7,6 +7,7 @@ from pathlib import Path
 from common.checkpoint.export import export
 from common.checkpoint.format import find_best, find_damage, list_checkpoints
 from common.errors import UserError
+from common.export_dtype import EXPORT_DTYPES
 
 
 def main() -> None:
@@ -19,10 +20,12 @@ def main() -> None:
     one = commands.add_parser("export", help="one checkpoint as a model that from_pretrained loads")
     one.add_argument("checkpoint", type=Path)
     one.add_argument("target", type=Path)
+    about = "precision of its weights (default: the checkpoint's)"
+    one.add_argument("--dtype", choices=EXPORT_DTYPES, help=about)
     args = parser.parse_args()
     try:
         if args.command == "export":
-            export(args.checkpoint, args.target)
+            export(args.checkpoint, args.target, args.dtype)
             print(f"{args.target} (from_pretrained loads it)")
             return
         found, problems = list_checkpoints(args.output_dir)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from common import export_dtype
 from common.checkpoint.format import FORMAT, Reader, find_damage, newer_line, own_file, read_manifest, require
 from common.errors import UserError, one_line
 from common.files import PARTIAL, complete_or_absent
@@ -16,8 +17,10 @@ from common.files import PARTIAL, complete_or_absent
 EXPORTED = (".json", ".jinja", ".txt", ".model", ".spm", ".bpe", ".codes", ".tiktoken")
 
 
-def export(directory: Path, target: Path) -> None:
+def export(directory: Path, target: Path, dtype: str | None = None) -> None:
     """Writes the weights of a checkpoint as a model that `from_pretrained` loads, with its tokenizer; or nothing.
+
+    dtype: of the weights there, None for that of the checkpoint.
 
     Raises UserError: no sound checkpoint there, or something else where the model should go; one line.
     """
@@ -43,6 +46,7 @@ def export(directory: Path, target: Path) -> None:
     weights = {
         name.partition("/")[2]: reader.read(name) for name in reader.tensors if name.startswith(("weight/", "buffer/"))
     }
+    weights = export_dtype.cast(weights, dtype)
     # Not what merely lies there: only what the manifest names, and of that no code.
     files = [name.removeprefix("model/") for name in manifest["files"] if name.startswith("model/")]
     files = [name for name in files if "/" not in name and name.endswith(EXPORTED) and ".index." not in name]
@@ -50,6 +54,7 @@ def export(directory: Path, target: Path) -> None:
 
         def write(partial: Path) -> None:
             shutil.copyfile(own_file(directory, "model/config.json"), partial / "config.json")
+            export_dtype.note(partial / "config.json", dtype)
             save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
 
     else:

@@ -3,9 +3,11 @@
 import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -15,7 +17,24 @@ from common.data.tokenizer import encode_plain
 from common.errors import UserError, one_line
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")  # by which a chat template marks what the assistant says
+CHATML = Path(__file__).with_name("chatml.jinja")
 Encoded = tuple[list[int], list[bool], str]  # a sample's tokens, which of them may be targets, its text
+
+
+def read_chat_template(name: str) -> str:
+    """The template of a file, or of ChatML by its name. Raises UserError, one line."""
+    try:
+        text = (CHATML if name == "chatml" else Path(name)).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not in UTF-8"
+        raise UserError(f"--chat_template {name}: {reason}; name a file with a template in Jinja, or chatml") from error
+    try:
+        render_jinja_template([[]], chat_template=text)
+    except TemplateSyntaxError as error:
+        raise UserError(f"--chat_template {name}, line {error.lineno}: {one_line(error)}; mend it") from error
+    except Exception:  # noqa: S110  of a template that wants messages, with which it is tried when they are read
+        pass
+    return text
 
 
 def with_end_of_text(ids: list[int], eos: int) -> list[int]:

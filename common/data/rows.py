@@ -19,6 +19,7 @@ class Source:
     embedded: "train" or "validation": the source files of the running Python's standard library.
     text_column: the column that holds the text (.txt files and the embedded corpus have only this one).
     prompt_column, completion_column: of rows that have these two in its place, where they are not called so.
+    chat_template: Jinja, which writes `messages` in the place of the tokenizer's own.
     """
 
     files: tuple[str, ...] = ()
@@ -29,6 +30,7 @@ class Source:
     text_column: str = "text"
     prompt_column: str | None = None
     completion_column: str | None = None
+    chat_template: str | None = None
 
 
 class Row(NamedTuple):

@@ -100,9 +100,12 @@ def tokenize(
         and `completion`, else blocks.
     measure_compression: for held-out text: what gzip -9 and xz -9 make of it, if it is at most 64 MiB.
 
+    A chat template of the source becomes the tokenizer's.
+
     Raises UserError that names file and place for whatever cannot be read or makes no sample.
     """
     check_end_of_text(tokenizer)
+    tokenizer.chat_template = source.chat_template or tokenizer.chat_template
     corpus = with_known_format(open_source(source), source, shape, bool(tokenizer.chat_template))
     shape, columns = choose_columns(corpus, source, shape)
     directory = cached(

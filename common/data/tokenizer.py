@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from common.data.sources import open_source
 from common.errors import UserError, one_line
 
 END_OF_TEXT = "<|endoftext|>"
+MARKER = re.compile(r"<\|\w+\|>")  # of a turn, as most chat templates write them
 TOKENIZER_BYTES = 200_000_000  # a tokenizer is trained on at most this much text
 
 
@@ -56,32 +58,38 @@ def train_tokenizer(
 
     columns: that hold the text; without them, those of which `tokenize` makes samples. flags: that name them.
 
-    The same text gives the same tokenizer, whatever the number of threads. <|endoftext|> is bos, eos and pad, and the
+    The same text gives the same tokenizer, whatever the number of threads. What a chat template marks turns with, such
+    as <|im_start|>, is a token of its own. <|endoftext|> is bos, eos and pad, and the
     tokenizer puts it before every text, as it stands between the documents of a block. Kept in the cache.
 
     vocab_size: at least 257, for the 256 bytes and <|endoftext|>. Raises UserError for what is wrong with the source.
     """
     corpus = open_source(source)
     if columns is None:
-        corpus = with_known_format(corpus, source, None, has_template=False)
+        corpus = with_known_format(corpus, source, None, has_template=bool(source.chat_template))
         _, columns = choose_columns(corpus, source, None)
     check_columns(corpus, columns, flags)
+    markers = sorted(set(MARKER.findall(source.chat_template or "")) - {END_OF_TEXT})
     directory = cached(
         "tokenizer",
-        [corpus.identity, columns, vocab_size],
-        lambda partial: _train_bpe(corpus, columns, vocab_size).save_pretrained(partial),
+        [corpus.identity, columns, vocab_size, *markers],
+        lambda partial: _train_bpe(corpus, columns, vocab_size, markers).save_pretrained(partial),
         cache_dir,
     )
-    return PreTrainedTokenizerFast.from_pretrained(directory)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+    tokenizer.chat_template = source.chat_template
+    return tokenizer
 
 
-def _train_bpe(corpus: Corpus, columns: tuple[str, ...], vocab_size: int) -> PreTrainedTokenizerFast:
+def _train_bpe(
+    corpus: Corpus, columns: tuple[str, ...], vocab_size: int, markers: list[str]
+) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, *markers],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # all 256 bytes, in an order that does not change
         show_progress=False,
     )

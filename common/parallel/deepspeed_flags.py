@@ -78,7 +78,7 @@ def settle_deepspeed(
     _settle_batch(settled, args, degrees)
     _settle_optimizer(settled, args)
     _settle_scheduler(settled, args)
-    _settle_precision(settled, mixed_precision)
+    _settle_precision(settled, mixed_precision, args.export_dtype)
     _settle_zero(settled)
     _settle_others(settled)
     settled.left = list(_take_auto(settled.config))
@@ -190,8 +190,13 @@ def _settle_scheduler(settled: Settled, args: argparse.Namespace) -> None:
     settled.filled.append(f"scheduler (--lr_schedule {args.lr_schedule}, {warmup})")
 
 
-def _settle_precision(settled: Settled, mixed_precision: str) -> None:
+def _settle_precision(settled: Settled, mixed_precision: str, export_dtype: str | None) -> None:
     config = settled.config
+    if mixed_precision != "no" and export_dtype == "float32":
+        settled.problems.append(
+            f"DeepSpeed keeps the weights of model/ in {mixed_precision}, not in --export_dtype float32; take it out: "
+            "python -m common.checkpoint export makes a model of the float32 weights of a checkpoint"
+        )
     if "bfloat16" in config:  # its old name, which Accelerate does not know
         config.setdefault("bf16", config.pop("bfloat16"))
     for name in ("bf16", "fp16"):

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import distribute_tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from common import export_dtype
 from common.files import complete_or_absent
 from common.parallel import sequence, tensor
 from common.parallel.liveness import wait_for_all
@@ -61,15 +62,19 @@ def whole_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, torch
 
 
 def write_model(
-    accelerator: Accelerator, model: nn.Module, directory: Path, *pretrained: Any
+    accelerator: Accelerator, model: nn.Module, directory: Path, dtype: str | None, *pretrained: Any
 ) -> PreTrainedModel | None:
-    """Writes a directory that `from_pretrained` loads, whole or not at all; `Run.write_model` tells the rest."""
+    """Writes a directory that `from_pretrained` loads, whole or not at all; `Run.write_model` tells the rest.
+
+    dtype: of the weights there, None for their own.
+    """
     weights = whole_weights(accelerator, model)
     if not accelerator.is_main_process:
         return None
     model = without_wrapper(model)
     with complete_or_absent(directory) as unfinished:
-        model.save_pretrained(unfinished, state_dict=weights)
+        model.save_pretrained(unfinished, state_dict=export_dtype.cast(weights, dtype))
+        export_dtype.note(unfinished / "config.json", dtype)
         for one in pretrained:
             one.save_pretrained(unfinished)
     return model

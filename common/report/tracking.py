@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from common import export_dtype
 from common.errors import UserError
 from common.memory import most_resident
 from common.parallel import liveness
@@ -257,6 +258,7 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, *
         print(line)
     if "best" in results:
         print(describe_best(results["best"], output_dir))
-    print(f"model      {output_dir / 'model'} ({model_class}.from_pretrained loads it)")
+    model = output_dir / "model"
+    print(f"model      {model} ({export_dtype.describe(model)}; {model_class}.from_pretrained loads it)")
     print(f"metrics    {output_dir / 'metrics.jsonl'}")
     print(f"settings   {output_dir / 'run.json'}")

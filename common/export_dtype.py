@@ -1,0 +1,39 @@
+"""The precision of a model's files, where it is another one than the weights had."""
+
+import json
+from pathlib import Path
+
+import torch
+
+EXPORT_DTYPES = ("float32", "bfloat16")
+
+
+def cast(weights: dict[str, torch.Tensor], dtype: str | None) -> dict[str, torch.Tensor]:
+    """The weights in a precision, None for their own; what is of whole numbers stays, and what is shared stays so."""
+    if dtype is None:
+        return weights
+    made: dict[tuple, torch.Tensor] = {}
+    for weight in weights.values():
+        key = weight.data_ptr(), weight.shape, weight.stride()
+        if key not in made:
+            made[key] = weight.to(getattr(torch, dtype)) if weight.is_floating_point() else weight
+    return {name: made[one.data_ptr(), one.shape, one.stride()] for name, one in weights.items()}
+
+
+def note(config_file: Path, dtype: str | None) -> None:
+    """Makes a model's config.json, and the configurations within, name the precision; None leaves it."""
+
+    def named(config: dict) -> dict:
+        config = {key: named(value) if isinstance(value, dict) else value for key, value in config.items()}
+        return config | ({"dtype": dtype} if "dtype" in config else {})
+
+    if dtype is not None:
+        config = named(json.loads(config_file.read_text()) | {"dtype": dtype})
+        config_file.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def describe(directory: Path) -> str:
+    """Precision and size of the weights that a directory has, in words."""
+    size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    dtype = json.loads((directory / "config.json").read_text()).get("dtype")
+    return f"{dtype}, {size / 1e6:,.4g} MB" if dtype else f"{size / 1e6:,.4g} MB"

@@ -1,0 +1,84 @@
+"""--chat_template: a model from scratch learns to answer in turns, and what is written can be talked to."""
+
+import pytest
+from conftest import assert_mistake, launch, read_metrics, run_recipe_alone, write_jsonl
+from transformers import AutoTokenizer, GenerationConfig
+
+from common.data.chats import CHATML, read_chat_template
+from common.data.rows import Source
+from common.data.text import tokenize
+from common.data.tokenizer import train_tokenizer
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+CHAT += [{"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Bye"}]
+CHAT += [{"role": "assistant", "content": "See you."}]
+TEXT = (
+    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n"
+    "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\nSee you.<|im_end|>\n"
+)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    names = ("one", "two", "three", "four")
+    rows = [{"messages": [*CHAT, {"role": "user", "content": f"{a} and {b}"}, CHAT[-1]]} for a in names for b in names]
+    return write_jsonl(tmp_path_factory.mktemp("chats") / "chats.jsonl", rows)
+
+
+def test_what_marks_a_turn_is_a_token_and_the_answers_are_learned(tmp_path):
+    """Control: without the template it is five tokens, and no sample can be made of messages."""
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}])
+    source = Source(files=(str(path),), chat_template=read_chat_template("chatml"))
+    tokenizer = train_tokenizer(source, 300, tmp_path / "cache")
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False) == TEXT
+    asked = tokenizer.apply_chat_template(CHAT[:2], tokenize=False, add_generation_prompt=True)
+    assert TEXT.startswith(asked) and asked.endswith("<|im_start|>assistant\n")
+    marks = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    assert len(tokenizer("<|im_start|><|im_end|>", add_special_tokens=False)["input_ids"]) == 2
+    samples = tokenize(source, tokenizer, 200, None, tmp_path / "cache")
+    assert samples.end_tokens == marks[1:]
+    learned = tokenizer.decode(samples[0][1])
+    assert learned == "Hello.<|im_end|>\nSee you.<|im_end|>\n"
+    bare = train_tokenizer(Source(files=source.files), 300, tmp_path / "cache")
+    assert bare.chat_template is None and len(bare("<|im_start|>", add_special_tokens=False)["input_ids"]) > 1
+
+
+@pytest.mark.parametrize("recipe", ["lm", "moe"])
+def test_a_model_from_scratch_is_trained_on_chats(recipe, chats, tmp_path):
+    """Tokenizer and end of an answer are in model/. Control: another template is another tokenizer to a resume."""
+    flags = ["--train_file", chats, "--num_updates", 2, "--global_batch_size", 4, "--sequence_length", 128]
+    flags += ["--output_dir", tmp_path / "run"]
+    script = f"recipes/{recipe}.py"
+    launch(*flags, "--chat_template", "chatml", config="multi_cpu", script=script)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/model")
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False) == TEXT
+    ends = GenerationConfig.from_pretrained(tmp_path / "run/model").eos_token_id
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in (ends if isinstance(ends, list) else [ends])
+    assert len(read_metrics(tmp_path / "run")) == 2
+    other = tmp_path / "other.jinja"
+    other.write_text(CHATML.read_text().replace("assistant", "model"))
+    more = ["--resume", "--num_updates", 3, "--allow_changed", "num_updates", "--chat_template", other]
+    assert_mistake(run_recipe_alone(f"{recipe}.py", *flags, *more), "another tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{% for m in messages %}", r"--chat_template .*bad.jinja, line 1: .*endfor"),
+        (
+            None,
+            "--chat_template .*bad.jinja: No such file or directory; name a file with a template in Jinja, or chatml",
+        ),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_refused(template, problem, chats, tmp_path):
+    if template is not None:
+        (tmp_path / "bad.jinja").write_text(template)
+    flags = ["--train_file", chats, "--chat_template", tmp_path / "bad.jinja", "--output_dir", tmp_path / "run"]
+    assert_mistake(run_recipe_alone("lm.py", *flags), problem)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_template_without_data_of_ones_own_is_refused(tmp_path):
+    result = run_recipe_alone("lm.py", "--chat_template", "chatml", "--output_dir", tmp_path / "run")
+    assert_mistake(result, "--chat_template has no effect without --train_file or --dataset_name")
