@@ -131,10 +131,8 @@ class Run:
         lines |= self.forecast.line() | self.state.describe_patience(args)
         loader = partial(make_loader, args, accelerator, self.asked.degrees, collate, attention_length(model.config))
         self.load = partial(loader, train_set)
-        self.loader, self.held_out = (
-            self.load(range(self.state.update, self.state.end(args))),
-            held_out and loader(held_out),
-        )
+        self.loader = self.load(range(self.state.update, self.state.end(args)))
+        self.held_out = held_out and loader(held_out)
         held_out_batches, is_rehearsal = self.held_out and self.held_out.dataset, launch.is_rehearsal(self.asked)
         tracking.print_run(args, accelerator, model, self.loader.dataset, held_out_batches, is_rehearsal, **lines)
         self.model, self.optimizer = loading.prepare(accelerator, model, optimizer)
@@ -245,8 +243,8 @@ class Run:
 
         Returns the model on the main process, without what the mode wrapped around it; None on all others.
         """
-        where, dtype = Path(self.output_dir) / "model", self.args.export_dtype
-        return loading.write_model(self.accelerator, self.model, where, dtype, *pretrained)
+        directory = Path(self.output_dir) / "model"
+        return loading.write_model(self.accelerator, self.model, directory, self.args.export_dtype, *pretrained)
 
     def finish(self, results: dict[str, Any], model_class: str, *lines: str) -> None:
         """Prints and writes the results, and ends the run on all ranks together."""

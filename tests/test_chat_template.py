@@ -56,7 +56,7 @@ def test_a_model_from_scratch_is_trained_on_chats(recipe, chats, tmp_path):
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in (ends if isinstance(ends, list) else [ends])
     assert len(read_metrics(tmp_path / "run")) == 2
     other = tmp_path / "other.jinja"
-    other.write_text(CHATML.read_text().replace("assistant", "model"))
+    other.write_text(CHATML.read_text().replace("<|im_end|>", "<|end|>"))
     more = ["--resume", "--num_updates", 3, "--allow_changed", "num_updates", "--chat_template", other]
     assert_mistake(run_recipe_alone(f"{recipe}.py", *flags, *more), "another tokenizer")
 
