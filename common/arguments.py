@@ -262,6 +262,23 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--trust_remote_code", action="store_true", help="run code that the model or data set brings")
 
 
+def add_adapter_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the recipes that can train an adapter of a pretrained model."""
+    group = parser.add_argument_group("adapter (LoRA: small matrices are trained beside a pretrained model, frozen)")
+    group.add_argument(
+        "--lora_rank", type=positive, metavar="R", help="train an adapter of this rank; 8 to 64 is usual"
+    )
+    group.add_argument("--lora_alpha", type=positive, help="the adapter counts alpha / rank times (default: 2 x rank)")
+    about = "names of the layers that are adapted (default: all linear layers but the head, and experts)"
+    group.add_argument("--lora_targets", nargs="+", default=[], metavar="NAME", help=about)
+    about = "share of the adapter's inputs that is dropped"
+    group.add_argument("--lora_dropout", type=not_negative_float, default=0.0, help=about)
+    about = "the adapter counts alpha / sqrt(rank) times (rsLoRA, arXiv:2312.03732)"
+    group.add_argument("--use_rslora", action="store_true", help=about)
+    about = "adapt direction and length of the weights apart (DoRA, arXiv:2402.09353)"
+    group.add_argument("--use_dora", action="store_true", help=about)
+
+
 def choose_model(
     parser: argparse.ArgumentParser, args: argparse.Namespace, model_configs: dict, fine_tuning_rate: float
 ) -> None:
@@ -269,12 +286,14 @@ def choose_model(
 
     Args:
         model_configs: models to train from scratch, the default first; a row ends with AdamW's learning rate.
-        fine_tuning_rate: the learning rate of a pretrained model.
+        fine_tuning_rate: the learning rate of a pretrained model; an adapter's is ten times as large.
     """
     if args.model_config and args.model_name_or_path:
         parser.error("--model_config and --model_name_or_path are two answers to one question; give one")
     if not args.model_name_or_path:
         args.model_config = args.model_config or next(iter(model_configs))
+    if getattr(args, "lora_rank", None):
+        fine_tuning_rate *= 10
     row = model_configs[args.model_config] if args.model_config else (fine_tuning_rate,)
     args.learning_rate = args.learning_rate or row[-1]
 

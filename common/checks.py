@@ -10,6 +10,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from common.errors import UserError, refuse
 from common.files import LOCK, lock_output_dir, remove, why_not_writable
+from common.models import adapters
 from common.parallel.launch import started_world_size
 from common.plan.machines import parse_machine
 from common.report import profiling
@@ -42,6 +43,7 @@ def check_arguments(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool, 
         )
     for tracker in args.report_to:
         problems += _check_tracker(tracker)
+    problems += adapters.check(args, degrees)
     return [*problems, *_check_data(args), *_check_checkpoints(args), *_check_plan(args)]
 
 

@@ -26,6 +26,7 @@ from transformers import LlamaConfig
 from common.data.text import tokenize
 from common.data.tokenizer import load_tokenizer, special_token_ids, train_tokenizer
 from common.errors import refuse
+from common.models.adapters import with_adapter
 from common.models.load import build_model, check_model, describe_use, load_config, write_sample
 from common.parallel.ending import user_mistakes_end_here
 from common.report.tracking import describe_held_out
@@ -50,6 +51,7 @@ MODEL_CONFIGS = {
 def parse_arguments():
     parser = arguments.recipe_parser(__doc__)
     arguments.add_language_arguments(parser, examples=True)
+    arguments.add_adapter_arguments(parser)
     group = parser.add_argument_group("language model")
     group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: tiny)"))
     args = parser.parse_args()
@@ -122,7 +124,7 @@ def main():
     run = Run(args)
     tokenizer, config, train_set, held_out = load_data(args)
     run.begin(config, tokenizer, train_set, held_out)
-    model = build_model(config, args.model_name_or_path, args.trust_remote_code)
+    model = with_adapter(args, build_model(config, args.model_name_or_path, args.trust_remote_code))
     how = sum_token_losses(model)  # from here on, model(...) is the sum of the losses of a micro-batch's targets
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
     collate = partial(collate_tokens, pad_token_id=tokenizer.pad_token_id)

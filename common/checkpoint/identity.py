@@ -78,6 +78,11 @@ def differences(saved: dict, now: dict, args: argparse.Namespace) -> Iterator[st
             f"other training data: their fingerprint is {now['dataset']}, the checkpoint's is {saved['dataset']}; give "
             f"the same files{' and '.join(['', *cut_by])}, or --allow_changed dataset to go on with these"
         )
+    if saved.get("base") != now.get("base"):
+        yield (
+            f"another base of the adapter: its fingerprint is {now.get('base')}, the checkpoint's is "
+            f"{saved.get('base')}; give the run's own --model_name_or_path and --lora_rank"
+        )
     own_flags = dict.fromkeys(now["settings"].keys() - SETTINGS.keys(), False)
     for name, can_change in (SETTINGS | own_flags).items():
         was, is_now = saved["settings"].get(name), now["settings"].get(name)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from common.models.adapters import has_adapter
 from common.parallel.groups import group_of
 from common.parallel.loading import without_wrapper
 from common.training.clipping import Share
@@ -200,9 +201,14 @@ def _state_pieces(part: _Part, state: dict[str, Any]) -> Iterator[Piece]:
 
 
 def pieces(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Iterator[Piece]:
-    """All that this rank holds: float32 weights, persistent buffers, optimizer state. No communication."""
-    inner = inner_optimizer(optimizer)
+    """All that this rank holds: float32 weights, persistent buffers, optimizer state. No communication.
+
+    Where an adapter is trained, without its frozen base, which no update changes.
+    """
+    inner, is_adapter = inner_optimizer(optimizer), has_adapter(without_wrapper(model))
     for part in _parts(accelerator, model, optimizer):
+        if is_adapter and part.holder is None:
+            continue
         yield Piece(f"weight/{part.name}", part.weight, part.start, part.shape, part.is_owner, part.columns)
         yield from _state_pieces(part, inner.state.get(part.holder, {}))
     yield from _buffers(accelerator, model)

@@ -92,6 +92,7 @@ class Checkpoints:
         self.facts = facts | {"architecture": type(without_wrapper(model)).__name__}
         generation = getattr(without_wrapper(model), "generation_config", None)
         pretrained += () if generation is None else (generation,)
+        pretrained += tuple(getattr(without_wrapper(model), "peft_config", {}).values())
         if self.ranks.rank == 0:
             with tempfile.TemporaryDirectory() as directory:
                 for one in pretrained:

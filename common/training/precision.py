@@ -6,6 +6,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -38,6 +39,13 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return None
+
+
+def narrow_dtype() -> torch.dtype | None:
+    """The 16 bits in which the run computes; None where it has no mixed precision."""
+    if not AcceleratorState._shared_state:
+        return None
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(AcceleratorState().mixed_precision)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:

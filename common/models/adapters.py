@@ -1,0 +1,146 @@
+"""Adapters: a few small matrices are trained beside a frozen base (LoRA, arXiv:2106.09685), by peft."""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from common.errors import UserError
+from common.training.degrees import Degrees
+from common.training.precision import narrow_dtype
+
+FLAGS = ("lora_alpha", "lora_targets", "lora_dropout", "use_dora", "use_rslora")  # beside --lora_rank
+
+
+def is_asked(args: argparse.Namespace) -> bool:
+    """Whether an adapter is to be trained."""
+    return getattr(args, "lora_rank", None) is not None
+
+
+def check(args: argparse.Namespace, degrees: Degrees) -> Iterator[str]:
+    """A line for each flag of an adapter that does not go with the others, or with the launch."""
+    if is_asked(args):
+        if degrees.tensor > 1:
+            yield "--lora_rank: matrices that are divided among processes have no adapter; take another config"
+        if not args.model_name_or_path:
+            yield "--lora_rank adapts a pretrained model, and none is named; name one with --model_name_or_path"
+        return
+    for name in FLAGS:
+        if getattr(args, name, None):
+            yield f"--{name} has no effect without --lora_rank; give that too, or take it out"
+
+
+def flags(args: argparse.Namespace) -> tuple[str, ...]:
+    """Names of the flags that an update of an adapter depends on."""
+    return ("lora_rank", *FLAGS) if is_asked(args) else ()
+
+
+def identity(args: argparse.Namespace, config: PreTrainedConfig) -> dict[str, str]:
+    """What a checkpoint of an adapter has of its base, whose weights it leaves out, to know it by.
+
+    XXH3 of the files with its weights; of a model of the hub its commit.
+    """
+    if not is_asked(args):
+        return {}
+    directory = Path(args.model_name_or_path).expanduser()
+    if not directory.is_dir():
+        return {"base": f"{args.model_name_or_path}@{config._commit_hash}"}
+    return {"base": fingerprint(directory)}
+
+
+def fingerprint(directory: Path) -> str:
+    """XXH3 of the files with the weights of a model of transformers."""
+    whole = xxhash.xxh3_64()
+    for path in sorted(path for kind in ("*.safetensors", "*.bin") for path in directory.glob(kind)):
+        with open(path, "rb") as file:
+            while piece := file.read(1 << 24):
+                whole.update(piece)
+    return whole.hexdigest()
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Whether an adapter is trained beside the model's frozen weights."""
+    return getattr(model, "_hf_peft_config_loaded", False)
+
+
+def with_adapter(
+    args: argparse.Namespace, model: PreTrainedModel, new_weights: list[str] | None = None
+) -> PreTrainedModel:
+    """The model, frozen, with the adapter of --lora_rank beside its matrices; without that flag as it is.
+
+    A step 0 is the base's: B begins at zero. The adapter is in float32; frozen matrices are in the precision that
+    computes, which a float32 copy would be cast to in each product.
+
+    new_weights: names of those that the pretrained model did not have; their layers are trained whole.
+
+    Raises UserError: a target is no layer of the model, or none that peft can adapt.
+    """
+    if not is_asked(args):
+        return model
+    from peft import LoraConfig  # here because it takes a second to import
+
+    new = sorted({name.rpartition(".")[0] for name in new_weights or ()})
+    modules, parameters = _targets(args, model, new)
+    config = LoraConfig(
+        r=args.lora_rank,
+        lora_alpha=args.lora_alpha or 2 * args.lora_rank,
+        lora_dropout=args.lora_dropout,
+        use_dora=args.use_dora,
+        use_rslora=args.use_rslora,
+        target_modules=modules,
+        target_parameters=parameters or None,
+        modules_to_save=new or None,
+    )
+    try:
+        model.add_adapter(config)
+    except ValueError as error:
+        raise UserError(f"--lora_rank: {' '.join(str(error).split())}") from error
+    dtype = narrow_dtype()
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if weight.requires_grad:
+                weight.data = weight.data.float() if weight.dtype != torch.float64 else weight.data
+            elif dtype is not None and weight.ndim > 1 and weight.dtype == torch.float32:
+                weight.data = weight.data.to(dtype)
+        if isinstance(module, nn.Embedding) and module.weight.dtype == dtype:
+            module.forward = MethodType(_float32_rows, module)
+    return model
+
+
+def _float32_rows(self: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
+    """What an embedding in 16 bits returns: in float32, in which a residual stream begins here."""
+    return type(self).forward(self, ids).float()
+
+
+def _targets(args: argparse.Namespace, model: PreTrainedModel, new: list[str]) -> tuple[list[str], list[str]]:
+    """Names of linear layers, and of stacked parameters of experts, that are adapted."""
+    head = model.get_output_embeddings()
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and name not in new
+    }
+    stacked = [name for name, weight in model.named_parameters() if weight.ndim == 3 and ".experts." in f".{name}"]
+    if not args.lora_targets:
+        return _endings(linear), _endings(stacked, parts=2)
+    modules, parameters = [], []
+    for target in args.lora_targets:
+        if any(name == target or name.endswith(f".{target}") for name in linear):
+            modules.append(target)
+        elif any(name.endswith(f".{target}") for name in stacked):
+            parameters.append(target)
+        else:
+            known = ", ".join([*_endings(linear), *_endings(stacked, parts=2)])
+            raise UserError(f"--lora_targets {target} is no linear layer of this model; it has {known}")
+    return modules, parameters
+
+
+def _endings(names: Any, parts: int = 1) -> list[str]:
+    """The last parts of dotted names, each once."""
+    return list(dict.fromkeys(".".join(name.split(".")[-parts:]) for name in names))
