@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 
 EXPORT_DTYPES = ("float32", "bfloat16")
+DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # of safetensors
 
 
 def cast(weights: dict[str, torch.Tensor], dtype: str | None) -> dict[str, torch.Tensor]:
@@ -34,6 +36,10 @@ def note(config_file: Path, dtype: str | None) -> None:
 
 def describe(directory: Path) -> str:
     """Precision and size of the weights that a directory has, in words."""
-    size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-    dtype = json.loads((directory / "config.json").read_text()).get("dtype")
-    return f"{dtype}, {size / 1e6:,.4g} MB" if dtype else f"{size / 1e6:,.4g} MB"
+    paths, found = sorted(directory.glob("*.safetensors")), set()
+    for path in paths:
+        with safe_open(path, "pt") as file:
+            found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  it is no dict
+    names = [DTYPE_NAMES[kind] for kind in sorted(found & DTYPE_NAMES.keys())]
+    size = sum(path.stat().st_size for path in paths) / 1e6
+    return f"{' and '.join(names)}, {size:,.{0 if size >= 100 else 1}f} MB"

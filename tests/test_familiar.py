@@ -48,7 +48,7 @@ def test_values_are_carried_over_where_they_mean_the_same(monkeypatch, capsys):
     told = refusal([*words, "--checkpointing-steps", "epoch"], monkeypatch, capsys)
     for here_too in ("--num_updates 500 here", "--optimizer adamw here", "--lr_schedule SCHEDULE here"):
         assert here_too in told
-    assert "--checkpointing-steps is --save_every N here" in told and "--bf16 is --mixed_precision bf16 of" in told
+    assert "--checkpointing-steps is --save_every 1epoch here" in told and "--bf16 is --mixed_precision bf16 of" in told
 
 
 def test_translated_values_are_values_here():
