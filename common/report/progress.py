@@ -123,6 +123,7 @@ class Progress:
         """What the training took, for the summary."""
         seconds = (self.ended or time.perf_counter()) - self.started
         results = {
+            "updates": self.state.update,
             "training_seconds": seconds,
             "unit": self.unit,
             "tokens_per_second": self.num_tokens / seconds,
