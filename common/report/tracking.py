@@ -260,4 +260,6 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, *
     model = output_dir / "model"
     print(f"model      {model} ({export_dtype.describe(model)}; {model_class}.from_pretrained loads it)")
     print(f"metrics    {output_dir / 'metrics.jsonl'}")
+    if (output_dir / "curves.png").is_file():
+        print(f"curves     {output_dir / 'curves.png'}")
     print(f"settings   {output_dir / 'run.json'}")
