@@ -46,9 +46,8 @@ class Hub(BaseHTTPRequestHandler):
             return self.answer({"error": "Invalid username or password."}, 401)
         if path == "/api/repos/create":
             asked = json.loads(body)
-            server.made.append(
-                (asked.get("organization"), asked["name"], asked.get("visibility") or asked.get("private"))
-            )
+            is_private = "private" in (asked.get("visibility"), asked.get("private") and "private")  # new, old clients
+            server.made.append((asked.get("organization"), asked["name"], is_private))
             return self.answer({"url": f"{server.address}/me/{asked['name']}"})
         if path == "/api/validate-yaml":
             text = json.loads(body)["content"]
