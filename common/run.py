@@ -161,7 +161,7 @@ class Run:
             sys.exit()
         self.output_dir = checks.make_output_dir(self.args, self.accelerator)
         self.checkpoints.start(config, *pretrained, model=self.model, versions=tracking.versions())
-        tracking.start_run(self.args, self.accelerator, self.output_dir, self.state, config, self.forecast.facts())
+        tracking.start_run(self, config)
         self.checkpoints.resume(self.resumed, self.model, self.optimizer)  # last: the random streams go on from here
         work = flops.of_run(self, launch.is_rehearsal(self.asked))
         self.progress = progress.Progress(self.accelerator, self.output_dir, self.args.num_updates, self.state, work)

@@ -92,7 +92,7 @@ FLAG_MISTAKES = {
     "--global_batch_size 12 --micro_batch_size 8": r"12 / \(8 micro x 1 processes\) = 1.5 .* 8 or 16",
     "--micro_batch_size 8 --micro_batch_tokens 512": "two answers to one question",
     "--optimiser adamw": "did you mean --optimizer",
-    "--num_train_epochs 3": "--num_train_epochs is --num_updates, which is 3 x samples",
+    "--num_train_epochs 3": "--num_train_epochs is --num_epochs 3 here",
     "--bf16 --lr=1e-3": "--bf16 is --mixed_precision bf16 of accelerate launch, .* --lr is --learning_rate 1e-3 here",
     "--train_files x": "did you mean --train_file",
     "--train_epochs 3": "unrecognized arguments: --train_epochs 3 .--help lists the flags.",

@@ -22,10 +22,10 @@ EVERY = """
     parallel.ending parallel.extensions parallel.groups parallel.launch parallel.liveness parallel.loading parallel.mode
     parallel.parallelism parallel.rates parallel.sequence parallel.sharding parallel.tensor plan.choice plan.configs
     plan.cost plan.depth plan.flops plan.forecast plan.machines plan.memory plan.plan plan.profile plan.questions
-    plan.rehearsal plan.shortage plan.tape redaction report.profiling report.progress report.settings report.tracking
-    run training.accumulation training.activation_checkpointing training.activation_offload training.batching
-    training.clipping training.cutting training.degrees training.epochs training.optimizers training.out_of_memory
-    training.precision training.stopping training.token_budget versions
+    plan.rehearsal plan.shortage plan.tape redaction report.curves report.model_card report.profiling report.progress
+    report.settings report.tracking run training.accumulation training.activation_checkpointing
+    training.activation_offload training.batching training.clipping training.cutting training.degrees training.epochs
+    training.optimizers training.out_of_memory training.precision training.stopping training.token_budget versions
 """
 TEXT = "data.cache data.columns data.formats data.readers data.rows data.sources data.standard_library data.tokenizer"
 TOKENS = "data.chats data.text training.linear_cross_entropy training.losses training.output_head"

@@ -211,37 +211,44 @@ def test_a_broken_command_is_noticed(broken, place):
 # --- the worked example of docs/new_recipe.md
 
 
-DIFF = ROOT / "docs/masked.diff"
+DIFF, AUXILIARY = ROOT / "docs/masked.diff", ROOT / "docs/auxiliary.diff"
 
 
-@pytest.fixture(scope="module")
-def example(tmp_path_factory):
-    """The recipe that the diff makes, as the page's command does."""
-    directory = tmp_path_factory.mktemp("example")
+def changed(directory, diff):
+    """The recipe that a diff makes, as the page's command does."""
     (directory / "recipes").mkdir()
     shutil.copy(ROOT / "recipes/lm.py", directory / "recipes")
-    result = run(["git", "apply", DIFF], cwd=directory)
+    result = run(["git", "apply", diff], cwd=directory)
     assert result.returncode == 0, result.stderr
     return (directory / "recipes/mine.py").read_text()
 
 
-def run_example(place, recipe, name, *flags):
+@pytest.fixture(scope="module")
+def example(tmp_path_factory):
+    return changed(tmp_path_factory.mktemp("example"), DIFF)
+
+
+def run_example(place, recipe, name, *flags, config=("cpu",)):
     """A copied recipe beside a link to common/, run on samples of many lengths; and its output directory."""
     directory = place / "copies" / name
-    (directory / "recipes").mkdir(parents=True)
-    (directory / "recipes/mine.py").write_text(recipe)
-    (directory / "common").symlink_to(ROOT / "common")
+    if not directory.exists():
+        (directory / "recipes").mkdir(parents=True)
+        (directory / "recipes/mine.py").write_text(recipe)
+        (directory / "common").symlink_to(ROOT / "common")
     given = ("--train_file", "my.jsonl", "--validation_file", "held_out.jsonl", "--sequence_length", "64")
     given += ("--shape", "examples", "--output_dir", str(directory / "run"), *flags)
-    launcher = [str(BIN / "accelerate-launch"), *map(str, launch_command("cpu")[2:])]
-    result = server(*launcher).run([str(directory / "recipes/mine.py"), *given], base_env(), 300, place)
+    script = [str(directory / "recipes/mine.py"), *given]
+    if config != ("cpu",):  # of several processes
+        return run([*launch_command(*config), *script], cwd=place), directory / "run"
+    launcher = [str(BIN / "accelerate-launch"), *map(str, launch_command(*config)[2:])]
+    result = server(*launcher).run(script, base_env(), 300, place)
     return result, directory / "run"
 
 
-def losses_of(place, recipe, name, size):
+def losses_of(place, recipe, name, size, *more, config=("cpu",)):
     """Of a few updates, with `size` samples at once."""
-    flags = ("--num_updates", "5", "--micro_batch_size", size)
-    result, output_dir = run_example(place, recipe, f"{name}-{size}", *flags)
+    flags = ("--num_updates", "5", "--micro_batch_size", size, *more)
+    result, output_dir = run_example(place, recipe, f"{name}-{size}", *flags, config=config)
     assert result.returncode == 0, result.stderr
     return [line["loss"] for line in read_metrics(output_dir)]
 
@@ -261,3 +268,20 @@ def test_the_worked_example_is_short_and_makes_the_same_update_however_cut(place
 def test_the_worked_example_refuses_a_tokenizer_without_a_mask_token_in_one_line(place, example):
     result, _ = run_example(place, example, "no-mask", "--model_name_or_path", "path/to/masked")
     assert_refused(result, "the tokenizer has no mask token")
+
+
+def test_an_auxiliary_loss_needs_no_second_forward_and_its_flag_no_second_line(place, tmp_path):
+    """The same update however cut, in FSDP2 too. Controls: without the penalty it is another; its value is resumed."""
+    recipe = changed(tmp_path, AUXILIARY)
+    counted = recipe.replace('kept["hidden"] =', 'print("a forward" * backbone.training)\n        kept["hidden"] =')
+    flags = ("--penalty", "0.5", "--save_every", "2", "--keep_last", "9")
+    one = losses_of(place, recipe, "penalty", "1", *flags)
+    assert one == pytest.approx(losses_of(place, recipe, "penalty", "4", *flags), rel=1e-5)
+    sharded = ("fsdp2", "--mixed_precision", "no")
+    assert one == pytest.approx(losses_of(place, recipe, "sharded", "4", *flags, config=sharded), rel=1e-5)
+    assert one != pytest.approx(losses_of(place, recipe, "none", "4", "--penalty", "0"), rel=1e-2)
+    result, _ = run_example(place, counted, "counted", "--num_updates", "3", "--micro_batch_size", "4")
+    assert result.returncode == 0 and result.stdout.count("a forward") == 3 * 8 // 4
+    again = ("--resume", "--num_updates", "6", "--allow_changed", "num_updates", "--micro_batch_size", "4")
+    result, _ = run_example(place, recipe, "penalty-4", *again, "--penalty", "0.1")
+    assert_refused(result, "--penalty is 0.1, the checkpoint's is 0.5; give 0.5")

@@ -1,4 +1,4 @@
-"""Looks at and exports checkpoints: `python -m common.checkpoint list` and `export`."""
+"""Looks at and exports checkpoints, uploads models: `python -m common.checkpoint list`, `export` and `push`."""
 
 import argparse
 import sys
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from common.checkpoint.export import export
 from common.checkpoint.format import find_best, find_damage, list_checkpoints
+from common.checkpoint.push import push
 from common.errors import UserError
 from common.export_dtype import EXPORT_DTYPES
 
@@ -22,8 +23,15 @@ def main() -> None:
     one.add_argument("target", type=Path)
     about = "precision of its weights (default: the checkpoint's)"
     one.add_argument("--dtype", choices=EXPORT_DTYPES, help=about)
+    one = commands.add_parser("push", help="upload model/ of a run to the Hugging Face hub")
+    one.add_argument("output_dir", type=Path)
+    one.add_argument("name", help="of the model on the hub, such as me/my-model; made if it is not there")
+    one.add_argument("--private", action="store_true", help="if it is made, only you see it")
     args = parser.parse_args()
     try:
+        if args.command == "push":
+            print(push(args.output_dir, args.name, args.private))
+            return
         if args.command == "export":
             export(args.checkpoint, args.target, args.dtype)
             print(f"{args.target} (from_pretrained loads it)")

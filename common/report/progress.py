@@ -1,6 +1,7 @@
 """The bar and metrics.jsonl: an update after the other, as it is shown and recorded."""
 
 import json
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -13,6 +14,7 @@ from tqdm.auto import tqdm
 from common.errors import UserError
 from common.files import disk_line
 from common.parallel import liveness
+from common.report import curves
 from common.report.tracking import memory_in_use_bytes, peak_memory_bytes, to_json_line
 
 
@@ -38,6 +40,7 @@ class Progress:
         self.held_out = ""
         self.per_epoch = 1  # updates
         self.rank_work: Any = 0
+        self.drawing: subprocess.Popen | None = None
 
     def batches(self, loader):
         """The loader's global batches, with the time that the loop waits for each."""
@@ -84,6 +87,7 @@ class Progress:
         self.accelerator.log(numbers, step=record["update"])
         if "validation_loss" in record:
             self._tell_evaluation(record)
+            self.draw()
         self.bar.set_postfix_str(
             f"loss {record['loss']:.3f}, {self.held_out}{tokens_per_second:,.0f} {self.unit}/s, "
             f"{memory / 2**30:.2f} GiB, waiting {self.waiting_share:.0%}"
@@ -93,6 +97,16 @@ class Progress:
         done, in_all = (number / self.per_epoch for number in (self.state.update, self.bar.total))
         self.bar.set_description_str(f"epoch {done:.2f} of {in_all:.4g}", refresh=False)
         self.bar.update()
+
+    def draw(self, now: bool = False) -> None:
+        """Lets curves.png be drawn, while the training goes on, or `now`."""
+        is_free = self.drawing is None or now or self.drawing.poll() is not None
+        if self.is_main and is_free and self.state.update >= curves.FEWEST:
+            if self.drawing is not None:
+                self.drawing.communicate()
+            self.drawing = curves.start_drawing(self.output_dir, self.unit)
+            if now and (problem := self.drawing.communicate()[1]) and self.drawing.returncode:
+                print(f"curves.png could not be drawn: {problem.splitlines()[-1]}", file=sys.stderr)
 
     def end_early(self, patience: int) -> None:
         """The updates end here, all `patience` evaluations after the best one."""
@@ -123,6 +137,7 @@ class Progress:
         """What the training took, for the summary."""
         seconds = (self.ended or time.perf_counter()) - self.started
         results = {
+            "updates": self.state.update,
             "training_seconds": seconds,
             "unit": self.unit,
             "tokens_per_second": self.num_tokens / seconds,
@@ -145,9 +160,11 @@ class Progress:
         liveness.in_loop = True
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: type | None, *_: Any) -> None:
         liveness.in_loop = False
         self.bar.close()
         if self.file:
             with suppress(OSError):  # of a full disk, which the last line has met already
                 self.file.close()
+        if kind is None:
+            self.draw(now=True)

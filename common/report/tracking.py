@@ -21,6 +21,7 @@ from common.parallel import liveness
 from common.parallel.mode import describe_mode, describe_precision, running_mode
 from common.parallel.rates import advise
 from common.redaction import redact
+from common.report.model_card import write_model_card
 from common.training.batching import GlobalBatches
 from common.training.degrees import running
 from common.versions import versions
@@ -57,22 +58,16 @@ def write_run(output_dir: Path, facts: dict[str, Any]) -> None:
     os.replace(unfinished, output_dir / "run.json")
 
 
-def start_run(
-    args: argparse.Namespace,
-    accelerator: Accelerator,
-    output_dir: Path,
-    state: Any,
-    config: PreTrainedConfig,
-    facts: dict[str, Any],
-) -> None:
+def start_run(run: Any, config: PreTrainedConfig) -> None:
     """Writes run.json (what was asked, what runs, with which versions) and starts the trackers of --report_to.
 
-    A resumed run's metrics go back to `state`, a `common.checkpoint.format.TrainingState`, and its trackers go on.
+    A resumed run's metrics go back to where its state is, and its trackers go on. run: a `common.run.Run`.
     """
+    args, accelerator, output_dir, state = run.args, run.accelerator, run.output_dir, run.state
     if accelerator.is_main_process:
         cut_metrics(output_dir / "metrics.jsonl", state.update)
         is_cuda = accelerator.device.type == "cuda"
-        run = {
+        facts = {
             "arguments": vars(args),
             "command": sys.argv,
             "world_size": accelerator.num_processes,
@@ -84,11 +79,14 @@ def start_run(
             "status": "running",
             "resumed_at": state.update,
             "model": config.to_dict(),
+            "data": run.loader.dataset.samples.describe(),
+            "held_out": run.held_out and run.held_out.dataset.samples.describe(),
+            **run.forecast.facts(),
         }
         path = output_dir / "run.json"
         if state.update == state.end(args) and path.is_file():  # a finished run: its results stay
             facts["results"] = json.loads(path.read_text()).get("results", {})
-        write_run(output_dir, run | facts)
+        write_run(output_dir, facts)
     liveness.note_failure = partial(_end_failed, output_dir)
     if args.report_to:
         flags = {
@@ -98,7 +96,7 @@ def start_run(
         accelerator.init_trackers(
             Path(sys.argv[0]).stem,
             config=flags,
-            init_kwargs={name: {RUN_NAMES[name]: run, "resume": "allow"} for name, run in state.tracker_runs.items()},
+            init_kwargs={name: {RUN_NAMES[name]: one, "resume": "allow"} for name, one in state.tracker_runs.items()},
         )
         state.tracker_runs = {
             tracker.name: str(getattr(tracker.tracker, RUN_NAMES[tracker.name]))
@@ -233,6 +231,7 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, *
     """The end of a run: figures, the recipe's own `lines`, and where everything lies; figures also go into run.json."""
     run = json.loads((output_dir / "run.json").read_text())
     write_run(output_dir, run | {"results": results, "status": "finished"})
+    write_model_card(output_dir / "model", json.loads((output_dir / "run.json").read_text()), model_class)
     if "results" in run:
         print("\nnothing was left to train; the figures of the training are those of the finished run")
     if results["tokens_per_second"]:
@@ -261,4 +260,6 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, *
     model = output_dir / "model"
     print(f"model      {model} ({export_dtype.describe(model)}; {model_class}.from_pretrained loads it)")
     print(f"metrics    {output_dir / 'metrics.jsonl'}")
+    if (output_dir / "curves.png").is_file():
+        print(f"curves     {output_dir / 'curves.png'}")
     print(f"settings   {output_dir / 'run.json'}")

@@ -1,0 +1,103 @@
+"""curves.png: a run at a glance, drawn of its metrics.jsonl, by a process of its own.
+
+    python common/report/curves.py runs/books tokens
+
+Drawing takes matplotlib, some 60 MB and a second, which a process that trains should not spend: it imports nothing of
+this repository, and a run starts it and goes on.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+FEWEST = 10  # updates that make a curve
+SMOOTH = 50  # parts of a run over which the bold line of a noisy figure is a mean
+COLOURS = ("#4c72b0", "#dd8452")
+
+
+def start_drawing(output_dir: Path, unit: str) -> subprocess.Popen:
+    """A process that writes curves.png, whole or not at all. unit: of what is counted, such as tokens."""
+    return subprocess.Popen([sys.executable, __file__, str(output_dir), unit], stderr=subprocess.PIPE, text=True)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, but for one that is just being written."""
+    lines = []
+    for line in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            continue
+    return lines
+
+
+def column(lines: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
+    """Updates done, and a figure of each, where there is one (one that is not finite is null in the file)."""
+    found = [(line["update"] + 1, line[name]) for line in lines if line.get(name) is not None]
+    return [update for update, _ in found], [value for _, value in found]
+
+
+def smoothed(values: list[float]) -> list[float]:
+    """The mean of each value and those around it."""
+    reach, sums = max(1, len(values) // SMOOTH) // 2, [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    spans = [(max(0, place - reach), min(len(values), place + reach + 1)) for place in range(len(values))]
+    return [(sums[end] - sums[start]) / (end - start) for start, end in spans]
+
+
+def draw(output_dir: Path, unit: str) -> None:
+    """Writes curves.png beside metrics.jsonl: losses, learning rate, gradient norm, speed, memory."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot: no display
+    from matplotlib.figure import Figure
+
+    lines = read(output_dir / "metrics.jsonl")
+    panels = {
+        "loss": {"loss": "training", "validation_loss": "held out"},
+        "learning rate": {"learning_rate": ""},
+        "gradient norm, before clipping": {"grad_norm": ""},
+        f"{unit} a second": {"tokens_per_second": ""},
+        "most memory of a process, GiB": {"peak_memory_bytes": ""},
+    }
+    figure = Figure(figsize=(12, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(2, 4)
+    places = [grid[:, :2], grid[0, 2], grid[0, 3], grid[1, 2], grid[1, 3]]
+    for place, (title, names) in zip(places, panels.items(), strict=True):
+        axes = figure.add_subplot(place)
+        for colour, (name, label) in zip(COLOURS, names.items(), strict=False):
+            updates, values = column(lines, name)
+            if not values:
+                continue
+            if name == "peak_memory_bytes":
+                values = [value / 2**30 for value in values]
+            is_noisy = name in ("loss", "grad_norm", "tokens_per_second") and len(values) > SMOOTH
+            if is_noisy:
+                axes.plot(updates, values, color=colour, alpha=0.25, linewidth=0.8)
+            style = {"marker": "o", "markersize": 4} if name == "validation_loss" else {}
+            axes.plot(updates, smoothed(values) if is_noisy else values, color=colour, label=label, **style)
+            if name == "validation_loss":
+                best = min(values)
+                axes.set_title(f"lowest held-out loss {best:.4f}, update {updates[values.index(best)]:,}", loc="right")
+        axes.set_title(title, loc="left")
+        axes.set_xlabel("updates")
+        axes.grid(alpha=0.3)
+        if len(names) > 1:
+            axes.legend()
+        low = [value for value in column(lines, "grad_norm")[1] if value > 0]
+        if title.startswith("gradient") and low and max(low) > 100 * sorted(low)[len(low) // 2]:
+            axes.set_yscale("log")  # one spike would flatten all else
+        if names.keys() & {"tokens_per_second", "peak_memory_bytes"} and values:  # 0 is on the picture
+            axes.set_ylim(0, 1.1 * max(values))
+    skipped = max((line.get("skipped_updates") or 0 for line in lines), default=0)
+    more = f", {skipped} skipped" if skipped else ""
+    figure.suptitle(f"{output_dir.resolve().name}: {len(lines):,} updates{more}")
+    unfinished = output_dir / "curves.png.partial"
+    figure.savefig(unfinished, format="png", dpi=100)
+    unfinished.replace(output_dir / "curves.png")
+
+
+if __name__ == "__main__":
+    draw(Path(sys.argv[1]), sys.argv[2])
