@@ -224,11 +224,16 @@ def _add_optimizer(parser: ArgumentParser) -> None:
 
 
 def add_language_arguments(
-    parser: argparse.ArgumentParser, one_text: bool = True, examples: bool = False, longest: str | None = None
+    parser: argparse.ArgumentParser,
+    one_text: bool = True,
+    examples: bool = False,
+    longest: str | None = None,
+    adapters: bool = False,
 ) -> None:
     """The flags of the recipes that read text.
 
     one_text: a row has one text, in `--text_column`. examples: a row may have a prompt and a completion instead.
+    adapters: whether the recipe can train an adapter of a pretrained model.
     longest: what the default of --sequence_length is, where the recipe chooses it; in words.
     """
     group = parser.add_argument_group("data (default: the source code of Python's standard library)")
@@ -253,21 +258,14 @@ def add_language_arguments(
     group.add_argument("--sequence_length", type=positive, default=None if longest else 256, help=about)
 
     add_model_arguments(parser)
+    if adapters:
+        _add_adapter(parser)
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of the recipes that take a pretrained model."""
-    group = parser.add_argument_group("model")
-    group.add_argument("--model_name_or_path", help="a pretrained model: a local directory or a hub name")
-    group.add_argument("--trust_remote_code", action="store_true", help="run code that the model or data set brings")
-
-
-def add_adapter_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of the recipes that can train an adapter of a pretrained model."""
+def _add_adapter(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("adapter (LoRA: small matrices are trained beside a pretrained model, frozen)")
-    group.add_argument(
-        "--lora_rank", type=positive, metavar="R", help="train an adapter of this rank; 8 to 64 is usual"
-    )
+    about = "train an adapter of this rank, such as 16"
+    group.add_argument("--lora_rank", type=positive, metavar="R", help=about)
     group.add_argument("--lora_alpha", type=positive, help="the adapter counts alpha / rank times (default: 2 x rank)")
     about = "names of the layers that are adapted (default: all linear layers but the head, and experts)"
     group.add_argument("--lora_targets", nargs="+", default=[], metavar="NAME", help=about)
@@ -277,6 +275,13 @@ def add_adapter_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--use_rslora", action="store_true", help=about)
     about = "adapt direction and length of the weights apart (DoRA, arXiv:2402.09353)"
     group.add_argument("--use_dora", action="store_true", help=about)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the recipes that take a pretrained model."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--model_name_or_path", help="a pretrained model: a local directory or a hub name")
+    group.add_argument("--trust_remote_code", action="store_true", help="run code that the model or data set brings")
 
 
 def choose_model(

@@ -26,6 +26,7 @@ from transformers import AutoModelForSequenceClassification
 
 from common.data.labels import collate_texts, set_pipeline_inputs
 from common.models import text_classifier
+from common.models.adapters import with_adapter
 from common.models.classifiers import build_classifier, check_padding, describe_new_weights, find_inputs
 from common.parallel.ending import user_mistakes_end_here
 from common.report.predictions import draw_confusion, measure
@@ -46,7 +47,7 @@ MODEL_CONFIGS = {
 
 def parse_arguments():
     parser = arguments.recipe_parser(__doc__)
-    arguments.add_language_arguments(parser)
+    arguments.add_language_arguments(parser, adapters=True)
     parser.set_defaults(global_batch_size=32, num_updates=400, sequence_length=128)
     group = parser.add_argument_group("classification")
     group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: tiny)"))
@@ -121,6 +122,7 @@ def main():
     kind, where = AutoModelForSequenceClassification, (args.model_name_or_path, args.trust_remote_code)
     run.begin(config, tokenizer, train_set, held_out, model_class=kind)
     model, new_weights = build_classifier(config, *where, kind, args.new_head)
+    model = with_adapter(args, model, new_weights)
     if new_weights:
         run.accelerator.print(describe_new_weights(new_weights))
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)

@@ -50,8 +50,7 @@ MODEL_CONFIGS = {
 
 def parse_arguments():
     parser = arguments.recipe_parser(__doc__)
-    arguments.add_language_arguments(parser, examples=True)
-    arguments.add_adapter_arguments(parser)
+    arguments.add_language_arguments(parser, examples=True, adapters=True)
     group = parser.add_argument_group("language model")
     group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: tiny)"))
     args = parser.parse_args()

@@ -26,6 +26,7 @@ from transformers import AutoModelForSeq2SeqLM
 
 from common.data.pairs import collate_pairs, tokenize_pairs
 from common.models import encoder_decoder
+from common.models.adapters import with_adapter
 from common.models.load import build_model, describe_use, prepare_encoder_decoder
 from common.parallel.ending import user_mistakes_end_here
 from common.report.scores import score_targets
@@ -47,7 +48,7 @@ MODEL_CONFIGS = {
 
 def parse_arguments():
     parser = arguments.recipe_parser(__doc__)
-    arguments.add_language_arguments(parser, one_text=False)
+    arguments.add_language_arguments(parser, one_text=False, adapters=True)
     parser.set_defaults(global_batch_size=16, num_updates=600, sequence_length=128)
     group = parser.add_argument_group("encoder-decoder (--sequence_length is the most tokens of a source)")
     group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: tiny)"))
@@ -126,7 +127,7 @@ def main():
     tokenizer, config, train_set, held_out = load_data(args)
     run.begin(config, tokenizer, train_set, held_out, model_class=AutoModelForSeq2SeqLM)
     model = build_model(config, args.model_name_or_path, args.trust_remote_code, AutoModelForSeq2SeqLM)
-    prepare_encoder_decoder(model)
+    prepare_encoder_decoder(with_adapter(args, model))
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
     tokens = {"pad_token_id": tokenizer.pad_token_id, "decoder_start_token_id": config.decoder_start_token_id}
     collate = partial(collate_pairs, **tokens)

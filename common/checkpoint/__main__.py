@@ -22,6 +22,7 @@ def main() -> None:
     one.add_argument("checkpoint", type=Path)
     one.add_argument("target", type=Path)
     about = "precision of its weights (default: the checkpoint's)"
+    one.add_argument("--merge", action="store_true", help="of an adapter: the base with the adapter in its weights")
     one.add_argument("--dtype", choices=EXPORT_DTYPES, help=about)
     one = commands.add_parser("push", help="upload model/ of a run to the Hugging Face hub")
     one.add_argument("output_dir", type=Path)
@@ -33,7 +34,7 @@ def main() -> None:
             print(push(args.output_dir, args.name, args.private))
             return
         if args.command == "export":
-            export(args.checkpoint, args.target, args.dtype)
+            export(args.checkpoint, args.target, args.dtype, args.merge)
             print(f"{args.target} (from_pretrained loads it)")
             return
         found, problems = list_checkpoints(args.output_dir)

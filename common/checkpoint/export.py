@@ -9,18 +9,20 @@ import torch
 from safetensors.torch import save_file
 
 from common import export_dtype
+from common.checkpoint.adapter import is_adapter, merged, write_adapter
 from common.checkpoint.format import FORMAT, Reader, find_damage, newer_line, own_file, read_manifest, require
 from common.errors import UserError, one_line
 from common.files import PARTIAL, complete_or_absent
+from common.models.adapters import ADAPTER_CONFIG
 
 # Files of model/ that an export takes: settings, and the tokenizer's own formats, but never code or pickles.
 EXPORTED = (".json", ".jinja", ".txt", ".model", ".spm", ".bpe", ".codes", ".tiktoken")
 
 
-def export(directory: Path, target: Path, dtype: str | None = None) -> None:
+def export(directory: Path, target: Path, dtype: str | None = None, merge: bool = False) -> None:
     """Writes the weights of a checkpoint as a model that `from_pretrained` loads, with its tokenizer; or nothing.
 
-    dtype: of the weights there, None for that of the checkpoint.
+    dtype: of the weights there, None for that of the checkpoint. merge: of an adapter, its base with it.
 
     Raises UserError: no sound checkpoint there, or something else where the model should go; one line.
     """
@@ -41,16 +43,30 @@ def export(directory: Path, target: Path, dtype: str | None = None) -> None:
         raise UserError(f"{target} is a disk's own directory; name one below it")
     if (partial := target.with_name(target.name + PARTIAL)).exists():
         raise UserError(f"{partial} is there already, of a killed export perhaps; remove it, or name another")
+    if merge and not is_adapter(manifest):
+        raise UserError(f"{directory} holds a whole model, and no adapter to merge; take --merge out")
     reader = Reader(directory, manifest)
     model_class = getattr(transformers, manifest["architecture"], None)
     weights = {
         name.partition("/")[2]: reader.read(name) for name in reader.tensors if name.startswith(("weight/", "buffer/"))
     }
-    weights = export_dtype.cast(weights, dtype)
+    weights = export_dtype.cast(weights, None if merge else dtype)  # it is merged in float32
     # Not what merely lies there: only what the manifest names, and of that no code.
     files = [name.removeprefix("model/") for name in manifest["files"] if name.startswith("model/")]
     files = [name for name in files if "/" not in name and name.endswith(EXPORTED) and ".index." not in name]
-    if model_class is None:  # a recipe's own class: its configuration, and the weights under its own names
+    if is_adapter(manifest):
+
+        def write(partial: Path) -> None:
+            write_adapter(directory, weights, partial)
+            if merge:
+                model = merged(directory, manifest, partial)
+                for path in partial.iterdir():
+                    path.unlink()
+                state = export_dtype.cast(model.state_dict(), dtype)
+                model.save_pretrained(partial, state_dict=state)
+                export_dtype.note(partial / "config.json", dtype)
+
+    elif model_class is None:  # a recipe's own class: its configuration, and the weights under its own names
 
         def write(partial: Path) -> None:
             shutil.copyfile(own_file(directory, "model/config.json"), partial / "config.json")
@@ -68,7 +84,7 @@ def export(directory: Path, target: Path, dtype: str | None = None) -> None:
     with complete_or_absent(target, "export again") as partial:
         write(partial)
         for name in files:
-            if name != "config.json":
+            if name not in ("config.json", ADAPTER_CONFIG):
                 shutil.copyfile(own_file(directory, f"model/{name}"), partial / name)
 
 

@@ -15,6 +15,7 @@ from common.errors import UserError
 from common.training.degrees import Degrees
 from common.training.precision import narrow_dtype
 
+ADAPTER_CONFIG = "adapter_config.json"
 FLAGS = ("lora_alpha", "lora_targets", "lora_dropout", "use_dora", "use_rslora")  # beside --lora_rank
 
 
@@ -101,9 +102,11 @@ def with_adapter(
         model.add_adapter(config)
     except ValueError as error:
         raise UserError(f"--lora_rank: {' '.join(str(error).split())}") from error
+    if Path(args.model_name_or_path).expanduser().is_dir():  # else it were found from here only
+        config.base_model_name_or_path = str(Path(args.model_name_or_path).expanduser().resolve())
     dtype = narrow_dtype()
     for module in model.modules():
-        for name, weight in module.named_parameters(recurse=False):
+        for weight in module.parameters(recurse=False):
             if weight.requires_grad:
                 weight.data = weight.data.float() if weight.dtype != torch.float64 else weight.data
             elif dtype is not None and weight.ndim > 1 and weight.dtype == torch.float32:

@@ -39,15 +39,18 @@ def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> 
     """
     arguments, data = run["arguments"], {"trained on": run["data"], "held out": run["held_out"]}
     name, base = directory.parent.name, arguments.get("model_name_or_path")
+    is_adapter = arguments.get("lora_rank") is not None
     card = ModelCardData(
-        library_name="transformers",
+        library_name="peft" if is_adapter else "transformers",
         pipeline_tag=PIPELINE_TAGS.get(model_class),
         base_model=base if base and not Path(base).expanduser().exists() else None,  # a path would be no link
         tags=["accelerate", run["command"][0].rpartition("/")[2].removesuffix(".py")],
     )
-    config, origin = json.loads((directory / "config.json").read_text()), "trained from scratch"
-    if base:
-        origin = f"fine-tuned from `{base}`"
+    origin = f"fine-tuned from `{base}`" if base else "trained from scratch"
+    if is_adapter:
+        what = f"An adapter (LoRA) of rank {arguments['lora_rank']}"
+    else:
+        what = f"`{json.loads((directory / 'config.json').read_text())['architectures'][0]}`"
     settings = {key: value for key, value in arguments.items() if key not in KEPT and value not in (None, [])}
     settings = {key: value for key, value in settings.items() if value is not False}
     figures = {words: run["results"][key] for key, words in FIGURES.items() if run["results"].get(key) is not None}
@@ -55,8 +58,7 @@ def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> 
     lines = [
         f"---\n{card}\n---",
         f"# {name}",
-        f"`{config['architectures'][0]}`, {origin} in {run['results']['updates']:,} updates; "
-        f"`{model_class}.from_pretrained` loads it.",
+        f"{what}, {origin} in {run['results']['updates']:,} updates; `{model_class}.from_pretrained` loads it.",
         "## Data",
         *(f"- {part}: {' '.join(text.split())}" for part, text in data.items() if text),
         "## Figures",

@@ -1,0 +1,52 @@
+"""A checkpoint of an adapter, as peft loads it, or merged into its base."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from common.checkpoint.format import own_file
+from common.errors import UserError, one_line
+from common.models.adapters import ADAPTER_CONFIG, fingerprint
+
+
+def is_adapter(manifest: dict[str, Any]) -> bool:
+    """Whether a checkpoint holds an adapter, without its base."""
+    return f"model/{ADAPTER_CONFIG}" in manifest["files"]
+
+
+def write_adapter(directory: Path, weights: dict[str, torch.Tensor], target: Path) -> None:
+    """Writes the adapter of a checkpoint as `PeftModel.from_pretrained` loads it."""
+    (target / ADAPTER_CONFIG).write_bytes(own_file(directory, f"model/{ADAPTER_CONFIG}").read_bytes())
+    named = {f"base_model.model.{_as_peft_saves(name)}": weight for name, weight in weights.items()}
+    save_file(named, target / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _as_peft_saves(name: str) -> str:
+    """The name of an adapter's weight in peft's files, where it has not the name of the adapter in it."""
+    name = name.replace(".modules_to_save.default.", ".").replace(
+        "lora_magnitude_vector.default.weight", "lora_magnitude_vector"
+    )
+    return name.replace(".default.", ".")
+
+
+def merged(directory: Path, manifest: dict[str, Any], adapter: Path) -> Any:
+    """The base with the adapter in its weights, in float32. adapter: where `write_adapter` has written it.
+
+    Raises UserError: the base is not there, or is another one.
+    """
+    import transformers
+    from peft import PeftModel
+
+    base = json.loads((adapter / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
+    was = manifest["identity"]["base"]
+    if "@" not in was and (not Path(base).is_dir() or fingerprint(Path(base)) != was):
+        raise UserError(f"{directory}: its base {base} is not there, or has changed; put it back where it was")
+    model_class = getattr(transformers, manifest["architecture"])
+    try:
+        model = model_class.from_pretrained(base, dtype=torch.float32)
+    except Exception as error:  # of transformers and of the hub, by what is missing
+        raise UserError(f"{directory}: its base {base} cannot be loaded ({one_line(error)})") from error
+    return PeftModel.from_pretrained(model, adapter).merge_and_unload()
