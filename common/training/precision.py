@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -42,8 +43,8 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def narrow_dtype() -> torch.dtype | None:
-    """The 16 bits in which the run computes; None where it has no mixed precision."""
-    if not AcceleratorState._shared_state:
+    """The 16 bits that autocast or FSDP2 compute in; None without, and for DeepSpeed, which casts the whole model."""
+    if not AcceleratorState._shared_state or AcceleratorState().distributed_type == DistributedType.DEEPSPEED:
         return None
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(AcceleratorState().mixed_precision)
 
