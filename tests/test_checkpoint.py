@@ -67,7 +67,7 @@ def outcome(output_dir, update=NUM_UPDATES):
     """All that a run leaves that must not depend on where it stopped, weights and optimizer state as hashes."""
     manifest = manifest_of(output_dir, update)
     kept = ("update", "position", "scaler", "files", "samples")
-    weights = (Path(output_dir) / "model/model.safetensors").read_bytes()
+    (weights,) = (path.read_bytes() for path in (Path(output_dir) / "model").glob("*.safetensors"))
     return exact_metrics(output_dir), {key: manifest[key] for key in kept}, hashlib.sha256(weights).hexdigest()
 
 

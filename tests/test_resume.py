@@ -63,6 +63,13 @@ TRANSFORMER = [*TEXT, "--architecture", "transformer", "--num_layers", 2, "--seq
 SHARING = {"lm": RECIPES["lm"], "moe": RECIPES["moe"], "long_sequence": TRANSFORMER}
 LLAMA = [*TEXT, "--model_name_or_path", "MODEL", "--sequence_length", 32]
 CUT = {"lm": RECIPES["lm"], "classify": LLAMA, "long_sequence": TRANSFORMER}
+# And adapters of pretrained models, in every config that has no matrices divided; lm.py's and classify.py's drop out.
+LORA = ["--lora_rank", 4, "--lora_dropout", 0.1]
+ADAPTERS = {
+    "lm-lora": [*RECIPES["lm"], *LORA],
+    "classify-lora": [*TEXT, "--model_name_or_path", "LLAMA", "--sequence_length", 32, *LORA, "--use_rslora"],
+    "seq2seq-lora": [*TEXT, "--model_name_or_path", "T5", "--sequence_length", 32, "--target_length", 16, *LORA[:2]],
+}
 WITH_DROPOUT = ("lm", "classify", "seq2seq", "vision")
 NUM_UPDATES, SAVED = 4, 2
 
@@ -70,7 +77,7 @@ NUM_UPDATES, SAVED = 4, 2
 def test_no_config_and_no_recipe_is_left_out():
     assert {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")} == CONFIGS.keys() | WITHOUT
     assert {path.stem for path in (ROOT / "recipes").glob("*.py")} == RECIPES.keys()
-    assert RECIPES.keys() - EQUAL.keys() == {"lm", "pipeline"}
+    assert RECIPES.keys() - EQUAL.keys() == {"lm", "pipeline"} and ADAPTERS.keys() <= EQUAL.keys()
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +103,9 @@ def flags(own, data, output_dir, processes, *more):
 def recipes_of(config):
     if "sequence" in config or "tensor" in config:
         return SHARING if "sequence" in config else CUT
-    return {name: own for name, own in RECIPES.items() if (name == "pipeline") == (config == "pipeline")}
+    if config == "pipeline":
+        return {"pipeline": RECIPES["pipeline"]}
+    return {name: own for name, own in RECIPES.items() if name != "pipeline"} | ADAPTERS
 
 
 def run_matrix(config, recipes, data, tmp_path, first=None, second=None):
@@ -110,9 +119,9 @@ def run_matrix(config, recipes, data, tmp_path, first=None, second=None):
     runs, own = [], recipes_of(config)
     for recipe in recipes:
         whole, again = str(tmp_path / recipe), str(tmp_path / f"{recipe}-again")
-        runs.append((flags(own[recipe], data, whole, shares), first or {}, recipe))
+        runs.append((flags(own[recipe], data, whole, shares), first or {}, recipe.partition("-")[0]))
         changes = {"copy_run": [whole, again, SAVED], **(second or {})}
-        runs.append((flags(own[recipe], data, again, shares, "--resume"), changes, recipe))
+        runs.append((flags(own[recipe], data, again, shares, "--resume"), changes, recipe.partition("-")[0]))
     run_specs("all", runs, tmp_path, config, *CONFIGS[config])
 
 
@@ -154,6 +163,10 @@ EQUAL = {
     "long_sequence": RECIPES["long_sequence"],
     "long_sequence-transformer": TRANSFORMER,
     "vision": ["--model_config", "resnet", "--num_workers", 1],
+    "lm-lora": [*UNEVEN, "--model_name_or_path", "LLAMA", "--sequence_length", 32, "--lora_rank", 4],
+    "lm-dora": [*UNEVEN, "--model_name_or_path", "LLAMA", "--sequence_length", 32, "--lora_rank", 4, "--use_dora"],
+    "classify-lora": ADAPTERS["classify-lora"][:-1] + ["--lora_dropout", 0],
+    "seq2seq-lora": ADAPTERS["seq2seq-lora"],
 }
 FIGURES = {"validation_loss": 1e-5, "chrf": 1e-6}  # how far they may be off; these may not be at all:
 FIGURES |= dict.fromkeys(("accuracy", "macro_f1", "examples", "num_generated", "expert_shares"), 0)
@@ -200,8 +213,9 @@ def test_every_recipe_makes_the_update_of_one_process(config, one_process, data,
                 assert np.abs(np.subtract(figures[figure], expected[figure])).max() < 1e-2
                 continue
             assert figures[figure] == (pytest.approx(expected[figure], rel=rel) if rel else expected[figure]), name
-        weights = load_file(tmp_path / name / "model/model.safetensors")
-        for key, weight in load_file(one_process / name / "model/model.safetensors").items():
+        ours, expected = (next((out / name / "model").glob("*.safetensors")) for out in (tmp_path, one_process))
+        weights = load_file(ours)
+        for key, weight in load_file(expected).items():
             is_counted = key.endswith("e_score_correction_bias")  # moved by whole numbers of tokens
             most = 0 if is_counted else FLIPPED.get((config, name), WEIGHTS.get(name, 2e-5))
             assert (weight - weights[key]).abs().max() <= most, (name, key)

@@ -1,0 +1,184 @@
+"""Adapters: the base at first, the gradients of a dense model's, and files that peft alone loads and merges."""
+
+import argparse
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import BIN, assert_mistake, assert_refused, launch, make_model_dir, results_of, run, run_recipe_alone, told, write_rows
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from common.checkpoint.format import list_checkpoints
+from common.models.adapters import with_adapter
+
+TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+
+
+def asked(**more):
+    flags = {"lora_rank": 4, "lora_alpha": None, "lora_targets": [], "lora_dropout": 0.0, "use_dora": False}
+    return argparse.Namespace(**flags | {"use_rslora": False, "model_name_or_path": "base"} | more)
+
+
+def tiny(dtype=torch.float64):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**TINY)).to(dtype)
+
+
+@pytest.mark.parametrize("more", [{}, {"use_rslora": True}, {"use_dora": True}, {"lora_targets": ["q_proj", "mlp.up_proj"]}])
+def test_step_0_is_the_base_and_only_the_adapter_is_trained(more):
+    """Control: with B no longer zero it is another model."""
+    ids, base = torch.arange(20).view(2, 10), tiny(torch.float32)
+    expected = base(ids).logits
+    model = with_adapter(asked(**more), base)
+    exact = {"atol": 1e-6, "rtol": 1e-5} if more.get("use_dora") else {"atol": 0, "rtol": 0}
+    torch.testing.assert_close(model(ids).logits, expected, **exact)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained and all("lora_" in name for name in trained)
+    layers = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in trained}
+    every = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert layers == ({"q_proj", "up_proj"} if "lora_targets" in more else every)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    assert (model(ids).logits - expected).abs().max() > 1e-3
+
+
+def test_gradients_are_those_of_the_dense_model_with_merged_weights():
+    """W = W0 + s B A, so that of A it is s Bᵀ dW, and of B s dW Aᵀ. In float64. Control: another alpha is off."""
+    ids = torch.arange(40).view(4, 10)
+    model, dense = with_adapter(asked(lora_alpha=12), tiny()).double(), tiny()
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    for name, p in dense.named_parameters():
+        where = name.removesuffix(".weight")
+        module = model.get_submodule(where)
+        if hasattr(module, "lora_A"):
+            a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
+            p.data += 12 / 4 * (b @ a).detach()
+    torch.testing.assert_close(model(ids).logits, dense(ids).logits, atol=1e-12, rtol=1e-12)
+    for one in (model, dense):
+        one(ids, labels=ids).loss.backward()
+    checked = 0
+    for name, p in dense.named_parameters():
+        module = model.get_submodule(name.removesuffix(".weight"))
+        if hasattr(module, "lora_A"):
+            a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
+            torch.testing.assert_close(a.grad, 3 * b.T @ p.grad, atol=1e-12, rtol=1e-9)
+            torch.testing.assert_close(b.grad, 3 * p.grad @ a.T, atol=1e-12, rtol=1e-9)
+            assert not torch.allclose(b.grad, 4 * p.grad @ a.T, rtol=1e-3)
+            checked += 1
+    assert checked == 14
+
+
+@pytest.fixture(scope="module")
+def place(functions_file, tmp_path_factory):
+    """Data, a base, and a run with an adapter that has been trained for long enough to differ."""
+    directory = tmp_path_factory.mktemp("adapters")
+    write_rows(directory / "rows.jsonl", 60)
+    write_rows(directory / "held_out.jsonl", 20)
+    make_model_dir(directory / "base", functions_file)
+    launch(*flags(directory, directory / "run"), config="multi_cpu")
+    return directory
+
+
+def flags(place, out, *more):
+    base = ["--train_file", place / "rows.jsonl", "--validation_file", place / "held_out.jsonl"]
+    base += ["--model_name_or_path", place / "base", "--sequence_length", 64, "--num_updates", 6, "--save_every", 2]
+    return [*base, "--lora_rank", 8, "--learning_rate", 0.05, "--output_dir", out, "--keep_last", 9, *more]
+
+
+PEFT_ALONE = """
+import json, sys
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+base, adapter, merged, file = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(adapter)
+text = "".join(tokenizer.bos_token + json.loads(line)["text"] for line in open(file)) + tokenizer.eos_token
+ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+blocks = [ids[:, start : start + 65] for start in range(0, ids.shape[1] - 1, 64)]
+float32 = {"dtype": torch.float32}
+models = {
+    "peft": PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, **float32), adapter),
+    "transformers": AutoModelForCausalLM.from_pretrained(adapter, **float32),
+    "merged": AutoModelForCausalLM.from_pretrained(merged, **float32),
+    "base": AutoModelForCausalLM.from_pretrained(base, **float32),
+}
+for name, model in models.items():
+    with torch.no_grad():
+        losses = [model(block, labels=block).loss * (block.shape[1] - 1) for block in blocks]
+    print(name, (sum(losses) / (ids.shape[1] - 1)).item())
+"""
+
+
+def test_peft_loads_it_in_a_fresh_process_and_it_merges(place, tmp_path):
+    """The held-out loss of the run, computed without this repository. Control: the base's is another."""
+    checkpoint = place / "run/checkpoints/update-000006"
+    for name, more in (("merged", ["--merge"]), ("exported", []), ("half", ["--merge", "--dtype", "bfloat16"])):
+        command = [BIN / "python", "-m", "common.checkpoint", "export", checkpoint, tmp_path / name, *more]
+        result = run(command)
+        assert result.returncode == 0, told(result)
+    script, held_out = tmp_path / "alone.py", place / "held_out.jsonl"
+    script.write_text(PEFT_ALONE)
+    expected = results_of(place / "run")["validation_loss"]
+    for adapter in (place / "run/model", tmp_path / "exported"):
+        result = run([BIN / "python", script, place / "base", adapter, tmp_path / "merged", held_out], cwd=tmp_path)
+        assert result.returncode == 0, told(result)
+        losses = {name: float(loss) for name, loss in (line.split() for line in result.stdout.splitlines()[-4:])}
+        base = losses.pop("base")
+        assert losses == pytest.approx(dict.fromkeys(losses, expected), rel=1e-5) and base > expected + 0.05
+    exported, written = (load_file(path / "adapter_model.safetensors") for path in (tmp_path / "exported", place / "run/model"))
+    assert exported.keys() == written.keys() and all((exported[name] == written[name]).all() for name in written)
+    weights, half = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "half"))
+    assert all((half[name] == weight.bfloat16()).all() for name, weight in weights.items())
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
+
+
+def test_a_checkpoint_holds_the_adapter_and_knows_its_base(place, tmp_path):
+    """Nothing of the frozen base, and nothing that another base would be taken for. Control: the own base goes on."""
+    (path, manifest), *_ = list_checkpoints(place / "run")[0]
+    header = {name for rank in path.glob("rank-*.safetensors") for name in load_file(rank)}
+    assert header and all("lora_" in name for name in header)
+    out = tmp_path / "run"
+    shutil.copytree(place / "run", out)
+    shutil.rmtree(out / "checkpoints/update-000006")
+    other = tmp_path / "other"
+    shutil.copytree(place / "base", other)
+    model = AutoModelForCausalLM.from_pretrained(other)
+    model.model.embed_tokens.weight.data[5] += 1e-3
+    model.save_pretrained(other)
+    more = ["--resume", "--model_name_or_path", other]
+    assert_refused(launch(*flags(place, out, *more), check=False), "another base of the adapter: its fingerprint is")
+    more = ["--resume", "--lora_alpha", 5]
+    assert_refused(launch(*flags(place, out, *more), check=False), "--lora_alpha is 5, the checkpoint's is None; take")
+    shutil.copytree(place / "base", tmp_path / "moved")
+    launch(*flags(place, out, "--resume", "--model_name_or_path", tmp_path / "moved"), config="multi_cpu")
+    assert load_file(out / "model/adapter_model.safetensors").keys()
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        (["--lora_rank", 8], "--lora_rank adapts a pretrained model, and none is named; name one with --model_name"),
+        (["--lora_alpha", 8], "--lora_alpha has no effect without --lora_rank"),
+        (["--use_dora"], "--use_dora has no effect without --lora_rank"),
+        (["--lora_rank", 8, "--model_name_or_path", "BASE", "--lora_targets", "qq"], "qq is no linear layer .* has q_proj"),
+        (["--lora_rank", 8, "--model_name_or_path", "BASE", "--lora_dropout", 1.5], "--lora_dropout 1.5"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(more, problem, place, tmp_path):
+    more = [place / "base" if word == "BASE" else word for word in more]
+    result = run_recipe_alone("lm.py", "--train_file", place / "rows.jsonl", *more, "--output_dir", tmp_path / "out")
+    assert_mistake(result, problem)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_frozen_base_has_no_float32_copy_in_16_bits(place, tmp_path):
+    """Its matrices are in bf16 and its vectors in float32. Control: in float32 all are in float32."""
+    for config, dtype in (("cpu_bf16", torch.bfloat16), ("cpu", torch.float32)):
+        del config, dtype
+    json.dumps({})
