@@ -1,12 +1,23 @@
 """Adapters: the base at first, the gradients of a dense model's, and files that peft alone loads and merges."""
 
 import argparse
-import json
 import shutil
 
 import pytest
 import torch
-from conftest import BIN, assert_mistake, assert_refused, launch, make_model_dir, results_of, run, run_recipe_alone, told, write_rows
+from conftest import (
+    BIN,
+    ROOT,
+    assert_mistake,
+    assert_refused,
+    launch,
+    make_model_dir,
+    results_of,
+    run,
+    run_recipe_alone,
+    told,
+    write_rows,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -27,7 +38,9 @@ def tiny(dtype=torch.float64):
     return LlamaForCausalLM(LlamaConfig(**TINY)).to(dtype)
 
 
-@pytest.mark.parametrize("more", [{}, {"use_rslora": True}, {"use_dora": True}, {"lora_targets": ["q_proj", "mlp.up_proj"]}])
+@pytest.mark.parametrize(
+    "more", [{}, {"use_rslora": True}, {"use_dora": True}, {"lora_targets": ["q_proj", "mlp.up_proj"]}]
+)
 def test_step_0_is_the_base_and_only_the_adapter_is_trained(more):
     """Control: with B no longer zero it is another model."""
     ids, base = torch.arange(20).view(2, 10), tiny(torch.float32)
@@ -131,7 +144,9 @@ def test_peft_loads_it_in_a_fresh_process_and_it_merges(place, tmp_path):
         losses = {name: float(loss) for name, loss in (line.split() for line in result.stdout.splitlines()[-4:])}
         base = losses.pop("base")
         assert losses == pytest.approx(dict.fromkeys(losses, expected), rel=1e-5) and base > expected + 0.05
-    exported, written = (load_file(path / "adapter_model.safetensors") for path in (tmp_path / "exported", place / "run/model"))
+    exported, written = (
+        load_file(path / "adapter_model.safetensors") for path in (tmp_path / "exported", place / "run/model")
+    )
     assert exported.keys() == written.keys() and all((exported[name] == written[name]).all() for name in written)
     weights, half = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "half"))
     assert all((half[name] == weight.bfloat16()).all() for name, weight in weights.items())
@@ -166,7 +181,10 @@ def test_a_checkpoint_holds_the_adapter_and_knows_its_base(place, tmp_path):
         (["--lora_rank", 8], "--lora_rank adapts a pretrained model, and none is named; name one with --model_name"),
         (["--lora_alpha", 8], "--lora_alpha has no effect without --lora_rank"),
         (["--use_dora"], "--use_dora has no effect without --lora_rank"),
-        (["--lora_rank", 8, "--model_name_or_path", "BASE", "--lora_targets", "qq"], "qq is no linear layer .* has q_proj"),
+        (
+            ["--lora_rank", 8, "--model_name_or_path", "BASE", "--lora_targets", "qq"],
+            "qq is no linear layer .* has q_proj",
+        ),
         (["--lora_rank", 8, "--model_name_or_path", "BASE", "--lora_dropout", 1.5], "--lora_dropout 1.5"),
     ],
 )
@@ -177,8 +195,33 @@ def test_what_does_not_go_together_is_refused(more, problem, place, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_frozen_base_has_no_float32_copy_in_16_bits(place, tmp_path):
-    """Its matrices are in bf16 and its vectors in float32. Control: in float32 all are in float32."""
-    for config, dtype in (("cpu_bf16", torch.bfloat16), ("cpu", torch.float32)):
-        del config, dtype
-    json.dumps({})
+DTYPES = """
+import sys
+from accelerate import Accelerator
+sys.path[:0] = [{tests!r}, {root!r}]
+accelerator = Accelerator(cpu=True, mixed_precision=sys.argv[1])
+from test_adapters import asked, tiny
+from common.models.adapters import with_adapter
+import torch
+model, ids = with_adapter(asked(), tiny(torch.float32)), torch.arange(20).view(2, 10)
+for name, p in model.named_parameters():
+    print("trained" if p.requires_grad else "matrix" if p.ndim > 1 else "vector", p.dtype)
+with torch.autocast("cpu", torch.bfloat16, enabled=sys.argv[1] == "bf16"):
+    hidden = model.model(ids)[0]
+    exact = tiny(torch.float32)
+    for p in exact.parameters():
+        if p.ndim > 1 and sys.argv[1] == "bf16":
+            p.data = p.data.bfloat16().float()  # as the files of most published models are
+    assert torch.equal(hidden, exact.model(ids)[0])
+"""
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", "bfloat16"), ("no", "float32")])
+def test_the_frozen_base_has_no_float32_copy_in_16_bits(precision, dtype, tmp_path):
+    """And computes, under autocast, bit for bit what a float32 copy of a base in bf16 would."""
+    script = tmp_path / "dtypes.py"
+    script.write_text(DTYPES.format(tests=str(ROOT / "tests"), root=str(ROOT)))
+    result = run([BIN / "python", script, precision])
+    assert result.returncode == 0, told(result)
+    found = set(result.stdout.splitlines())
+    assert found == {f"matrix torch.{dtype}", "vector torch.float32", "trained torch.float32"}

@@ -31,6 +31,8 @@ def check(args: argparse.Namespace, degrees: Degrees) -> Iterator[str]:
             yield "--lora_rank: matrices that are divided among processes have no adapter; take another config"
         if not args.model_name_or_path:
             yield "--lora_rank adapts a pretrained model, and none is named; name one with --model_name_or_path"
+        if args.lora_dropout >= 1:
+            yield f"--lora_dropout {args.lora_dropout:g} is no share that leaves something; give one below 1"
         return
     for name in FLAGS:
         if getattr(args, name, None):
