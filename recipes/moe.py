@@ -24,6 +24,7 @@ import torch
 from common.data.text import tokenize
 from common.errors import refuse
 from common.models import experts, mixture
+from common.models.adapters import with_adapter
 from common.models.load import check_model, describe_use, write_sample
 from common.parallel.ending import user_mistakes_end_here
 from common.report.tracking import describe_held_out
@@ -46,7 +47,7 @@ MODEL_CONFIGS = {
 
 def parse_arguments():
     parser = arguments.recipe_parser(__doc__)
-    arguments.add_language_arguments(parser, examples=True)
+    arguments.add_language_arguments(parser, examples=True, adapters=True)
     parser.set_defaults(num_updates=500)
     group = parser.add_argument_group("mixture of experts")
     group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: tiny)"))
@@ -127,6 +128,7 @@ def main():
     model = mixture.build_mixture(args, config)
     how = sum_token_losses(model)  # from here on, model(...) is the sum of the losses of a micro-batch's targets
     router = experts.Routing(model, args.balance, args.balance_strength)  # its backward: with the balancing loss
+    model = with_adapter(args, model)
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
     collate = partial(collate_tokens, pad_token_id=tokenizer.pad_token_id)
     experts.gather_whole_blocks(run.accelerator, router.layers)
