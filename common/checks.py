@@ -35,8 +35,7 @@ def check_arguments(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool, 
         if "--num_updates" in given_flags():
             problems.append("--num_epochs and --num_updates are two answers to one question; give one")
         args.num_updates = None  # until the data are known
-    if not epochs.are_asked(args):
-        problems += _check_updates(args)
+    problems += _check_updates(args)
     if not on_cpu and args.compile and args.activation_checkpointing == "offload":  # on a CPU it is `full`
         problems.append(
             "--compile has no effect on layers whose inputs --activation_checkpointing offload moves; take one out"
@@ -48,15 +47,21 @@ def check_arguments(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool, 
 
 
 def _check_updates(args: argparse.Namespace) -> Iterator[str]:
-    """A line for each length that does not go with the others; fills in how long the learning rate rises."""
-    if args.warmup_updates is None:
-        if not args.resume:  # which takes it from the checkpoint
-            args.warmup_updates = args.num_updates // 20
-    elif args.warmup_updates >= args.num_updates:
-        yield f"--warmup_updates {args.warmup_updates} leaves nothing of {_how_long(args)}; lower it"
-    if args.keep_best and not (args.eval_every and args.save_every and args.save_every % args.eval_every == 0):
+    """A line for each length that does not go with the others, of those that are updates by now.
+
+    Fills in how long the learning rate rises.
+    """
+    if args.num_updates is not None:
+        if args.warmup_updates is None:
+            if not args.resume:  # which takes it from the checkpoint
+                args.warmup_updates = args.num_updates // 20
+        elif args.warmup_updates >= args.num_updates:
+            yield f"--warmup_updates {args.warmup_updates} leaves nothing of {_how_long(args)}; lower it"
+        yield from check_profile(args)
+    every = args.eval_every, args.save_every
+    are_known = not any(isinstance(one, str) for one in every)
+    if args.keep_best and are_known and not (all(every) and every[1] % every[0] == 0):
         yield "--keep_best needs --eval_every N, and --save_every a multiple of N"
-    yield from check_profile(args)
 
 
 def _check_plan(args: argparse.Namespace) -> Iterator[str]:

@@ -6,7 +6,7 @@ import re
 import shutil
 
 import pytest
-from conftest import assert_mistake, launch, read_metrics, run_recipe_alone, told, write_rows
+from conftest import assert_mistake, launch, read_metrics, recipe_arguments, run_recipe_alone, told, write_rows
 from test_resume import RECIPES, data  # noqa: F401  a fixture
 
 from common.training import epochs
@@ -47,6 +47,12 @@ def test_epochs_are_updates(asked, updates):
     assert not epochs.are_asked(argparse.Namespace(num_epochs=None, eval_every=0, save_every=7))
 
 
+def test_what_is_told_in_updates_is_settled_before_the_data_are_known():
+    """A DeepSpeed file that names the warm-up is compared with it. Control: of epochs it is not known yet."""
+    assert recipe_arguments("--num_updates", 40, "--eval_every", "1epoch").warmup_updates == 2
+    assert recipe_arguments("--num_epochs", 2).warmup_updates is None
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_counts_in_epochs(recipe, data, tmp_path):  # noqa: F811
     """Whole epochs with a short last global batch. Control: the second epoch has another order."""
@@ -80,17 +86,18 @@ def test_a_run_in_epochs_is_the_run_in_updates_and_resumes(text, tmp_path):
     assert f"the checkpoint's is {len(expected)}" in result.stderr, told(result)
 
 
-def test_patience_ends_a_run_and_a_resume_where_it_ended(text, tmp_path):
+@pytest.mark.parametrize("config", ["multi_cpu", "fsdp2"])
+def test_patience_ends_a_run_and_a_resume_where_it_ended(config, text, tmp_path):
     """Resumed between two evaluations that it counts. Controls: without --patience it goes on; with more, too."""
     rising = ["--learning_rate", 3, "--lr_schedule", "constant", "--num_updates", 14, "--warmup_updates", 1]
-    rising += ["--eval_every", 2, "--save_every", 2, "--keep_last", 9]
+    rising += ["--eval_every", 2, "--save_every", 2, "--keep_last", 9, "--keep_best"]
     whole, out, resumed = tmp_path / "whole", tmp_path / "run", tmp_path / "resumed"
-    launch(*flags(text, whole, *rising), config="multi_cpu")
+    launch(*flags(text, whole, *rising), config=config)
     measured = [loss for *_, loss in losses(whole) if loss is not None]
     best = measured.index(min(measured))
     end = 2 * (best + 3)
     assert end < 14, measured
-    result = launch(*flags(text, out, *rising, "--patience", 2), config="multi_cpu")
+    result = launch(*flags(text, out, *rising, "--patience", 2), config=config)
     told_end = f"update {end}: 2 evaluations in a row without a lower validation loss than {min(measured):.4f}"
     assert told_end in result.stdout
     assert losses(out) == losses(whole)[:end] and checkpoints(out)[-1] == end
@@ -98,11 +105,11 @@ def test_patience_ends_a_run_and_a_resume_where_it_ended(text, tmp_path):
     assert json.loads((out / "run.json").read_text())["status"] == "finished"
     shutil.copytree(out, resumed)
     shutil.rmtree(resumed / f"checkpoints/update-{end:06}")
-    result = launch("--resume", *flags(text, resumed, *rising, "--patience", 2), config="multi_cpu")
+    result = launch("--resume", *flags(text, resumed, *rising, "--patience", 2), config=config)
     assert "1 of 2 evaluations in a row" in result.stdout and losses(resumed) == losses(out)
-    result = launch("--resume", *flags(text, resumed, *rising, "--patience", 2), config="multi_cpu")
+    result = launch("--resume", *flags(text, resumed, *rising, "--patience", 2), config=config)
     assert "nothing was left to train" in result.stdout and losses(resumed) == losses(out)
-    launch("--resume", *flags(text, resumed, *rising, "--patience", 99), config="multi_cpu")
+    launch("--resume", *flags(text, resumed, *rising, "--patience", 99), config=config)
     assert losses(resumed) == losses(whole)
 
 

@@ -230,9 +230,10 @@ def describe_best(best: dict[str, Any] | None, output_dir: Path) -> str:
 def print_results(results: dict[str, Any], output_dir: Path, model_class: str, *lines: str) -> None:
     """The end of a run: figures, the recipe's own `lines`, and where everything lies; figures also go into run.json."""
     run = json.loads((output_dir / "run.json").read_text())
-    write_run(output_dir, run | {"results": results, "status": "finished"})
-    write_model_card(output_dir / "model", json.loads((output_dir / "run.json").read_text()), model_class)
-    if "results" in run:
+    is_again, run = "results" in run, run | {"results": results, "status": "finished"}
+    write_run(output_dir, run)
+    write_model_card(output_dir / "model", run, model_class)
+    if is_again:
         print("\nnothing was left to train; the figures of the training are those of the finished run")
     if results["tokens_per_second"]:
         print(
