@@ -20,6 +20,7 @@ from common.data.hub import held_out_splits
 from common.errors import UserError
 from common.export_dtype import EXPORT_DTYPES
 from common.familiar import here
+from common.models.quantization import QUANTIZED
 from common.parallel.ending import exit_with_mistakes
 from common.training.activation_checkpointing import ACTIVATION_CHECKPOINTING
 from common.training.epochs import EPOCHS
@@ -275,6 +276,7 @@ def _add_adapter(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--use_rslora", action="store_true", help=about)
     about = "adapt direction and length of the weights apart (DoRA, arXiv:2402.09353)"
     group.add_argument("--use_dora", action="store_true", help=about)
+    group.add_argument("--quantize", **one_of(QUANTIZED, "the frozen weights in 4 bits (default: in the run's precision)"))
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

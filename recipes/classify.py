@@ -25,7 +25,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from common.data.labels import collate_texts, set_pipeline_inputs
-from common.models import text_classifier
+from common.models import quantization, text_classifier
 from common.models.adapters import with_adapter
 from common.models.classifiers import build_classifier, check_padding, describe_new_weights, find_inputs
 from common.parallel.ending import user_mistakes_end_here
@@ -121,7 +121,7 @@ def main():
     tokenizer, config, train_set, held_out, names = load_data(args)
     kind, where = AutoModelForSequenceClassification, (args.model_name_or_path, args.trust_remote_code)
     run.begin(config, tokenizer, train_set, held_out, model_class=kind)
-    model, new_weights = build_classifier(config, *where, kind, args.new_head)
+    model, new_weights = build_classifier(config, *where, kind, args.new_head, **quantization.options(args))
     model = with_adapter(args, model, new_weights)
     if new_weights:
         run.accelerator.print(describe_new_weights(new_weights))

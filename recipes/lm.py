@@ -26,8 +26,8 @@ from transformers import LlamaConfig
 from common.data.text import tokenize
 from common.data.tokenizer import load_tokenizer, special_token_ids, train_tokenizer
 from common.errors import refuse
-from common.models.adapters import with_adapter
-from common.models.load import build_model, check_model, describe_use, load_config, write_sample
+from common.models.adapters import build_base
+from common.models.load import check_model, describe_use, load_config, write_sample
 from common.parallel.ending import user_mistakes_end_here
 from common.report.tracking import describe_held_out
 from common.run import Run
@@ -123,7 +123,7 @@ def main():
     run = Run(args)
     tokenizer, config, train_set, held_out = load_data(args)
     run.begin(config, tokenizer, train_set, held_out)
-    model = with_adapter(args, build_model(config, args.model_name_or_path, args.trust_remote_code))
+    model = build_base(args, config)
     how = sum_token_losses(model)  # from here on, model(...) is the sum of the losses of a micro-batch's targets
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
     collate = partial(collate_tokens, pad_token_id=tokenizer.pad_token_id)

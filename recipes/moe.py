@@ -24,7 +24,6 @@ import torch
 from common.data.text import tokenize
 from common.errors import refuse
 from common.models import experts, mixture
-from common.models.adapters import with_adapter
 from common.models.load import check_model, describe_use, write_sample
 from common.parallel.ending import user_mistakes_end_here
 from common.report.tracking import describe_held_out
@@ -128,7 +127,6 @@ def main():
     model = mixture.build_mixture(args, config)
     how = sum_token_losses(model)  # from here on, model(...) is the sum of the losses of a micro-batch's targets
     router = experts.Routing(model, args.balance, args.balance_strength)  # its backward: with the balancing loss
-    model = with_adapter(args, model)
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
     collate = partial(collate_tokens, pad_token_id=tokenizer.pad_token_id)
     experts.gather_whole_blocks(run.accelerator, router.layers)

@@ -26,8 +26,8 @@ from transformers import AutoModelForSeq2SeqLM
 
 from common.data.pairs import collate_pairs, tokenize_pairs
 from common.models import encoder_decoder
-from common.models.adapters import with_adapter
-from common.models.load import build_model, describe_use, prepare_encoder_decoder
+from common.models.adapters import build_base
+from common.models.load import describe_use, prepare_encoder_decoder
 from common.parallel.ending import user_mistakes_end_here
 from common.report.scores import score_targets
 from common.report.tracking import describe_held_out
@@ -126,8 +126,8 @@ def main():
     run = Run(args, encoder_decoder.check_arguments(args))
     tokenizer, config, train_set, held_out = load_data(args)
     run.begin(config, tokenizer, train_set, held_out, model_class=AutoModelForSeq2SeqLM)
-    model = build_model(config, args.model_name_or_path, args.trust_remote_code, AutoModelForSeq2SeqLM)
-    prepare_encoder_decoder(with_adapter(args, model))
+    model = build_base(args, config, AutoModelForSeq2SeqLM)
+    prepare_encoder_decoder(model)
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
     tokens = {"pad_token_id": tokenizer.pad_token_id, "decoder_start_token_id": config.decoder_start_token_id}
     collate = partial(collate_pairs, **tokens)

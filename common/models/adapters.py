@@ -9,14 +9,16 @@ from typing import Any
 import torch
 import xxhash
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from common.errors import UserError
+from common.models import quantization
+from common.models.load import build_model
 from common.training.degrees import Degrees
 from common.training.precision import narrow_dtype
 
 ADAPTER_CONFIG = "adapter_config.json"
-FLAGS = ("lora_alpha", "lora_targets", "lora_dropout", "use_dora", "use_rslora")  # beside --lora_rank
+FLAGS = ("lora_alpha", "lora_targets", "lora_dropout", "use_dora", "use_rslora", "quantize")  # beside --lora_rank
 
 
 def is_asked(args: argparse.Namespace) -> bool:
@@ -31,6 +33,8 @@ def check(args: argparse.Namespace, degrees: Degrees) -> Iterator[str]:
             yield "--lora_rank: matrices that are divided among processes have no adapter; take another config"
         if not args.model_name_or_path:
             yield "--lora_rank adapts a pretrained model, and none is named; name one with --model_name_or_path"
+        if getattr(args, "upcycle", False):
+            yield "--lora_rank: the base of an adapter has files of its own, and --upcycle makes a new one; take one out"
         if args.lora_dropout >= 1:
             yield f"--lora_dropout {args.lora_dropout:g} is no share that leaves something; give one below 1"
         return
@@ -72,6 +76,17 @@ def has_adapter(model: nn.Module) -> bool:
     return getattr(model, "_hf_peft_config_loaded", False)
 
 
+def build_base(
+    args: argparse.Namespace, config: PreTrainedConfig, model_class: Any = AutoModelForCausalLM
+) -> PreTrainedModel:
+    """The model that the flags name, in the precision of --quantize, with the adapter of --lora_rank if one is asked.
+
+    Raises UserError: as `build_model` and `with_adapter`.
+    """
+    where = args.model_name_or_path, args.trust_remote_code
+    return with_adapter(args, build_model(config, *where, model_class, **quantization.options(args)))
+
+
 def with_adapter(
     args: argparse.Namespace, model: PreTrainedModel, new_weights: list[str] | None = None
 ) -> PreTrainedModel:
@@ -90,6 +105,11 @@ def with_adapter(
 
     new = sorted({name.rpartition(".")[0] for name in new_weights or ()})
     modules, parameters = _targets(args, model, new)
+    if args.quantize and any(_is_of_experts(*one) for one in model.named_parameters()):
+        raise UserError(
+            f"--quantize {args.quantize}: the experts of this mixture are no linear layers, and would stay as large as "
+            "they are; take --quantize out"
+        )
     config = LoraConfig(
         r=args.lora_rank,
         lora_alpha=args.lora_alpha or 2 * args.lora_rank,
@@ -131,7 +151,7 @@ def _targets(args: argparse.Namespace, model: PreTrainedModel, new: list[str]) -
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head and name not in new
     }
-    stacked = [name for name, weight in model.named_parameters() if weight.ndim == 3 and ".experts." in f".{name}"]
+    stacked = [name for name, weight in model.named_parameters() if _is_of_experts(name, weight)]
     if not args.lora_targets:
         return _endings(linear), _endings(stacked, parts=2)
     modules, parameters = [], []
@@ -144,6 +164,11 @@ def _targets(args: argparse.Namespace, model: PreTrainedModel, new: list[str]) -
             known = ", ".join([*_endings(linear), *_endings(stacked, parts=2)])
             raise UserError(f"--lora_targets {target} is no linear layer of this model; it has {known}")
     return modules, parameters
+
+
+def _is_of_experts(name: str, weight: torch.Tensor) -> bool:
+    """Whether a parameter has the weights of all experts of a layer, one after the other."""
+    return weight.ndim == 3 and ".experts." in f".{name}"
 
 
 def _endings(names: Any, parts: int = 1) -> list[str]:

@@ -107,15 +107,21 @@ def choose_classes(config: PreTrainedConfig, classes: tuple[str, ...]) -> tuple[
 
 
 def build_classifier(
-    config: PreTrainedConfig, name_or_path: str | None, trust_remote_code: bool, model_class: Any, new_head: bool
+    config: PreTrainedConfig,
+    name_or_path: str | None,
+    trust_remote_code: bool,
+    model_class: Any,
+    new_head: bool,
+    **options: Any,
 ) -> tuple[PreTrainedModel, list[str]]:
     """A model with a head for `config`'s labels, and the names of the weights of a pretrained one that start at random.
 
     new_head: the checkpoint's head is of other labels, as many or not; else it is kept, if there is one.
+    options: more of its `from_pretrained`.
     """
     if name_or_path is None:
         return build_model(config, None, trust_remote_code, model_class), []
-    options = {"output_loading_info": True, "ignore_mismatched_sizes": new_head}
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": new_head}
     model, loaded = build_model(config, name_or_path, trust_remote_code, model_class, **options)
     new_weights = {*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])}
     if new_head:  # one for as many labels fits, and was loaded

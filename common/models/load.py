@@ -26,6 +26,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 from common.data.hub import locate_pretrained
 from common.errors import UserError, one_line
 from common.models.cpu_kernels import use_cpu_kernels
+from common.models import quantization
 from common.models.masks import decide_on_the_host
 from common.parallel import loading, sequence
 from common.training.batching import Samples
@@ -177,6 +178,8 @@ def build_model(
     dtype = torch.get_default_dtype()
     if name_or_path is not None and not loading.holds_weights():
         model = build_model(copy.deepcopy(config), None, trust_remote_code, model_class).eval()
+        if "quantization_config" in options:
+            quantization.imagine(model, options["quantization_config"].bnb_4bit_compute_dtype)
         return (model, {"missing_keys": [], "mismatched_keys": []}) if "output_loading_info" in options else model
     if name_or_path is None:
         with whole_weights(), nullcontext() if loading.holds_weights() else torch.device("meta"):
@@ -203,6 +206,7 @@ def build_model(
 def _ready(model: PreTrainedModel) -> PreTrainedModel:
     """Makes a new model one that every mode can take, and returns it."""
     follow_precision(model)
+    quantization.keep_weights(model)
     decide_on_the_host()
     use_cpu_kernels(model)
     try:

@@ -8,6 +8,7 @@ from transformers import Ernie4_5Config, PreTrainedConfig, PreTrainedModel, PreT
 from common.data.rows import Source
 from common.data.tokenizer import load_tokenizer, special_token_ids, train_tokenizer
 from common.models import experts
+from common.models.adapters import build_base
 from common.models.load import build_model, load_config, whole_weights
 
 UPCYCLED_SIZE = (8, 2)  # experts, of them for a token
@@ -26,7 +27,9 @@ def settle_mixture(parser: argparse.ArgumentParser, args: argparse.Namespace, si
         parser.error("--dense is for models from scratch; train a pretrained dense model with recipes/lm.py")
     if args.dense and (args.balance or args.balance_strength or args.num_experts):
         parser.error("--dense has no experts to balance or to count; take --balance and --num_experts out")
-    args.balance = args.balance or "bias"
+    if args.lora_rank and args.balance == "bias":
+        parser.error("--balance bias moves a part of the base, which an adapter leaves as it is; take another --balance")
+    args.balance = args.balance or ("none" if args.lora_rank else "bias")
     if is_pretrained and (args.num_experts or args.experts_per_token):
         parser.error("--num_experts and --experts_per_token cannot change a pretrained model; take them out")
     if not is_pretrained:
@@ -78,7 +81,7 @@ def choose_mixture(
 def build_mixture(args: argparse.Namespace, config: PreTrainedConfig) -> PreTrainedModel:
     """The model in float32, on every process the same."""
     if args.model_name_or_path and not args.upcycle:
-        return build_model(config, args.model_name_or_path, args.trust_remote_code)
+        return build_base(args, config)
     model = build_model(config)
     for layer in experts.find_layers(model):  # transformers before 5.18 leaves them 0: all experts tie
         torch.nn.init.normal_(layer.router.weight, std=config.initializer_range)
