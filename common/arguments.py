@@ -276,7 +276,8 @@ def _add_adapter(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--use_rslora", action="store_true", help=about)
     about = "adapt direction and length of the weights apart (DoRA, arXiv:2402.09353)"
     group.add_argument("--use_dora", action="store_true", help=about)
-    group.add_argument("--quantize", **one_of(QUANTIZED, "the frozen weights in 4 bits (default: in the run's precision)"))
+    about = "keep the frozen weights in 4 bits"
+    group.add_argument("--quantize", **one_of(QUANTIZED, about))
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

@@ -39,7 +39,7 @@ from common.checkpoint.identity import identify
 from common.checkpoint.save import Checkpoints
 from common.errors import refuse
 from common.models import adapters
-from common.models.load import attention_length, empty_model
+from common.models.load import attention_length
 from common.parallel import connect, ending, launch, loading, mode
 from common.plan import flops
 from common.plan.choice import batches_within_memory
@@ -100,13 +100,10 @@ class Run:
         Raises UserError: no checkpoint to resume, or a line for each thing that differs; too little data or disk.
         """
         checks.check_samples(self.args, train_set, held_out, self.asked.degrees)
-        empty = partial(empty_model, config, self.args.trust_remote_code, model_class)
-        self.make_empty = make_empty = cache(lambda: adapters.with_adapter(self.args, empty()))
+        self.make_empty = make_empty = cache(partial(adapters.empty_base, self.args, config, model_class))
         refuse(loading.check_model(config, model_class, make_empty, self.asked.degrees))
         connect.check_space(self.asked, lambda: [p.numel() for p in make_empty().parameters()])
-        own_flags += adapters.flags(self.args)
         identity = identify(self.args, self.accelerator, config, tokenizer, train_set.fingerprint, *own_flags)
-        identity |= adapters.identity(self.args, config)
         self.resumed = self.checkpoints.find(identity)
         self.state = TrainingState(**(self.resumed.manifest["position"] if self.resumed else {}))
         refuse(checks.check_profile(self.args, self.state.update))

@@ -126,8 +126,7 @@ def main():
     run = Run(args, encoder_decoder.check_arguments(args))
     tokenizer, config, train_set, held_out = load_data(args)
     run.begin(config, tokenizer, train_set, held_out, model_class=AutoModelForSeq2SeqLM)
-    model = build_base(args, config, AutoModelForSeq2SeqLM)
-    prepare_encoder_decoder(model)
+    model = prepare_encoder_decoder(build_base(args, config, AutoModelForSeq2SeqLM))
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
     tokens = {"pad_token_id": tokenizer.pad_token_id, "decoder_start_token_id": config.decoder_start_token_id}
     collate = partial(collate_pairs, **tokens)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from common import export_dtype
 from common.checkpoint.format import own_file
 from common.errors import UserError, one_line
 from common.models.adapters import ADAPTER_CONFIG, fingerprint
@@ -17,11 +18,25 @@ def is_adapter(manifest: dict[str, Any]) -> bool:
     return f"model/{ADAPTER_CONFIG}" in manifest["files"]
 
 
-def write_adapter(directory: Path, weights: dict[str, torch.Tensor], target: Path) -> None:
-    """Writes the adapter of a checkpoint as `PeftModel.from_pretrained` loads it."""
+def write_adapter(
+    directory: Path,
+    manifest: dict[str, Any],
+    weights: dict[str, torch.Tensor],
+    dtype: str | None,
+    merge: bool,
+    target: Path,
+) -> None:
+    """Writes the adapter of a checkpoint as `PeftModel.from_pretrained` loads it; with `merge` the whole model."""
     (target / ADAPTER_CONFIG).write_bytes(own_file(directory, f"model/{ADAPTER_CONFIG}").read_bytes())
+    weights = export_dtype.cast(weights, None if merge else dtype)  # it is merged in float32
     named = {f"base_model.model.{_as_peft_saves(name)}": weight for name, weight in weights.items()}
     save_file(named, target / "adapter_model.safetensors", metadata={"format": "pt"})
+    if merge:
+        model = merged(directory, manifest, target)
+        for path in target.iterdir():
+            path.unlink()
+        model.save_pretrained(target, state_dict=export_dtype.cast(model.state_dict(), dtype))
+        export_dtype.note(target / "config.json", dtype)
 
 
 def _as_peft_saves(name: str) -> str:

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from common import export_dtype
-from common.checkpoint.adapter import is_adapter, merged, write_adapter
+from common.checkpoint.adapter import is_adapter, write_adapter
 from common.checkpoint.format import FORMAT, Reader, find_damage, newer_line, own_file, read_manifest, require
 from common.errors import UserError, one_line
 from common.files import PARTIAL, complete_or_absent
@@ -26,17 +28,7 @@ def export(directory: Path, target: Path, dtype: str | None = None, merge: bool 
 
     Raises UserError: no sound checkpoint there, or something else where the model should go; one line.
     """
-    import transformers
-
-    try:
-        manifest = read_manifest(directory)
-    except UserError as error:
-        raise UserError(f"{directory} is no checkpoint: {error}; name one of OUTPUT_DIR/checkpoints") from error
-    if manifest["format"] > FORMAT:
-        raise UserError(f"{directory}: {newer_line(manifest)}")
-    if damage := find_damage(directory, manifest):
-        raise UserError(f"{directory}: {damage}; export another checkpoint")
-    target = Path(os.path.abspath(target))
+    manifest, target = _checked(directory), Path(os.path.abspath(target))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is there already; name another directory")
     if target.is_mount():
@@ -46,46 +38,58 @@ def export(directory: Path, target: Path, dtype: str | None = None, merge: bool 
     if merge and not is_adapter(manifest):
         raise UserError(f"{directory} holds a whole model, and no adapter to merge; take --merge out")
     reader = Reader(directory, manifest)
-    model_class = getattr(transformers, manifest["architecture"], None)
     weights = {
         name.partition("/")[2]: reader.read(name) for name in reader.tensors if name.startswith(("weight/", "buffer/"))
     }
-    weights = export_dtype.cast(weights, None if merge else dtype)  # it is merged in float32
+    write = _writer(directory, manifest, weights, dtype, merge)
     # Not what merely lies there: only what the manifest names, and of that no code.
     files = [name.removeprefix("model/") for name in manifest["files"] if name.startswith("model/")]
     files = [name for name in files if "/" not in name and name.endswith(EXPORTED) and ".index." not in name]
-    if is_adapter(manifest):
-
-        def write(partial: Path) -> None:
-            write_adapter(directory, weights, partial)
-            if merge:
-                model = merged(directory, manifest, partial)
-                for path in partial.iterdir():
-                    path.unlink()
-                state = export_dtype.cast(model.state_dict(), dtype)
-                model.save_pretrained(partial, state_dict=state)
-                export_dtype.note(partial / "config.json", dtype)
-
-    elif model_class is None:  # a recipe's own class: its configuration, and the weights under its own names
-
-        def write(partial: Path) -> None:
-            shutil.copyfile(own_file(directory, "model/config.json"), partial / "config.json")
-            export_dtype.note(partial / "config.json", dtype)
-            save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
-
-    else:
-        try:
-            write = _whole_model(directory, weights, model_class).save_pretrained
-        except Exception as error:  # of transformers and torch, by what does not fit
-            raise UserError(
-                f"{directory}: its weights and model/config.json do not make a {manifest['architecture']} "
-                f"({one_line(error)}); export another checkpoint"
-            ) from error
     with complete_or_absent(target, "export again") as partial:
         write(partial)
         for name in files:
             if name not in ("config.json", ADAPTER_CONFIG):
                 shutil.copyfile(own_file(directory, f"model/{name}"), partial / name)
+
+
+def _checked(directory: Path) -> dict[str, Any]:
+    """The manifest of a sound checkpoint; else UserError."""
+    try:
+        manifest = read_manifest(directory)
+    except UserError as error:
+        raise UserError(f"{directory} is no checkpoint: {error}; name one of OUTPUT_DIR/checkpoints") from error
+    if manifest["format"] > FORMAT:
+        raise UserError(f"{directory}: {newer_line(manifest)}")
+    if damage := find_damage(directory, manifest):
+        raise UserError(f"{directory}: {damage}; export another checkpoint")
+    return manifest
+
+
+def _writer(
+    directory: Path, manifest: dict[str, Any], weights: dict[str, torch.Tensor], dtype: str | None, merge: bool
+) -> Callable[[Path], Any]:
+    """What writes the model of a checkpoint, or its adapter, into an empty directory. UserError: they make none."""
+    import transformers
+
+    if is_adapter(manifest):
+        return partial(write_adapter, directory, manifest, weights, dtype, merge)
+    model_class = getattr(transformers, manifest["architecture"], None)
+    weights = export_dtype.cast(weights, dtype)
+    if model_class is None:  # a recipe's own class: its configuration, and the weights under its own names
+
+        def write(target: Path) -> None:
+            shutil.copyfile(own_file(directory, "model/config.json"), target / "config.json")
+            export_dtype.note(target / "config.json", dtype)
+            save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+
+        return write
+    try:
+        return _whole_model(directory, weights, model_class).save_pretrained
+    except Exception as error:  # of transformers and torch, by what does not fit
+        raise UserError(
+            f"{directory}: its weights and model/config.json do not make a {manifest['architecture']} "
+            f"({one_line(error)}); export another checkpoint"
+        ) from error
 
 
 def _whole_model(directory: Path, weights: dict[str, torch.Tensor], model_class: Any) -> Any:

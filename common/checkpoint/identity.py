@@ -8,6 +8,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from common.models import adapters
+
 # What an update depends on besides samples and weights; another value than the checkpoint's is refused. False: also
 # with --allow_changed, since the saved state would not fit.
 SETTINGS = {
@@ -45,6 +47,7 @@ def identify(
         words = json.dumps(
             [sorted(tokenizer.get_vocab().items()), str(tokenizer.chat_template), tokenizer.eos_token_id]
         )
+    own_flags += adapters.flags(args)
     settings = {name: getattr(args, name) for name in (*SETTINGS, *own_flags) if hasattr(args, name)}
     settings["mixed_precision"] = accelerator.mixed_precision
     return {
@@ -52,7 +55,7 @@ def identify(
         "tokenizer": hashlib.sha256(words.encode()).hexdigest()[:16],
         "dataset": dataset,
         "settings": settings,
-    }
+    } | adapters.identity(args, config)
 
 
 def differences(saved: dict, now: dict, args: argparse.Namespace) -> Iterator[str]:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from common.errors import UserError
 from common.models import quantization
-from common.models.load import build_model
+from common.models.load import build_model, empty_model
 from common.training.degrees import Degrees
 from common.training.precision import narrow_dtype
 
@@ -34,7 +34,7 @@ def check(args: argparse.Namespace, degrees: Degrees) -> Iterator[str]:
         if not args.model_name_or_path:
             yield "--lora_rank adapts a pretrained model, and none is named; name one with --model_name_or_path"
         if getattr(args, "upcycle", False):
-            yield "--lora_rank: the base of an adapter has files of its own, and --upcycle makes a new one; take one out"
+            yield "--lora_rank: an adapter's base has files of its own, and --upcycle makes a new one; take one out"
         if args.lora_dropout >= 1:
             yield f"--lora_dropout {args.lora_dropout:g} is no share that leaves something; give one below 1"
         return
@@ -85,6 +85,11 @@ def build_base(
     """
     where = args.model_name_or_path, args.trust_remote_code
     return with_adapter(args, build_model(config, *where, model_class, **quantization.options(args)))
+
+
+def empty_base(args: argparse.Namespace, config: PreTrainedConfig, model_class: Any) -> PreTrainedModel:
+    """The same without data, on the `meta` device; its frozen layers are not in 4 bits."""
+    return with_adapter(args, empty_model(config, args.trust_remote_code, model_class))
 
 
 def with_adapter(

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from common.data.pairs import Pairs
 from common.data.rows import Source
 from common.data.tokenizer import load_tokenizer, train_tokenizer
 from common.errors import refuse
+from common.models.adapters import has_adapter
 from common.models.load import check_model, load_config
 from common.parallel.loading import without_wrapper
 from common.parallel.mode import is_sharded
@@ -100,13 +102,15 @@ def write_targets(
         # Where weights are sharded, every rank has to take part in every step: hence dummy samples, and synced_gpus.
         micro_batch = collate([samples[i] for i in ids[positions]] or [samples.dummy_sample()])
         batch = send_to_device(micro_batch, accelerator.device)
-        tokens = model.generate(
-            batch["input_ids"],
-            attention_mask=batch.get("attention_mask", torch.ones_like(batch["input_ids"])),
-            max_new_tokens=args.target_length,
-            do_sample=False,
-            num_beams=1,
-            synced_gpus=is_sharded(accelerator),
-        )
+        # The encoder is called by itself; beside an adapter its weights are of two precisions.
+        with accelerator.autocast() if has_adapter(model) else nullcontext():
+            tokens = model.generate(
+                batch["input_ids"],
+                attention_mask=batch.get("attention_mask", torch.ones_like(batch["input_ids"])),
+                max_new_tokens=args.target_length,
+                do_sample=False,
+                num_beams=1,
+                synced_gpus=is_sharded(accelerator),
+            )
         written += zip(ids[positions].tolist(), tokens.tolist(), strict=False)  # but for a dummy sample's
     return dict(sorted(gather_object(written)))

@@ -25,8 +25,8 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from common.data.hub import locate_pretrained
 from common.errors import UserError, one_line
-from common.models.cpu_kernels import use_cpu_kernels
 from common.models import quantization
+from common.models.cpu_kernels import use_cpu_kernels
 from common.models.masks import decide_on_the_host
 from common.parallel import loading, sequence
 from common.training.batching import Samples
@@ -41,8 +41,8 @@ JOBS = {
 }
 
 
-def prepare_encoder_decoder(model: PreTrainedModel) -> None:
-    """Makes embeddings that have one weight one module; call it on the bare model, on all ranks together.
+def prepare_encoder_decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """Makes embeddings that have one weight one module, and returns it; for a bare model, on all ranks together.
 
     transformers gives encoder and decoder a module each, and FSDP2 refuses a weight that is in two of its groups. An
     embedding that a checkpoint keeps apart stays so.
@@ -62,6 +62,7 @@ def prepare_encoder_decoder(model: PreTrainedModel) -> None:
     )
     for parent, _, name in (twin.rpartition(".") for twin in twins):
         setattr(model.get_submodule(parent), name, shared)
+    return model
 
 
 def load_config(

@@ -28,7 +28,7 @@ def settle_mixture(parser: argparse.ArgumentParser, args: argparse.Namespace, si
     if args.dense and (args.balance or args.balance_strength or args.num_experts):
         parser.error("--dense has no experts to balance or to count; take --balance and --num_experts out")
     if args.lora_rank and args.balance == "bias":
-        parser.error("--balance bias moves a part of the base, which an adapter leaves as it is; take another --balance")
+        parser.error("--balance bias moves a part of the base, which an adapter leaves alone; take another one")
     args.balance = args.balance or ("none" if args.lora_rank else "bias")
     if is_pretrained and (args.num_experts or args.experts_per_token):
         parser.error("--num_experts and --experts_per_token cannot change a pretrained model; take them out")

@@ -1,0 +1,82 @@
+"""A frozen base in 4 bits under an adapter: NF4 with double quantisation (QLoRA, arXiv:2305.14314), by bitsandbytes.
+
+Each 64 weights of a linear layer share a scale, of 8 bits; each 256 scales share one in float32: 4.13 bits a weight.
+"""
+
+import argparse
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from common.training.precision import narrow_dtype
+
+QUANTIZED = {"nf4": "NF4 (arXiv:2305.14314), 4.13 bits a weight"}
+BLOCK, BLOCK_OF_BLOCKS = 64, 256  # bitsandbytes' own
+
+
+def options(args: argparse.Namespace) -> dict[str, Any]:
+    """What `from_pretrained` is given for a base of --quantize; nothing without that flag."""
+    if not getattr(args, "quantize", None):
+        return {}
+    from transformers import BitsAndBytesConfig  # here because it imports bitsandbytes
+
+    return {
+        "quantization_config": BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=args.quantize,
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=narrow_dtype() or torch.float32,
+        )
+    }
+
+
+def keep_weights(model: nn.Module) -> None:
+    """Keeps an evaluation on a CPU from packing the weights anew: bitsandbytes 0.50 has no gradient of that form."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def imagine(model: nn.Module, dtype: torch.dtype) -> None:
+    """Gives a model without data linear layers that allocate what those in 4 bits would; their values are no use.
+
+    dtype: that the layers compute in.
+    """
+    from transformers.quantizers.base import get_keys_to_not_convert
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    kept = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or [])]
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and should_convert_module(name, kept):
+            model.set_submodule(name, _Imagined(module, dtype))
+
+
+class _Imagined(nn.Linear):
+    """A linear layer whose weight is so many bytes, and whole in `dtype` for as long as a product takes."""
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.dtype = linear.in_features, linear.out_features, dtype
+        numbers = linear.weight.numel()
+        size = numbers // 2 + numbers // BLOCK + 4 * (numbers // (BLOCK * BLOCK_OF_BLOCKS))
+        self.weight = nn.Parameter(torch.empty(size, dtype=torch.uint8, device="meta"), requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, rows: Tensor) -> Tensor:
+        shape = self.out_features, self.in_features
+        return _Product.apply(rows.to(self.dtype), shape, self.bias).to(rows.dtype)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, shape, bias):
+        ctx.shape = shape
+        return F.linear(rows, rows.new_empty(shape), None if bias is None else bias.to(rows.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        return gradient @ gradient.new_empty(ctx.shape), None, None
