@@ -29,7 +29,7 @@ TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embedding
 
 
 def asked(**more):
-    flags = {"lora_rank": 4, "lora_alpha": None, "lora_targets": [], "lora_dropout": 0.0, "use_dora": False}
+    flags = {"lora_rank": 4, "lora_alpha": None, "lora_targets": [], "lora_dropout": 0.0, "use_dora": False, "quantize": None}
     return argparse.Namespace(**flags | {"use_rslora": False, "model_name_or_path": "base"} | more)
 
 

@@ -23,6 +23,7 @@ from common.plan.tape import Tape
 from common.training.batching import GlobalBatch, GlobalBatches
 
 FEW_STEPS = 16  # of a model without attention, which may be recurrent: without data each step is an operator of its own
+FROZEN = "frozen"  # a segment of a tape
 LOOKED_AT = 1000  # samples, for the lengths that occur
 
 
@@ -30,14 +31,13 @@ LOOKED_AT = 1000  # samples, for the lengths that occur
 class ModelFlops:
     """Operations of an update, forward and backward: a polynomial of each sample's lengths, and a share of a rate."""
 
-    coefficients: np.ndarray  # (terms,) of the forward of a sample, as `_terms` has them
-    per_target: float  # of the forward of a row of logits
+    coefficients: np.ndarray  # (terms,) of a sample, as `_terms` has them
+    per_target: float  # of a row of logits
     rate: float | None  # FLOP/s that all processes together could reach; None: not known
 
     def of(self, batch: GlobalBatch) -> float:
         """Of a global batch, on all ranks."""
-        forward = _terms(batch.lengths.numpy()).sum(0) @ self.coefficients + self.per_target * batch.num_targets
-        return 3 * float(forward)  # a backward has two products for each of the forward
+        return float(_terms(batch.lengths.numpy()).sum(0) @ self.coefficients + self.per_target * batch.num_targets)
 
     def figures(self, flops: float, seconds: float) -> dict[str, float]:
         """For metrics and results: FLOP/s, and their share of the rate where that is known."""
@@ -67,14 +67,14 @@ def count(
             model.set_attn_implementation("eager")  # plain products; the one in use may exchange tokens between ranks
         model.config.get_text_config().pad_token_id = None  # else some look for padding, and here are no tokens
         sample = batches.collate([samples.dummy_sample()])
-        forwards = np.array([_count_forward(model, sample, point) for point in points])
+        passes = np.array([_count(model, sample, point) for point in points])
         head = model.get_output_embeddings()
-        per_target = 2.0 * head.weight.numel() if head is not None else 0.0
+        per_target = 2.0 * head.weight.numel() * (2 + head.weight.requires_grad) if head is not None else 0.0
     except Exception:  # whatever a foreign forward raises
         return None
     terms = _terms(points)
     scale = terms.max(0)
-    coefficients = np.linalg.lstsq(terms / scale, forwards - per_target * points[:, -1], rcond=None)[0] / scale
+    coefficients = np.linalg.lstsq(terms / scale, passes - per_target * points[:, -1], rcond=None)[0] / scale
     return ModelFlops(coefficients, per_target, rate)
 
 
@@ -87,16 +87,24 @@ def _terms(lengths: np.ndarray) -> np.ndarray:
 
 
 @torch.no_grad()
-def _count_forward(model: torch.nn.Module, sample: dict[str, torch.Tensor], lengths: np.ndarray) -> int:
-    """Of one sample of these lengths: of tokens (an encoder's, a decoder's), or as `sample` is."""
+def _count(model: torch.nn.Module, sample: dict[str, torch.Tensor], lengths: np.ndarray) -> int:
+    """Of one sample of these lengths: of tokens (an encoder's, a decoder's), or as `sample` is.
+
+    A backward has two products for each of the forward; one where the weight is frozen.
+    """
     inputs = {}
     for name, one in sample.items():
         if not name.startswith("target"):
             shape = one.shape if one.is_floating_point() else (1, lengths[-1 if name.startswith("decoder") else 0])
             inputs[name] = torch.empty(shape, dtype=one.dtype, device="meta")
     with Tape() as tape:
+        for module in model.modules():
+            weights = [p for p in module.parameters(recurse=False) if p.ndim > 1]
+            if weights and not any(p.requires_grad for p in weights):
+                module.register_forward_pre_hook(lambda *_: setattr(tape, "segment", FROZEN))
+                module.register_forward_hook(lambda *_: setattr(tape, "segment", "start"))
         model(**inputs)
-    return sum(tape.flops.values())
+    return 3 * sum(tape.flops.values()) - tape.flops[FROZEN]
 
 
 def machine_rate(accelerator: Accelerator, precision: str) -> float | None:

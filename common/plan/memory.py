@@ -179,7 +179,8 @@ def on_host(shape: Shape, mode: Mode) -> tuple[float, float]:
     state = 12.0 * shape.trained  # masters and two averages
     held = {HOST: 0.0, FILES: 0.0, "device": 0.0}
     if mode.kind == "FSDP":
-        held[mode.state_on] += state + 4.0 * shape.trained  # the masters are the weights; gradients
+        frozen = width * float(shape.parameters - shape.trained)
+        held[mode.state_on] += state + 4.0 * shape.trained + frozen  # the masters are the weights; gradients
     elif mode.kind == "DeepSpeed":
         held[mode.state_on] += state + (4.0 * shape.trained if mode.state_on == HOST else 0)
         held[mode.weights_on] += float(width * shape.parameters)
@@ -233,7 +234,8 @@ def _ddp(parts: Parts, segment: str, shape: Shape, accumulates: bool) -> None:
 def _fsdp(parts: Parts, segment: str, shape: Shape, mode: Mode, width: int) -> None:
     """float32 shards; the root and two layers whole, in the type that computes; a layer's gradient on its way."""
     n = mode.shards
-    shard = 4.0 * shape.parameters / n
+    frozen = shape.parameters - shape.trained  # beside an adapter, in the type that computes
+    shard = (4.0 * shape.trained + width * frozen) / n
     gradients = parts.pop("gradients", 0) / width * 4 / n
     state = parts.pop("optimizer state", 0) / width * 4 / n
     parts["weights"] = 0 if mode.weights_on == HOST else shard
@@ -244,7 +246,7 @@ def _fsdp(parts: Parts, segment: str, shape: Shape, mode: Mode, width: int) -> N
         if segment.startswith("backward"):
             # What goes into the sum over the ranks is float32, and cut after it.
             largest = max(shape.largest_layer, shape.outside if segment.endswith("end") else 0)
-            parts["gradients on their way"] = (width + 4.0) * largest
+            parts["gradients on their way"] = (width + 4.0) * largest * shape.trained / shape.parameters
 
 
 def _zero(parts: Parts, segment: str, shape: Shape, mode: Mode, width: int) -> None:
@@ -265,7 +267,8 @@ def _zero(parts: Parts, segment: str, shape: Shape, mode: Mode, width: int) -> N
         most = _size(zero, "stage3_max_live_parameters", KEPT_WHOLE)
         parts["gathered layers"] = width * float(min(shape.parameters, most))
     if stage == 3 and segment.startswith(("forward", "backward")):
-        parts["gradients on their way"] = width * float(max(shape.outside, shape.largest_layer))
+        largest = max(shape.outside, shape.largest_layer)
+        parts["gradients on their way"] = width * largest * shape.trained / shape.parameters
     # In bf16 with float32 sums ZeRO-1 is an optimizer of its own, without buckets; those of ZeRO-2 are narrow.
     bucket = (4.0 if stage == 3 else width) * _size(zero, "reduce_bucket_size", REDUCE_BUCKET)
     has_none = stage == 1 and mode.precision == "bf16"

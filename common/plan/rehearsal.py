@@ -232,7 +232,8 @@ def _fill(
         for name, p in module._parameters.items():
             if p is not None:
                 if id(p) not in new:
-                    kind = dtype if p.is_floating_point() else p.dtype
+                    # Frozen beside an adapter, it may be in 16 bits while what is trained is in float32.
+                    kind = dtype if p.is_floating_point() and p.itemsize >= dtype.itemsize else p.dtype
                     empty = torch.nn.Parameter(torch.empty_like(p, device="cpu", dtype=kind), p.requires_grad)
                     new[id(p)] = new[id(empty)] = empty
                 module._parameters[name] = new[id(p)]

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from common import export_dtype
 from common.errors import UserError
 from common.memory import most_resident
+from common.models.quantization import describe_frozen, number_of
 from common.parallel import liveness
 from common.parallel.mode import describe_mode, describe_precision, running_mode
 from common.parallel.rates import advise
@@ -155,8 +156,7 @@ def print_run(
     `rehearsal`: a config for GPUs runs on a CPU. `lines` are the recipe's own, each a name and a text.
     """
     world, degrees = accelerator.num_processes, running()
-    # Parameters that ZeRO-3 has cut while the model was made have no elements of their own.
-    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    sizes = [(number_of(p), p.requires_grad) for p in model.parameters()]
     total, trainable = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
     if hasattr(model, "pipeline_stages"):  # of which this process has a stage
         total, trainable = model.pipeline_stages.num_parameters
@@ -180,7 +180,7 @@ def print_run(
     measures = accelerator.is_main_process and not rehearsal
     precision = getattr(model, "own_precision", None)  # of a model that takes no other
     if precision is None:
-        precision = describe_precision(accelerator)
+        precision = describe_precision(accelerator) + describe_frozen(args)
         precision += advise(accelerator.device, accelerator.mixed_precision, total) if measures else ""
     block = {
         "model": f"{type(model).__name__}, {total:,} parameters"
