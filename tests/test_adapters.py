@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from bitsandbytes.functional import has_avx512bf16
 from conftest import (
     BIN,
     ROOT,
@@ -12,6 +13,7 @@ from conftest import (
     assert_refused,
     launch,
     make_model_dir,
+    read_metrics,
     results_of,
     run,
     run_recipe_alone,
@@ -22,15 +24,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from common.checkpoint.format import list_checkpoints
-from common.models.adapters import with_adapter
+from common.models.adapters import build_base, with_adapter
+from common.models.load import load_config
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
 
 
 def asked(**more):
-    flags = {"lora_rank": 4, "lora_alpha": None, "lora_targets": [], "lora_dropout": 0.0, "use_dora": False, "quantize": None}
-    return argparse.Namespace(**flags | {"use_rslora": False, "model_name_or_path": "base"} | more)
+    flags = {"lora_rank": 4, "lora_alpha": None, "lora_targets": [], "lora_dropout": 0.0, "use_dora": False}
+    flags |= {"use_rslora": False, "quantize": None, "model_name_or_path": "base"}
+    return argparse.Namespace(**flags | more)
 
 
 def tiny(dtype=torch.float64):
@@ -181,6 +185,8 @@ def test_a_checkpoint_holds_the_adapter_and_knows_its_base(place, tmp_path):
         (["--lora_rank", 8], "--lora_rank adapts a pretrained model, and none is named; name one with --model_name"),
         (["--lora_alpha", 8], "--lora_alpha has no effect without --lora_rank"),
         (["--use_dora"], "--use_dora has no effect without --lora_rank"),
+        (["--quantize", "nf4"], "--quantize has no effect without --lora_rank"),
+        (["--quantize", "nf"], "'nf' is not one of nf4, did you mean nf4"),
         (
             ["--lora_rank", 8, "--model_name_or_path", "BASE", "--lora_targets", "qq"],
             "qq is no linear layer .* has q_proj",
@@ -192,6 +198,72 @@ def test_what_does_not_go_together_is_refused(more, problem, place, tmp_path):
     more = [place / "base" if word == "BASE" else word for word in more]
     result = run_recipe_alone("lm.py", "--train_file", place / "rows.jsonl", *more, "--output_dir", tmp_path / "out")
     assert_mistake(result, problem)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_in_4_bits_is_trained_evaluated_merged_and_refused(place, tmp_path):
+    """Evaluations change nothing of what follows, in any of the three; the merged model has the run's own loss."""
+    losses, base = {}, tmp_path / "base"
+    shutil.copytree(place / "base", base)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    for p in model.model.layers.parameters():
+        p.data *= 1 if p.ndim == 1 else 10  # else what the layers add is small, and what 4 bits change smaller
+    model.save_pretrained(base)
+    more = ["--quantize", "nf4", "--model_name_or_path", base]
+    for name, every in (("evaluated", 1), ("not", 0)):
+        out = tmp_path / name
+        result = launch(*flags(place, out, *more, "--eval_every", every), config="cpu_bf16")
+        losses[name] = [(line["loss"], line["grad_norm"]) for line in read_metrics(out)]
+    assert losses["evaluated"] == losses["not"] and all(norm > 0 for _, norm in losses["not"])
+    whole = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(place / "base").parameters())
+    assert f", {whole + 8192:,} parameters, 8,192 of them trained" in result.stdout
+    assert "frozen linear layers in nf4, other matrices in bfloat16" in result.stdout
+    out, merged = tmp_path / "float32", tmp_path / "merged"
+    launch(*flags(place, out, *more), config="multi_cpu")
+    checkpoint = out / "checkpoints/update-000006"
+    result = run([BIN / "python", "-m", "common.checkpoint", "export", checkpoint, merged, "--merge"])
+    assert result.returncode == 0, told(result)
+    assert "quantization_config" not in (merged / "config.json").read_text()
+    script = tmp_path / "alone.py"
+    script.write_text(PEFT_ALONE)
+    result = run([BIN / "python", script, base, out / "model", merged, place / "held_out.jsonl"], cwd=tmp_path)
+    assert result.returncode == 0, told(result)
+    found = {name: float(loss) for name, loss in (line.split() for line in result.stdout.splitlines()[-4:])}
+    expected = results_of(out)["validation_loss"]
+    assert found["merged"] == pytest.approx(expected, rel=1e-5)
+    assert abs(found["peft"] - expected) > 5e-5 * expected  # control: beside the base of its files it is another model
+
+
+@pytest.mark.skipif(not has_avx512bf16(), reason="only a CPU with AVX512-BF16 packs weights anew")
+def test_an_evaluation_would_cut_the_gradients(place):
+    """The control: as bitsandbytes has it, no gradient comes through a layer in 4 bits that has been evaluated."""
+    args = asked(quantize="nf4", model_name_or_path=str(place / "base"), trust_remote_code=False)
+    model, ids = build_base(args, load_config(place / "base")), torch.arange(20).view(2, 10)
+
+    def gradients():
+        model.zero_grad()
+        model.train()(ids, labels=ids).loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    def evaluate():
+        with torch.no_grad():
+            model.eval()(ids)
+
+    first = gradients()
+    evaluate()
+    assert all(map(torch.equal, first, gradients())) and first
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = True
+    evaluate()
+    second = gradients()
+    assert len(second) != len(first) or not all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("config", ["fsdp2", "zero2"])
+def test_weights_in_4_bits_are_not_divided(config, place, tmp_path):
+    result = launch(*flags(place, tmp_path / "out", "--quantize", "nf4"), config=config, check=False)
+    assert_refused(result, "--quantize nf4: .* divides the weights among processes, and in 4 bits they cannot be")
     assert not (tmp_path / "out").exists()
 
 

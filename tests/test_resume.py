@@ -21,7 +21,13 @@ from conftest import (
 )
 from safetensors.torch import load_file
 from test_checkpoint import manifest_of, outcome
-from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoTokenizer,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 pytestmark = pytest.mark.usefixtures("extensions")
 
@@ -69,7 +75,10 @@ ADAPTERS = {
     "lm-lora": [*RECIPES["lm"], *LORA],
     "classify-lora": [*TEXT, "--model_name_or_path", "LLAMA", "--sequence_length", 32, *LORA, "--use_rslora"],
     "seq2seq-lora": [*TEXT, "--model_name_or_path", "T5", "--sequence_length", 32, "--target_length", 16, *LORA[:2]],
+    "moe-lora": [*TEXT, "--model_name_or_path", "MIXTRAL", "--sequence_length", 64, *LORA[:2]],
 }
+# A base in 4 bits, where no weights are divided.
+QUANTIZED = {"lm-nf4": [*RECIPES["lm"], *LORA, "--quantize", "nf4"]}
 WITH_DROPOUT = ("lm", "classify", "seq2seq", "vision")
 NUM_UPDATES, SAVED = 4, 2
 
@@ -90,7 +99,12 @@ def data(functions_file, model_dir, tmp_path_factory):
     sizes |= {"pad_token_id": 2, "decoder_start_token_id": 2, "dropout_rate": 0.0}
     T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(directory / "t5")
     AutoTokenizer.from_pretrained(model_dir).save_pretrained(directory / "t5")
-    return {"DATA": rows, "HELD_OUT": held_out, "MODEL": model, "LLAMA": model_dir, "T5": directory / "t5"}
+    sizes = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    MixtralForCausalLM(MixtralConfig(**sizes)).save_pretrained(directory / "mixtral")
+    AutoTokenizer.from_pretrained(model_dir).save_pretrained(directory / "mixtral")
+    models = {"MODEL": model, "LLAMA": model_dir, "T5": directory / "t5", "MIXTRAL": directory / "mixtral"}
+    return {"DATA": rows, "HELD_OUT": held_out} | models
 
 
 def flags(own, data, output_dir, processes, *more):
@@ -105,7 +119,8 @@ def recipes_of(config):
         return SHARING if "sequence" in config else CUT
     if config == "pipeline":
         return {"pipeline": RECIPES["pipeline"]}
-    return {name: own for name, own in RECIPES.items() if name != "pipeline"} | ADAPTERS
+    quantized = QUANTIZED if config.startswith(("cpu", "single", "multi")) else {}
+    return {name: own for name, own in RECIPES.items() if name != "pipeline"} | ADAPTERS | quantized
 
 
 def run_matrix(config, recipes, data, tmp_path, first=None, second=None):
@@ -165,6 +180,17 @@ EQUAL = {
     "vision": ["--model_config", "resnet", "--num_workers", 1],
     "lm-lora": [*UNEVEN, "--model_name_or_path", "LLAMA", "--sequence_length", 32, "--lora_rank", 4],
     "lm-dora": [*UNEVEN, "--model_name_or_path", "LLAMA", "--sequence_length", 32, "--lora_rank", 4, "--use_dora"],
+    "lm-nf4": [
+        *UNEVEN,
+        "--model_name_or_path",
+        "LLAMA",
+        "--sequence_length",
+        32,
+        "--lora_rank",
+        4,
+        *QUANTIZED["lm-nf4"][-2:],
+    ],
+    "moe-lora": ADAPTERS["moe-lora"],
     "classify-lora": ADAPTERS["classify-lora"][:-1] + ["--lora_dropout", 0],
     "seq2seq-lora": ADAPTERS["seq2seq-lora"],
 }
@@ -202,6 +228,7 @@ def test_every_recipe_makes_the_update_of_one_process(config, one_process, data,
     """Losses, norms, weights and held-out figures; in tests/test_modes.py lm.py does, under every config."""
     some = {"sequence_parallel": {"moe", "moe-exact"}, "tensor_parallel": {"classify"}}
     names = some[config] | {"long_sequence-transformer"} if config in some else EQUAL.keys()
+    names -= QUANTIZED.keys() if config in ("fsdp2", "zero3") else set()
     run_equal(config, data, tmp_path, names)
     for name in names:
         assert_same_losses(tmp_path / name, one_process / name)

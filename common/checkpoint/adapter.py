@@ -1,5 +1,6 @@
 """A checkpoint of an adapter, as peft loads it, or merged into its base."""
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from safetensors.torch import save_file
 from common import export_dtype
 from common.checkpoint.format import own_file
 from common.errors import UserError, one_line
+from common.models import quantization
 from common.models.adapters import ADAPTER_CONFIG, fingerprint
 
 
@@ -50,6 +52,8 @@ def _as_peft_saves(name: str) -> str:
 def merged(directory: Path, manifest: dict[str, Any], adapter: Path) -> Any:
     """The base with the adapter in its weights, in float32. adapter: where `write_adapter` has written it.
 
+    A base in 4 bits is the one that was trained beside: its weights are what the 4 bits stand for.
+
     Raises UserError: the base is not there, or is another one.
     """
     import transformers
@@ -60,8 +64,11 @@ def merged(directory: Path, manifest: dict[str, Any], adapter: Path) -> Any:
     if "@" not in was and (not Path(base).is_dir() or fingerprint(Path(base)) != was):
         raise UserError(f"{directory}: its base {base} is not there, or has changed; put it back where it was")
     model_class = getattr(transformers, manifest["architecture"])
+    quantized = quantization.options(argparse.Namespace(**manifest["identity"]["settings"]))
     try:
-        model = model_class.from_pretrained(base, dtype=torch.float32)
+        model = model_class.from_pretrained(base, dtype=torch.float32, **quantized)
+        if quantized:
+            model = model.dequantize()
     except Exception as error:  # of transformers and of the hub, by what is missing
         raise UserError(f"{directory}: its base {base} cannot be loaded ({one_line(error)})") from error
     return PeftModel.from_pretrained(model, adapter).merge_and_unload()

@@ -173,7 +173,8 @@ def _targets(args: argparse.Namespace, model: PreTrainedModel, new: list[str]) -
 
 def _is_of_experts(name: str, weight: torch.Tensor) -> bool:
     """Whether a parameter has the weights of all experts of a layer, one after the other."""
-    return weight.ndim == 3 and ".experts." in f".{name}"
+    shape = getattr(weight, "ds_shape", weight.shape)  # ZeRO-3 has cut it while the model was made
+    return len(shape) == 3 and ".experts." in f".{name}"
 
 
 def _endings(names: Any, parts: int = 1) -> list[str]:

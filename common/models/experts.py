@@ -64,7 +64,8 @@ def find_layers(model: PreTrainedModel) -> list[Layer]:
     recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
     config, layers = model.config.get_text_config(), []
     for block in model.modules() if recorded else ():
-        experts = next((child for child in block.children() if _choice(child)), None)
+        children = (child.get_base_layer() if hasattr(child, "get_base_layer") else child for child in block.children())
+        experts = next((child for child in children if _choice(child)), None)  # without what an adapter puts around it
         if experts is None:
             continue
         router = next((m for m in block.modules() if isinstance(m, recorded.target_class)), None)
