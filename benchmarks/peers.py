@@ -48,7 +48,8 @@ class Recorder(transformers.TrainerCallback):
         self.last = now
 
     def write(self, output_dir):
-        growth = peak_memory_bytes(self.device) - self.memory_at_start
+        self.results["memory_bytes"] = peak_memory_bytes(self.device)
+        growth = self.results["memory_bytes"] - self.memory_at_start
         self.results |= {"memory_growth_bytes": growth, "num_threads": torch.get_num_threads()}
         self.results |= {"seconds": self.seconds, "losses": self.losses}
         (output_dir / "results.json").write_text(json.dumps(self.results))
@@ -165,13 +166,19 @@ def train_grouped(*args):
 
 
 def train_sft(args, model, tokenizer, rows, collate, recorder, **more):
+    from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
     # Two of its defaults are turned off: no other arm recomputes activations (slower, less memory), and the samples
     # are cut already.
     settings = SFTConfig(**trainer_settings(args, gradient_checkpointing=False, **{"max_length": None} | more))
-    data = Dataset.from_list(rows)
-    trainer = SFTTrainer(model, settings, train_dataset=data, processing_class=tokenizer, callbacks=[recorder])
+    data, adapter = Dataset.from_list(rows), None
+    if args.lora_rank:
+        adapter = LoraConfig(
+            r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+    more = {"processing_class": tokenizer, "peft_config": adapter, "callbacks": [recorder]}
+    trainer = SFTTrainer(model, settings, train_dataset=data, **more)
     trainer.train()
     return trainer
 
@@ -192,7 +199,15 @@ def load(args):
     with open(args.train_file) as file:
         rows = [json.loads(line) for line in file]
     path = args.model_name_or_path
-    model = getattr(transformers, args.model_class).from_pretrained(path, dtype=torch.float32)
+    is_bf16 = os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
+    dtype = torch.bfloat16 if is_bf16 and args.lora_rank else torch.float32  # a frozen base has no masters
+    more = {}
+    if args.quantize:
+        four_bits = {"bnb_4bit_quant_type": args.quantize, "bnb_4bit_use_double_quant": True}
+        more["quantization_config"] = transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_compute_dtype=dtype, **four_bits
+        )
+    model = getattr(transformers, args.model_class).from_pretrained(path, dtype=dtype, **more)
     if "input_ids" in rows[0]:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         # Labels are given, and not left to a collator that masks what equals the padding token: here that is the end
@@ -222,6 +237,8 @@ def main():
     parser.add_argument("--learning_rate", type=float, required=True)
     parser.add_argument("--weight_decay", type=float, required=True)
     parser.add_argument("--max_grad_norm", type=float, required=True)
+    parser.add_argument("--lora_rank", type=int, help="of sft: an adapter of peft")
+    parser.add_argument("--quantize", help="the base in 4 bits, such as nf4")
     args = parser.parse_args()
     args.accumulation_steps = args.global_batch_size // args.micro_batch_size
     args.output_dir.mkdir(parents=True)

@@ -123,7 +123,7 @@ def run_arm(args, arm, row, facts, folder, output_dir):
     """One fresh process; returns tokens/s after the warm-up, memory growth, and seconds and loss of every update."""
     tokens = [sum(map(sum, update)) for update in facts["lengths"]]
     flags = ["--model_name_or_path", folder / "model", "--output_dir", output_dir, "--num_updates", len(tokens)]
-    flags += ["--global_batch_size", row["global_batch"]]
+    flags += ["--global_batch_size", row["global_batch"], *row.get("more", [])]
     if arm == "recipe":
         flags += [*data_flags(folder, row), *BENCHMARK_FLAGS]
         flags += ["--micro_batch_tokens", args.micro_batch_tokens] if args.micro_batch_tokens else []
@@ -145,6 +145,7 @@ def run_arm(args, arm, row, facts, folder, output_dir):
     return {
         "tokens_per_second": sum(tokens[skipped:]) / sum(results["seconds"][skipped:]),
         "memory_growth_bytes": results["memory_growth_bytes"],
+        "memory_bytes": results.get("memory_bytes") or results["peak_memory_bytes"],
         **{name: results[name] for name in ("seconds", "losses")},
     }
 

@@ -16,8 +16,10 @@ from common.parallel.ending import user_mistakes_end_here
 LANGUAGE = {"lm.py", "moe.py", "long_sequence.py", "seq2seq.py", "classify.py"}
 # What a recipe may load of common/: what every one does, and what its job needs.
 EVERY = """
-    arguments checkpoint.agreement checkpoint.format checkpoint.identity checkpoint.layouts checkpoint.random_states
+    arguments checkpoint.adapter checkpoint.agreement
+    checkpoint.format checkpoint.identity checkpoint.layouts checkpoint.random_states
     checkpoint.resume checkpoint.save checkpoint.write checks data.hub errors export_dtype familiar files memory
+    models.adapters models.quantization
     models.cpu_kernels models.load models.masks parallel.connect parallel.deepspeed_files parallel.deepspeed_flags
     parallel.ending parallel.extensions parallel.groups parallel.launch parallel.liveness parallel.loading parallel.mode
     parallel.parallelism parallel.rates parallel.sequence parallel.sharding parallel.tensor plan.choice plan.configs

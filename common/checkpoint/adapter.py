@@ -6,13 +6,37 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors.torch import save_file
 
 from common import export_dtype
 from common.checkpoint.format import own_file
 from common.errors import UserError, one_line
-from common.models import quantization
-from common.models.adapters import ADAPTER_CONFIG, fingerprint
+
+ADAPTER_CONFIG = "adapter_config.json"  # peft's
+
+
+def identity(args: argparse.Namespace, config: Any) -> dict[str, str]:
+    """What a checkpoint of an adapter has of its base, whose weights it leaves out, to know it by.
+
+    XXH3 of the files with its weights; of a model of the hub its commit.
+    """
+    if getattr(args, "lora_rank", None) is None:
+        return {}
+    directory = Path(args.model_name_or_path).expanduser()
+    if not directory.is_dir():
+        return {"base": f"{args.model_name_or_path}@{config._commit_hash}"}
+    return {"base": fingerprint(directory)}
+
+
+def fingerprint(directory: Path) -> str:
+    """XXH3 of the files with the weights of a model of transformers."""
+    whole = xxhash.xxh3_64()
+    for path in sorted(path for kind in ("*.safetensors", "*.bin") for path in directory.glob(kind)):
+        with open(path, "rb") as file:
+            while piece := file.read(1 << 24):
+                whole.update(piece)
+    return whole.hexdigest()
 
 
 def is_adapter(manifest: dict[str, Any]) -> bool:
@@ -58,6 +82,8 @@ def merged(directory: Path, manifest: dict[str, Any], adapter: Path) -> Any:
     """
     import transformers
     from peft import PeftModel
+
+    from common.models import quantization  # here because it takes transformers, without which the command lists
 
     base = json.loads((adapter / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
     was = manifest["identity"]["base"]

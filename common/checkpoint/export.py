@@ -11,11 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from common import export_dtype
-from common.checkpoint.adapter import is_adapter, write_adapter
+from common.checkpoint.adapter import ADAPTER_CONFIG, is_adapter, write_adapter
 from common.checkpoint.format import FORMAT, Reader, find_damage, newer_line, own_file, read_manifest, require
 from common.errors import UserError, one_line
 from common.files import PARTIAL, complete_or_absent
-from common.models.adapters import ADAPTER_CONFIG
 
 # Files of model/ that an export takes: settings, and the tokenizer's own formats, but never code or pickles.
 EXPORTED = (".json", ".jinja", ".txt", ".model", ".spm", ".bpe", ".codes", ".tiktoken")

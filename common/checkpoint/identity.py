@@ -8,7 +8,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from common.models import adapters
+from common.checkpoint import adapter
+from common.models.adapters import flags
 
 # What an update depends on besides samples and weights; another value than the checkpoint's is refused. False: also
 # with --allow_changed, since the saved state would not fit.
@@ -47,7 +48,7 @@ def identify(
         words = json.dumps(
             [sorted(tokenizer.get_vocab().items()), str(tokenizer.chat_template), tokenizer.eos_token_id]
         )
-    own_flags += adapters.flags(args)
+    own_flags += flags(args)
     settings = {name: getattr(args, name) for name in (*SETTINGS, *own_flags) if hasattr(args, name)}
     settings["mixed_precision"] = accelerator.mixed_precision
     return {
@@ -55,7 +56,7 @@ def identify(
         "tokenizer": hashlib.sha256(words.encode()).hexdigest()[:16],
         "dataset": dataset,
         "settings": settings,
-    } | adapters.identity(args, config)
+    } | adapter.identity(args, config)
 
 
 def differences(saved: dict, now: dict, args: argparse.Namespace) -> Iterator[str]:

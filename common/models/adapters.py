@@ -7,7 +7,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-import xxhash
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -17,7 +16,6 @@ from common.models.load import build_model, empty_model
 from common.training.degrees import Degrees
 from common.training.precision import narrow_dtype
 
-ADAPTER_CONFIG = "adapter_config.json"
 FLAGS = ("lora_alpha", "lora_targets", "lora_dropout", "use_dora", "use_rslora", "quantize")  # beside --lora_rank
 
 
@@ -46,29 +44,6 @@ def check(args: argparse.Namespace, degrees: Degrees) -> Iterator[str]:
 def flags(args: argparse.Namespace) -> tuple[str, ...]:
     """Names of the flags that an update of an adapter depends on."""
     return ("lora_rank", *FLAGS) if is_asked(args) else ()
-
-
-def identity(args: argparse.Namespace, config: PreTrainedConfig) -> dict[str, str]:
-    """What a checkpoint of an adapter has of its base, whose weights it leaves out, to know it by.
-
-    XXH3 of the files with its weights; of a model of the hub its commit.
-    """
-    if not is_asked(args):
-        return {}
-    directory = Path(args.model_name_or_path).expanduser()
-    if not directory.is_dir():
-        return {"base": f"{args.model_name_or_path}@{config._commit_hash}"}
-    return {"base": fingerprint(directory)}
-
-
-def fingerprint(directory: Path) -> str:
-    """XXH3 of the files with the weights of a model of transformers."""
-    whole = xxhash.xxh3_64()
-    for path in sorted(path for kind in ("*.safetensors", "*.bin") for path in directory.glob(kind)):
-        with open(path, "rb") as file:
-            while piece := file.read(1 << 24):
-                whole.update(piece)
-    return whole.hexdigest()
 
 
 def has_adapter(model: nn.Module) -> bool:

@@ -1,0 +1,97 @@
+"""Measures a model trained whole, with an adapter, and with an adapter on a base in 4 bits: lm.py beside TRL.
+
+    .venv/bin/python benchmarks/adapters.py                                   110 M parameters; 20 minutes on two cores
+    .venv/bin/python benchmarks/adapters.py --quick --output_dir runs/bench   seconds, with toy models: that it runs
+
+As in benchmarks/throughput.py, which says what is the same in both arms and how speed and memory are counted: fresh
+processes, ABBA, ratios within a round. The adapters are peft's in both, of the same rank, alpha and layers (all linear
+layers but the head). In bf16 TRL's frozen base is loaded in bf16, as its users would, and what it trains whole in
+float32. Blocks of 512 tokens, so that no padding is in the way.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from throughput import ON_GPU, begin, describe_machine, describe_row, device_name, num_threads, run_arm, this_command
+from throughput_data import ROOT, prepare, settings_of
+from trl import __version__ as trl_version
+
+from common.report.tracking import versions
+
+KINDS = {
+    "full": [],
+    "LoRA": ["--lora_rank", "16"],
+    "LoRA, nf4": ["--lora_rank", "16", "--quantize", "nf4"],
+}
+ARMS = ("recipe", "sft")
+
+
+def measure(args, work, results):
+    """Every kind in every precision: rounds of both arms, the second backwards."""
+    size = "quick" if args.quick else "medium"
+    settings = settings_of("blocks", size, ON_GPU) | ({} if args.quick or ON_GPU else {"measured": 2})
+    facts = prepare(work, "blocks", size, settings)
+    results |= {"parameters": facts["parameters"], "samples": settings["global_batch"]}
+    for precision in args.precisions:
+        for kind, flags in KINDS.items():
+            row = describe_row(args, "blocks", size, precision, settings, facts) | {"more": flags}
+            for number in range(args.rounds):
+                for arm in ARMS if number % 2 == 0 else ARMS[::-1]:
+                    measured = run_arm(args, arm, row, facts, work / f"blocks-{size}", work / "run")
+                    results["runs"].append(
+                        {"precision": precision, "kind": kind, "arm": arm, "round": number} | measured
+                    )
+                    told = f"{measured['tokens_per_second']:,.0f} tokens/s, "
+                    told += f"{measured['memory_bytes'] / 1e6:,.0f} MB at most"
+                    print(f"{precision}, {kind}, round {number + 1}, {arm}: {told}", flush=True)
+
+
+def table(results):
+    """A row for each kind: medians of both arms, and of the ratios within a round."""
+    yield "| precision | what is trained | lm.py, tokens/s | TRL | lm.py is | lm.py, MB at most | TRL | lm.py is |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    for precision, kind in dict.fromkeys((run["precision"], run["kind"]) for run in results["runs"]):
+        cells = []
+        for key, unit in (("tokens_per_second", 1), ("memory_bytes", 1e6)):
+            ours, theirs = (
+                [run[key] / unit for run in results["runs"] if (run["precision"], run["kind"], run["arm"]) == one]
+                for one in ((precision, kind, arm) for arm in ARMS)
+            )
+            ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+            cells += [f"{statistics.median(ours):,.0f}", f"{statistics.median(theirs):,.0f}", f"{ratio:.2f} times"]
+        yield f"| {precision} | {kind} | {' | '.join(cells)} |"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--precisions", nargs="+", choices=("float32", "bf16"), default=["float32", "bf16"])
+    parser.add_argument("--rounds", type=int, default=2, help="each runs both arms of every kind once (default: 2)")
+    parser.add_argument("--quick", action="store_true", help="seconds, with toy models: shows that it runs, no more")
+    parser.add_argument("--output_dir", type=Path, default=ROOT / "benchmarks/results")
+    args = parser.parse_args()
+    args.micro_batch_tokens, args.tuned_tokens = None, 0
+    with tempfile.TemporaryDirectory() as temporary:
+        work = begin(Path(temporary))
+        results = {"machine": describe_machine(), "threads": num_threads(), "date": time.strftime("%Y-%m-%d")}
+        results |= {"versions": versions() | {"trl": trl_version}, "command": this_command(), "runs": []}
+        measure(args, work, results)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    data = args.output_dir / f"adapters-{device_name()}.json"
+    data.write_text(json.dumps(results, indent=1) + "\n")
+    page = [
+        "# Adapters and a base in 4 bits, beside TRL",
+        f"{results['parameters']:,} parameters, blocks of 512 tokens, {results['samples']} an update. "
+        f"`{results['command']}`, {results['date']}, {results['machine']}, {results['threads']} threads.",
+        "\n".join(table(results)),
+        "Versions: " + ", ".join(f"{name} {number}" for name, number in results["versions"].items()) + ".",
+    ]
+    data.with_suffix(".md").write_text("\n\n".join(page) + "\n")
+    print("\n".join(table(results)))
+
+
+if __name__ == "__main__":
+    main()
