@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from common.errors import UserError
 from common.models import quantization
 from common.models.load import build_model, empty_model
+from common.parallel import loading
 from common.training.degrees import Degrees
-from common.training.precision import narrow_dtype
+from common.training.precision import is_deepspeed, narrow_dtype
 
 FLAGS = ("lora_alpha", "lora_targets", "lora_dropout", "use_dora", "use_rslora", "quantize")  # beside --lora_rank
 
@@ -84,6 +85,7 @@ def with_adapter(
     from peft import LoraConfig  # here because it takes a second to import
 
     new = sorted({name.rpartition(".")[0] for name in new_weights or ()})
+    new = new if new_weights is None else loading.decided_once(lambda: new)  # by who has read the files
     modules, parameters = _targets(args, model, new)
     if args.quantize and any(_is_of_experts(*one) for one in model.named_parameters()):
         raise UserError(
@@ -106,11 +108,13 @@ def with_adapter(
         raise UserError(f"--lora_rank: {' '.join(str(error).split())}") from error
     if Path(args.model_name_or_path).expanduser().is_dir():  # else it were found from here only
         config.base_model_name_or_path = str(Path(args.model_name_or_path).expanduser().resolve())
-    dtype = narrow_dtype()
+    dtype, trained = narrow_dtype(), torch.promote_types(model.dtype, torch.float32)
+    if is_deepspeed():
+        trained = model.dtype  # its float32 copies are the masters
     for module in model.modules():
         for weight in module.parameters(recurse=False):
             if weight.requires_grad:
-                weight.data = weight.data.float() if weight.dtype != torch.float64 else weight.data
+                weight.data = weight.data.to(trained)
             elif dtype is not None and weight.ndim > 1 and weight.dtype == torch.float32:
                 weight.data = weight.data.to(dtype)
         if isinstance(module, nn.Embedding) and module.weight.dtype == dtype:

@@ -42,9 +42,14 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return None
 
 
+def is_deepspeed() -> bool:
+    """Whether DeepSpeed runs, which casts the whole model, and keeps float32 copies of what is trained."""
+    return bool(AcceleratorState._shared_state) and AcceleratorState().distributed_type == DistributedType.DEEPSPEED
+
+
 def narrow_dtype() -> torch.dtype | None:
     """The 16 bits that autocast or FSDP2 compute in; None without, and for DeepSpeed, which casts the whole model."""
-    if not AcceleratorState._shared_state or AcceleratorState().distributed_type == DistributedType.DEEPSPEED:
+    if not AcceleratorState._shared_state or is_deepspeed():
         return None
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(AcceleratorState().mixed_precision)
 
