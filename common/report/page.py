@@ -117,6 +117,8 @@ def _traces(
     number: the place of the run. pale: how much of a noisy line is to be seen behind its mean.
     """
     updates, values = curves.column(run.lines, name)
+    if not values:
+        return
     targets = accumulate(line.get("target_tokens", 0) for line in run.lines)
     seen = dict(zip((line["update"] + 1 for line in run.lines), targets, strict=True))
     lines = [(values, label, 2, 1.0)]
