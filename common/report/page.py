@@ -188,6 +188,8 @@ def list_figures(run: RecordedRun) -> dict[str, str]:
     asked, figures = run.facts["arguments"].get("num_updates"), {"status": run.status()}
     done = run.lines[-1]["update"] + 1 if run.lines else 0
     figures["updates"] = f"{done:,}" + (f" of {asked:,}" if isinstance(asked, int) else "")
+    if run.facts.get("resumed_at"):  # its time and speed are of what came after
+        figures["resumed at update"] = f"{run.facts['resumed_at']:,}"
     if "loss" in (run.lines or [{}])[-1]:
         figures["loss of the last update"] = f"{run.lines[-1]['loss']:.4f}"
     updates, losses = curves.column(run.lines, "validation_loss")
