@@ -2,12 +2,11 @@
 
 import contextlib
 import json
-import os
 import shutil
 from pathlib import Path
 
 import pytest
-from conftest import BIN, BROWSER, assert_mistake, launch, need, read_metrics, run, write_rows
+from conftest import BIN, BROWSER, ROOT, assert_mistake, launch, need, read_metrics, run, write_rows
 from running import wait_until
 
 from common.errors import UserError
@@ -21,7 +20,7 @@ INK = "return document.getElementById('curves')._fullLayout.font.color.trim()"
 
 
 def report(*arguments, cwd):
-    return run([BIN / "python", "-m", "common.report", *arguments], cwd=cwd, PYTHONPATH=os.getcwd())
+    return run([BIN / "python", "-m", "common.report", *arguments], cwd=cwd, PYTHONPATH=ROOT)
 
 
 @pytest.fixture(scope="module")
@@ -191,13 +190,13 @@ def test_curves_go_over_target_tokens(opened, runs):
     assert next(xs for _, _, xs, *_ in curves(opened))[:3] == [1, 2, 3]
 
 
-def test_the_page_is_as_wide_as_a_telephone_and_as_dark(opened):
+def test_the_page_is_as_narrow_as_the_smallest_telephone_and_as_dark(opened):
     dark = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
     opened.execute_cdp_cmd("Emulation.setEmulatedMedia", dark)
-    size = {"width": 400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    size = {"width": 300, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     opened.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     wait_until(lambda: opened.execute_script(INK) == "#e6e8ea")
-    wait_until(lambda: opened.execute_script("return document.getElementById('curves')._fullLayout.width") < 400)
+    wait_until(lambda: opened.execute_script("return document.getElementById('curves')._fullLayout.width") < 300)
     assert opened.execute_script("return document.documentElement.scrollWidth <= innerWidth")
 
 
@@ -220,7 +219,7 @@ def test_a_killed_run_is_read_up_to_its_last_whole_line(runs, tmp_path):
     (killed,) = read_runs([tmp_path / "killed"])
     figures = page.list_figures(killed)
     assert len(killed.lines) == 7 and figures["updates"] == "7 of 12" and "held-out loss" not in figures
-    assert figures["status"].startswith("running, or killed; its last update ended on 20")
+    assert figures["status"].startswith("running, or killed after 20")
     assert figures["lowest held-out loss"].endswith("(update 4)")
     assert "running, or killed" in page.write_page([killed])
     Path(metrics).write_text("".join(whole[:7]) + whole[7][:50] + "\n")

@@ -24,7 +24,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         refuse(check_output(args.output))
-        text = write_page(read_runs(args.runs)).encode()
+        text = write_page(read_runs(args.runs)).encode(errors="replace")  # of a path that is no text
         write(args.output, text)
         print(f"{args.output} ({len(text) / 1e6:.1f} MB; open it in a browser)")
     except UserError as error:

@@ -92,12 +92,11 @@ def draw(runs: list[RecordedRun]) -> go.Figure:
         vertical_spacing=60 / height,
         subplot_titles=list(panels),
     )
+    pale = 0.5 / (1 + len(runs))
     for row, names in enumerate(panels.values(), start=1):
         for number, (run, look) in enumerate(zip(runs, _looks(), strict=False)):
             for name, label in names.items():
-                figure.add_traces(
-                    list(_traces(run, name, label, number, look, 0.5 / (1 + len(runs)))), rows=row, cols=1
-                )
+                figure.add_traces(list(_traces(run, name, label, number, look, pale)), rows=row, cols=1)
         if "grad_norm" in names and any(curves.has_spike(curves.column(run.lines, "grad_norm")[1]) for run in runs):
             figure.update_yaxes(type="log", row=row)
         if names.keys() & curves.FROM_ZERO:

@@ -36,9 +36,7 @@ class RecordedRun:
     def status(self) -> str:
         """How it ended. A process that was killed could not write so: then the time of its last line tells."""
         status = self.facts["status"]
-        if status != "running":
-            return status
-        return f"running, or killed; its last update ended on {self.written:%Y-%m-%d at %H:%M}"
+        return f"running, or killed after {self.written:%Y-%m-%d %H:%M}" if status == "running" else status
 
 
 def read_runs(directories: list[Path]) -> list[RecordedRun]:
