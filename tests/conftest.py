@@ -91,7 +91,9 @@ def pytest_configure(config):
 
 
 # Debian's packages without which tests are skipped; .ci/run installs them.
-PACKAGES = ("g++", "iproute2", "libaio-dev", "munge", "openssh-server", "slurm-wlm")
+PACKAGES = ("chromium", "chromium-driver", "g++", "iproute2", "libaio-dev", "munge", "openssh-server", "slurm-wlm")
+
+BROWSER = {"chromium": "chromium", "chromium-driver": "chromedriver"}  # the programs of two of them
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -111,16 +113,18 @@ def pytest_terminal_summary(terminalreporter):
 
 @functools.cache
 def lacks(package):
-    """Whether what DeepSpeed and torch.compile build with is missing: "g++" or "libaio-dev"."""
+    """Whether what DeepSpeed and torch.compile build with is missing, "g++" or "libaio-dev", or a browser's package."""
+    if package in BROWSER:
+        return shutil.which(BROWSER[package]) is None
     if package == "g++":
         return shutil.which(os.environ.get("CXX", "c++")) is None
     command = [os.environ.get("CC", "cc"), "-E", "-include", "libaio.h", "-x", "c", "/dev/null"]
     return lacks("g++") or subprocess.run(command, capture_output=True).returncode != 0
 
 
-def need(package):
-    if lacks(package):
-        pytest.skip(f"needs {package}")
+def need(*packages):
+    if missing := [package for package in packages if lacks(package)]:
+        pytest.skip(f"needs {', '.join(missing)}")
 
 
 def kill_all(processes):

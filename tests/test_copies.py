@@ -43,7 +43,7 @@ OURS = {
 }
 # Packages that take seconds or that not everybody has.
 NOBODYS = "datasets evaluate sklearn sacrebleu bitsandbytes deepspeed matplotlib tensorboard torchvision".split()
-NOBODYS += ["pyarrow"]
+NOBODYS += ["pyarrow", "plotly"]
 
 # Forks, so that torch and transformers are imported once.
 LOADED = """

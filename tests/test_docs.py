@@ -30,7 +30,8 @@ import first_run
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]}
 FOLDERS = "recipes|common|docs|tests|benchmarks|launchers|accelerate_configs|ds_configs"
-FOREIGN_FLAGS = set("--nodes --gpus-per-node --cpus-per-task --signal --batch --help".split())  # SLURM's, and all have
+# SLURM's, TensorBoard's and trackio's, and one that all have.
+FOREIGN_FLAGS = set("--nodes --gpus-per-node --cpus-per-task --signal --batch --logdir --project --help".split())
 SMALL = {"recipes/vision.py": ("--global_batch_size", "16")}  # others: --sequence_length
 TWO_UPDATES = ("--num_updates", "2", "--save_every", "1")
 

@@ -11,6 +11,9 @@ from conftest import need
 def test_offload_to_files():
     need("libaio-dev")
 
+def test_a_page():
+    need("chromium", "chromium-driver")
+
 def test_a_job():
     pytest.skip("SLURM needs slurm-wlm, munge")
 
@@ -27,11 +30,17 @@ def test_what_runs():
 def test_what_was_skipped_is_told_with_the_command_that_brings_it(tmp_path):
     (tmp_path / "test_some.py").write_text(SKIPPED)
     command = [BIN / "python", "-m", "pytest", "-q", "-p", "conftest", "--rootdir", tmp_path, tmp_path]
-    told = run(command, CC="false", PYTHONPATH=ROOT / "tests").stdout  # a compiler that finds no header
-    assert "1 passed, 4 skipped" in told
-    for line in ("1 x needs libaio-dev", "1 x SLURM needs slurm-wlm, munge", "2 x needs a CUDA GPU"):
+    # No browser is on the path, and the compiler finds no header.
+    told = run(command, CC="false", PATH=tmp_path, PYTHONPATH=ROOT / "tests").stdout
+    assert "1 passed, 5 skipped" in told
+    for line in (
+        "1 x needs libaio-dev",
+        "1 x needs chromium, chromium-driver",
+        "1 x SLURM needs slurm-wlm, munge",
+        "2 x needs a CUDA GPU",
+    ):
         assert f"\n{line}\n" in told
-    assert "\nto run them, as root: apt install libaio-dev munge slurm-wlm\n" in told
+    assert "\nto run them, as root: apt install chromium chromium-driver libaio-dev munge slurm-wlm\n" in told
     assert "make gpu" in told
     told = run([*command, "-k", "what_runs"], PYTHONPATH=ROOT / "tests").stdout
     assert "1 passed" in told and "skipped on this machine" not in told  # the control

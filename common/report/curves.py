@@ -15,6 +15,8 @@ from typing import Any
 FEWEST = 10  # updates that make a curve
 SMOOTH = 50  # parts of a run over which the bold line of a noisy figure is a mean
 COLOURS = ("#4c72b0", "#dd8452")
+NOISY = {"loss", "grad_norm", "tokens_per_second"}
+FROM_ZERO = {"tokens_per_second", "peak_memory_bytes"}  # 0 is on the picture
 
 
 def start_drawing(output_dir: Path, unit: str) -> subprocess.Popen:
@@ -33,9 +35,24 @@ def read(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def panels(unit: str) -> dict[str, dict[str, str]]:
+    """What is drawn together: of each panel its title, and a name for each of its figures of metrics.jsonl."""
+    return {
+        "loss": {"loss": "training", "validation_loss": "held out"},
+        "learning rate": {"learning_rate": ""},
+        "gradient norm, before clipping": {"grad_norm": ""},
+        f"{unit} a second": {"tokens_per_second": ""},
+        "most memory of a process, GiB": {"peak_memory_bytes": ""},
+    }
+
+
 def column(lines: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
-    """Updates done, and a figure of each, where there is one (one that is not finite is null in the file)."""
-    found = [(line["update"] + 1, line[name]) for line in lines if line.get(name) is not None]
+    """Updates done, and a figure of each, where there is one (one that is not finite is null in the file).
+
+    Memory is in GiB.
+    """
+    scale = 2**30 if name == "peak_memory_bytes" else 1
+    found = [(line["update"] + 1, line[name] / scale) for line in lines if line.get(name) is not None]
     return [update for update, _ in found], [value for _, value in found]
 
 
@@ -48,33 +65,29 @@ def smoothed(values: list[float]) -> list[float]:
     return [(sums[end] - sums[start]) / (end - start) for start, end in spans]
 
 
+def has_spike(values: list[float]) -> bool:
+    """Whether one value would flatten all others, unless the axis is logarithmic."""
+    above = sorted(value for value in values if value > 0)
+    return bool(above) and above[-1] > 100 * above[len(above) // 2]
+
+
 def draw(output_dir: Path, unit: str) -> None:
     """Writes curves.png beside metrics.jsonl: losses, learning rate, gradient norm, speed, memory."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot: no display
     from matplotlib.figure import Figure
 
     lines = read(output_dir / "metrics.jsonl")
-    panels = {
-        "loss": {"loss": "training", "validation_loss": "held out"},
-        "learning rate": {"learning_rate": ""},
-        "gradient norm, before clipping": {"grad_norm": ""},
-        f"{unit} a second": {"tokens_per_second": ""},
-        "most memory of a process, GiB": {"peak_memory_bytes": ""},
-    }
     figure = Figure(figsize=(12, 7), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, 4)
     places = [grid[:, :2], grid[0, 2], grid[0, 3], grid[1, 2], grid[1, 3]]
-    for place, (title, names) in zip(places, panels.items(), strict=True):
+    for place, (title, names) in zip(places, panels(unit).items(), strict=True):
         axes = figure.add_subplot(place)
         for colour, (name, label) in zip(COLOURS, names.items(), strict=False):
             updates, values = column(lines, name)
             if not values:
                 continue
-            if name == "peak_memory_bytes":
-                values = [value / 2**30 for value in values]
-            is_noisy = name in ("loss", "grad_norm", "tokens_per_second") and len(values) > SMOOTH
-            if is_noisy:
+            if is_noisy := name in NOISY and len(values) > SMOOTH:
                 axes.plot(updates, values, color=colour, alpha=0.25, linewidth=0.8)
             style = {"marker": "o", "markersize": 4} if name == "validation_loss" else {}
             axes.plot(updates, smoothed(values) if is_noisy else values, color=colour, label=label, **style)
@@ -86,10 +99,9 @@ def draw(output_dir: Path, unit: str) -> None:
         axes.grid(alpha=0.3)
         if len(names) > 1:
             axes.legend()
-        low = [value for value in column(lines, "grad_norm")[1] if value > 0]
-        if title.startswith("gradient") and low and max(low) > 100 * sorted(low)[len(low) // 2]:
-            axes.set_yscale("log")  # one spike would flatten all else
-        if names.keys() & {"tokens_per_second", "peak_memory_bytes"} and values:  # 0 is on the picture
+        if "grad_norm" in names and has_spike(values):
+            axes.set_yscale("log")
+        if names.keys() & FROM_ZERO and values:
             axes.set_ylim(0, 1.1 * max(values))
     skipped = max((line.get("skipped_updates") or 0 for line in lines), default=0)
     more = f", {skipped} skipped" if skipped else ""
