@@ -64,6 +64,11 @@ def all_cases():
     for number, name in enumerate(ARCHITECTURES):
         config = ("cpu", "cpu_bf16", "multi_cpu", "fsdp2")[number % 4]
         yield f"lm {name} {config}", "lm", config, [], ["--model_name_or_path", f"models/{name}"]
+    adapter = ["--model_name_or_path", "models/llama", "--lora_rank", "16"]
+    for config in ("cpu", "cpu_bf16", "multi_gpu", "fsdp2", "zero3"):
+        yield f"lm lora {config}", "lm", config, [], adapter
+    for config in ("cpu", "cpu_bf16", "multi_gpu"):
+        yield f"lm lora nf4 {config}", "lm", config, [], [*adapter, "--quantize", "nf4"]
     for config in ("cpu", "cpu_bf16", "multi_gpu", "fsdp2"):
         pairs, labels = ["--train_file", "pairs.jsonl"], ["--train_file", "labels.jsonl"]
         yield f"classify {config}", "classify", config, [], [*labels, "--sequence_length", "128"]
