@@ -50,7 +50,10 @@ def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> 
         origin = f"fine-tuned from `{base}`"
     settings = {key: value for key, value in arguments.items() if key not in KEPT and value not in (None, [])}
     settings = {key: value for key, value in settings.items() if value is not False}
-    figures = {words: run["results"][key] for key, words in FIGURES.items() if run["results"].get(key) is not None}
+    results = run["results"]
+    figures = {words: results[key] for key, words in FIGURES.items() if results.get(key) is not None}
+    apart = {name.partition("/")[2]: loss for name, loss in results.items() if name.startswith("validation_loss/")}
+    figures |= {f"held-out loss of `{source}`": loss for source, loss in apart.items() if loss is not None}
     resumed = f", resumed at update {run['resumed_at']}" if run["resumed_at"] else ""
     lines = [
         f"---\n{card}\n---",
