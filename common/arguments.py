@@ -288,7 +288,8 @@ def text_sources(args: argparse.Namespace) -> "tuple[Source, Source | None]":
 
     Raises UserError: a line for each file that is not there or cannot be read, or two answers to where the text is.
     """
-    from common.data.mixed import held_out_files, training_files  # here because recipes without text need none of them
+    # Here because recipes without text need none of them.
+    from common.data.mixed import held_out_files, needless_weights, training_files
     from common.data.rows import Source
     from common.data.sources import check_sources
 
@@ -302,6 +303,7 @@ def text_sources(args: argparse.Namespace) -> "tuple[Source, Source | None]":
     refuse(_check_mixed(args) if train.weights else [])
     validation = held_out_files(args.validation_file, bool(train.weights), **columns) if args.validation_file else None
     if args.dataset_name:
+        refuse(needless_weights("--dataset_name", [args.dataset_name], "write the data to files to mix them"))
         if args.train_file:
             raise UserError("--train_file and --dataset_name are two answers to one question; give one")
         train = Source(dataset_name=args.dataset_name, dataset_config=args.dataset_config, **columns)

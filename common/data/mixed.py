@@ -45,6 +45,7 @@ def training_files(given: list[str], **columns: Any) -> Source:
 
 def held_out_files(files: list[str], is_mixed: bool, **columns: Any) -> Source:
     """The files of --validation_file as one source; each as a source of its own where the training data are mixed."""
+    refuse(needless_weights("--validation_file", files, "all held-out data are measured; take it out"))
     if not is_mixed or len(files) == 1:
         return Source(files=tuple(files), **columns)
     refuse(_given_twice("--validation_file", files))
@@ -61,6 +62,13 @@ def _split_weight(given: str) -> tuple[str, str | None]:
     if not (colon and file) or expand(given):
         return given, None
     return (file, weight) if NUMBER.fullmatch(weight) or expand(file) else (given, None)
+
+
+def needless_weights(flag: str, given: list[str], why: str) -> Iterator[str]:
+    """A line for each file, or data set, that has a weight where it means nothing."""
+    for file, weight in map(_split_weight, given):
+        if weight is not None:
+            yield f"{flag} {file}:{weight}: a weight is for the files of --train_file; {why}"
 
 
 def _problems(named: list[tuple[str, str | None]]) -> Iterator[str]:

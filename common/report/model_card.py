@@ -52,8 +52,8 @@ def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> 
     settings = {key: value for key, value in settings.items() if value is not False}
     results = run["results"]
     figures = {words: results[key] for key, words in FIGURES.items() if results.get(key) is not None}
-    apart = {name.partition("/")[2]: loss for name, loss in results.items() if name.startswith("validation_loss/")}
-    figures |= {f"held-out loss of `{source}`": loss for source, loss in apart.items() if loss is not None}
+    apart = [one["source"] for one in run.get("held_out_sources") or []]
+    figures |= {f"held-out loss of `{source}`": results[f"validation_loss/{source}"] for source in apart}
     resumed = f", resumed at update {run['resumed_at']}" if run["resumed_at"] else ""
     lines = [
         f"---\n{card}\n---",

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import sys
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -273,7 +274,10 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, *
         print(line + (f", {share:.0%} of what this machine multiplies" if share else ""))
     if "validation_loss" in results:
         perplexity = f", perplexity {results['perplexity']:.2f}" if "perplexity" in results else ""
-        print(f"held-out loss {results['validation_loss']:.4f}{perplexity}{describe_sources(results)}")
+        print(f"held-out loss {results['validation_loss']:.4f}{perplexity}")
+    for one in run.get("held_out_sources") or []:
+        loss, share = results[f"validation_loss/{one['source']}"], float(Fraction(one["share"]))
+        print(f"  {loss:.4f} of {one['source']}, which has {share:.1%} of the targets")
     if "bits_per_byte" in results:
         others = [
             f"{n} -9 {results[f'{n}_bits_per_byte']:.3f}" for n in ("gzip", "xz") if f"{n}_bits_per_byte" in results
