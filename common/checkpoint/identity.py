@@ -76,13 +76,16 @@ def differences(saved: dict, now: dict, args: argparse.Namespace) -> Iterator[st
     elif saved["dataset"] not in (now["dataset"], now["dataset"].partition("-")[0]) and "dataset" not in allowed:
         # Of mixed data the weights stand behind an @.
         (files, _, weights), (files_then, _, weights_then) = (one["dataset"].partition("@") for one in (now, saved))
-        kind, is_now, was, same = "training data: their fingerprint is", now["dataset"], saved["dataset"], "files"
         if files == files_then:
-            kind, is_now, was, same = "weights of the training data: they are", weights, weights_then, "weights"
-        yield (
-            f"other {kind} {is_now}, the checkpoint's is {was}; give "
-            f"the same {same}{' and '.join(['', *cut_by])}, or --allow_changed dataset to go on with these"
-        )
+            yield (
+                f"other weights: --train_file is mixed {weights}, the checkpoint's was {weights_then}; give the same, "
+                "or --allow_changed dataset to go on with these"
+            )
+        else:
+            yield (
+                f"other training data: their fingerprint is {now['dataset']}, the checkpoint's is {saved['dataset']}; "
+                f"give the same files{' and '.join(['', *cut_by])}, or --allow_changed dataset to go on with these"
+            )
     own_flags = dict.fromkeys(now["settings"].keys() - SETTINGS.keys(), False)
     for name, can_change in (SETTINGS | own_flags).items():
         was, is_now = saved["settings"].get(name), now["settings"].get(name)

@@ -72,13 +72,14 @@ def needless_weights(flag: str, given: list[str], why: str) -> Iterator[str]:
 
 
 def _problems(named: list[tuple[str, str | None]]) -> Iterator[str]:
+    if len(named) == 1:
+        file, weight = named[0]
+        yield f"--train_file {file}:{weight}: a single source has no weight; take :{weight} out, or name others too"
+        return
     without = [file for file, weight in named if weight is None]
     if without:
         some = next(f"{file}:{weight}" for file, weight in named if weight is not None)
         yield f"--train_file {' '.join(without)}: no weight, as {some} has; give all files one, or none"
-    elif len(named) == 1:
-        file, weight = named[0]
-        yield f"--train_file {file}:{weight}: a single source has no weight; take :{weight} out, or name others too"
     for file, weight in named:
         if weight is not None and not (NUMBER.fullmatch(weight) and _is_positive(weight)):
             yield f"--train_file {file}:{weight}: the weight is not a number above 0, such as 0.7, 7 or 1/3; correct it"
