@@ -153,7 +153,7 @@ def place(tmp_path_factory):
     """Two sources of which the second is short, and text that is held out of each."""
     place, functions = tmp_path_factory.mktemp("mixed"), stdlib_functions(160)
     write_rows(place / "code.jsonl", 60)
-    (place / "books.txt").write_text("\n".join(functions[60:70]).upper())
+    (place / "books.txt").write_text("\n".join(functions[60:65]).upper())
     write_jsonl(place / "held_code.jsonl", [{"text": text} for text in functions[100:120]])
     (place / "held_books.txt").write_text("\n".join(functions[120:130]).upper())
     return place
