@@ -22,7 +22,7 @@ from common.errors import UserError, refuse
 from common.training.batching import Samples
 from common.training.mixing import LONGEST, Mixing, in_lowest_terms
 
-NUMBER = re.compile(r"(?:[0-9]{1,9}\.?[0-9]{0,9}|\.[0-9]{1,9}|[0-9]{1,9}/[0-9]{1,9})")
+NUMBER = re.compile(r"(?:[0-9]{1,30}\.?[0-9]{0,30}|\.[0-9]{1,30}|[0-9]{1,30}/[0-9]{1,30})")
 
 
 def training_files(given: list[str], **columns: Any) -> Source:
