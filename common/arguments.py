@@ -8,6 +8,7 @@ import argparse
 import difflib
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -17,7 +18,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from common.checkpoint.identity import CHANGEABLE
 from common.data.hub import held_out_splits
-from common.errors import UserError
+from common.errors import UserError, refuse
 from common.export_dtype import EXPORT_DTYPES
 from common.familiar import here
 from common.models.quantization import QUANTIZED
@@ -238,7 +239,10 @@ def add_language_arguments(
     longest: what the default of --sequence_length is, where the recipe chooses it; in words.
     """
     group = parser.add_argument_group("data (default: the source code of Python's standard library)")
-    about = "training text: .txt .jsonl .parquet .csv files, also compressed, or globs of them"
+    about = (
+        "training text: .txt .jsonl .parquet .csv files, also compressed, or globs of them; mixed by weights where\n"
+    )
+    about += "each has one: code.jsonl:0.7 books.txt:0.3"
     group.add_argument("--train_file", nargs="+", default=[], metavar="FILE", help=about)
     about = "held-out text, in the same formats"
     group.add_argument("--validation_file", nargs="+", default=[], metavar="FILE", help=about)
@@ -311,7 +315,9 @@ def text_sources(args: argparse.Namespace) -> "tuple[Source, Source | None]":
 
     Raises UserError: a line for each file that is not there or cannot be read, or two answers to where the text is.
     """
-    from common.data.rows import Source  # here because recipes without text need neither
+    # Here because recipes without text need none of them.
+    from common.data.mixed import held_out_files, needless_weights, training_files
+    from common.data.rows import Source
     from common.data.sources import check_sources
 
     names = ("text_column", "prompt_column", "completion_column")
@@ -320,16 +326,17 @@ def text_sources(args: argparse.Namespace) -> "tuple[Source, Source | None]":
         from common.data.chats import read_chat_template
 
         columns["chat_template"] = read_chat_template(args.chat_template)
-    validation = Source(files=tuple(args.validation_file), **columns) if args.validation_file else None
+    train = training_files(args.train_file, **columns)
+    refuse(_check_mixed(args) if train.weights else [])
+    validation = held_out_files(args.validation_file, bool(train.weights), **columns) if args.validation_file else None
     if args.dataset_name:
+        refuse(needless_weights("--dataset_name", [args.dataset_name], "write the data to files to mix them"))
         if args.train_file:
             raise UserError("--train_file and --dataset_name are two answers to one question; give one")
         train = Source(dataset_name=args.dataset_name, dataset_config=args.dataset_config, **columns)
         if validation is None and (split := next(held_out_splits(args.dataset_name, args.dataset_config), None)):
             validation = replace(train, split=split)
-    elif args.train_file:
-        train = Source(files=tuple(args.train_file), **columns)
-    else:
+    elif not args.train_file:
         if "chat_template" in columns:
             raise UserError(
                 "--chat_template has no effect without --train_file or --dataset_name; name the data, or take it out"
@@ -338,3 +345,14 @@ def text_sources(args: argparse.Namespace) -> "tuple[Source, Source | None]":
         validation = validation or Source(embedded="validation")
     check_sources(train, validation)
     return train, validation
+
+
+def _check_mixed(args: argparse.Namespace) -> Iterator[str]:
+    """A line for each flag that counts passes over the data, of which each of the mixed sources has its own."""
+    for name in ("num_epochs", "eval_every", "save_every"):
+        value = getattr(args, name)
+        if isinstance(value, str) or (name == "num_epochs" and value is not None):
+            instead = "--num_updates N" if name == "num_epochs" else f"--{name} N, of updates"
+            yield f"--{name} {value}: mixed files have no one epoch, each has its own; give {instead}"
+    if args.drop_last_window:
+        yield "--drop_last_window has no effect on mixed files, whose global batches are all full; take it out"

@@ -53,6 +53,11 @@ FLAGS: dict[str, tuple[str, str]] = {
     "do_eval": ("T", "--validation_file FILE"),
     "validation_split_percentage": ("N", "--validation_file FILE"),
     "dataset_config_name": ("N", "--dataset_config {NAME}"),
+    "streaming": (
+        "T",
+        "not here: the samples of an update follow from their number, which a stream does not know; write it to files "
+        "once (docs/data.md)",
+    ),
     "dataset_text_field": ("S", "--text_column {NAME}"),
     "block_size": ("N", "--sequence_length {N}"),
     "max_length": ("S", "--sequence_length {N}"),

@@ -85,9 +85,9 @@ def sum_losses(model, micro_batch):
 
 
 def evaluate(run, model):
-    """Mean loss over all held-out samples, and the figures of the predictions."""
-    loss, *answers = measure(run, model, predict)
-    return {"validation_loss": loss} | score(*answers)
+    """Mean loss over all held-out samples, of mixed data also by source, and the figures of the predictions."""
+    losses, *answers = measure(run, model, predict)
+    return losses | score(*answers)
 
 
 def train(args, run, model, optimizer, batches):
@@ -136,8 +136,8 @@ def main():
         train(args, run, model, optimizer, batches)
     results, lines = run.end_training(), []
     if held_out:
-        loss, *answers = measure(run, model, predict)
-        results |= {"validation_loss": loss} | score(*answers)
+        losses, *answers = measure(run, model, predict)
+        results |= losses | score(*answers)
         lines = [describe_scores(results)]
     if run.write_model(tokenizer) and held_out and names:
         lines.append(draw_confusion(*answers, names, run.output_dir))

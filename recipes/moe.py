@@ -28,7 +28,7 @@ from common.models.load import check_model, describe_use, write_sample
 from common.parallel.ending import user_mistakes_end_here
 from common.report.tracking import describe_held_out
 from common.run import Run
-from common.training.accumulation import loss_scale, skip_step, sum_over_ranks, synchronize_gradients
+from common.training.accumulation import loss_scale, mean_losses, skip_step, synchronize_gradients
 from common.training.batching import collate_tokens
 from common.training.clipping import clip_gradients
 from common.training.losses import sum_token_losses
@@ -81,15 +81,14 @@ def sum_losses(model, micro_batch):
 
 @torch.no_grad()
 def evaluate(run, model):
-    """Mean loss over all targets of the held-out samples, each counted once."""
+    """Mean loss over all targets of the held-out samples, each counted once; of mixed data also by source."""
     model.eval()
-    loss_sums, num_targets = [], 0
+    measured = []
     for batch in run.held_out:
-        loss_sums += [sum_losses(model, micro_batch) for micro_batch, _ in run.micro_batches(batch)]
-        num_targets += batch.num_targets
+        loss_sums = [sum_losses(model, micro_batch) for micro_batch, _ in run.micro_batches(batch)]
+        measured.append((batch.source, batch.num_targets, loss_sums))
     model.train()
-    (loss_sum,) = sum_over_ranks(run.accelerator, torch.stack(loss_sums).sum())
-    return {"validation_loss": loss_sum / num_targets}
+    return mean_losses(run.accelerator, measured)
 
 
 def train(args, run, model, optimizer, batches, router):

@@ -29,7 +29,8 @@ EVERY = """
     training.activation_offload training.batching training.clipping training.cutting training.degrees training.epochs
     training.optimizers training.out_of_memory training.precision training.stopping training.token_budget versions
 """
-TEXT = "data.cache data.columns data.formats data.readers data.rows data.sources data.standard_library data.tokenizer"
+TEXT = "data.cache data.columns data.formats data.mixed data.readers data.rows data.sources data.standard_library"
+TEXT += " data.tokenizer training.mixing"
 TOKENS = "data.chats data.text training.linear_cross_entropy training.losses training.output_head"
 PREDICTED = "models.classifiers report.predictions"
 OURS = {

@@ -78,10 +78,18 @@ def differences(saved: dict, now: dict, args: argparse.Namespace) -> Iterator[st
         )
     # Older checkpoints have of image files what stands before the hyphen: names and sizes.
     elif saved["dataset"] not in (now["dataset"], now["dataset"].partition("-")[0]) and "dataset" not in allowed:
-        yield (
-            f"other training data: their fingerprint is {now['dataset']}, the checkpoint's is {saved['dataset']}; give "
-            f"the same files{' and '.join(['', *cut_by])}, or --allow_changed dataset to go on with these"
-        )
+        # Of mixed data the weights stand behind an @.
+        (files, _, weights), (files_then, _, weights_then) = (one["dataset"].partition("@") for one in (now, saved))
+        if files == files_then:
+            yield (
+                f"other weights: --train_file is mixed {weights}, the checkpoint's was {weights_then}; give the same, "
+                "or --allow_changed dataset to go on with these"
+            )
+        else:
+            yield (
+                f"other training data: their fingerprint is {now['dataset']}, the checkpoint's is {saved['dataset']}; "
+                f"give the same files{' and '.join(['', *cut_by])}, or --allow_changed dataset to go on with these"
+            )
     if saved.get("base") != now.get("base"):
         yield (
             f"another base of the adapter: its fingerprint is {now.get('base')}, the checkpoint's is "

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.data.cache import cached, hash_files, with_progress
 from common.data.columns import batches, check_columns, filled_text
+from common.data.mixed import Mixed
 from common.data.rows import Corpus, Row, Source
 from common.data.sources import open_source
 from common.data.tokenizer import no_more_threads, tokenizer_identity
@@ -38,7 +39,7 @@ def tokenize_pairs(
     source_length: int,
     target_length: int,
     cache_dir: str | Path | None = None,
-) -> "Pairs":
+) -> "Pairs | Mixed":
     """Tokenises the rows of a source once and opens the result; of many processes one works and the others wait.
 
     columns: of a row, its source and its target. In their place the embedded corpus has a function without its
@@ -49,6 +50,9 @@ def tokenize_pairs(
 
     Raises UserError that names file and place for whatever cannot be read, and for a source or target that is empty.
     """
+    if source.parts:
+        how = (columns, tokenizer, source_length, target_length, cache_dir)
+        return Mixed({part.files[0]: tokenize_pairs(part, *how) for part in source.parts}, source.weights)
     corpus = open_source(source)
     if source.embedded:
         corpus = docstring_corpus(corpus, source.text_column, columns)

@@ -11,12 +11,13 @@ COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 
 @dataclass(frozen=True)
 class Source:
-    """Where text comes from: exactly one of `files`, `dataset_name` and `embedded`.
+    """Where text comes from: exactly one of `files`, `dataset_name`, `embedded` and `parts`.
 
     files: paths or globs of .txt, .jsonl, .json, .parquet, .csv; all but .parquet also with .gz, .bz2, .xz or .zst.
     dataset_name: a name on the hub (`dataset_config` is its configuration), or a directory: what `save_to_disk` wrote,
         or a folder of files. `split` is the split of any of these.
     embedded: "train" or "validation": the source files of the running Python's standard library.
+    parts: sources that are kept apart; to train on, with their `weights`, whole numbers in lowest terms.
     text_column: the column that holds the text (.txt files and the embedded corpus have only this one).
     prompt_column, completion_column: of rows that have these two in its place, where they are not called so.
     chat_template: Jinja, which writes `messages` in the place of the tokenizer's own.
@@ -27,6 +28,8 @@ class Source:
     dataset_config: str | None = None
     split: str = "train"
     embedded: str | None = None
+    parts: tuple["Source", ...] = ()
+    weights: tuple[int, ...] = ()
     text_column: str = "text"
     prompt_column: str | None = None
     completion_column: str | None = None

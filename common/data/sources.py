@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 def check_sources(*sources: Source | None) -> None:
     """Raise one UserError, one line a problem, with every problem of all sources that shows without reading a file."""
-    refuse(problem for source in sources if source is not None for problem in _problems(source))
+    given = [part for source in sources if source is not None for part in source.parts or (source,)]
+    refuse(problem for source in given for problem in _problems(source))
 
 
 def open_source(source: Source) -> Corpus:
@@ -33,14 +34,14 @@ def open_source(source: Source) -> Corpus:
     if source.embedded:
         return open_embedded(source)
     if source.files:
-        return _open_files([path for pattern in source.files for path in _expand(pattern)], source)
+        return _open_files([path for pattern in source.files for path in expand(pattern)], source)
     return _open_dataset(source)
 
 
 def _problems(source: Source) -> Iterator[str]:
     problems: dict[str, list[str]] = {}
     for pattern in source.files:
-        paths = _expand(pattern)
+        paths = expand(pattern)
         if not paths and glob.has_magic(pattern):
             yield f"{pattern}: no file matches; correct the pattern (it is relative to {Path.cwd()})"
         elif not paths:
@@ -52,7 +53,7 @@ def _problems(source: Source) -> Iterator[str]:
         yield f"{shorten(paths, 3)}: {problem}"
 
 
-def _expand(pattern: str) -> list[str]:
+def expand(pattern: str) -> list[str]:
     """The files of a path or glob, sorted, so that their order does not depend on the file system."""
     path = Path(pattern).expanduser()
     if path.exists():  # before globbing: a name may hold brackets

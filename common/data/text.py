@@ -24,6 +24,7 @@ from common.data.cache import cached, hash_files, with_progress
 from common.data.chats import Encoded, encode_chats, with_end_of_text
 from common.data.columns import batches, choose_columns, text_of
 from common.data.formats import with_known_format
+from common.data.mixed import Mixed
 from common.data.rows import Corpus, Row, Source
 from common.data.sources import open_source
 from common.data.tokenizer import (
@@ -91,7 +92,7 @@ def tokenize(
     shape: str | None = None,
     cache_dir: str | Path | None = None,
     measure_compression: bool = False,
-) -> "Samples":
+) -> "Samples | Mixed":
     """Tokenises a source once and opens the result; of many processes that call this one works and the others wait.
 
     sequence_length: input tokens of a sample at most.
@@ -104,6 +105,9 @@ def tokenize(
 
     Raises UserError that names file and place for whatever cannot be read or makes no sample.
     """
+    if source.parts:
+        how = (tokenizer, sequence_length, shape, cache_dir, measure_compression)
+        return Mixed({part.files[0]: tokenize(part, *how) for part in source.parts}, source.weights)
     check_end_of_text(tokenizer)
     tokenizer.chat_template = source.chat_template or tokenizer.chat_template
     corpus = with_known_format(open_source(source), source, shape, bool(tokenizer.chat_template))

@@ -56,6 +56,8 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE of the source's text (of its first 200 MB): every text survives encoding and decoding.
 
+    Of mixed sources each gives as many bytes at most, whatever the weights.
+
     columns: that hold the text; without them, those of which `tokenize` makes samples. flags: that name them.
 
     The same text gives the same tokenizer, whatever the number of threads. What a chat template marks turns with, such
@@ -64,16 +66,19 @@ def train_tokenizer(
 
     vocab_size: at least 257, for the 256 bytes and <|endoftext|>. Raises UserError for what is wrong with the source.
     """
-    corpus = open_source(source)
-    if columns is None:
-        corpus = with_known_format(corpus, source, None, has_template=bool(source.chat_template))
-        _, columns = choose_columns(corpus, source, None)
-    check_columns(corpus, columns, flags)
+    texts = []  # of each source a corpus, and its columns
+    for part in source.parts or (source,):
+        corpus, wanted = open_source(part), columns
+        if wanted is None:
+            corpus = with_known_format(corpus, part, None, has_template=bool(source.chat_template))
+            _, wanted = choose_columns(corpus, part, None)
+        check_columns(corpus, wanted, flags)
+        texts.append((corpus, wanted))
     markers = sorted(set(MARKER.findall(source.chat_template or "")) - {END_OF_TEXT})
     directory = cached(
         "tokenizer",
-        [corpus.identity, columns, vocab_size, *markers],
-        lambda partial: _train_bpe(corpus, columns, vocab_size, markers).save_pretrained(partial),
+        [*(one for corpus, wanted in texts for one in (corpus.identity, wanted)), vocab_size, *markers],
+        lambda partial: _train_bpe(texts, vocab_size, markers).save_pretrained(partial),
         cache_dir,
     )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
@@ -82,7 +87,7 @@ def train_tokenizer(
 
 
 def _train_bpe(
-    corpus: Corpus, columns: tuple[str, ...], vocab_size: int, markers: list[str]
+    sources: list[tuple[Corpus, tuple[str, ...]]], vocab_size: int, markers: list[str]
 ) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -95,14 +100,15 @@ def _train_bpe(
     )
 
     def texts() -> Iterator[str]:
-        left = TOKENIZER_BYTES
-        for row in corpus.rows(columns, True):
-            for text in texts_of(row, columns):
-                left -= utf8_length(text, row.where)
-                # the library gathers 256 items before it works on them: keep each small
-                yield from (text[start : start + 65536] for start in range(0, len(text), 65536))
-            if left < 0:
-                return
+        for corpus, columns in sources:
+            left = TOKENIZER_BYTES / len(sources)
+            for row in corpus.rows(columns, True):
+                for text in texts_of(row, columns):
+                    left -= utf8_length(text, row.where)
+                    # the library gathers 256 items before it works on them: keep each small
+                    yield from (text[start : start + 65536] for start in range(0, len(text), 65536))
+                if left < 0:
+                    break
 
     bpe.train_from_iterator(texts(), trainer)
     bpe.post_processor = processors.TemplateProcessing(

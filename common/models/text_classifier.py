@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, BertConfig, PreTrainedConfig, PreTrainedTokenizerBase
@@ -16,6 +17,7 @@ from common.data.labels import (
     read_examples,
     read_packages,
 )
+from common.data.mixed import Mixed
 from common.data.rows import Source
 from common.data.tokenizer import load_tokenizer, train_tokenizer
 from common.errors import refuse, shorten
@@ -23,7 +25,25 @@ from common.models.classifiers import choose_labels, set_labels
 from common.models.load import check_model, load_config
 
 SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
-Rows = tuple[str, list[Example]]  # a name for messages, and the rows
+
+
+class Rows(NamedTuple):
+    """The rows of each source, by a name for messages; the weights of mixed sources, as in `Source`."""
+
+    sources: dict[str, list[Example]]
+    weights: tuple[int, ...] = ()
+
+    def all(self) -> list[Example]:
+        return [row for rows in self.sources.values() for row in rows]
+
+
+def _read(args: argparse.Namespace, source: Source) -> tuple[Rows, list[str] | None]:
+    """The rows of a source, and what `read_examples` says of its classes: of mixed sources, if all say the same."""
+    read = [read_examples(part, args.pair_column, args.label_column) for part in source.parts or (source,)]
+    names = [part.files[0] for part in source.parts] or [read[0][0]]
+    classes = [one for _, _, one in read]
+    sources = {name: rows for name, (_, rows, _) in zip(names, read, strict=True)}
+    return Rows(sources, source.weights), classes[0] if all(one == classes[0] for one in classes) else None
 
 
 def check_arguments(args: argparse.Namespace) -> Iterator[str]:
@@ -45,13 +65,13 @@ def read_rows(
     """
     classes, held_out = None, None
     if source.embedded:
-        rows, held_out_rows = read_packages()
-        train, held_out = ("functions of the standard library", rows), ("functions of other files", held_out_rows)
+        packages = zip(("functions of the standard library", "functions of other files"), read_packages(), strict=True)
+        train, held_out = (Rows({name: rows}) for name, rows in packages)
     else:
-        name, rows, classes = read_examples(source, args.pair_column, args.label_column)
-        train = (name, rows)
+        train, classes = _read(args, source)
         if held_out_source:
-            held_out = read_examples(held_out_source, args.pair_column, args.label_column)[:2]
+            held_out, _ = _read(args, held_out_source)
+    rows = train.all()
     task = args.task or ("regression" if not classes and is_regression(rows) else "classification")
     return train, held_out, label_names(rows) if task == "classification" else None, classes
 
@@ -95,9 +115,13 @@ def choose_model(
 
 def label(
     rows: Rows, names: list[str] | None, tokenizer: PreTrainedTokenizerBase, sequence_length: int
-) -> LabelledTexts:
+) -> LabelledTexts | Mixed:
     """Rows as samples: tokenised, with the number of their label in `names`, or with the number that they are."""
-    return LabelledTexts(*rows, encode_labels(rows[1], names), tokenizer, sequence_length)
+    parts = {
+        name: LabelledTexts(name, examples, encode_labels(examples, names), tokenizer, sequence_length)
+        for name, examples in rows.sources.items()
+    }
+    return Mixed(parts, rows.weights) if rows.weights or len(parts) > 1 else next(iter(parts.values()))
 
 
 def describe_task(names: list[str] | None) -> dict[str, str]:

@@ -53,7 +53,10 @@ def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> 
         what = f"`{json.loads((directory / 'config.json').read_text())['architectures'][0]}`"
     settings = {key: value for key, value in arguments.items() if key not in KEPT and value not in (None, [])}
     settings = {key: value for key, value in settings.items() if value is not False}
-    figures = {words: run["results"][key] for key, words in FIGURES.items() if run["results"].get(key) is not None}
+    results = run["results"]
+    figures = {words: results[key] for key, words in FIGURES.items() if results.get(key) is not None}
+    apart = [one["source"] for one in run.get("held_out_sources") or []]
+    figures |= {f"held-out loss of `{source}`": results[f"validation_loss/{source}"] for source in apart}
     resumed = f", resumed at update {run['resumed_at']}" if run["resumed_at"] else ""
     lines = [
         f"---\n{card}\n---",

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from common.training.accumulation import sum_over_ranks
+from common.training.accumulation import mean_losses
 from common.training.degrees import running
 
 logger = logging.getLogger(__name__)
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 @torch.no_grad()
 def measure(
     run: Any, model: nn.Module, predict: Callable[[nn.Module, dict], tuple[torch.Tensor, torch.Tensor]]
-) -> tuple[float, np.ndarray, np.ndarray]:
-    """Mean loss, predictions (N,) and targets (N,) of all held-out samples, each counted once, alike on all ranks.
+) -> tuple[dict[str, float], np.ndarray, np.ndarray]:
+    """`mean_losses`, predictions (N,) and targets (N,) of all held-out samples, each counted once, alike on all ranks.
 
     run: a `common.run.Run`. predict: of a micro-batch the sum of its losses, and its predictions (N,).
     """
@@ -30,26 +30,28 @@ def measure(
         if isinstance(module, nn.modules.batchnorm._BatchNorm):  # the main process's statistics, which are saved
             for statistics in (module.running_mean, module.running_var):
                 accelerate.utils.broadcast(statistics)
-    loss_sums, answers = [], []
+    measured, answers = [], []
     for batch in run.held_out:
+        loss_sums = []
         for micro_batch, _ in run.micro_batches(batch):
             loss_sum, predicted = predict(model, micro_batch)
             loss_sums.append(loss_sum)
             targets = micro_batch["targets"]
             answers.append(torch.stack([predicted.float(), targets.float(), torch.ones_like(targets).float()], 1))
+        measured.append((batch.source, batch.num_targets, loss_sums))
     model.train()
-    (loss_sum,) = sum_over_ranks(run.accelerator, torch.stack(loss_sums).sum())
+    losses = mean_losses(run.accelerator, measured)
     rows = run.accelerator.gather(run.accelerator.pad_across_processes(torch.cat(answers)))
     rows = rows.unflatten(0, (run.accelerator.num_processes, -1))[:: running().tensor].flatten(0, 1)  # of copies, one
     rows = rows[rows[:, 2] == 1].cpu()  # the ranks had unequal shares: without what made them equal
     assert len(rows) == len(run.held_out.dataset.samples), "each held-out sample is to be counted once"
     predictions, targets = rows[:, :2].to(targets.dtype).numpy().T
-    return loss_sum / len(rows), predictions, targets
+    return losses, predictions, targets
 
 
-def loss_and_accuracy(loss: float, predictions: np.ndarray, targets: np.ndarray) -> dict[str, float]:
+def loss_and_accuracy(losses: dict[str, float], predictions: np.ndarray, targets: np.ndarray) -> dict[str, float]:
     """The figures of what `measure` returns."""
-    return {"validation_loss": loss, "accuracy": (predictions == targets).mean().item()}
+    return losses | {"accuracy": (predictions == targets).mean().item()}
 
 
 def draw_confusion(predictions: np.ndarray, targets: np.ndarray, names: Sequence[str], output_dir: Path) -> str:

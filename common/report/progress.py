@@ -1,6 +1,7 @@
 """The bar and metrics.jsonl: an update after the other, as it is shown and recorded."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from common.errors import UserError
 from common.files import disk_line
 from common.parallel import liveness
 from common.report import curves
-from common.report.tracking import memory_in_use_bytes, peak_memory_bytes, to_json_line
+from common.report.tracking import describe_sources, memory_in_use_bytes, peak_memory_bytes, to_json_line
 
 
 class Progress:
@@ -38,13 +39,14 @@ class Progress:
         self.num_tokens = self.num_processed = 0
         self.unit = "tokens"
         self.held_out = ""
-        self.per_epoch = 1  # updates
+        self.per_epoch: int | None = 1  # updates; None: mixed sources, each with epochs of its own
         self.rank_work: Any = 0
         self.drawing: subprocess.Popen | None = None
 
     def batches(self, loader):
         """The loader's global batches, with the time that the loop waits for each."""
-        self.unit, self.per_epoch = loader.dataset.samples.unit, len(loader.dataset)
+        self.unit = loader.dataset.samples.unit
+        self.per_epoch = len(loader.dataset) if loader.dataset.mixing is None else None
         iterator = iter(loader)
         while True:
             before = time.perf_counter()
@@ -84,7 +86,9 @@ class Progress:
             what, where = f"{self.file.name} could not be written after update {record['update']}", Path(self.file.name)
             raise UserError(disk_line(error, what, where.parent, 0, "start again with --resume")) from error
         numbers = {key: value for key, value in record.items() if isinstance(value, int | float)}
-        self.accelerator.log(numbers, step=record["update"])
+        # The name of a source may be a pattern, whose * some trackers (MLflow) refuse.
+        logged = {re.sub(r"[^\w./ -]", "_", name): value for name, value in numbers.items()}
+        self.accelerator.log(logged, step=record["update"])
         if "validation_loss" in record:
             self._tell_evaluation(record)
             self.draw()
@@ -94,8 +98,9 @@ class Progress:
             + (f", {self.state.skipped_updates} skipped" if self.state.skipped_updates else ""),
             refresh=False,
         )
-        done, in_all = (number / self.per_epoch for number in (self.state.update, self.bar.total))
-        self.bar.set_description_str(f"epoch {done:.2f} of {in_all:.4g}", refresh=False)
+        if self.per_epoch:
+            done, in_all = (number / self.per_epoch for number in (self.state.update, self.bar.total))
+            self.bar.set_description_str(f"epoch {done:.2f} of {in_all:.4g}", refresh=False)
         self.bar.update()
 
     def draw(self, now: bool = False) -> None:
@@ -125,7 +130,9 @@ class Progress:
         self.held_out = f"held out {loss:.3f}, "
         line = f"update {self.state.update}: validation loss {loss:.4f}"
         line += f", accuracy {record['accuracy']:.2%}" if "accuracy" in record else ""
-        self.bar.write(line + (", the lowest so far" if loss == self.state.best_validation_loss else ""))
+        self.bar.write(
+            line + describe_sources(record) + (", the lowest so far" if loss == self.state.best_validation_loss else "")
+        )
         sys.stdout.flush()
 
     @property

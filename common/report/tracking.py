@@ -5,6 +5,7 @@ import json
 import math
 import os
 import sys
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
     A resumed run's metrics go back to where its state is, and its trackers go on. run: a `common.run.Run`.
     """
     args, accelerator, output_dir, state = run.args, run.accelerator, run.output_dir, run.state
+    batches = run.loader.dataset
     if accelerator.is_main_process:
         cut_metrics(output_dir / "metrics.jsonl", state.update)
         is_cuda = accelerator.device.type == "cuda"
@@ -80,8 +82,10 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
             "status": "running",
             "resumed_at": state.update,
             "model": config.to_dict(),
-            "data": run.loader.dataset.samples.describe(),
+            "data": batches.samples.describe(),
+            "sources": _sources(batches, args.num_updates * args.global_batch_size),
             "held_out": run.held_out and run.held_out.dataset.samples.describe(),
+            "held_out_sources": run.held_out and _sources(run.held_out.dataset),
             **run.forecast.facts(),
         }
         path = output_dir / "run.json"
@@ -104,6 +108,11 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
             for tracker in accelerator.trackers
             if tracker.name in RUN_NAMES
         }
+
+
+def _sources(batches: GlobalBatches, num_samples: int = 0) -> list[dict[str, Any]] | None:
+    """The sources of mixed data, and what so many samples of a run are of each; None of data that are not mixed."""
+    return batches.samples.facts(num_samples) if hasattr(batches.samples, "mixing") else None
 
 
 def _end_failed(output_dir: Path, status: str) -> None:
@@ -174,9 +183,9 @@ def print_run(
             f"--micro_batch_tokens {args.micro_batch_tokens} makes {len(first.micro_batches)} of a global batch, fewer "
             f"than the {degrees.pipeline} stages, which would wait for each other; lower it"
         )
-    targets = f"{train.samples.num_target_tokens / len(train):,.0f} an update on average; the first: "
+    updates, mean_targets = describe_length(args, train)
+    targets = f"{mean_targets:,.0f} an update on average; the first: "
     targets += f"{first.num_targets:,} in {len(first.micro_batches)} micro-steps on each process"
-    epochs = args.num_updates / len(train)
     measures = accelerator.is_main_process and not rehearsal
     precision = getattr(model, "own_precision", None)  # of a model that takes no other
     if precision is None:
@@ -193,13 +202,30 @@ def print_run(
         "optimizer": f"{args.optimizer}, learning rate {args.learning_rate:g}, {args.lr_schedule}",
         "batch": cut,
         "targets": targets,
-        "updates": f"{args.num_updates:,} = {epochs:.2f} epochs of {len(train):,} updates",
+        "updates": updates,
         "data": train.samples.describe(),
         "held out": validation.samples.describe() if validation else "none; name a --validation_file to measure",
         **lines,
         "output": "nothing (dry run)" if args.dry_run else args.output_dir,
     }
     accelerator.print(redact("\n".join(f"{name:>10}  {text}" for name, text in block.items())), flush=True)
+
+
+def describe_length(args: argparse.Namespace, train: GlobalBatches) -> tuple[str, float]:
+    """How often a run goes through its data, in words; and the targets of an update on average."""
+    samples = train.samples
+    if train.mixing is None:
+        epochs = f"{args.num_updates / len(train):.2f} epochs of {len(train):,} updates"
+        return f"{args.num_updates:,} = {epochs}", samples.num_target_tokens / len(train)
+    facts = samples.facts(args.num_updates * train.global_batch_size)
+    epochs = ", ".join(f"{one['epochs']:.2f} of {one['source']}" for one in facts)
+    return f"{args.num_updates:,}, epochs: {epochs}", samples.mean_targets * train.global_batch_size
+
+
+def describe_sources(figures: dict[str, Any]) -> str:
+    """The held-out loss of each source that was measured apart, in words."""
+    found = {name.partition("/")[2]: loss for name, loss in figures.items() if name.startswith("validation_loss/")}
+    return f" ({', '.join(f'{loss:.4f} of {source}' for source, loss in found.items())})" if found else ""
 
 
 def describe_held_out(figures: dict[str, float], samples: Any) -> dict[str, float | None]:
@@ -249,6 +275,9 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, *
     if "validation_loss" in results:
         perplexity = f", perplexity {results['perplexity']:.2f}" if "perplexity" in results else ""
         print(f"held-out loss {results['validation_loss']:.4f}{perplexity}")
+    for one in run.get("held_out_sources") or []:
+        loss, share = results[f"validation_loss/{one['source']}"], float(Fraction(one["share"]))
+        print(f"  {loss:.4f} of {one['source']}, which has {share:.1%} of the targets")
     if "bits_per_byte" in results:
         others = [
             f"{n} -9 {results[f'{n}_bits_per_byte']:.3f}" for n in ("gzip", "xz") if f"{n}_bits_per_byte" in results

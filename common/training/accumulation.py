@@ -5,6 +5,8 @@ micro-batch on every rank. The count is known before the first backward, because
 `batching`).
 """
 
+from collections import Counter
+from collections.abc import Iterable
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -78,6 +80,23 @@ def sum_over_ranks(accelerator: Accelerator, *figures: torch.Tensor | float) -> 
     sums = accelerator.reduce(torch.cat([part.flatten() for part in parts]), reduction="sum").cpu() / running().copies
     sums = [one.view(part.shape) for one, part in zip(sums.split([p.numel() for p in parts]), parts, strict=True)]
     return [one if one.ndim else one.item() for one in sums]
+
+
+def mean_losses(accelerator: Accelerator, batches: Iterable[tuple[str, int, list[torch.Tensor]]]) -> dict[str, float]:
+    """The mean loss over all targets of an evaluation; where each source is measured apart, also that of each.
+
+    batches: of each its source, its number of targets over all ranks, and this rank's sums of the losses of its
+    micro-batches. The sources and their order are the same on all ranks.
+    """
+    loss_sums: dict[str, list[torch.Tensor]] = {}
+    num_targets: Counter[str] = Counter()
+    for source, number, sums in batches:
+        loss_sums.setdefault(source, []).extend(sums)
+        num_targets[source] += number
+    totals = sum_over_ranks(accelerator, *(torch.stack(sums).sum() for sums in loss_sums.values()))
+    figures = {"validation_loss": sum(totals) / num_targets.total()}
+    of_each = zip(loss_sums, totals, strict=True) if "" not in loss_sums else ()
+    return figures | {f"validation_loss/{source}": total / num_targets[source] for source, total in of_each}
 
 
 def reduce_update(

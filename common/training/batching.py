@@ -1,6 +1,7 @@
 """Which samples make update k, and each rank's share of them.
 
-Position is arithmetic: the samples of update k are a pure function of (seed, number of samples, global batch size, k).
+Position is arithmetic: the samples of update k are a pure function of (seed, number of samples, global batch size, k),
+and of mixed data also of the weights (`mixing`).
 Nothing is iterated, so a run can start at any update at once, and any number of ranks sees the same samples.
 
 A *global batch* is all that one update consumes, on all ranks. Its samples are sorted by length before they are cut,
@@ -32,7 +33,8 @@ from common.training.stopping import ignore_signals
 class Samples(Protocol):
     """A data set as the recipes use it, such as `data.text.Samples`. What a sample is, only `collate` knows.
 
-    Where samples differ by epoch (augmentation), `of_epoch(epoch)` returns the data set of that epoch.
+    Where samples differ by epoch (augmentation), `of_epoch(epoch)` returns the data set of that epoch. Of mixed data
+    (`data.mixed.Mixed`) `parts` are the sources, by name, and `mixing` says in which order they are trained on.
     """
 
     unit: str  # of a length: "tokens", "images"
@@ -65,6 +67,7 @@ class GlobalBatch(NamedTuple):
     rank_work: torch.Tensor  # float64, of each that has samples of its own, what it computes (`cutting.row_work`)
     sample_digest: str  # hash of the sorted sample ids: equal where the samples are equal
     lengths: torch.Tensor  # int64, of each sample without padding, over all ranks; (n, 2) if it has two sequences
+    source: str = ""  # of all its samples, where each source is measured apart
 
 
 def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
@@ -95,6 +98,15 @@ def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
     return value.astype(np.int64)
 
 
+def shuffled(index: np.ndarray, size: int, *order: int) -> np.ndarray:
+    """The images of `index` under the permutation of range(size) that `order` names, such as a seed and an epoch.
+
+    Hashed, so that seeds and epochs that lie side by side give unrelated permutations.
+    """
+    key = hashlib.blake2b(":".join(map(str, order)).encode(), digest_size=8).digest()
+    return permute(index, size, key=int.from_bytes(key, "little"))
+
+
 def updates_per_epoch(num_samples: int, global_batch_size: int, drop_last_window: bool = False) -> int:
     """Global batches in one pass over the data; a remainder makes a shorter last one, unless dropped."""
     return num_samples // global_batch_size if drop_last_window else -(-num_samples // global_batch_size)
@@ -111,11 +123,7 @@ def sample_ids_of(
     epoch, number = divmod(update, updates_per_epoch(num_samples, global_batch_size, drop_last_window))
     start = number * global_batch_size
     ids = np.arange(start, min(start + global_batch_size, num_samples))
-    if seed is None:
-        return ids
-    # Hashed, so that seeds and epochs that lie side by side give unrelated permutations.
-    key = hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=8).digest()
-    return permute(ids, num_samples, key=int.from_bytes(key, "little"))
+    return ids if seed is None else shuffled(ids, num_samples, seed, epoch)
 
 
 def longest_samples(samples: Samples, number: int) -> np.ndarray:
@@ -203,7 +211,30 @@ class GlobalBatches(torch.utils.data.Dataset):
 
     def __len__(self) -> int:
         """Global batches in an epoch; items beyond it are the next epochs'."""
-        return updates_per_epoch(len(self.samples), self.global_batch_size, self.drop_last_window)
+        sizes = map(len, self._parts.values())
+        return sum(updates_per_epoch(size, self.global_batch_size, self.drop_last_window) for size in sizes)
+
+    @property
+    def _parts(self) -> dict[str, Samples]:
+        """What is gone through one after the other."""
+        return getattr(self.samples, "parts", {"": self.samples})
+
+    @property
+    def mixing(self) -> Any:
+        """The `mixing.Mixing` of the sources that are trained on; None where there is one, or in an evaluation."""
+        return getattr(self.samples, "mixing", None) if self.seed is not None else None
+
+    def _sample_ids(self, update: int) -> tuple[str, np.ndarray]:
+        """The source that is measured, if each is measured apart, and the ids of its samples."""
+        if self.mixing is not None:
+            return "", self.mixing.sample_ids_of(update, self.global_batch_size, self.seed)
+        start, how = 0, (self.global_batch_size, self.seed, self.drop_last_window)
+        for source, part in self._parts.items():
+            number = updates_per_epoch(len(part), self.global_batch_size, self.drop_last_window)
+            if update < number or len(self._parts) == 1:
+                return source, start + sample_ids_of(update, len(part), *how)
+            start, update = start + len(part), update - number
+        raise IndexError("beyond the last global batch of the last source")
 
     def of_longest(self) -> GlobalBatch:
         """What takes most memory: as many of the longest samples as a micro-batch holds; the same on all ranks."""
@@ -218,7 +249,7 @@ class GlobalBatches(torch.utils.data.Dataset):
         return GlobalBatch(0, [micro_batch] * number, *counts, 0, 0, *nothing)
 
     def __getitem__(self, update: int) -> GlobalBatch:
-        ids = sample_ids_of(update, len(self.samples), self.global_batch_size, self.seed, self.drop_last_window)
+        source, ids = self._sample_ids(update)
         own_lengths = self.samples.lengths(ids)
         lengths = round_up(round_up(own_lengths, self.multiple_of), self.num_parts)
         how = (self.micro_batch_size, self.micro_batch_tokens, self.attention_length)
@@ -247,6 +278,7 @@ class GlobalBatches(torch.utils.data.Dataset):
             rank_work=torch.from_numpy(work.reshape(self.world_size, -1).sum(1)),
             sample_digest=hashlib.blake2b(np.sort(ids).astype("<i8").tobytes(), digest_size=8).hexdigest(),
             lengths=torch.from_numpy(own_lengths),
+            source=source,
         )
 
 

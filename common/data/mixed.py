@@ -1,0 +1,188 @@
+"""How do files with weights become one data set? `--train_file code.jsonl:0.7 books.txt:0.3`, each read by itself.
+
+    source = training_files(["code.jsonl:0.7", "books.txt:0.3"])
+    samples = Mixed({part.files[0]: tokenize(part, ...) for part in source.parts}, source.weights)
+
+Files without weights are joined, as they were one.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.data.rows import Source
+from common.data.sources import expand
+from common.errors import UserError, refuse
+from common.training.batching import Samples
+from common.training.mixing import LONGEST, Mixing, in_lowest_terms
+
+NUMBER = re.compile(r"(?:[0-9]{1,30}\.?[0-9]{0,30}|\.[0-9]{1,30}|[0-9]{1,30}/[0-9]{1,30})")
+
+
+def training_files(given: list[str], **columns: Any) -> Source:
+    """The files of --train_file as one source, or, where they have weights, as the parts of a mixed one.
+
+    columns: the other fields of a Source. Raises UserError, a line for each thing that is wrong with the weights.
+    """
+    named = [_split_weight(one) for one in given]
+    if all(weight is None for _, weight in named):
+        return Source(files=tuple(given), **columns)
+    refuse(_problems(named))
+    weights = in_lowest_terms([Fraction(weight) for _, weight in named])
+    if sum(weights) > LONGEST:
+        raise UserError(
+            f"--train_file: the weights are in the proportion {':'.join(map(str, weights))}, which is exact only over "
+            f"{sum(weights):,} samples, more than {LONGEST:,}; round them"
+        )
+    return _apart([file for file, _ in named], weights, **columns)
+
+
+def held_out_files(files: list[str], is_mixed: bool, **columns: Any) -> Source:
+    """The files of --validation_file as one source; each as a source of its own where the training data are mixed."""
+    refuse(needless_weights("--validation_file", files, "all held-out data are measured; take it out"))
+    if not is_mixed or len(files) == 1:
+        return Source(files=tuple(files), **columns)
+    refuse(_given_twice("--validation_file", files))
+    return _apart(files, (), **columns)
+
+
+def _apart(files: list[str], weights: tuple[int, ...], **columns: Any) -> Source:
+    return Source(parts=tuple(Source(files=(file,), **columns) for file in files), weights=weights, **columns)
+
+
+def _split_weight(given: str) -> tuple[str, str | None]:
+    """A file, or pattern, and its weight as it was written; none where there is a file of that whole name."""
+    file, colon, weight = given.rpartition(":")
+    if not (colon and file) or expand(given):
+        return given, None
+    return (file, weight) if NUMBER.fullmatch(weight) or expand(file) else (given, None)
+
+
+def needless_weights(flag: str, given: list[str], why: str) -> Iterator[str]:
+    """A line for each file, or data set, that has a weight where it means nothing."""
+    for file, weight in map(_split_weight, given):
+        if weight is not None:
+            yield f"{flag} {file}:{weight}: a weight is for the files of --train_file; {why}"
+
+
+def _problems(named: list[tuple[str, str | None]]) -> Iterator[str]:
+    if len(named) == 1:
+        file, weight = named[0]
+        yield f"--train_file {file}:{weight}: a single source has no weight; take :{weight} out, or name others too"
+        return
+    without = [file for file, weight in named if weight is None]
+    if without:
+        some = next(f"{file}:{weight}" for file, weight in named if weight is not None)
+        yield f"--train_file {' '.join(without)}: no weight, as {some} has; give all files one, or none"
+    for file, weight in named:
+        if weight is not None and not (NUMBER.fullmatch(weight) and _is_positive(weight)):
+            yield f"--train_file {file}:{weight}: the weight is not a number above 0, such as 0.7, 7 or 1/3; correct it"
+    yield from _given_twice("--train_file", [file for file, _ in named])
+
+
+def _is_positive(number: str) -> bool:
+    above, _, below = number.partition("/")
+    return float(above) > 0 and (not below or int(below) > 0)
+
+
+def _given_twice(flag: str, files: list[str]) -> Iterator[str]:
+    """A line for each two sources that have a file in common."""
+    paths = [{Path(path).resolve() for path in expand(file)} or {Path(file)} for file in files]
+    for (first, some), (second, others) in combinations(zip(files, paths, strict=True), 2):
+        if both := sorted(some & others):
+            yield f"{flag} {first} {second}: {both[0]} is in both sources; leave it in one"
+
+
+class Mixed:
+    """The samples of several sources, `batching.Samples`; their ids go through one source after the other.
+
+    parts: the samples of each, by its name. weights: whole numbers in lowest terms, in which they are mixed; none where
+    they are only measured, each apart. Between two sources no sample is shared, and no text is joined.
+    """
+
+    def __init__(self, parts: dict[str, Samples], weights: tuple[int, ...] = ()) -> None:
+        self.parts = parts
+        self.sizes = tuple(map(len, parts.values()))
+        self.mixing = Mixing(weights, self.sizes) if weights else None
+        self._all, self._ends = list(parts.values()), np.cumsum(self.sizes)
+        self.unit = self._all[0].unit
+        self.num_target_tokens = sum(part.num_target_tokens for part in self._all)
+        self.max_length = max(part.max_length for part in self._all)
+        digest = hashlib.blake2b("/".join(part.fingerprint for part in self._all).encode(), digest_size=10)
+        # What stands behind the @ is compared by itself, so that other weights are told as such.
+        self.fingerprint = digest.hexdigest() + (f"@{':'.join(map(str, weights))}" if weights else "")
+        # What only some kinds of samples have: of text, its bytes, those of it compressed, and what it ends with.
+        self.num_bytes, self.gzip_bytes, self.xz_bytes = map(self._sum, ("num_bytes", "gzip_bytes", "xz_bytes"))
+        ends = (token for part in self._all for token in getattr(part, "end_tokens", ()))
+        self.end_tokens = list(dict.fromkeys(ends))
+
+    def _sum(self, name: str) -> int | None:
+        numbers = [getattr(part, name, None) for part in self._all]
+        return None if None in numbers else sum(numbers)
+
+    def __len__(self) -> int:
+        return sum(self.sizes)
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        source = int(np.searchsorted(self._ends, index, side="right"))
+        return self._all[source][int(index - self._ends[source] + self.sizes[source])]
+
+    def dummy_sample(self) -> Any:
+        """Of the first source."""
+        return self._all[0].dummy_sample()
+
+    def lengths(self, ids: np.ndarray) -> np.ndarray:
+        """Of each sample, int64; (n, 2) if it has two sequences."""
+        return self._of_each("lengths", ids)
+
+    def num_targets(self, ids: np.ndarray) -> np.ndarray:
+        """Of each sample, int64."""
+        return self._of_each("num_targets", ids)
+
+    def _of_each(self, name: str, ids: np.ndarray) -> np.ndarray:
+        ids = np.asarray(ids, np.int64)
+        sources, nothing = np.searchsorted(self._ends, ids, side="right"), getattr(self._all[0], name)(ids[:0])
+        values = np.empty((len(ids), *nothing.shape[1:]), np.int64)
+        for source, part in enumerate(self._all):
+            own = sources == source
+            values[own] = getattr(part, name)(ids[own] - self._ends[source] + self.sizes[source])
+        return values
+
+    @property
+    def mean_targets(self) -> float:
+        """Targets of a sample that a run takes, on average."""
+        means = [part.num_target_tokens / len(part) for part in self._all]
+        return float(np.average(means, weights=self.mixing.weights))
+
+    def shares(self) -> list[Fraction]:
+        """Of the samples that a run takes, or, of what is measured, of the targets."""
+        sizes = self.mixing.weights if self.mixing else [part.num_target_tokens for part in self._all]
+        return [Fraction(size, sum(sizes)) for size in sizes]
+
+    def facts(self, num_samples: int = 0) -> list[dict[str, Any]]:
+        """For run.json: the sources, and what a run of so many samples takes of each."""
+        facts = [
+            {"source": name, "share": str(share), "samples": size, "first_id": int(end) - size}
+            for name, share, size, end in zip(self.parts, self.shares(), self.sizes, self._ends, strict=True)
+        ]
+        if self.mixing is None:
+            return facts
+        counts = self.mixing.counts(num_samples)
+        return [one | {"taken": n, "epochs": n / one["samples"]} for one, n in zip(facts, counts, strict=True)]
+
+    def describe(self) -> str:
+        """A line, or more, for each source."""
+        told = (
+            f"{share} of the samples" if self.mixing else f"{float(share):.1%} of the targets"
+            for share in self.shares()
+        )
+        lines = (f"{share}: {part.describe()}" for share, part in zip(told, self._all, strict=True))
+        return f"\n{'':12}".join(lines)
