@@ -106,7 +106,7 @@ class Run:
         connect.check_space(self.asked, lambda: [p.numel() for p in make_empty().parameters()])
         own_flags += adapters.flags(self.args)
         identity = identify(self.args, self.accelerator, config, tokenizer, train_set.fingerprint, *own_flags)
-        identity |= adapters.identity(self.args, config)
+        identity |= adapters.identity(self.args, config) | getattr(train_set, "identity", {})
         self.resumed = self.checkpoints.find(identity)
         self.state = TrainingState(**(self.resumed.manifest["position"] if self.resumed else {}))
         refuse(checks.check_profile(self.args, self.state.update))

@@ -3,9 +3,8 @@
 smallest run   accelerate launch --config_file accelerate_configs/cpu.yaml recipes/dpo.py
 one GPU        accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/dpo.py \\
                    --model_name_or_path my_model/ --train_file preferences.jsonl --validation_file held_out.jsonl
-an adapter     the same with --lora_rank 16
 several GPUs   accelerate launch --config_file accelerate_configs/fsdp2.yaml --num_processes 8 recipes/dpo.py \\
-                   --model_name_or_path my_model/ --train_file preferences.jsonl --global_batch_size 64
+                   --model_name_or_path my_model/ --train_file preferences.jsonl --lora_rank 16
 continue       the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in another mode
 
 A row has a `prompt` with a `chosen` and a `rejected` answer; or these two alone, which begin with the same prompt. Each
@@ -50,10 +49,8 @@ MODEL_CONFIGS = {
 def parse_arguments():
     parser = arguments.recipe_parser(__doc__)
     arguments.add_language_arguments(parser, one_text=False, chats=True, adapters=True)
-    parser.set_defaults(global_batch_size=16, num_updates=300, weight_decay=0.0)
-    group = parser.add_argument_group(
-        "preferences (a sample is a pair; --sequence_length is of a prompt and an answer)"
-    )
+    parser.set_defaults(global_batch_size=8, num_updates=200, weight_decay=0.0)
+    group = parser.add_argument_group("preferences (--sequence_length is the most tokens of a prompt with one answer)")
     group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: tiny)"))
     about = "how much a difference of log-probabilities counts: larger keeps the model nearer to the reference"
     group.add_argument("--beta", type=arguments.positive_float, default=0.1, help=about)
@@ -74,8 +71,8 @@ def load_data(args):
         shape = dict(zip(SHAPE, shape, strict=True), vocab_size=vocabulary, max_position_embeddings=positions)
         config = LlamaConfig(**shape, **special_token_ids(tokenizer), tie_word_embeddings=True)
     refuse(check_model(config, tokenizer, args.sequence_length))
-    args.reference = identify_reference(args, config)
-    pairs = partial(tokenize_preferences, tokenizer=tokenizer, sequence_length=args.sequence_length)
+    reference = identify_reference(args, config)
+    pairs = partial(tokenize_preferences, tokenizer=tokenizer, length=args.sequence_length, reference=reference)
     return tokenizer, config, pairs(source), held_out_source and pairs(held_out_source)
 
 
@@ -96,7 +93,7 @@ def sum_losses(model, micro_batch):
 
 
 def evaluate(run, model):
-    """Mean loss over all held-out pairs, the share whose chosen answer has the higher reward, and by how much it has."""
+    """Mean loss over all held-out pairs; how many have the higher reward for the chosen answer, and by how much."""
     loss, margins, _ = measure(run, model, predict)
     return {"validation_loss": loss, "accuracy": (margins > 0).mean().item(), "margin": margins.mean().item()}
 

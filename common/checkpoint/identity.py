@@ -47,13 +47,12 @@ def identify(
         )
     settings = {name: getattr(args, name) for name in (*SETTINGS, *own_flags) if hasattr(args, name)}
     settings["mixed_precision"] = accelerator.mixed_precision
-    identity = {
+    return {
         "model": model,
         "tokenizer": hashlib.sha256(words.encode()).hexdigest()[:16],
         "dataset": dataset,
         "settings": settings,
     }
-    return identity | ({"reference": args.reference} if hasattr(args, "reference") else {})
 
 
 def differences(saved: dict, now: dict, args: argparse.Namespace) -> Iterator[str]:

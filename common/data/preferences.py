@@ -1,6 +1,6 @@
 """How do preferences become samples? A pair is two sequences that part somewhere: one is chosen, one is rejected.
 
-    pairs = tokenize_preferences(Source(files=("train.jsonl",)), tokenizer, sequence_length=512)
+    pairs = tokenize_preferences(Source(files=("train.jsonl",)), tokenizer, length=512)
     micro_batch = collate_preferences([pairs[0], pairs[1]], tokenizer.pad_token_id, beta=0.1)
 
 Tokenised once into the cache: one flat int32 file, chosen and rejected by turns. As in `text`, a token that is no
@@ -44,14 +44,19 @@ def columns_of(source: Source) -> tuple[str, ...] | None:
 
 
 def tokenize_preferences(
-    source: Source, tokenizer: PreTrainedTokenizerBase, sequence_length: int, cache_dir: str | Path | None = None
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    reference: str = "",
+    cache_dir: str | Path | None = None,
 ) -> "Preferences":
     """Tokenises the rows of a source once and opens the result; of many processes one works and the others wait.
 
     A row has `chosen` and `rejected`: two texts, which begin with their prompt or have it in `prompt`; or two lists of
     messages, likewise, which the chat template writes. In their place the embedded corpus has the signature and
     docstring of a function, its body, and the body of another one.
-    sequence_length: input tokens of a prompt with an answer at most; what is longer is cut at its end.
+    length: input tokens of a prompt with an answer at most; what is longer is cut at its end.
+    reference: what the model is known by that the tuned one is compared with.
 
     A pair is left out where nothing but equal tokens is left of it.
 
@@ -66,12 +71,12 @@ def tokenize_preferences(
     columns = tuple(name for name in ("prompt", *ANSWERS) if name in corpus.columns)
     directory = cached(
         "preferences",
-        [corpus.identity, columns, tokenizer_identity(tokenizer), sequence_length],
-        lambda partial: _write(partial, corpus, columns, tokenizer, sequence_length),
+        [corpus.identity, columns, tokenizer_identity(tokenizer), length],
+        lambda partial: _write(partial, corpus, columns, tokenizer, length),
         cache_dir,
     )
     no_more_threads()
-    return Preferences(directory, sequence_length)
+    return Preferences(directory, length, reference)
 
 
 def _functions(corpus: Corpus, text_column: str) -> Corpus:
@@ -193,7 +198,7 @@ class Preferences:
 
     unit = "tokens"
 
-    def __init__(self, directory: str | Path, sequence_length: int, reference: str | Path | None = None) -> None:
+    def __init__(self, directory: str | Path, sequence_length: int, reference: str, values: Path | None = None) -> None:
         self.directory, self.sequence_length = Path(directory), sequence_length
         self.meta = meta = json.loads((self.directory / "meta.json").read_text())
         self._tokens = np.memmap(self.directory / "tokens.bin", np.int32, "r")
@@ -203,16 +208,17 @@ class Preferences:
         self.max_length = 2 * meta["max_length"]
         self.end_tokens = meta["end_tokens"]
         self.fingerprint = f"{meta['content']}-{sequence_length}"  # equal where every pair is equal
-        self.take_reference(reference)
+        self.identity = {"reference": reference}  # of a run, beside its data
+        self.take_reference(values)
 
-    def take_reference(self, path: str | Path | None) -> None:
+    def take_reference(self, path: Path | None) -> None:
         """From here on samples have the log-probabilities of a .npy file, (pairs, 2)."""
-        self.reference_path = path
+        self._values = path
         self._reference = None if path is None else np.load(path, mmap_mode="r")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A DataLoader's worker maps the files itself.
-        return Preferences, (self.directory, self.sequence_length, self.reference_path)
+        return Preferences, (self.directory, self.sequence_length, self.identity["reference"], self._values)
 
     def __len__(self) -> int:
         return self.meta["pairs"]
@@ -253,7 +259,7 @@ class Preferences:
         meta = self.meta
         line = f"{meta['name']} ({', '.join(meta['columns'])}): {len(self):,} pairs, a prompt with an answer "
         line += f"{meta['tokens'] / len(self) / 2:,.0f} tokens on average, at most {meta['max_length']}"
-        line += f"; {meta['truncated']:,} cut at {self.sequence_length}" if meta["truncated"] else ""
+        line += f"; {meta['truncated']:,} answers cut at {self.sequence_length}" if meta["truncated"] else ""
         line += f"; {meta['dropped']:,} left out, which do not differ within that length" if meta["dropped"] else ""
         return line + (f"; {meta['empty']:,} answers are empty: only their end counts" if meta["empty"] else "")
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
@@ -50,20 +50,25 @@ def of_answers(model: nn.Module, micro_batch: dict[str, Tensor], loss_of: Callab
 
 
 def add_reference(run: Any, model: nn.Module) -> None:
-    """Gives the training pairs and the held-out ones their reference; call it before a checkpoint is loaded.
+    """Gives the pairs that a run reads, and the held-out ones, their reference; call it before a checkpoint is loaded.
 
     run: a `common.run.Run` after `prepare`.
     """
-    if loading.are_imagined() or run.args.dry_run:
+    args = run.args
+    if loading.are_imagined() or args.dry_run:
         return
-    for what, loader in (("training", run.load()), ("held-out", run.held_out)):
-        if loader is not None:
-            _add(run, model, what, loader)
+    loader, order = run.load(), []
+    if args.num_updates <= len(run.loader.dataset):  # within an epoch: no pair twice, and some perhaps not at all
+        loader = run.load(range(args.num_updates))
+        order = [args.num_updates, args.global_batch_size, args.seed, args.drop_last_window]
+    _add(run, model, "training", loader, order)
+    if run.held_out is not None:
+        _add(run, model, "held-out", run.held_out, [])
 
 
-def _add(run: Any, model: nn.Module, what: str, loader: Any) -> None:
+def _add(run: Any, model: nn.Module, what: str, loader: Any, order: list[int]) -> None:
     accelerator, samples, started = run.accelerator, loader.dataset.samples, time.perf_counter()
-    identity = [samples.fingerprint, *_identity(run)]
+    identity = [samples.fingerprint, samples.identity, order, *_identity(run)]
     is_missing = torch.tensor(not (place_of("reference", identity) / FILE).is_file(), device=run.device)
     values = None
     if accelerator.reduce(is_missing.long(), reduction="sum"):  # all take part, or none
@@ -72,7 +77,8 @@ def _add(run: Any, model: nn.Module, what: str, loader: Any) -> None:
     samples.take_reference(directory / FILE)
     if values is not None:
         seconds = time.perf_counter() - started
-        accelerator.print(f"reference: log-probabilities of {len(samples):,} {what} pairs, in {seconds:.0f} s")
+        number = np.count_nonzero(~np.isnan(values[:, 0]))
+        accelerator.print(f"reference: log-probabilities of {number:,} {what} pairs, in {seconds:.0f} s", flush=True)
 
 
 def _identity(run: Any) -> list[Any]:
@@ -81,15 +87,16 @@ def _identity(run: Any) -> list[Any]:
     precision = [accelerator.mixed_precision, str(torch.get_default_dtype())]
     # In 16 bits, an adapter's frozen base is rounded where the masters of a whole model are not.
     computed_by = [running_mode(accelerator), accelerator.device.type, adapters.is_asked(args)]
-    return [args.reference, *precision, *computed_by, torch.__version__, transformers.__version__]
+    return [*precision, *computed_by, torch.__version__, transformers.__version__]
 
 
 @torch.no_grad()
 def _compute(run: Any, model: nn.Module, loader: Any) -> np.ndarray:
-    """(pairs, 2), on all ranks; each computes its share."""
+    """(pairs, 2), on all ranks, each of which computes its share; NaN for pairs that the loader does not have."""
     model.eval()
-    numbers, values = [], []
+    numbers, values, num_pairs = [], [], 0
     for batch in loader:
+        num_pairs += batch.num_samples
         for micro_batch, _ in run.micro_batches(batch):
             values.append(of_answers(model, micro_batch, lambda answers: answers))
             numbers.append(micro_batch["target_pairs"])
@@ -98,5 +105,7 @@ def _compute(run: Any, model: nn.Module, loader: Any) -> np.ndarray:
     numbers = gather(pad(torch.cat(numbers), pad_index=-1)).cpu().numpy()  # the ranks had unequal shares
     values = gather(pad(torch.cat(values))).cpu().numpy()[numbers >= 0]
     numbers, first = np.unique(numbers[numbers >= 0], return_index=True)  # ranks that share a layer have the same ones
-    assert len(numbers) == len(loader.dataset.samples), "each pair is to have its reference"
-    return values[first]
+    assert len(numbers) == num_pairs, "each pair is to have its reference"
+    whole = np.full((len(loader.dataset.samples), 2), np.nan, values.dtype)
+    whole[numbers] = values[first]
+    return whole
