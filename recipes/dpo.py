@@ -8,7 +8,7 @@ several GPUs   accelerate launch --config_file accelerate_configs/fsdp2.yaml --n
 continue       the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in another mode
 
 A row has a `prompt` with a `chosen` and a `rejected` answer; or these two alone, which begin with the same prompt. Each
-is a text, or a list of messages. Without data, a function's body is to be preferred to that of another function.
+is a text, or a list of messages. Without data, a function's body is to be preferred to its lines in reverse order.
 The reference, which the model is compared with, is the model before its first update.
 """
 

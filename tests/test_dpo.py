@@ -186,7 +186,7 @@ CUTS = {
     "one": (1, ["--micro_batch_size", 1], {}),
     "tokens": (1, ["--micro_batch_tokens", 512], {}),
     "two": (2, ["--micro_batch_tokens", 256], {}),
-    "means": (1, ["--micro_batch_tokens", 256], {"mean_of_means": 1}),
+    "means": (1, ["--micro_batch_tokens", 600], {"mean_of_means": 1}),
     "lora": (1, ["--micro_batch_size", 8, *LORA], {}),
     "lora two": (2, ["--micro_batch_tokens", 256, *LORA], {}),
 }

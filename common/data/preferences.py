@@ -54,7 +54,7 @@ def tokenize_preferences(
 
     A row has `chosen` and `rejected`: two texts, which begin with their prompt or have it in `prompt`; or two lists of
     messages, likewise, which the chat template writes. In their place the embedded corpus has the signature and
-    docstring of a function, its body, and the body of another one.
+    docstring of a function, its body, and the lines of its body in reverse order.
     length: input tokens of a prompt with an answer at most; what is longer is cut at its end.
     reference: what the model is known by that the tuned one is compared with.
 
@@ -80,16 +80,14 @@ def tokenize_preferences(
 
 
 def _functions(corpus: Corpus, text_column: str) -> Corpus:
-    """The embedded corpus as preferences: the body of a function is chosen, that of the one before it is rejected."""
+    """The embedded corpus as preferences: a function's body is chosen, its lines in reverse order are rejected."""
 
     def rows(wanted: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
-        before = None
         for row in corpus.rows((text_column,), False):
             if parts := split_body(row.values[text_column]):
                 prompt, body = parts
-                if before is not None:
-                    yield Row(row.where, {"prompt": prompt, "chosen": body, "rejected": before})
-                before = body
+                backwards = "\n".join(body.strip("\n").split("\n")[::-1]) + "\n"
+                yield Row(row.where, {"prompt": prompt, "chosen": body, "rejected": backwards})
 
     return replace(corpus, columns=("prompt", *ANSWERS), rows=rows)
 
