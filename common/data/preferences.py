@@ -66,7 +66,7 @@ def tokenize_preferences(
     tokenizer.chat_template = source.chat_template or tokenizer.chat_template
     corpus = open_source(source)
     if source.embedded:
-        corpus = _functions(corpus, source.text_column)
+        corpus = embedded_preferences(corpus, source.text_column)
     check_columns(corpus, ANSWERS)
     columns = tuple(name for name in ("prompt", *ANSWERS) if name in corpus.columns)
     directory = cached(
@@ -79,7 +79,7 @@ def tokenize_preferences(
     return Preferences(directory, length, reference)
 
 
-def _functions(corpus: Corpus, text_column: str) -> Corpus:
+def embedded_preferences(corpus: Corpus, text_column: str) -> Corpus:
     """The embedded corpus as preferences: a function's body is chosen, its lines in reverse order are rejected."""
 
     def rows(wanted: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
@@ -136,7 +136,7 @@ def _write(
             is_chat = isinstance(batch[0].values.get(ANSWERS[0]), list)
             both = [_encode(batch, columns, answer, tokenizer, counts) for answer in ANSWERS]
             for chosen, rejected in zip(*both, strict=True):
-                pair, num_cut = _part(chosen[:2], rejected[:2], sequence_length)
+                pair, num_cut = part_answers(chosen[:2], rejected[:2], sequence_length)
                 if not any((stored >= 0).any() for stored in pair):
                     counts["dropped"] += 1
                     continue
@@ -164,7 +164,7 @@ def _write(
     (directory / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
-def _part(
+def part_answers(
     chosen: tuple[list[int], list[bool]], rejected: tuple[list[int], list[bool]], sequence_length: int
 ) -> tuple[list[np.ndarray], int]:
     """Both sequences as they are stored, int32, with targets only from where they part; and how many were cut."""
