@@ -191,7 +191,7 @@ def write_page(results: dict, page: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2, help="each runs every arm once (default: 2)")
-    parser.add_argument("--updates", type=int, default=8, help="of a run (default: 8)")
+    parser.add_argument("--updates", type=int, default=6, help="of a run (default: 6)")
     parser.add_argument("--quick", action="store_true", help="a toy model, one round of three updates")
     parser.add_argument("--peer", choices=ARMS[1:], help=argparse.SUPPRESS)
     parser.add_argument("--work_dir", type=Path, help=argparse.SUPPRESS)

@@ -249,8 +249,8 @@ def test_the_reference_is_the_base_is_kept_and_is_the_same_when_it_is_gone(files
         shutil.copytree(tmp_path / "run", again)
         shutil.rmtree(again / "checkpoints/update-000004")
         if not is_kept:
-            for path in tmp_path.glob("cache/*/reference-*"):
-                shutil.rmtree(path)
+            for path in tmp_path.glob("cache/*/reference-*/reference.npy"):
+                shutil.rmtree(path.parent)
         printed = launch(*given, again, "--resume", **env).stdout
         assert ("reference: log-probabilities" in printed) == (not is_kept)
         weights = [(one / "model/model.safetensors").read_bytes() for one in (tmp_path / "run", again)]

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from tqdm import tqdm
 from transformers import PreTrainedConfig
 
 from common.data.cache import cached, place_of
@@ -95,7 +96,8 @@ def _compute(run: Any, model: nn.Module, loader: Any) -> np.ndarray:
     """(pairs, 2), on all ranks, each of which computes its share; NaN for pairs that the loader does not have."""
     model.eval()
     numbers, values, num_pairs = [], [], 0
-    for batch in loader:
+    hidden = None if run.accelerator.is_main_process else True  # None: but on a terminal
+    for batch in tqdm(loader, desc="reference", unit="batch", disable=hidden):
         num_pairs += batch.num_samples
         for micro_batch, _ in run.micro_batches(batch):
             values.append(of_answers(model, micro_batch, lambda answers: answers))
