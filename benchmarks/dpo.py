@@ -17,8 +17,8 @@ recipe apart, as a model is used.
 
 Each arm is a fresh process; a round is all arms, and every second round goes through them backwards. Tokens per second:
 of prompts with answers without padding, in the updates after the first one: a reference that is computed beforehand is
-not in it. Memory growth: the most that the process held less what it held with the first model loaded, as
-benchmarks/throughput.py measures it; a second model is in it.
+not in it. Memory growth: the most that the process held less what it held before, as benchmarks/throughput.py
+measures it: the recipe before its loop, the peers before their trainer is made, so that a second model is in it.
 """
 
 import argparse

@@ -28,7 +28,7 @@ from common.data.tokenizer import load_tokenizer, special_token_ids, train_token
 from common.errors import refuse
 from common.models.adapters import with_adapter
 from common.models.load import build_model, check_model, describe_use, load_config
-from common.models.reference import add_reference, identify_reference, of_answers
+from common.models.reference import add_reference, describe_rewards, identify_reference, of_answers
 from common.parallel.ending import user_mistakes_end_here
 from common.report.predictions import measure
 from common.run import Run
@@ -142,7 +142,7 @@ def main():
     results = run.end_training()
     results |= evaluate(run, model) if held_out else {}
     run.write_model(tokenizer)
-    run.finish(results, "AutoModelForCausalLM")
+    run.finish(results, "AutoModelForCausalLM", *describe_rewards(results))
 
 
 if __name__ == "__main__":

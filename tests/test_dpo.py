@@ -242,6 +242,7 @@ def test_the_reference_is_the_base_is_kept_and_is_the_same_when_it_is_gone(files
     named = [found[name] for name in ("validation_loss", "accuracy", "margin")]
     assert named == pytest.approx([one.item() for one in expected], rel=1e-4)
     assert abs(found["margin"]) > 0.01
+    assert f"higher reward in {found['accuracy']:.1%} of the held-out pairs, by {found['margin']:.4f}" in printed
     values = {path.parent.name: path.read_bytes() for path in tmp_path.glob("cache/*/reference-*/reference.npy")}
     assert len(values) == 2
     for is_kept in (True, False):

@@ -50,6 +50,14 @@ def of_answers(model: nn.Module, micro_batch: dict[str, Tensor], loss_of: Callab
     return model(input_ids=micro_batch["input_ids"], **tokens, loss_of=of_tokens)
 
 
+def describe_rewards(results: dict[str, Any]) -> list[str]:
+    """A line on the held-out pairs, if there are any."""
+    if "margin" not in results:
+        return []
+    reward = f"the chosen answer has the higher reward in {results['accuracy']:.1%} of the held-out pairs"
+    return [f"{reward}, by {results['margin']:.4f} on average over all"]
+
+
 def add_reference(run: Any, model: nn.Module) -> None:
     """Gives the pairs that a run reads, and the held-out ones, their reference; call it before a checkpoint is loaded.
 
