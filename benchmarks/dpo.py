@@ -23,6 +23,7 @@ measures it: the recipe before its loop, the peers before their trainer is made,
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -184,6 +185,8 @@ def write_page(results: dict, page: Path) -> None:
             ]
         ),
         f"The recipe's losses: {losses}.",
+        "The machine's load average when each arm began, which a machine with nothing else to do has near 1: "
+        f"{', '.join(f'{load:.1f}' for load in results['loads'])}.",
     ]
     page.write_text("\n\n".join(lines) + "\n")
 
@@ -203,14 +206,15 @@ def main() -> None:
     size, rounds, updates = ("tiny", 1, 3) if args.quick else ("small", args.rounds, args.updates)
     with tempfile.TemporaryDirectory() as temporary:
         folder = begin(Path(temporary))
-        tokens, runs = prepare(folder, size, updates), []
+        tokens, runs, loads = prepare(folder, size, updates), [], []
         for number in range(rounds):
             for arm in ARMS if number % 2 == 0 else ARMS[::-1]:
+                loads.append(os.getloadavg()[0])
                 runs.append({"arm": arm, "round": number} | run_arm(arm, folder, tokens))
                 print(number, arm, f"{runs[-1]['tokens_per_second']:,.0f} tokens/s", runs[-1]["losses"], flush=True)
     facts = {"date": time.strftime("%Y-%m-%d"), "machine": describe_machine(), "threads": num_threads()}
     facts |= {"versions": versions() | {"trl": version("trl")}, "command": this_command(), "size": size}
-    facts |= {"rounds": rounds, "tokens": tokens, "runs": runs}
+    facts |= {"rounds": rounds, "tokens": tokens, "runs": runs, "loads": loads}
     args.output_dir.mkdir(parents=True, exist_ok=True)
     (args.output_dir / "dpo-cpu.json").write_text(json.dumps(facts, indent=1) + "\n")
     write_page(facts, args.output_dir / "dpo-cpu.md")

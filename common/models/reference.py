@@ -94,8 +94,9 @@ def _identity(run: Any) -> list[Any]:
     """What the values depend on, besides the pairs."""
     accelerator, args = run.accelerator, run.args
     precision = [accelerator.mixed_precision, str(torch.get_default_dtype())]
-    # In 16 bits, an adapter's frozen base is rounded where the masters of a whole model are not.
-    computed_by = [running_mode(accelerator), accelerator.device.type, adapters.is_asked(args)]
+    # An adapter's frozen base may be held in fewer bits than the masters of a whole model.
+    base = [adapters.is_asked(args), getattr(args, "quantize", None)]
+    computed_by = [running_mode(accelerator), accelerator.device.type, *base]
     return [*precision, *computed_by, torch.__version__, transformers.__version__]
 
 
