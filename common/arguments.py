@@ -229,12 +229,14 @@ def add_language_arguments(
     parser: argparse.ArgumentParser,
     one_text: bool = True,
     examples: bool = False,
+    chats: bool = False,
     longest: str | None = None,
     adapters: bool = False,
 ) -> None:
     """The flags of the recipes that read text.
 
     one_text: a row has one text, in `--text_column`. examples: a row may have a prompt and a completion instead.
+    chats: it may have messages.
     adapters: whether the recipe can train an adapter of a pretrained model.
     longest: what the default of --sequence_length is, where the recipe chooses it; in words.
     """
@@ -257,6 +259,7 @@ def add_language_arguments(
         group.add_argument("--completion_column", help="column with what is learned (default: completion)")
         about = "cut the joined texts into blocks, or take each row as an example (default: by the columns)"
         group.add_argument("--shape", choices=("blocks", "examples"), help=about)
+    if examples or chats:
         about = "file of a chat template, in Jinja, or chatml: writes messages in the place of the tokenizer's own"
         group.add_argument("--chat_template", metavar="FILE", help=about)
     about = "a sample has at most this many tokens" + (f" (default: {longest})" if longest else "")

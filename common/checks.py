@@ -85,6 +85,7 @@ def _settle_batch(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool, de
     tokens = getattr(args, "micro_batch_tokens", None)  # a flag where lengths vary
     # Without a --sequence_length, all are of one length, and no flag counts tokens.
     longest = (getattr(args, "sequence_length", None) or 0) + getattr(args, "target_length", 0)
+    longest *= 2 if hasattr(args, "beta") else 1  # of preferences a sample is two sequences
     default_tokens = max(1024 if on_cpu else 8192, -(-longest // degrees.sequence))
     if not args.micro_batch_size and not tokens and (degrees.pipeline > 1 or not lengths_vary):
         # The largest that divides, up to what a device needs to be busy, or what fills a pipeline.

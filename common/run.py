@@ -104,6 +104,7 @@ class Run:
         refuse(loading.check_model(config, model_class, make_empty, self.asked.degrees))
         connect.check_space(self.asked, lambda: [p.numel() for p in make_empty().parameters()])
         identity = identify(self.args, self.accelerator, config, tokenizer, train_set.fingerprint, *own_flags)
+        identity |= getattr(train_set, "identity", {})
         self.resumed = self.checkpoints.find(identity)
         self.state = TrainingState(**(self.resumed.manifest["position"] if self.resumed else {}))
         refuse(checks.check_profile(self.args, self.state.update))

@@ -377,9 +377,10 @@ def source_of(path, rows):
 
 
 def write_rows(path, limit):
-    """JSONL of functions, in which each recipe that reads text finds its columns: a text, a label, a pair."""
+    """JSONL of functions, in which each recipe that reads text finds its columns: a text, a label, a pair, answers."""
     rows = [
         {"text": text, "label": "long" if len(text) > 700 else "short", "source": text, "target": text[4:40]}
+        | {"prompt": text[:40], "chosen": text[40:], "rejected": text[:40:-1]}
         for text in stdlib_functions(limit)
     ]
     return write_jsonl(path, rows)

@@ -36,6 +36,7 @@ PREDICTED = "models.classifiers report.predictions"
 OURS = {
     "classify.py": f"{TEXT} {PREDICTED} data.labels models.text_classifier report.scores",
     "lm.py": f"{TEXT} {TOKENS}",
+    "dpo.py": f"{TEXT} {TOKENS} data.preferences models.reference report.predictions",
     "pipeline.py": f"{TEXT} {TOKENS} parallel.pipeline parallel.stages",
     "long_sequence.py": f"{TEXT} {TOKENS} models.long_sequence models.recurrent",
     "moe.py": f"{TEXT} {TOKENS} models.experts models.mixture",
@@ -108,6 +109,7 @@ def test_a_dry_run_loads_nothing_that_it_does_not_use(recipe, functions_file, mo
 # What a copied recipe is given, in a file that all recipes can read, and a part of what it then says.
 COPIES = {
     "lm.py": (["--train_file", "DATA"], "LlamaForCausalLM"),
+    "dpo.py": (["--train_file", "DATA"], "rows.jsonl (prompt, chosen, rejected): "),
     "pipeline.py": (["--train_file", "DATA"], "LlamaForCausalLM"),
     "moe.py": (["--train_file", "DATA"], "Ernie4_5_MoeForCausalLM"),
     "long_sequence.py": (["--train_file", "DATA"], "RecurrentLM"),

@@ -114,8 +114,11 @@ def place(tmp_path_factory):
     for folder in ("chats", "books", "news", "path/to"):
         (place / folder).mkdir(parents=True)
     write_rows(place / "my.jsonl", 200)
-    shutil.copy(place / "my.jsonl", place / "chats/1.jsonl")
-    rows = [json.dumps({"text": text, "article": text, "summary": text[4:40]}) + "\n" for text in texts]
+    for name in ("chats/1.jsonl", "preferences.jsonl"):
+        shutil.copy(place / "my.jsonl", place / name)
+    names = ("text", "article", "summary", "chosen", "rejected")
+    rows = [(text, text, text[4:40], text, text[::-1]) for text in texts]
+    rows = [json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows]
     for name in ("held_out.jsonl", "news/1.jsonl"):
         (place / name).write_text("".join(rows))
     (place / "books/1.txt").write_text("\n".join(texts))

@@ -11,6 +11,7 @@ MOST_LINES = 150
 SHARED = ("args = ", "tokenizer, config, ", "optimizer = ", "with run.training(", "train(args, ", "results |= ")
 OWN = {
     "classify.py": ("tokenizer, config, ", "results |= "),
+    "dpo.py": ("results |= ",),
     "vision.py": ("tokenizer, config, ", "with run.training(", "results |= "),
 }
 # What moe.py says of its own in the shared parts: it balances the experts.

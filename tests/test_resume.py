@@ -63,12 +63,13 @@ RECIPES = {
     "long_sequence": [*TEXT, "--hidden_size", 32, "--sequence_length", 256, "--segments", 4],
     "vision": ["--model_config", "convnet"],
     "pipeline": [*TEXT, "--model_name_or_path", "MODEL", "--shape", "examples", "--sequence_length", 64],
+    "dpo": [*TEXT, "--model_name_or_path", "MODEL", "--sequence_length", 64],
 }
 # A network of 2 attention heads; and what can share a sequence among processes, or its layers.
 TRANSFORMER = [*TEXT, "--architecture", "transformer", "--num_layers", 2, "--sequence_length", 255]
 SHARING = {"lm": RECIPES["lm"], "moe": RECIPES["moe"], "long_sequence": TRANSFORMER}
 LLAMA = [*TEXT, "--model_name_or_path", "MODEL", "--sequence_length", 32]
-CUT = {"lm": RECIPES["lm"], "classify": LLAMA, "long_sequence": TRANSFORMER}
+CUT = {"lm": RECIPES["lm"], "classify": LLAMA, "long_sequence": TRANSFORMER, "dpo": RECIPES["dpo"]}
 # And adapters of pretrained models, in every config that has no matrices divided; lm.py's and classify.py's drop out.
 LORA = ["--lora_rank", 4, "--lora_dropout", 0.1]
 ADAPTERS = {
@@ -80,6 +81,8 @@ ADAPTERS = {
 # A base in 4 bits, where no weights are divided.
 QUANTIZED = {"lm-nf4": [*RECIPES["lm"], *LORA, "--quantize", "nf4"]}
 WITH_DROPOUT = ("lm", "classify", "seq2seq", "vision")
+# Its loop and its checkpoints are lm.py's: a plain process, and each way in which weights are held.
+DPO = ("cpu_bf16", "multi_gpu", "fsdp2", "zero2", "zero3")
 NUM_UPDATES, SAVED = 4, 2
 
 
@@ -120,7 +123,8 @@ def recipes_of(config):
     if config == "pipeline":
         return {"pipeline": RECIPES["pipeline"]}
     quantized = QUANTIZED if config.startswith(("cpu", "single", "multi")) else {}
-    return {name: own for name, own in RECIPES.items() if name != "pipeline"} | ADAPTERS | quantized
+    without = {"pipeline"} if config in DPO else {"pipeline", "dpo"}
+    return {name: own for name, own in RECIPES.items() if name not in without} | ADAPTERS | quantized
 
 
 def run_matrix(config, recipes, data, tmp_path, first=None, second=None):
@@ -173,6 +177,7 @@ UNEVEN = ["--train_file", "DATA", "--validation_file", "HELD_OUT"]
 EQUAL = {
     "classify": [*UNEVEN, "--model_name_or_path", "LLAMA", "--sequence_length", 32],
     "seq2seq": [*UNEVEN, "--model_name_or_path", "T5", "--sequence_length", 32, "--target_length", 16],
+    "dpo": [*UNEVEN, "--model_name_or_path", "LLAMA", "--sequence_length", 64],
     "moe": RECIPES["moe"],
     "moe-exact": [*RECIPES["moe"], "--balance", "exact"],
     "long_sequence": RECIPES["long_sequence"],
@@ -194,7 +199,7 @@ EQUAL = {
     "classify-lora": ADAPTERS["classify-lora"][:-1] + ["--lora_dropout", 0],
     "seq2seq-lora": [*UNEVEN, *ADAPTERS["seq2seq-lora"][len(TEXT) :]],
 }
-FIGURES = {"validation_loss": 1e-5, "chrf": 1e-6}  # how far they may be off; these may not be at all:
+FIGURES = {"validation_loss": 1e-5, "margin": 1e-4, "chrf": 1e-6}  # how far they may be off; these may not be at all:
 FIGURES |= dict.fromkeys(("accuracy", "macro_f1", "examples", "num_generated", "expert_shares"), 0)
 # Of a weight; of those of the others that were moved by Adam from small gradients, 2e-5.
 WEIGHTS = {"classify": 1e-5, "moe": 1e-5, "moe-exact": 1e-5}
@@ -226,7 +231,7 @@ def one_process(data, tmp_path_factory):
 @pytest.mark.parametrize("config", ["multi_cpu", "fsdp2", "zero3", "sequence_parallel", "tensor_parallel"])
 def test_every_recipe_makes_the_update_of_one_process(config, one_process, data, tmp_path):
     """Losses, norms, weights and held-out figures; in tests/test_modes.py lm.py does, under every config."""
-    some = {"sequence_parallel": {"moe", "moe-exact"}, "tensor_parallel": {"classify"}}
+    some = {"sequence_parallel": {"moe", "moe-exact"}, "tensor_parallel": {"classify", "dpo"}}
     names = some[config] | {"long_sequence-transformer"} if config in some else EQUAL.keys()
     names -= QUANTIZED.keys() if config in ("fsdp2", "zero3") else set()
     run_equal(config, data, tmp_path, names)

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from safetensors.torch import save_file
 
 from common import export_dtype
 from common.checkpoint.format import own_file
 from common.errors import UserError, one_line
+from common.files import fingerprint
 
 ADAPTER_CONFIG = "adapter_config.json"  # peft's
 
@@ -27,16 +27,6 @@ def identity(args: argparse.Namespace, config: Any) -> dict[str, str]:
     if not directory.is_dir():
         return {"base": f"{args.model_name_or_path}@{config._commit_hash}"}
     return {"base": fingerprint(directory)}
-
-
-def fingerprint(directory: Path) -> str:
-    """XXH3 of the files with the weights of a model of transformers."""
-    whole = xxhash.xxh3_64()
-    for path in sorted(path for kind in ("*.safetensors", "*.bin") for path in directory.glob(kind)):
-        with open(path, "rb") as file:
-            while piece := file.read(1 << 24):
-                whole.update(piece)
-    return whole.hexdigest()
 
 
 def is_adapter(manifest: dict[str, Any]) -> bool:

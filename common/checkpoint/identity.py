@@ -95,6 +95,11 @@ def differences(saved: dict, now: dict, args: argparse.Namespace) -> Iterator[st
             f"another base of the adapter: its fingerprint is {now.get('base')}, the checkpoint's is "
             f"{saved.get('base')}; give the run's own --model_name_or_path and --lora_rank"
         )
+    if saved.get("reference") != now.get("reference"):
+        yield (
+            f"another reference model: its fingerprint is {now.get('reference')}, the checkpoint's is "
+            f"{saved.get('reference')}; give the model that the run began with, or of one from scratch the --seed"
+        )
     own_flags = dict.fromkeys(now["settings"].keys() - SETTINGS.keys(), False)
     for name, can_change in (SETTINGS | own_flags).items():
         was, is_now = saved["settings"].get(name), now["settings"].get(name)

@@ -24,14 +24,19 @@ def cached(kind: str, identity: list[Any], write: Callable[[Path], None], cache_
     Of many processes that call this one works and the others wait. The cache is $XDG_CACHE_HOME/accelerate_recipes,
     else ~/.cache/accelerate_recipes.
     """
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accelerate_recipes"
-    digest = hashlib.blake2b(json.dumps([kind, FORMAT, *identity]).encode(), digest_size=10).hexdigest()
-    directory = Path(cache_dir or root) / f"{kind}-{digest}"
+    directory = place_of(kind, identity, cache_dir)
     with _only_one(directory):
         if not directory.exists():
             with complete_or_absent(directory, "start again, or set XDG_CACHE_HOME to another disk") as partial:
                 write(partial)
     return directory
+
+
+def place_of(kind: str, identity: list[Any], cache_dir: str | Path | None = None) -> Path:
+    """The directory that `cached` returns; it is there if it has been filled."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accelerate_recipes"
+    digest = hashlib.blake2b(json.dumps([kind, FORMAT, *identity]).encode(), digest_size=10).hexdigest()
+    return Path(cache_dir or root) / f"{kind}-{digest}"
 
 
 def _only_one(directory: Path) -> AbstractContextManager:

@@ -42,7 +42,9 @@ def with_end_of_text(ids: list[int], eos: int) -> list[int]:
     return ids if ids[-1:] == [eos] else [*ids, eos]
 
 
-def encode_chats(batch: list[Row], tokenizer: PreTrainedTokenizerBase, counts: Counter) -> Iterator[Encoded]:
+def encode_chats(
+    batch: list[Row], tokenizer: PreTrainedTokenizerBase, counts: Counter, column: str = "messages"
+) -> Iterator[Encoded]:
     """The tokenizer's chat template decides every token; the targets are those that lie in the assistant's turns.
 
     `counts` gets, by its number, the token with which each turn ends.
@@ -53,7 +55,7 @@ def encode_chats(batch: list[Row], tokenizer: PreTrainedTokenizerBase, counts: C
         )
     if not tokenizer.is_fast:
         raise UserError(f"{type(tokenizer).__name__} does not tell where a token lies in a text; use a fast tokenizer")
-    chats = [_render(row, tokenizer) for row in batch]
+    chats = [_render(row, tokenizer, column) for row in batch]
     encoded = encode_plain(tokenizer, [text for text, _ in chats], return_offsets_mapping=True)
     for row, (text, spans), ids, offsets in zip(
         batch, chats, encoded["input_ids"], encoded["offset_mapping"], strict=True
@@ -70,18 +72,18 @@ def encode_chats(batch: list[Row], tokenizer: PreTrainedTokenizerBase, counts: C
                 counts[tokens[-1]] += 1
         counts["empty"] += any(
             message["role"] == "assistant" and not (message.get("content") or message.get("tool_calls"))
-            for message in messages_of(row)
+            for message in messages_of(row, column)
         )
         yield ids, is_target.tolist(), text
 
 
-def _render(row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[tuple[int, int]]]:
+def _render(row: Row, tokenizer: PreTrainedTokenizerBase, column: str) -> tuple[str, list[tuple[int, int]]]:
     """The conversation as text, and the spans of characters that the assistant says.
 
     A template says itself which these are with {% generation %}. Without that: a turn is what its rendering adds to the
     rendering of the turns before it together with the prompt for an answer.
     """
-    messages = messages_of(row)
+    messages = messages_of(row, column)
     template = tokenizer.get_chat_template()
     cannot = f"{row.where}: the chat template cannot be used"
 

@@ -79,10 +79,14 @@ def utf8_length(text: str, where: str) -> int:
 
 
 def texts_of(row: Row, columns: tuple[str, ...]) -> list[str]:
-    if columns != ("messages",):
-        return [text_of(row, column) for column in columns]
-    contents = [message.get("content") for message in messages_of(row)]
-    return [content for content in contents if isinstance(content, str)]
+    texts = []
+    for column in columns:
+        if column != "messages" and not isinstance(row.values.get(column), list):
+            texts.append(text_of(row, column))
+        else:
+            contents = [message.get("content") for message in messages_of(row, column)]
+            texts += [content for content in contents if isinstance(content, str)]
+    return texts
 
 
 def batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
@@ -98,9 +102,9 @@ def batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
         yield batch
 
 
-def messages_of(row: Row) -> list[dict[str, Any]]:
-    messages = row.values.get("messages")
+def messages_of(row: Row, column: str = "messages") -> list[dict[str, Any]]:
+    messages = row.values.get(column)
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise UserError(f'{row.where}: column messages is not a list of {{"role": ..., "content": ...}}; mend the row')
+        raise UserError(f'{row.where}: column {column} is not a list of {{"role": ..., "content": ...}}; mend the row')
     # Parquet gives every message the keys of all; templates ask whether a key is there.
     return [{key: value for key, value in message.items() if value is not None} for message in messages]

@@ -63,7 +63,7 @@ def _encode_stream(rows: Iterable[Row], column: str, tokenizer: PreTrainedTokeni
             counts["documents"] += not row.continues
 
 
-def _encode_texts(
+def encode_texts(
     batch: list[Row], columns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase, counts: Counter
 ) -> Iterator[Encoded]:
     """Text and eos, all targets; with two columns prompt, completion and eos, the completion and eos targets.
@@ -148,7 +148,7 @@ def _write_samples(
         _write_blocks(directory, _encode_stream(rows, columns[0], tokenizer, counts), counts, keep)
     else:
         encoded = (
-            encode_chats(batch, tokenizer, counts) if is_chat else _encode_texts(batch, columns, tokenizer, counts)
+            encode_chats(batch, tokenizer, counts) if is_chat else encode_texts(batch, columns, tokenizer, counts)
             for batch in batches(rows)
         )
         _write_examples(directory, itertools.chain.from_iterable(encoded), sequence_length, counts, keep)

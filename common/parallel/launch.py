@@ -239,7 +239,7 @@ def check_asked(launch: Launch, args: argparse.Namespace) -> list[str]:
     sizes = launch.sizes
     problems += parallelism.check_others(launch.source, launch.settings, {*launch.given, *launch.file_settings})
     problems += parallelism.check_sizes(launch.source, sizes, launch.mode, launch.num_processes)
-    problems += _check_stages(launch, args)
+    problems += _check_parts(launch, args)
     problems += parallelism.check_parts(launch.source, sizes, launch.mixed_precision, args.optimizer)
     problems += _check_accumulation(launch, args)
     if getattr(args, "quantize", None) and launch.mode in ("FSDP", "DeepSpeed"):
@@ -276,11 +276,14 @@ def _check_processes(launch: Launch) -> list[str]:
     ]
 
 
-def _check_stages(launch: Launch, args: argparse.Namespace) -> list[str]:
-    """Whether the recipe has stages, as one with a --schedule has."""
+def _check_parts(launch: Launch, args: argparse.Namespace) -> list[str]:
+    """Whether the recipe has stages, as one with a --schedule has, and a loss of which each process can have a part."""
     stages, asked = launch.degrees.pipeline, f"{launch.source} sets parallelism_config_pp_size to"
     if stages > 1 and not hasattr(args, "schedule"):
         return [f"{asked} {stages}, and this recipe has no stages; run recipes/pipeline.py, or take another config"]
+    if launch.degrees.sequence > 1 and hasattr(args, "beta"):
+        asked = f"{launch.source} sets parallelism_config_sp_size to {launch.degrees.sequence}"
+        return [f"{asked}, and this recipe's loss needs all tokens of an answer; set it to 1, or take another config"]
     return []
 
 

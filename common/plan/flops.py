@@ -37,7 +37,8 @@ class ModelFlops:
 
     def of(self, batch: GlobalBatch) -> float:
         """Of a global batch, on all ranks."""
-        return float(_terms(batch.lengths.numpy()).sum(0) @ self.coefficients + self.per_target * batch.num_targets)
+        num_rows = batch.num_targets if batch.num_predicted is None else batch.num_predicted
+        return float(_terms(batch.lengths.numpy()).sum(0) @ self.coefficients + self.per_target * num_rows)
 
     def figures(self, flops: float, seconds: float) -> dict[str, float]:
         """For metrics and results: FLOP/s, and their share of the rate where that is known."""
@@ -54,7 +55,8 @@ def count(
     Draws no random numbers, and leaves the model of `make_empty` as it was.
     """
     samples = batches.samples
-    lengths = samples.lengths(np.arange(min(len(samples), LOOKED_AT)))
+    looked_at = np.arange(min(len(samples), LOOKED_AT))
+    lengths = getattr(samples, "sequence_lengths", samples.lengths)(looked_at)
     longest = lengths.reshape(len(lengths), -1).max(0)
     model = copy.deepcopy(make_empty()).eval()
     if attention_length(model.config) == np.inf:

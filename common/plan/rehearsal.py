@@ -90,7 +90,7 @@ class Rehearsal:
             if case.device == "cuda" or (case.autocast, case.weights) == ("no", "float32") or not is_whole:
                 head.CACHED_LOGITS = sys.maxsize  # the slices of a chunk share its memory
             else:  # the few rows of a slice hold the same, whatever is computed of them
-                head._logits_to_gradient = lambda logits, *_: logits.new_zeros(())
+                head._logits_to_gradient = lambda logits, *_: logits.new_zeros(len(logits))
 
     def prepare(self, model: Any, optimizer: Any, collate: Collate, *_: Any, **__: str) -> tuple[Any, Any]:
         """The model with fake weights; from here on every tensor is fake, and the tape runs."""

@@ -35,6 +35,9 @@ class Samples(Protocol):
 
     Where samples differ by epoch (augmentation), `of_epoch(epoch)` returns the data set of that epoch. Of mixed data
     (`data.mixed.Mixed`) `parts` are the sources, by name, and `mixing` says in which order they are trained on.
+
+    Where a sample is several sequences, padded alike, its length is what they take together, with that padding. Then
+    `sequence_lengths(ids)` are theirs without it, and `num_predicted(ids)` counts the tokens that each sample predicts.
     """
 
     unit: str  # of a length: "tokens", "images"
@@ -68,6 +71,7 @@ class GlobalBatch(NamedTuple):
     sample_digest: str  # hash of the sorted sample ids: equal where the samples are equal
     lengths: torch.Tensor  # int64, of each sample without padding, over all ranks; (n, 2) if it has two sequences
     source: str = ""  # of all its samples, where each source is measured apart
+    num_predicted: int | None = None  # tokens, over all ranks, where these are not the targets
 
 
 def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
@@ -267,18 +271,21 @@ class GlobalBatches(torch.utils.data.Dataset):
         counts = np.array([len(positions) for positions in runs])
         longest = longest_of(lengths[np.concatenate(runs)].reshape(len(ids), -1), counts)
         dummy = self.multiple_of  # a token, padded
+        sequence_lengths = getattr(self.samples, "sequence_lengths", lambda _: own_lengths)(ids)
+        predicted = getattr(self.samples, "num_predicted", None)
         work = (counts * row_work(longest, self.attention_length)).clip(min=dummy)
         return GlobalBatch(
             update=update,
             micro_batches=micro_batches,
             num_samples=len(ids),
             num_targets=int(self.samples.num_targets(ids).sum()),
-            num_tokens=int(own_lengths.sum()),
+            num_tokens=int(sequence_lengths.sum()),
             num_processed=int((counts * longest.sum(1)).clip(min=dummy).sum()),
             rank_work=torch.from_numpy(work.reshape(self.world_size, -1).sum(1)),
             sample_digest=hashlib.blake2b(np.sort(ids).astype("<i8").tobytes(), digest_size=8).hexdigest(),
-            lengths=torch.from_numpy(own_lengths),
+            lengths=torch.from_numpy(sequence_lengths),
             source=source,
+            num_predicted=predicted and int(predicted(ids).sum()),
         )
 
 

@@ -6,6 +6,8 @@ two CPU cores, ours and the fastest of its policies: float32 1.8 and 2.3 s, +148
 +249 and +136 MiB (its gradients are bf16 too). Its own choice of chunk takes 9 and 14 s; full logits +785 MiB.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -17,6 +19,7 @@ from common.training.precision import autocast_dtype, without_autocast
 
 # In float32 1 MB: the passes of a softmax on a CPU are over what its cache holds.
 CACHED_LOGITS = 2**18
+LossOf = Callable[[Tensor], "Tensor | tuple[Tensor, ...]"]  # of token losses (N,); of a tuple the first is the loss
 # And in bf16 the number of rows is a multiple of this: see batching.FEW_LENGTHS.
 FEW_ROWS = 64
 
@@ -31,7 +34,8 @@ def linear_cross_entropy(
     softcap: float | None = None,
     chunk_rows: int = 512,
     vocabulary: "tuple[dist.ProcessGroup, int] | None" = None,
-) -> Tensor:
+    loss_of: LossOf | None = None,
+) -> Tensor | tuple[Tensor, ...]:
     """The sum of the cross-entropies of `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`, in nats.
 
     Shapes: hidden (N, D), weight (V, D), bias (V,) or None, targets (N,) int64; the result is a scalar. At most
@@ -44,20 +48,41 @@ def linear_cross_entropy(
 
     vocabulary: where the ranks of a group have a part of the weight each, the group and the first token of this rank's
     part. All ranks have the same rows and targets; the loss, and the gradient of `hidden`, are those of the whole.
+
+    loss_of: in the place of the sum, a function of the token losses (N,) and what it returns: a tuple, the loss first,
+    the others without gradient. How much each token counts is then known only when all their losses are, so for the
+    gradient they are computed once before, a fourth product. Where no gradient is wanted it may return anything.
     """
     dtype = weight.dtype
     if dtype != torch.float64:  # autocast leaves float64 alone
         dtype = autocast_dtype(weight.device) or dtype
     with_gradients = torch.is_grad_enabled()  # inside an autograd.Function gradients are always off
+
+    def loss_sum(with_gradients: bool, row_weights: Tensor | None = None, rows: Tensor | None = None) -> Tensor:
+        how = (scale, softcap, chunk_rows, dtype, with_gradients, vocabulary, row_weights, rows)
+        return _LinearCrossEntropy.apply(hidden, weight, bias, targets, *how)
+
     with without_autocast(weight.device):
-        return _LinearCrossEntropy.apply(
-            hidden, weight, bias, targets, scale, softcap, chunk_rows, dtype, with_gradients, vocabulary
-        )
+        if loss_of is None:
+            return loss_sum(with_gradients)
+        rows = hidden.new_empty(len(hidden), dtype=torch.promote_types(dtype, torch.float32))
+        with torch.no_grad():
+            loss_sum(False, rows=rows)
+        if not with_gradients:
+            return loss_of(rows)
+        loss, *others = loss_of(rows.requires_grad_())
+        (row_weights,) = torch.autograd.grad(loss, rows)
+        # At most 1, so that a small weight does not push the gradients of logits below what fp16 can hold.
+        largest = F.pad(row_weights.abs(), (0, 1), value=torch.finfo(rows.dtype).tiny).amax()
+        weighted = loss_sum(True, row_weights / largest) * largest
+        return loss.detach() + (weighted - weighted.detach()), *(one.detach() for one in others)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, scale, softcap, chunk_rows, dtype, with_gradients, vocabulary):
+    def forward(ctx, hidden, weight, bias, targets, *how):
+        scale, softcap, chunk_rows, dtype, with_gradients, vocabulary, row_weights, rows = how
+        # (row_weights (N,): how much each row counts; rows (N,) is given the loss of each.)
         # The last two are sums over chunks, in float32 at least; autograd rounds them to the types of weight and bias.
         dtypes = [hidden.dtype, *[torch.promote_types(weight.dtype, torch.float32)] * 2]
         inputs = zip((hidden, weight, bias), dtypes, ctx.needs_input_grad[:3], strict=True)
@@ -74,7 +99,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         products = hidden.new_empty(round_up(min(chunk_rows, len(hidden)), multiple_of), len(weight), dtype=dtype)
         loss = hidden.new_zeros((), dtype=wide)
         for start in range(0, len(hidden), chunk_rows):
-            chunk, chunk_targets = hidden[start : start + chunk_rows].to(dtype), targets[start : start + chunk_rows]
+            chunk = hidden[start : start + chunk_rows].to(dtype)
             count = len(chunk)
             if more := round_up(count, multiple_of) - count:
                 chunk = F.pad(chunk, (0, 0, 0, more))
@@ -84,10 +109,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             else:
                 torch.addmm(bias, chunk, weight.t(), out=product)
             # Each slice of a divided vocabulary costs two messages.
-            rows = max(1, CACHED_LOGITS // len(weight)) if is_cpu and vocabulary is None else chunk_rows
-            for slice_, slice_targets in zip(product[:count].split(rows), chunk_targets.split(rows), strict=True):
-                logits = slice_.to(wide)
-                loss += _logits_to_gradient(logits, slice_targets, scale, softcap, wants_gradients, vocabulary)
+            size = max(1, CACHED_LOGITS // len(weight)) if is_cpu and vocabulary is None else chunk_rows
+            for first, slice_ in zip(range(start, start + count, size), product[:count].split(size), strict=True):
+                logits, these = slice_.to(wide), slice(first, first + len(slice_))
+                losses = _logits_to_gradient(logits, targets[these], scale, softcap, wants_gradients, vocabulary)
+                if rows is not None:
+                    rows[these] = losses
+                if row_weights is not None:
+                    losses = losses * row_weights[these]
+                    logits.mul_(row_weights[these].unsqueeze(1))
+                loss += losses.sum()
                 if into_bias is not None:
                     into_bias += logits.sum(0)
                 if dtype != wide:
@@ -111,7 +142,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # handed over uncopied, and hooks that move saved tensors to the CPU leave it where it is.
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "linear_cross_entropy can run backward only once"
-        return *(g if g is None else g.mul_(loss_gradient) for g in gradients), *[None] * 7
+        return *(g if g is None else g.mul_(loss_gradient) for g in gradients), *[None] * 9
 
 
 def _logits_to_gradient(
@@ -122,7 +153,7 @@ def _logits_to_gradient(
     wants_gradient: bool,
     vocabulary: "tuple[dist.ProcessGroup, int] | None",
 ) -> Tensor:
-    """The loss sum of a chunk; `logits` (n, V), as the matrix product left them, become the loss's gradient by them.
+    """The losses (n,) of a chunk; `logits` (n, V), as the matrix product left them, become the loss's gradient by them.
 
     In place because on a CPU a pass over a fresh (n, V) tensor costs more than the arithmetic.
     """
@@ -150,11 +181,11 @@ def _logits_to_gradient(
         dist.all_reduce(sums, group=vocabulary[0])
         normalizer, target_logits = sums.split(1, 1)
         minus_one *= is_here
-    loss = (normalizer.log() - target_logits).sum()
+    losses = (normalizer.log() - target_logits).squeeze(1)
     if wants_gradient:  # softmax minus one-hot, then the chain rule through tanh and scale
         logits.div_(normalizer).scatter_add_(1, targets, minus_one)
         if slope is not None:
             logits.mul_(slope)
         if scale != 1.0:
             logits.mul_(scale)
-    return loss
+    return losses

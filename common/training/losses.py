@@ -28,7 +28,7 @@ from common.training.output_head import (
 )
 
 
-def sum_token_losses(model: PreTrainedModel, chunk_rows: int = 512) -> str:
+def sum_token_losses(model: PreTrainedModel, chunk_rows: int = 512, keeps_own_loss: bool = True) -> str:
     """Make `model(input_ids=..., targets=..., target_rows=...)` return the sum of its token losses.
 
     Call it on the bare model, before `Accelerator.prepare`. Without `targets` the model works as before.
@@ -36,12 +36,14 @@ def sum_token_losses(model: PreTrainedModel, chunk_rows: int = 512) -> str:
     Args:
         model: a causal LM. Its `forward`, and its output layer's, are replaced on these two instances.
         chunk_rows: how many rows of logits exist at once. More than 256 gains little on a CPU.
+        keeps_own_loss: whether a model's own loss is taken where it has more terms than the cross-entropy.
 
     The model is then called with `input_ids` (B, L), `targets` (N,) and `target_rows` (N,): position `target_rows[i]`
     of the flattened (B * L,) input predicts token `targets[i]`; nothing is shifted inside. It returns a scalar tensor:
     the sum of the N cross-entropies in nats, in float32 (float64 for a float64 model). N may be 0: the loss is 0 and
     every parameter's gradient is zero, not missing. A model whose own loss has more terms (a router's load balancing,
-    ...) returns N times its own mean loss instead.
+    ...) returns N times its own mean loss instead, if that is kept. With `loss_of`, a function of the token losses
+    (N,), it returns what that does, as `linear_cross_entropy` says.
 
     Returns: one line that says what will run.
     Raises: UserError where the model's own loss has more terms and cannot be told which positions predict what, or
@@ -49,7 +51,7 @@ def sum_token_losses(model: PreTrainedModel, chunk_rows: int = 512) -> str:
     """
     original = model.forward.__func__
     with left_unchanged(model):
-        loss_sum, message = _choose(model, chunk_rows)
+        loss_sum, message = _choose(model, chunk_rows, keeps_own_loss)
 
     def forward(self, *args, targets: Tensor | None = None, target_rows: Tensor | None = None, **kwargs):
         if targets is None:
@@ -65,12 +67,14 @@ def sum_token_losses(model: PreTrainedModel, chunk_rows: int = 512) -> str:
     return message
 
 
-def _choose(model: PreTrainedModel, chunk_rows: int) -> tuple[Callable[..., Tensor], str]:
+def _choose(model: PreTrainedModel, chunk_rows: int, keeps_own_loss: bool) -> tuple[Callable[..., Tensor], str]:
     """The function that computes the loss sum, and the line that says so; a rank without weights chooses the same."""
     has_weights = not any(parameter.is_meta for parameter in model.parameters())
     try:
         head = examine_head(model)
     except MoreTerms as reason:
+        if not keeps_own_loss:
+            return _full_logits_loss_sum, f"cross-entropy over the model's own full logits (because {reason})"
         if has_weights:
             check_own_loss_takes_shifted_targets(model)
         message = f"the model's own loss over full logits (because {reason}); it is a mean of each micro-batch, so "
@@ -89,13 +93,13 @@ def _choose(model: PreTrainedModel, chunk_rows: int) -> tuple[Callable[..., Tens
 
 
 def _chunked_loss_sum(plan: Head, chunk_rows: int) -> Callable[..., Tensor]:
-    def loss_sum(model, original, targets, target_rows, input_ids, **kwargs):
+    def loss_sum(model, original, targets, target_rows, input_ids, loss_of=None, **kwargs):
         backbone = model.get_submodule(plan.backbone)
         hidden = backbone(input_ids=input_ids, **(plan.backbone_arguments | kwargs))[0]
         hidden = hidden.flatten(0, 1).index_select(0, target_rows)
         # Through the layer's own call, so that hooks which gather its weight (ZeRO-3, FSDP) see it used.
         return model.get_output_embeddings()(
-            hidden, targets=targets, scale=plan.scale, softcap=plan.softcap, chunk_rows=chunk_rows
+            hidden, targets=targets, scale=plan.scale, softcap=plan.softcap, chunk_rows=chunk_rows, loss_of=loss_of
         )
 
     return loss_sum
@@ -113,10 +117,12 @@ def _give_head_a_loss(head: nn.Linear) -> None:
     head.forward = types.MethodType(forward, head)
 
 
-def _full_logits_loss_sum(model, original, targets, target_rows, **kwargs) -> Tensor:
+def _full_logits_loss_sum(model, original, targets, target_rows, loss_of=None, **kwargs) -> Tensor:
     logits = original(model, **kwargs)[0].flatten(0, 1).index_select(0, target_rows)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits, targets, reduction="sum")
+    if loss_of is None:
+        return F.cross_entropy(logits, targets, reduction="sum")
+    return loss_of(F.cross_entropy(logits, targets, reduction="none"))
 
 
 def _own_loss_sum(model, original, targets, target_rows, input_ids, **kwargs) -> Tensor:

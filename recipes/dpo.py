@@ -1,0 +1,148 @@
+"""Tunes a causal language model by preferences (DPO, arXiv:2305.18290), on any machine that accelerate_configs/ names.
+
+smallest run   accelerate launch --config_file accelerate_configs/cpu.yaml recipes/dpo.py
+one GPU        accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/dpo.py \\
+                   --model_name_or_path my_model/ --train_file preferences.jsonl --validation_file held_out.jsonl
+several GPUs   accelerate launch --config_file accelerate_configs/fsdp2.yaml --num_processes 8 recipes/dpo.py \\
+                   --model_name_or_path my_model/ --train_file preferences.jsonl --lora_rank 16
+continue       the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in another mode
+
+A row has a `prompt` with a `chosen` and a `rejected` answer; or these two alone, which begin with the same prompt. Each
+is a text, or a list of messages. Without data, a function's body is to be preferred to its lines in reverse order.
+The reference, which the model is compared with, is the model before its first update.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+# The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
+
+from common import arguments  # isort: skip  # before torch: see common/__init__.py
+from torch.nn.functional import logsigmoid
+from transformers import LlamaConfig
+
+from common.data.preferences import collate_preferences, columns_of, tokenize_preferences
+from common.data.tokenizer import load_tokenizer, special_token_ids, train_tokenizer
+from common.errors import refuse
+from common.models.adapters import build_base
+from common.models.load import check_model, describe_use, load_config
+from common.models.reference import add_reference, describe_rewards, identify_reference, of_answers
+from common.parallel.ending import user_mistakes_end_here
+from common.report.predictions import measure
+from common.run import Run
+from common.training.accumulation import loss_scale, skip_step, synchronize_gradients
+from common.training.clipping import clip_gradients
+from common.training.losses import sum_token_losses
+from common.training.optimizers import learning_rate, make_optimizer, set_learning_rate
+
+# Models from scratch, of Llama's shape, to rehearse with. SHAPE names the fields of LlamaConfig that come first.
+SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+MODEL_CONFIGS = {
+    # layers, width, heads, key-value heads, MLP width (as in SHAPE), vocabulary, AdamW's peak learning rate
+    "tiny": (4, 128, 4, 2, 384, 4096, 1e-3),  # 1.3 M parameters
+    "small": (6, 384, 6, 6, 1024, 8192, 3e-4),  # 13.8 M
+}
+
+
+def parse_arguments():
+    parser = arguments.recipe_parser(__doc__)
+    arguments.add_language_arguments(parser, one_text=False, chats=True, adapters=True)
+    parser.set_defaults(global_batch_size=8, num_updates=200, weight_decay=0.0)
+    group = parser.add_argument_group("preferences (--sequence_length is the most tokens of a prompt with one answer)")
+    group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: tiny)"))
+    about = "how much a difference of log-probabilities counts: larger keeps the model nearer to the reference"
+    group.add_argument("--beta", type=arguments.positive_float, default=0.1, help=about)
+    args = parser.parse_args()
+    arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=1e-6)
+    return args
+
+
+def load_data(args):
+    """Tokenizer, the model's configuration, training samples, and held-out samples or None."""
+    source, held_out_source = arguments.text_sources(args)
+    if args.model_name_or_path:
+        config = load_config(args.model_name_or_path, args.trust_remote_code)
+        tokenizer = load_tokenizer(args.model_name_or_path, args.trust_remote_code)
+    else:
+        *shape, vocabulary, _ = MODEL_CONFIGS[args.model_config]
+        tokenizer, positions = train_tokenizer(source, vocabulary, None, columns_of(source)), args.sequence_length
+        shape = dict(zip(SHAPE, shape, strict=True), vocab_size=vocabulary, max_position_embeddings=positions)
+        config = LlamaConfig(**shape, **special_token_ids(tokenizer), tie_word_embeddings=True)
+    refuse(check_model(config, tokenizer, args.sequence_length))
+    reference = identify_reference(args, config)
+    pairs = partial(tokenize_preferences, tokenizer=tokenizer, length=args.sequence_length, reference=reference)
+    return tokenizer, config, pairs(source), held_out_source and pairs(held_out_source)
+
+
+def predict(model, micro_batch):
+    """The sum of a micro-batch's losses, and by how much the implicit reward of each chosen answer is higher, (P,)."""
+
+    def loss_and_margins(answers):
+        rewards = micro_batch["target_beta"] * (answers - micro_batch["target_reference"])
+        margins = rewards[:, 0] - rewards[:, 1]
+        return -logsigmoid(margins).sum(), margins
+
+    return of_answers(model, micro_batch, loss_and_margins)
+
+
+def sum_losses(model, micro_batch):
+    """The sum of the losses of a micro-batch's pairs."""
+    return predict(model, micro_batch)[0]
+
+
+def evaluate(run, model):
+    """Mean loss over all held-out pairs; how many have the higher reward for the chosen answer, and by how much."""
+    losses, margins, _ = measure(run, model, predict)
+    return losses | {"accuracy": (margins > 0).mean().item(), "margin": margins.mean().item()}
+
+
+def train(args, run, model, optimizer, batches):
+    """The loop: the micro-batches of a global batch, then one update."""
+    accelerator = run.accelerator
+    for batch in batches:
+        rate = learning_rate(batch.update, args.lr_schedule, args.learning_rate, args.num_updates, args.warmup_updates)
+        set_learning_rate(optimizer, rate)
+        scale, loss_sums, loss_sum = loss_scale(accelerator, batch.num_targets), [], None
+        for micro_batch, is_last in run.micro_batches(batch):
+            with synchronize_gradients(accelerator, model, now=is_last):
+                loss_sum = sum_losses(model, micro_batch)
+                accelerator.backward(loss_sum * scale)
+                loss_sums.append(loss_sum.detach())
+        if args.dry_run:
+            break
+        grad_norm = clip_gradients(accelerator, model, args.max_grad_norm)
+        if run.all_finite(batch, loss_sums, grad_norm):
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            skip_step(accelerator, optimizer)
+        figures = {"learning_rate": rate} | (evaluate(run, model) if run.evaluation_is_due() else {})
+        if run.end_update(batch, **figures):
+            break
+
+
+def main():
+    args = parse_arguments()
+    run = Run(args)
+    tokenizer, config, train_set, held_out = load_data(args)
+    run.begin(config, tokenizer, train_set, held_out, "beta")
+    model = build_base(args, config)
+    how = sum_token_losses(model, keeps_own_loss=False)  # model(...) gives the tokens' losses to its `loss_of`
+    optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
+    collate = partial(collate_preferences, pad_token_id=tokenizer.pad_token_id, beta=args.beta)
+    describe_use(model, config, tokenizer, train_set.end_tokens)
+    model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, loss=how)
+    add_reference(run, model)
+    with run.training(config, tokenizer) as batches:
+        train(args, run, model, optimizer, batches)
+    results = run.end_training()
+    results |= evaluate(run, model) if held_out else {}
+    run.write_model(tokenizer)
+    run.finish(results, "AutoModelForCausalLM", *describe_rewards(results))
+
+
+if __name__ == "__main__":
+    with user_mistakes_end_here():
+        main()
