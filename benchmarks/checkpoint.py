@@ -62,7 +62,8 @@ def ours(directory, accelerator, config, model, optimizer):
     args.num_updates, args.global_batch_size, args.seed, args.dry_run = 0, 1, 0, False
     checkpoints, state = Checkpoints(args, accelerator), TrainingState()
     directory.mkdir()
-    checkpoints.identity = identify(args, accelerator, config, None, "none")  # no tokenizer is needed to measure
+    samples = argparse.Namespace(fingerprint="none")
+    checkpoints.identity = identify(args, accelerator, config, None, samples)  # no tokenizer is needed to measure
     checkpoints.start(config, model=model)
     writer = checkpoints.writer
 

@@ -11,6 +11,7 @@ from running import wait_until
 
 from common.errors import UserError
 from common.report import page
+from common.report.__main__ import MARK
 from common.report.runs import read_runs
 
 # Their last names are the same, and one ends a script where it is not escaped.
@@ -69,6 +70,7 @@ def opened(runs, tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "report.html"
     told = report(*runs, "--output", path, cwd=path.parent)
     assert told.returncode == 0 and f"{path} (" in told.stdout, told.stderr
+    assert MARK in path.read_bytes()[:1000]
     with browser() as chromium:
         chromium.asked, chromium.complaints = open_page(chromium, path)
         wait_until(lambda: chromium.execute_script(INK) == "#1c2024")  # the page has been painted

@@ -30,12 +30,13 @@ CHANGEABLE = ("dataset", *(name for name, can_change in SETTINGS.items() if can_
 
 
 def identify(
-    args: argparse.Namespace, accelerator: Accelerator, config: Any, tokenizer: Any, dataset: str, *own_flags: str
+    args: argparse.Namespace, accelerator: Accelerator, config: Any, tokenizer: Any, samples: Any, *own_flags: str
 ) -> dict:
     """What must be the same when a run is continued.
 
     Args:
-        config: the model's configuration. tokenizer: of transformers, or None. dataset: a fingerprint of the samples.
+        config: the model's configuration. tokenizer: of transformers, or None. samples: `training.batching.Samples`,
+            perhaps with an `identity` of their own beside their fingerprint.
         own_flags: names of the recipe's own flags that an update depends on.
     """
     model = {
@@ -51,12 +52,13 @@ def identify(
     own_flags += flags(args)
     settings = {name: getattr(args, name) for name in (*SETTINGS, *own_flags) if hasattr(args, name)}
     settings["mixed_precision"] = accelerator.mixed_precision
-    return {
+    identity = {
         "model": model,
         "tokenizer": hashlib.sha256(words.encode()).hexdigest()[:16],
-        "dataset": dataset,
+        "dataset": samples.fingerprint,
         "settings": settings,
-    } | adapter.identity(args, config)
+    }
+    return identity | adapter.identity(args, config) | getattr(samples, "identity", {})
 
 
 def differences(saved: dict, now: dict, args: argparse.Namespace) -> Iterator[str]:
