@@ -66,6 +66,10 @@ FLAGS: dict[str, tuple[str, str]] = {
     "max_target_length": ("N", "--target_length {N}"),
     "packing": ("S", "--shape blocks"),
     "model_name": ("", "--model_name_or_path {NAME}"),
+    "use_peft": ("", "--lora_rank 16"),
+    "lora_r": ("", "--lora_rank {N}"),
+    "lora_target_modules": ("", "--lora_targets {NAME}"),
+    "load_in_4bit": ("", "--quantize nf4, beside --lora_rank"),
 }
 # What is in braces: the values there, with those here.
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw")
