@@ -214,7 +214,8 @@ def page(results):
         "",
         "Not measured, and left as they were: the sizes and architectures that are not in the tables (of 100 M "
         "parameters and more a run takes hours on this machine); pipeline.py, whose models are lm.py's; moe.py, whose "
-        "tokens meet as many parameters as lm.py's; the rates for fine-tuning but for that of seq2seq.py; weight "
+        "tokens meet as many parameters as lm.py's; dpo.py, whose rate for a pretrained model is its paper's "
+        "(arXiv:2305.18290); the rates for fine-tuning but for that of seq2seq.py; weight "
         "decay, warm-up and schedule. After its few updates the ViT has hardly begun to learn: its rows decide "
         "nothing.",
     ]
