@@ -21,7 +21,15 @@ from conftest import (
     write_rows,
 )
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
 
 from common.checkpoint.format import list_checkpoints
 from common.models.adapters import build_base, with_adapter
@@ -89,6 +97,26 @@ def test_gradients_are_those_of_the_dense_model_with_merged_weights():
             assert not torch.allclose(b.grad, 4 * p.grad @ a.T, rtol=1e-3)
             checked += 1
     assert checked == 14
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "roberta"])
+def test_layers_are_found_whatever_their_kind_and_names(kind):
+    """GPT-2's are no nn.Linear; RoBERTa's new head has a `dense` as its layers do, and is trained whole, once."""
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        base, new = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4)), None
+    else:
+        shape = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+        base = RobertaForSequenceClassification(RobertaConfig(**shape, num_hidden_layers=2))
+        new = [name for name, _ in base.named_parameters() if name.startswith("classifier.")]
+    ids = torch.arange(2, 22).view(2, 10)
+    expected = base.eval()(ids).logits
+    model = with_adapter(asked(), base, new).eval()
+    assert (model(ids).logits == expected).all()
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert len([name for name in trained if "lora_A" in name]) == 2 * {"gpt2": 4, "roberta": 6}[kind]
+    heads = [name for name in trained if "lora_" not in name]
+    assert len(heads) == len(new or ()) and not any("lora_" in name for name in trained if "classifier" in name)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from common.errors import UserError
 from common.models import quantization
@@ -99,6 +100,7 @@ def with_adapter(
         use_dora=args.use_dora,
         use_rslora=args.use_rslora,
         target_modules=modules,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's layers
         target_parameters=parameters or None,
         modules_to_save=new or None,
     )
@@ -128,26 +130,25 @@ def _float32_rows(self: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _targets(args: argparse.Namespace, model: PreTrainedModel, new: list[str]) -> tuple[list[str], list[str]]:
-    """Names of linear layers, and of stacked parameters of experts, that are adapted."""
+    """Names of linear layers, and of stacked parameters of experts, that are adapted: short ones where they suffice."""
+    layers = {name: one for name, one in model.named_modules() if isinstance(one, (nn.Linear, Conv1D))}
     head = model.get_output_embeddings()
-    linear = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and name not in new
-    }
+    linear = [name for name, one in layers.items() if one is not head and name not in new]
     stacked = [name for name, weight in model.named_parameters() if _is_of_experts(name, weight)]
-    if not args.lora_targets:
-        return _endings(linear), _endings(stacked, parts=2)
-    modules, parameters = [], []
-    for target in args.lora_targets:
-        if any(name == target or name.endswith(f".{target}") for name in linear):
-            modules.append(target)
-        elif any(name.endswith(f".{target}") for name in stacked):
-            parameters.append(target)
-        else:
-            known = ", ".join([*_endings(linear), *_endings(stacked, parts=2)])
-            raise UserError(f"--lora_targets {target} is no linear layer of this model; it has {known}")
-    return modules, parameters
+    modules, parameters = linear, _endings(stacked, parts=2)
+    if args.lora_targets:
+        modules, parameters = [], []
+        for target in args.lora_targets:
+            found = [name for name in linear if f".{name}".endswith(f".{target}")]
+            modules += found
+            if not found and any(name.endswith(f".{target}") for name in stacked):
+                parameters.append(target)
+            elif not found:
+                known = ", ".join([*_endings(linear), *_endings(stacked, parts=2)])
+                raise UserError(f"--lora_targets {target} is no linear layer of this model; it has {known}")
+    others = set(_endings(layers.keys() - set(modules)))  # which peft would take for targets, by their last parts
+    named = (name if (last := name.rpartition(".")[2]) in others else last for name in modules)
+    return list(dict.fromkeys(named)), parameters
 
 
 def _is_of_experts(name: str, weight: torch.Tensor) -> bool:
