@@ -199,11 +199,12 @@ def load(args):
     with open(args.train_file) as file:
         rows = [json.loads(line) for line in file]
     path = args.model_name_or_path
+    rank, quantize = (getattr(args, name, None) for name in ("lora_rank", "quantize"))  # techniques_loop.py has none
     is_bf16 = os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
-    dtype = torch.bfloat16 if is_bf16 and args.lora_rank else torch.float32  # a frozen base has no masters
+    dtype = torch.bfloat16 if is_bf16 and rank else torch.float32  # a frozen base has no masters
     more = {}
-    if args.quantize:
-        four_bits = {"bnb_4bit_quant_type": args.quantize, "bnb_4bit_use_double_quant": True}
+    if quantize:
+        four_bits = {"bnb_4bit_quant_type": quantize, "bnb_4bit_use_double_quant": True}
         more["quantization_config"] = transformers.BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_compute_dtype=dtype, **four_bits
         )
