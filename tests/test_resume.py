@@ -70,7 +70,7 @@ TRANSFORMER = [*TEXT, "--architecture", "transformer", "--num_layers", 2, "--seq
 SHARING = {"lm": RECIPES["lm"], "moe": RECIPES["moe"], "long_sequence": TRANSFORMER}
 LLAMA = [*TEXT, "--model_name_or_path", "MODEL", "--sequence_length", 32]
 CUT = {"lm": RECIPES["lm"], "classify": LLAMA, "long_sequence": TRANSFORMER, "dpo": RECIPES["dpo"]}
-# And adapters of pretrained models, in every config that has no matrices divided; lm.py's and classify.py's drop out.
+# And adapters of pretrained models; lm.py's and classify.py's drop out.
 LORA = ["--lora_rank", 4, "--lora_dropout", 0.1]
 ADAPTERS = {
     "lm-lora": [*RECIPES["lm"], *LORA],
@@ -81,8 +81,9 @@ ADAPTERS = {
 # A base in 4 bits, where no weights are divided.
 QUANTIZED = {"lm-nf4": [*RECIPES["lm"], *LORA, "--quantize", "nf4"]}
 WITH_DROPOUT = ("lm", "classify", "seq2seq", "vision")
-# Its loop and its checkpoints are lm.py's: a plain process, and each way in which weights are held.
-DPO = ("cpu_bf16", "multi_gpu", "fsdp2", "zero2", "zero3")
+# A plain process, and each way in which weights are held. Here are also dpo.py, whose loop and checkpoints are lm.py's,
+# and the adapters of the other recipes. lm.py's is under every config but those that divide its matrices.
+EACH_WAY = ("cpu_bf16", "multi_gpu", "fsdp2", "zero2", "zero3")
 NUM_UPDATES, SAVED = 4, 2
 
 
@@ -119,12 +120,14 @@ def flags(own, data, output_dir, processes, *more):
 
 def recipes_of(config):
     if "sequence" in config or "tensor" in config:
-        return SHARING if "sequence" in config else CUT
+        return SHARING | {"lm-lora": ADAPTERS["lm-lora"]} if "sequence" in config else CUT
     if config == "pipeline":
         return {"pipeline": RECIPES["pipeline"]}
-    quantized = QUANTIZED if config.startswith(("cpu", "single", "multi")) else {}
-    without = {"pipeline"} if config in DPO else {"pipeline", "dpo"}
-    return {name: own for name, own in RECIPES.items() if name not in without} | ADAPTERS | quantized
+    if config not in EACH_WAY:
+        without = {"pipeline", "dpo"}
+        return {name: own for name, own in RECIPES.items() if name not in without} | {"lm-lora": ADAPTERS["lm-lora"]}
+    quantized = QUANTIZED if config in ("cpu_bf16", "multi_gpu") else {}
+    return {name: own for name, own in RECIPES.items() if name != "pipeline"} | ADAPTERS | quantized
 
 
 def run_matrix(config, recipes, data, tmp_path, first=None, second=None):
