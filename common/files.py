@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -174,8 +175,15 @@ def replace_directory(partial: Path, directory: Path) -> None:
     fsync(directory.parent)
 
 
+def identify_pretrained(name_or_path: str, config: Any) -> str:
+    """What a pretrained model is known by: a hash of its directory's weights, or a name on the hub with its commit."""
+    directory = Path(name_or_path).expanduser()
+    return fingerprint(directory) if directory.is_dir() else f"{name_or_path}@{config._commit_hash}"
+
+
+@cache
 def fingerprint(directory: Path) -> str:
-    """XXH3 of the files with the weights of a model of transformers."""
+    """XXH3 of the files with the weights of a model of transformers; a process reads them once."""
     whole = xxhash.xxh3_64()
     for path in sorted(path for kind in ("*.safetensors", "*.bin") for path in directory.glob(kind)):
         with open(path, "rb") as file:

@@ -11,22 +11,16 @@ from safetensors.torch import save_file
 from common import export_dtype
 from common.checkpoint.format import own_file
 from common.errors import UserError, one_line
-from common.files import fingerprint
+from common.files import fingerprint, identify_pretrained
 
 ADAPTER_CONFIG = "adapter_config.json"  # peft's
 
 
 def identity(args: argparse.Namespace, config: Any) -> dict[str, str]:
-    """What a checkpoint of an adapter has of its base, whose weights it leaves out, to know it by.
-
-    XXH3 of the files with its weights; of a model of the hub its commit.
-    """
+    """What a checkpoint of an adapter has of its base, whose weights it leaves out, to know it by."""
     if getattr(args, "lora_rank", None) is None:
         return {}
-    directory = Path(args.model_name_or_path).expanduser()
-    if not directory.is_dir():
-        return {"base": f"{args.model_name_or_path}@{config._commit_hash}"}
-    return {"base": fingerprint(directory)}
+    return {"base": identify_pretrained(args.model_name_or_path, config)}
 
 
 def is_adapter(manifest: dict[str, Any]) -> bool:

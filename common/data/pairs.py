@@ -10,7 +10,6 @@ Tokenised once into the cache: one flat int32 file of tokens, source and target 
 import ast
 import inspect
 import json
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,6 +26,7 @@ from common.data.columns import batches, check_columns, filled_text
 from common.data.mixed import Mixed
 from common.data.rows import Corpus, Row, Source
 from common.data.sources import open_source
+from common.data.standard_library import parse_function
 from common.data.tokenizer import no_more_threads, tokenizer_identity
 from common.errors import UserError
 from common.training.batching import pad_rows
@@ -81,12 +81,8 @@ def docstring_corpus(corpus: Corpus, text_column: str, columns: tuple[str, str])
 
 def split_docstring(function: str) -> tuple[str, str] | None:
     """(a Python function's source without its docstring, the docstring's first line), or None where there is none."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in somebody else's strings
-        try:
-            node = ast.parse(function).body[0]
-        except SyntaxError:  # indented text inside a string defeats the removal of the indent
-            return None
+    if (node := parse_function(function)) is None:
+        return None
     docstring = ast.get_docstring(node, clean=False)
     if not (docstring and docstring.strip()) or len(node.body) == 1:  # without a body nothing is left to read
         return None

@@ -10,7 +10,6 @@ before, the same tokens follow the same tokens, their log-probabilities are equa
 
 import ast
 import json
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,6 +25,7 @@ from common.data.chats import Encoded, encode_chats
 from common.data.columns import batches, check_columns, messages_of
 from common.data.rows import Corpus, Row, Source
 from common.data.sources import open_source
+from common.data.standard_library import parse_function
 from common.data.text import encode_texts
 from common.data.tokenizer import check_end_of_text, no_more_threads, tokenizer_identity
 from common.errors import UserError
@@ -96,13 +96,8 @@ def embedded_preferences(corpus: Corpus, text_column: str) -> Corpus:
 
 def split_body(function: str) -> tuple[str, str] | None:
     """(a Python function's lines to the end of its docstring, its body), or None where there is no docstring."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in somebody else's strings
-        try:
-            node = ast.parse(function).body[0]
-        except SyntaxError:  # indented text inside a string defeats the removal of the indent
-            return None
-    if len(node.body) == 1 or not ast.get_docstring(node, clean=False):
+    node = parse_function(function)
+    if node is None or len(node.body) == 1 or not ast.get_docstring(node, clean=False):
         return None
     lines, end = function.split("\n"), node.body[0].end_lineno
     if node.body[1].lineno == end:  # on one line

@@ -113,3 +113,13 @@ def python_functions(text: str) -> Iterator[str]:
                 yield from visit(child)
 
     yield from visit(tree)
+
+
+def parse_function(function: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """The node of a Python function's source, or None where it cannot be parsed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes in somebody else's strings
+        try:
+            return ast.parse(function).body[0]
+        except SyntaxError:  # indented text inside a string defeats the removal of the indent
+            return None

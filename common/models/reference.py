@@ -7,7 +7,6 @@ before its first update: in the run's own mode and precision, without dropout.
 import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig
 
 from common.data.cache import cached, place_of
-from common.files import fingerprint
+from common.files import identify_pretrained
 from common.models import adapters
 from common.parallel import loading
 from common.parallel.mode import running_mode
@@ -31,10 +30,7 @@ def identify_reference(args: argparse.Namespace, config: PreTrainedConfig) -> st
     """What the reference is known by: a hash of its files, a name on the hub with its commit, or a size and a seed."""
     if not args.model_name_or_path:
         return f"{args.model_config}, seed {args.seed}"
-    directory = Path(args.model_name_or_path).expanduser()
-    if directory.is_dir():
-        return fingerprint(directory)
-    return f"{args.model_name_or_path}@{config._commit_hash}"
+    return identify_pretrained(args.model_name_or_path, config)
 
 
 def of_answers(model: nn.Module, micro_batch: dict[str, Tensor], loss_of: Callable[[Tensor], Any]) -> Any:
