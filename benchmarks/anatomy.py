@@ -6,7 +6,8 @@
 Each arm is a recipe, through `accelerate launch` with a shipped config, with real tensors. Recorded is its second
 update, of two micro-batches, so that the optimizer has its state from the beginning on, and the first micro-batch of an
 evaluation. What an operator returns is counted from then on until its storage is freed; buffers inside kernels are
-not. Flags that this command does not know are the recipe's.
+not. An adapter's base is a model of the same shape, which a run of one update has saved. Flags that this command does
+not know are the recipe's.
 
     weights           parameters and buffers, and copies of them in another precision
     gradients         what is accumulated for the step
@@ -37,6 +38,7 @@ from common import arguments  # isort: skip  # noqa: F401  # before torch
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from common.models.quantization import number_of
 from common.plan.tape import Tape
 
 AREAS = ("weights", "gradients", "optimizer state", "activations", "logits and loss", "temporaries")
@@ -48,6 +50,9 @@ ARMS = {  # config and flags of each
     "selective": ("cpu", ["--activation_checkpointing", "selective"]),
     "full": ("cpu", ["--activation_checkpointing", "full"]),
     "adafactor": ("cpu", ["--optimizer", "adafactor"]),
+    "LoRA": ("cpu", ["--lora_rank", "16"]),
+    "LoRA, bf16": ("cpu_bf16", ["--lora_rank", "16"]),
+    "LoRA, nf4, bf16": ("cpu_bf16", ["--lora_rank", "16", "--quantize", "nf4"]),
 }
 SHAPE = ["--micro_batch_size", "4", "--global_batch_size", "8", "--num_updates", "2", "--save_every", "0"]
 DEFAULTS = ["--model_config", "small", "--sequence_length", "256"]
@@ -83,12 +88,15 @@ class Recorder:
     def watch(self, run, model):
         """From here on the tensors of the model, of its backward and its optimizer have their names."""
         tape = self.tape
-        shown = {"parameters": sum(p.numel() for p in model.parameters()), "unit": run.loader.dataset.samples.unit}
+        shown = {"parameters": sum(map(number_of, model.parameters())), "unit": run.loader.dataset.samples.unit}
         self.facts.update(shown)
         tape.vocabulary = getattr(model.config.get_text_config(), "vocab_size", 0)
         tape.name("weights", *model.parameters(), *model.buffers())
         for p in model.parameters():
-            p.register_post_accumulate_grad_hook(lambda p: tape.name("gradients", p.grad))
+            if (scales := getattr(p, "quant_state", None)) is not None:
+                tape.name("weights", scales.absmax, scales.state2.absmax)
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(lambda p: tape.name("gradients", p.grad))
         register_optimizer_step_pre_hook(lambda *_: self.begin("step"))
         register_optimizer_step_post_hook(self.name_states)
         backward = run.accelerator.backward
@@ -183,11 +191,19 @@ def run_arm(name, recipe, flags, directory):
     """What the arm's recorded update held."""
     config, own = ARMS[name]
     told = directory / "told.json"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}.yaml"]
-    command += [__file__, "--measure", str(told), f"recipes/{recipe}.py", *SHAPE, *flags, *own]
-    command += ["--output_dir", str(directory / name.replace(" ", "-"))]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": "1"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}.yaml"]
+    script = [f"recipes/{recipe}.py", *SHAPE, *flags]
+    options = {"cwd": ROOT, "capture_output": True, "text": True}
+    options["env"] = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": "1"}
+    if "--lora_rank" in own and "--model_config" in flags:
+        base = directory / "base"
+        if not base.is_dir():
+            saved = subprocess.run([*launch, *script, "--num_updates", "1", "--output_dir", str(base)], **options)
+            assert saved.returncode == 0, saved.stdout + saved.stderr
+        at = script.index("--model_config")
+        script[at : at + 2] = ["--model_name_or_path", str(base / "model")]
+    script += [*own, "--output_dir", str(directory / name.replace(" ", "-"))]
+    done = subprocess.run([*launch, __file__, "--measure", str(told), *script], **options)
     if not told.is_file():
         sys.exit(f"{name}: {(done.stdout + done.stderr)[-3000:]}")
     found = json.loads(told.read_text())
@@ -196,9 +212,9 @@ def run_arm(name, recipe, flags, directory):
 
 
 FORMULAS = {
-    "weights": "4, in bf16 4 + 2",
-    "gradients": "4",
-    "optimizer state": "8, of adafactor 0.01",
+    "weights": "4, in bf16 4 + 2; frozen 4, in bf16 2, in nf4 0.52",
+    "gradients": "4 for each that is trained",
+    "optimizer state": "8 for each that is trained, of adafactor 0.01",
     "activations": "`full`: above 4 x layers x width",
     "logits and loss": "`lm`: in all 4 x vocabulary x (512 + width)",
 }

@@ -13,9 +13,10 @@ What each technique is compared with. The recipes have sorted batches, the chunk
 always on, so a recipe without one of them does not exist. Hence one plain loop, benchmarks/techniques_loop.py, which
 has none: what a tutorial has, the whole batch of an update at once, padded to its longest sample, PyTorch's AdamW as it
 is made without an option, all logits, every activation. An arm is this loop and one technique more, by the function
-that the recipes call for it. There are two exceptions. Sorting changes nothing where all samples of an update are
-computed at once, so that arm accumulates too: compare it with `accumulation 4`. And ZeRO-offload is the recipe, with
-the whole batch at once, under accelerate_configs/zero3_offload_cpu.yaml: compare it with `the recipe`.
+that the recipes call for it. There are three exceptions. Sorting changes nothing where all samples of an update are
+computed at once, so that arm accumulates too: compare it with `accumulation 4`. ZeRO-offload is the recipe, with the
+whole batch at once, under accelerate_configs/zero3_offload_cpu.yaml; and adapters are the recipe's, as is their base in
+4 bits: compare these with `the recipe`.
 
 What pays together is found by a rule, not by hand. A step's gain is (its speed / the speed before) / (its memory / the
 memory before). Begin with the recipe as shipped. Take the techniques in the order of their gain alone, over the plain
@@ -27,13 +28,15 @@ Samples and tokens per second (without padding): of the updates behind the warm-
 process grew from when the model was loaded to its largest (resident memory; malloc as the environment sets it, which
 the page says); on a GPU the most that torch had allocated, and reserved. Under DeepSpeed, which makes masters and state
 before the loop, growth on a CPU is without them. Predicted: what the recipe foretold of itself. State of the optimizer,
-bytes a parameter: counted in the loop. Share of the matrix rate: the operations that the real tokens need, a second
-(6 for each weight of a linear layer and token; 12 x layers x width x length for attention, halved in a decoder), over
-the best rate of torch.mm on this machine in the arm's precision. The loss is that of the last update, in training mode:
-where a model has dropout, as BERT has, arms that draw other random numbers differ in it.
+bytes a parameter: counted in the loop; under an adapter, for the parameters that it saves. Share of the matrix rate:
+the operations that the real tokens need, a second (6 for each weight of a linear layer and token; 12 x layers x width x
+length for attention, halved in a decoder; under an adapter what the recipe counts, which leaves out the gradients of
+frozen weights), over the best rate of torch.mm on this machine in the arm's precision. The loss is that of the last
+update, in training mode: where a model has dropout, as BERT has, arms that draw other random numbers differ in it.
 """
 
 import json
+import math
 import os
 import runpy
 import shutil
@@ -43,10 +46,11 @@ import textwrap
 import time
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import transformers
+from safetensors import safe_open
+from techniques_arms import PARTS, PRESETS, SETTINGS, arm_of, arms_of, candidates_of
 from techniques_page import BESIDE_FINAL, FINAL, draw, gain, medians, page, runs_of
 from throughput import (
     BENCHMARK_FLAGS,
@@ -59,7 +63,7 @@ from throughput import (
     num_threads,
     this_command,
 )
-from throughput_data import DATA, MODELS, ROOT, data_flags, prepare
+from throughput_data import MODELS, ROOT, data_flags, prepare
 from torch.utils.cpp_extension import _get_build_directory
 from tqdm import tqdm
 from where_time_goes import matrix_rate
@@ -70,43 +74,8 @@ from common.parallel.ending import user_mistakes_end_here
 from common.report.tracking import versions
 
 PAYS = 1.05  # a gain above it
-PARTS = 4  # micro-batches of an accumulated update
 LEARNING_RATE = ["--learning_rate", "1e-4"]
-# warmup and measured: updates of a run.
-COMMON = {"global_batch": 16, "warmup": 1, "measured": 4}
-SETTINGS = {
-    "lm": COMMON | {"recipe": "lm", "rows": "functions", "flags": DATA["functions"]["flags"]},
-    "classify": COMMON | {"recipe": "classify", "rows": "classify", "flags": ["--sequence_length", "512"]},
-}
-PRESETS = {
-    "bert-small": SETTINGS["classify"] | {"rows": "two packages", "model": "small"},
-    # The setting of transformers' performance guide: 512 samples, each of 512 tokens, with one of two labels.
-    "bert-large": SETTINGS["classify"]
-    | {"rows": "pieces", "model": "large", "global_batch": 4, "warmup": 8, "measured": 120}
-    # layers, width, heads, MLP width, vocabulary, learning rate
-    | {"more_sizes": {"large": (24, 1024, 16, 4096, 30522, 1e-4)}},
-}
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class Arm(NamedTuple):
-    """What runs: the loop, or a recipe, with these flags; or why it cannot run here."""
-
-    label: str
-    flags: tuple = ()
-    precision: str = "float32"
-    recipe: str = ""  # its name; empty: the loop
-    config: str = ""  # another one than the machine's
-    cannot: str = ""
-
-
-class Candidate(NamedTuple):
-    """A technique that may pay together: of which kind, the flags of a recipe, the precision."""
-
-    kind: str
-    flags: tuple = ()
-    precision: str = ""
-    label: str = ""  # where it is not that of the arm which shows what it does alone
 
 
 def parse_arguments():
@@ -157,68 +126,6 @@ def choose_setting(args):
     return json.loads(json.dumps(chosen)), "-".join(["techniques", *parts, device_name()])
 
 
-def arms_of(setting):
-    """The rows of the table, by name, in their order."""
-    batch, recipe = setting["global_batch"], setting["recipe"]
-    whole, parts = ("--micro_batch_size", batch), ("--micro_batch_size", batch // PARTS)
-    full = ("--activation_checkpointing", "full")
-    half = "fp16" if ON_GPU else "bf16"
-    three = f"accumulation, checkpointing, {half}"
-    no_rows = "" if recipe == "lm" else "a classifier has one row of logits a sample: there is nothing to cut"
-    no_gpu, no_fp16, no_tf32 = "", "", ""
-    if not ON_GPU:
-        no_gpu = "on a CPU host memory is all there is: the same as full"
-        no_fp16 = "Accelerate has no fp16 on a CPU: it would compute in float32"
-        no_tf32 = "TF32 is how GPUs since Ampere multiply; a CPU has no such products"
-    elif torch.cuda.get_device_capability() < (8, 0):
-        no_tf32 = "TF32 needs a GPU since Ampere"
-
-    def checkpointing(mode):
-        return (*whole, "--activation_checkpointing", mode)
-
-    return {
-        "plain": Arm("plain padded loop", whole),
-        "accumulation": Arm(f"accumulation {PARTS}", parts),
-        "sorted": Arm(f"sorted batches (with accumulation {PARTS})", (*parts, "--sort")),
-        "chunked": Arm("chunked loss", (*whole, "--chunked_loss"), cannot=no_rows),
-        "selective": Arm("checkpointing, selective", checkpointing("selective")),
-        "full": Arm("checkpointing, full", checkpointing("full")),
-        "offload": Arm("checkpointing, offload", checkpointing("offload"), cannot=no_gpu),
-        "bf16": Arm("bf16", whole, "bf16"),
-        "fp16": Arm("fp16", whole, "fp16", cannot=no_fp16),
-        "tf32": Arm("TF32", (*whole, "--tf32"), cannot=no_tf32),
-        "fused": Arm("fused AdamW", (*whole, "--optimizer", "adamw")),
-        "adamw8bit": Arm("8-bit AdamW", (*whole, "--optimizer", "adamw8bit")),
-        "adafactor": Arm("Adafactor", (*whole, "--optimizer", "adafactor")),
-        "compile": Arm("compile", (*whole, "--compile")),
-        "workers": Arm("2 workers", (*whole, "--num_workers", 2)),
-        "zero_offload": Arm("ZeRO-offload (of the recipe)", whole, recipe=recipe, config="zero3_offload_cpu"),
-        "two": Arm("accumulation, checkpointing", (*parts, *full)),
-        "three": Arm(three, (*parts, *full), half),
-        "three_adafactor": Arm(f"{three}, Adafactor", (*parts, *full, "--optimizer", "adafactor"), half),
-        "three_adamw8bit": Arm(f"{three}, 8-bit AdamW", (*parts, *full, "--optimizer", "adamw8bit"), half),
-        "recipe": Arm("the recipe as shipped", recipe=recipe),
-    }
-
-
-def candidates_of(longest):
-    """What is tried together, by the name of the arm that shows what it does alone. longest: tokens of a sample."""
-    modes = {mode: Candidate("checkpointing", ("--activation_checkpointing", mode)) for mode in ("selective", "full")}
-    modes["offload"] = Candidate("checkpointing", ("--activation_checkpointing", "offload"))
-    precisions = {name: Candidate("precision", precision=name) for name in ("bf16", "fp16")}
-    optimizers = {name: Candidate("optimizer", ("--optimizer", name)) for name in ("adamw8bit", "adafactor")}
-    return {
-        **modes,
-        **precisions,
-        **optimizers,
-        "accumulation": Candidate(
-            "micro-batch", ("--micro_batch_tokens", longest), label=f"micro-batches of {longest} tokens"
-        ),
-        "compile": Candidate("compile", ("--compile",)),
-        "workers": Candidate("workers", ("--num_workers", 2)),
-    }
-
-
 class Measurements:
     """Runs what is missing in `results`, and saves after every run. The bar counts runs."""
 
@@ -267,6 +174,12 @@ class Measurements:
                 sum(map(sum, update)) / rate for update, rate in zip(facts["lengths"], rates, strict=True)
             ]
             found["losses"] = [update["loss"] for update in updates]
+            if "--lora_rank" in arm.flags:
+                rates = [update["model_flops_per_second"] for update in updates]
+                found["flops"] = [rate * seconds for rate, seconds in zip(rates, found["seconds"], strict=True)]
+                with safe_open(output_dir / "model/adapter_model.safetensors", "pt") as adapter:
+                    sizes = [math.prod(adapter.get_slice(name).get_shape()) for name in adapter.keys()]  # noqa: SIM118
+                found["share_trained"] = sum(sizes) / self.results["parameters"]
         else:
             flags += ["--train_file", self.folder / "batches.jsonl", *SHARED_FLAGS, *LEARNING_RATE]
             flags += ["--model_class", MODELS[setting["recipe"]][1]]
@@ -282,11 +195,12 @@ class Measurements:
         skipped = self.results["setting"]["warmup"]
         seconds, lengths = sum(found["seconds"][skipped:]), self.facts["lengths"][skipped:]
         kept = ("peak_memory_bytes", "memory_growth_bytes", "predicted_bytes", "optimizer_bytes", "reserved_bytes")
+        kept += ("share_trained",) * ("share_trained" in found)
         return {
             "samples_per_second": sum(map(len, lengths)) / seconds,
             "tokens_per_second": sum(sum(map(sum, update)) for update in lengths) / seconds,
             "memory_bytes": found["peak_memory_bytes" if ON_GPU else "memory_growth_bytes"],
-            "flops_per_second": sum(self.flops[skipped:]) / seconds,
+            "flops_per_second": sum(found.get("flops", self.flops)[skipped:]) / seconds,
             **{name: found.get(name) for name in (*kept, "seconds", "losses")},
         }
 
@@ -349,14 +263,6 @@ def pay_together(measured, arms, rounds):
     results["steps"] = steps
     label = ", ".join(["all that pays: the recipe", *[labels[name] for name in kept.values()]])
     return arm_of(kept, candidates, recipe)._replace(label=label)
-
-
-def arm_of(kept, candidates, recipe):
-    """The recipe with the techniques that are kept."""
-    chosen = [candidates[name] for name in kept.values()]
-    flags = tuple(flag for one in chosen for flag in one.flags)
-    precision = next((one.precision for one in chosen if one.precision), "float32")
-    return Arm(f"the recipe, {', '.join(kept.values())}", flags, precision, recipe)
 
 
 def measure(args, measured, arms):

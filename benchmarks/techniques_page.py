@@ -91,12 +91,12 @@ def results_table(results):
 
 
 def state_bytes(results, run):
-    """Counted in the run; of a recipe, in the loop's run with the same optimizer."""
+    """Counted in the run; of a recipe, in the loop's run with the same optimizer, for the share that it trains."""
     if run.get("optimizer_bytes") is not None:
         return f"{run['optimizer_bytes']:.2f}"
     asked = next((name for name in ("adamw8bit", "adafactor") if f"--optimizer {name}" in run["flags"]), "fused")
     counted = [one["optimizer_bytes"] for one in done_runs(results, asked)]
-    return f"{statistics.median(counted):.2f}" if counted else "-"
+    return f"{statistics.median(counted) * run.get('share_trained', 1):.2f}" if counted else "-"
 
 
 def steps_table(results):

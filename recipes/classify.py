@@ -121,7 +121,7 @@ def main():
     tokenizer, config, train_set, held_out, names = load_data(args)
     kind, where = AutoModelForSequenceClassification, (args.model_name_or_path, args.trust_remote_code)
     run.begin(config, tokenizer, train_set, held_out, model_class=kind)
-    model, new_weights = build_classifier(config, *where, kind, args.new_head, **quantization.options(args))
+    model, new_weights = build_classifier(config, *where, kind, args.new_head, **quantization.of_frozen(args))
     model = with_adapter(args, model, new_weights)
     if new_weights:
         run.accelerator.print(describe_new_weights(new_weights))

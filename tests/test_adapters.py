@@ -32,8 +32,9 @@ from transformers import (
 )
 
 from common.checkpoint.format import list_checkpoints
+from common.models import quantization
 from common.models.adapters import build_base, with_adapter
-from common.models.load import load_config
+from common.models.load import build_model, load_config
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
@@ -48,6 +49,20 @@ def asked(**more):
 def tiny(dtype=torch.float64):
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**TINY)).to(dtype)
+
+
+@pytest.mark.parametrize("saved", [torch.bfloat16, torch.float32])
+def test_a_frozen_base_never_exists_in_float32(tmp_path, monkeypatch, saved):
+    """Its matrices come from the files in 16 bits, as they would be cast. Control: a base to be trained is float32."""
+    monkeypatch.setattr(quantization, "narrow_dtype", lambda: torch.bfloat16)
+    tiny(saved).save_pretrained(tmp_path)
+    config = load_config(str(tmp_path))
+    read = build_model(config, str(tmp_path), **quantization.of_frozen(asked()))
+    whole = build_model(config, str(tmp_path), **quantization.of_frozen(asked(lora_rank=None)))
+    for (name, one), (_, other) in zip(read.named_parameters(), whole.named_parameters(), strict=True):
+        assert other.dtype == torch.float32
+        assert torch.equal(one, other.to(torch.bfloat16 if one.ndim > 1 else torch.float32)), name
+        assert one.dtype == (torch.bfloat16 if one.ndim > 1 else torch.float32), name
 
 
 @pytest.mark.parametrize(

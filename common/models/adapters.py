@@ -61,7 +61,7 @@ def build_base(
     Raises UserError: as `build_model` and `with_adapter`.
     """
     where = args.model_name_or_path, args.trust_remote_code
-    return with_adapter(args, build_model(config, *where, model_class, **quantization.options(args)))
+    return with_adapter(args, build_model(config, *where, model_class, **quantization.of_frozen(args)))
 
 
 def empty_base(args: argparse.Namespace, config: PreTrainedConfig, model_class: Any) -> PreTrainedModel:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pickle import UnpicklingError
@@ -157,11 +158,31 @@ def attention_length(config: PreTrainedConfig) -> float:
     return 6 * text.hidden_size if is_attending else math.inf
 
 
+@contextmanager
+def _matrices_read_in(dtype: torch.dtype | None) -> Iterator[None]:
+    """Pretrained matrices come from their files in this dtype, and never exist in float32; vectors as they would."""
+    if dtype is None:
+        yield
+        return
+    plan = PreTrainedModel._get_dtype_plan  # it has no public form; transformers 5.17 has this one too
+
+    def with_matrices(model, asked):
+        names = (name for name, one in model.named_parameters() if one.ndim > 1)
+        return {f"^{re.escape(name)}$": dtype for name in names} | plan(model, asked)
+
+    PreTrainedModel._get_dtype_plan = with_matrices
+    try:
+        yield
+    finally:
+        PreTrainedModel._get_dtype_plan = plan
+
+
 def build_model(
     config: PreTrainedConfig,
     name_or_path: str | None = None,
     trust_remote_code: bool = False,
     model_class: Any = AutoModelForCausalLM,
+    frozen_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """The model in float32 (torch's default dtype): loaded from `name_or_path`, or with random weights from `config`.
@@ -172,6 +193,7 @@ def build_model(
 
     Args:
         model_class: an Auto class, or a model's own class.
+        frozen_dtype: what pretrained matrices are read in, if they are not to be trained; None: float32.
         options: more of its `from_pretrained`, such as `ignore_mismatched_sizes`.
 
     Raises UserError: there are no weights, they cannot be read, or they are of other shapes than the configuration's.
@@ -191,9 +213,10 @@ def build_model(
         return _ready(model)
     where, _ = locate_pretrained(name_or_path)
     try:
-        loaded = model_class.from_pretrained(
-            **where, config=config, dtype=dtype, trust_remote_code=trust_remote_code, **options
-        )
+        with _matrices_read_in(frozen_dtype):
+            loaded = model_class.from_pretrained(
+                **where, config=config, dtype=dtype, trust_remote_code=trust_remote_code, **options
+            )
     except (OSError, RuntimeError, ValueError, ImportError, EOFError, UnpicklingError, SafetensorError) as error:
         # What the files provoke: torn or of other shapes, of an unknown kind, in need of a package that is not there.
         raise UserError(
