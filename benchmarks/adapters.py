@@ -14,11 +14,11 @@ import json
 import statistics
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 from throughput import ON_GPU, begin, describe_machine, describe_row, device_name, num_threads, run_arm, this_command
 from throughput_data import ROOT, prepare, settings_of
-from trl import __version__ as trl_version
 
 from common.report.tracking import versions
 
@@ -66,6 +66,18 @@ def table(results):
         yield f"| {precision} | {kind} | {' | '.join(cells)} |"
 
 
+def page(results):
+    """The page in Markdown."""
+    paragraphs = [
+        "# Adapters and a base in 4 bits, beside TRL",
+        f"{results['parameters']:,} parameters, blocks of 512 tokens, {results['samples']} an update. "
+        f"`{results['command']}`, {results['date']}, {results['machine']}, {results['threads']} threads.",
+        "\n".join(table(results)),
+        "Versions: " + ", ".join(f"{name} {number}" for name, number in results["versions"].items()) + ".",
+    ]
+    return "\n\n".join(paragraphs) + "\n"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precisions", nargs="+", choices=("float32", "bf16"), default=["float32", "bf16"])
@@ -77,19 +89,12 @@ def main():
     with tempfile.TemporaryDirectory() as temporary:
         work = begin(Path(temporary))
         results = {"machine": describe_machine(), "threads": num_threads(), "date": time.strftime("%Y-%m-%d")}
-        results |= {"versions": versions() | {"trl": trl_version}, "command": this_command(), "runs": []}
+        results |= {"versions": versions() | {"trl": version("trl")}, "command": this_command(), "runs": []}
         measure(args, work, results)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     data = args.output_dir / f"adapters-{device_name()}.json"
     data.write_text(json.dumps(results, indent=1) + "\n")
-    page = [
-        "# Adapters and a base in 4 bits, beside TRL",
-        f"{results['parameters']:,} parameters, blocks of 512 tokens, {results['samples']} an update. "
-        f"`{results['command']}`, {results['date']}, {results['machine']}, {results['threads']} threads.",
-        "\n".join(table(results)),
-        "Versions: " + ", ".join(f"{name} {number}" for name, number in results["versions"].items()) + ".",
-    ]
-    data.with_suffix(".md").write_text("\n\n".join(page) + "\n")
+    data.with_suffix(".md").write_text(page(results))
     print("\n".join(table(results)))
 
 

@@ -154,8 +154,8 @@ def train_peer(arm: str, folder: Path) -> None:
     recorder.write(args.output_dir)
 
 
-def write_page(results: dict, page: Path) -> None:
-    """The table, and how far the losses are apart."""
+def page(results: dict) -> str:
+    """In Markdown: the table, and how far the losses are apart."""
     rows, size = [], results["size"]
     for arm in ARMS:
         runs = [run for run in results["runs"] if run["arm"] == arm]
@@ -188,7 +188,7 @@ def write_page(results: dict, page: Path) -> None:
         "The machine's load average when each arm began, which a machine with nothing else to do has near 1: "
         f"{', '.join(f'{load:.1f}' for load in results['loads'])}.",
     ]
-    page.write_text("\n\n".join(lines) + "\n")
+    return "\n\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -217,8 +217,8 @@ def main() -> None:
     facts |= {"rounds": rounds, "tokens": tokens, "runs": runs, "loads": loads}
     args.output_dir.mkdir(parents=True, exist_ok=True)
     (args.output_dir / "dpo-cpu.json").write_text(json.dumps(facts, indent=1) + "\n")
-    write_page(facts, args.output_dir / "dpo-cpu.md")
-    print((args.output_dir / "dpo-cpu.md").read_text())
+    (args.output_dir / "dpo-cpu.md").write_text(page(facts))
+    print(page(facts))
     ours = next(run["losses"] for run in runs if run["arm"] == "recipe")
     apart = max(abs(a - b) for run in runs for a, b in zip(run["losses"], ours, strict=True))
     if apart > MOST:

@@ -212,6 +212,24 @@ def test_the_page_of_the_plan_is_made_from_its_measurements_which_hold_the_bound
     assert module.page(measured) != page
 
 
+# --- adapters and preferences beside TRL ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "key"), [("adapters", "tokens_per_second"), ("dpo", "memory_growth_bytes")])
+def test_the_page_beside_trl_is_made_from_its_measurements(name, key):
+    """Control: another figure is another page."""
+    spec = importlib.util.spec_from_file_location(f"{name}_benchmark", ROOT / f"benchmarks/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    results = ROOT / f"benchmarks/results/{name}-cpu.json"
+    measured, text = json.loads(results.read_text()), results.with_suffix(".md").read_text()
+    assert text == module.page(measured) and measured["versions"]["trl"]
+    assert not re.search(r"/(home|root|tmp|work)/", text + results.read_text())
+    for one in measured["runs"]:
+        one[key] *= 2 if one["arm"] == "recipe" else 1
+    assert module.page(measured) != text
+
+
 # --- the anatomy of memory --------------------------------------------------------------------------------------------
 
 TINY = ["--model_config", "tiny", "--sequence_length", 64]
