@@ -69,6 +69,9 @@ def all_cases():
         yield f"lm lora {config}", "lm", config, [], adapter
     for config in ("cpu", "cpu_bf16", "multi_gpu"):
         yield f"lm lora nf4 {config}", "lm", config, [], [*adapter, "--quantize", "nf4"]
+    for config in ("cpu", "multi_gpu"):
+        labels = ["--train_file", "labels.jsonl", "--sequence_length", "128"]
+        yield f"classify lora {config}", "classify", config, [], [*adapter, *labels]
     for config in ("cpu", "cpu_bf16", "multi_gpu", "fsdp2"):
         pairs, labels = ["--train_file", "pairs.jsonl"], ["--train_file", "labels.jsonl"]
         yield f"classify {config}", "classify", config, [], [*labels, "--sequence_length", "128"]
