@@ -8,6 +8,7 @@ from common.data.chats import CHATML, read_chat_template
 from common.data.rows import Source
 from common.data.text import tokenize
 from common.data.tokenizer import train_tokenizer
+from common.errors import UserError
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
 CHAT += [{"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Bye"}]
@@ -77,6 +78,24 @@ def test_a_template_that_cannot_be_used_is_refused(template, problem, chats, tmp
     flags = ["--train_file", chats, "--chat_template", tmp_path / "bad.jinja", "--output_dir", tmp_path / "run"]
     assert_mistake(run_recipe_alone("lm.py", *flags), problem)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_content_in_parts_is_their_text_and_an_image_is_refused(tmp_path):
+    """Control: one text more makes other samples."""
+
+    def samples(name, content):
+        chat = [*CHAT[:2], {"role": "assistant", "content": content}]
+        path = write_jsonl(tmp_path / f"{name}.jsonl", [{"messages": chat}])
+        source = Source(files=(str(path),), chat_template=read_chat_template("chatml"))
+        tokenizer = train_tokenizer(Source(files=(str(texts),), chat_template=source.chat_template), 300, tmp_path)
+        return [tokens.tolist() for tokens in tokenize(source, tokenizer, 200, None, tmp_path / name)[0]]
+
+    texts = write_jsonl(tmp_path / "texts.jsonl", [{"messages": CHAT}])
+    hello, world = ({"type": "text", "text": text} for text in ("Hello, ", "world."))
+    assert samples("parts", [hello, world]) == samples("text", "Hello, world.")
+    assert samples("parts", [hello, world]) != samples("more", [hello, world, world])
+    with pytest.raises(UserError, match="line 1: column messages has a message with parts that are no text"):
+        samples("image", [hello, {"type": "image", "url": "a.png"}])
 
 
 def test_a_template_without_data_of_ones_own_is_refused(tmp_path):

@@ -51,7 +51,8 @@ def encode_chats(
     """
     if not tokenizer.chat_template:
         raise UserError(
-            f"{batch[0].where}: messages need a chat template and the tokenizer has none; give one that has"
+            f"{batch[0].where}: messages need a chat template and the tokenizer has none; name one with "
+            "--chat_template (chatml is at hand)"
         )
     if not tokenizer.is_fast:
         raise UserError(f"{type(tokenizer).__name__} does not tell where a token lies in a text; use a fast tokenizer")

@@ -107,4 +107,16 @@ def messages_of(row: Row, column: str = "messages") -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise UserError(f'{row.where}: column {column} is not a list of {{"role": ..., "content": ...}}; mend the row')
     # Parquet gives every message the keys of all; templates ask whether a key is there.
-    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+    present = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    return [message | _joined(message, f"{row.where}: column {column}") for message in present]
+
+
+def _joined(message: dict[str, Any], where: str) -> dict[str, str]:
+    """The content of a message that has it in parts, as one text: many templates would write a list as Python does."""
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return {}
+    texts = [one.get("text") for one in parts if isinstance(one, dict) and one.get("type") == "text"]
+    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+        raise UserError(f"{where} has a message with parts that are no text; leave the row out, or write them as text")
+    return {"content": "".join(texts)}
