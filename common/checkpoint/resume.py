@@ -45,7 +45,7 @@ def find_sound(ranks: Agreement, damaged: set[Path]) -> Reader:
     reason = f"none of its {len(found) + len(problems)} is sound" if found or problems else "there is none"
     raise UserError(
         f"--resume: {ranks.directory} has no complete checkpoint ({reason}); name the --output_dir of the run, or "
-        "start anew without --resume"
+        "start anew with --overwrite in place of --resume"
     )
 
 
