@@ -25,8 +25,8 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from common.data.labels import collate_texts, set_pipeline_inputs
-from common.models import quantization, text_classifier
-from common.models.adapters import with_adapter
+from common.models import text_classifier
+from common.models.adapters import base_options, with_adapter
 from common.models.classifiers import build_classifier, check_padding, describe_new_weights, find_inputs
 from common.parallel.ending import user_mistakes_end_here
 from common.report.predictions import draw_confusion, measure
@@ -121,7 +121,7 @@ def main():
     tokenizer, config, train_set, held_out, names = load_data(args)
     kind, where = AutoModelForSequenceClassification, (args.model_name_or_path, args.trust_remote_code)
     run.begin(config, tokenizer, train_set, held_out, model_class=kind)
-    model, new_weights = build_classifier(config, *where, kind, args.new_head, **quantization.of_frozen(args))
+    model, new_weights = build_classifier(config, *where, kind, args.new_head, **base_options(args))
     model = with_adapter(args, model, new_weights)
     if new_weights:
         run.accelerator.print(describe_new_weights(new_weights))

@@ -32,8 +32,8 @@ from transformers import (
 )
 
 from common.checkpoint.format import list_checkpoints
-from common.models import quantization
-from common.models.adapters import build_base, with_adapter
+from common.models import adapters
+from common.models.adapters import base_options, build_base, with_adapter
 from common.models.load import build_model, load_config
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -54,11 +54,11 @@ def tiny(dtype=torch.float64):
 @pytest.mark.parametrize("saved", [torch.bfloat16, torch.float32])
 def test_a_frozen_base_never_exists_in_float32(tmp_path, monkeypatch, saved):
     """Its matrices come from the files in 16 bits, as they would be cast. Control: a base to be trained is float32."""
-    monkeypatch.setattr(quantization, "narrow_dtype", lambda: torch.bfloat16)
+    monkeypatch.setattr(adapters, "narrow_dtype", lambda: torch.bfloat16)
     tiny(saved).save_pretrained(tmp_path)
     config = load_config(str(tmp_path))
-    read = build_model(config, str(tmp_path), **quantization.of_frozen(asked()))
-    whole = build_model(config, str(tmp_path), **quantization.of_frozen(asked(lora_rank=None)))
+    read = build_model(config, str(tmp_path), **base_options(asked()))
+    whole = build_model(config, str(tmp_path), **base_options(asked(lora_rank=None)))
     for (name, one), (_, other) in zip(read.named_parameters(), whole.named_parameters(), strict=True):
         assert other.dtype == torch.float32
         assert torch.equal(one, other.to(torch.bfloat16 if one.ndim > 1 else torch.float32)), name

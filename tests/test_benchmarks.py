@@ -32,6 +32,14 @@ def results(tmp_path_factory):
     return data, json.loads(data.read_text())
 
 
+def load_benchmark(name):
+    """A file of benchmarks/ as a module; a recipe or a folder may have its name."""
+    spec = importlib.util.spec_from_file_location(f"{name}_benchmark", ROOT / f"benchmarks/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def cells(page, start):
     """The cells of the one table row that begins with these cells."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")]
@@ -153,9 +161,7 @@ def test_an_operator_belongs_to_a_part(name, inside, part):
 @pytest.fixture(scope="module")
 def defaults():
     """benchmarks/defaults.py as a module, and what it has measured."""
-    spec = importlib.util.spec_from_file_location("defaults_benchmark", ROOT / "benchmarks/defaults.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_benchmark("defaults")
     return module, json.loads((ROOT / "benchmarks/results/defaults-cpu.json").read_text())
 
 
@@ -199,9 +205,7 @@ def test_the_sweep_of_the_default_rates_runs(tmp_path):
 
 def test_the_page_of_the_plan_is_made_from_its_measurements_which_hold_the_bounds():
     """Ranks of a real run wait at most 2 % for the slowest. Control: another figure is another page."""
-    spec = importlib.util.spec_from_file_location("plan_benchmark", ROOT / "benchmarks/plan_of_a_batch.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_benchmark("plan_of_a_batch")
     measured = json.loads((ROOT / "benchmarks/results/plan-of-a-batch.json").read_text())
     page = (ROOT / "benchmarks/results/plan-of-a-batch.md").read_text()
     assert page == module.page(measured) and measured["run"]["idle"] <= 0.02
@@ -218,9 +222,7 @@ def test_the_page_of_the_plan_is_made_from_its_measurements_which_hold_the_bound
 @pytest.mark.parametrize(("name", "key"), [("adapters", "tokens_per_second"), ("dpo", "memory_growth_bytes")])
 def test_the_page_beside_trl_is_made_from_its_measurements(name, key):
     """Control: another figure is another page."""
-    spec = importlib.util.spec_from_file_location(f"{name}_benchmark", ROOT / f"benchmarks/{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_benchmark(name)
     results = ROOT / f"benchmarks/results/{name}-cpu.json"
     measured, text = json.loads(results.read_text()), results.with_suffix(".md").read_text()
     assert text == module.page(measured) and measured["versions"]["trl"]

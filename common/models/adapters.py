@@ -53,6 +53,11 @@ def has_adapter(model: nn.Module) -> bool:
     return getattr(model, "_hf_peft_config_loaded", False)
 
 
+def base_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What `build_model` is given for the frozen base of an adapter; nothing for a model that is trained whole."""
+    return quantization.options(args) or ({"frozen_dtype": narrow_dtype()} if is_asked(args) else {})
+
+
 def build_base(
     args: argparse.Namespace, config: PreTrainedConfig, model_class: Any = AutoModelForCausalLM
 ) -> PreTrainedModel:
@@ -61,7 +66,7 @@ def build_base(
     Raises UserError: as `build_model` and `with_adapter`.
     """
     where = args.model_name_or_path, args.trust_remote_code
-    return with_adapter(args, build_model(config, *where, model_class, **quantization.of_frozen(args)))
+    return with_adapter(args, build_model(config, *where, model_class, **base_options(args)))
 
 
 def empty_base(args: argparse.Namespace, config: PreTrainedConfig, model_class: Any) -> PreTrainedModel:

@@ -35,12 +35,6 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def of_frozen(args: argparse.Namespace) -> dict[str, Any]:
-    """What `build_model` is given for the frozen base of an adapter; nothing for a model that is trained whole."""
-    is_frozen = getattr(args, "lora_rank", None) is not None
-    return options(args) or ({"frozen_dtype": narrow_dtype()} if is_frozen else {})
-
-
 def number_of(weight: Tensor) -> int:
     """How many numbers a parameter has, also if ZeRO-3 has cut it while the model was made, or it is in 4 bits."""
     if getattr(weight, "quant_state", None) is not None:
