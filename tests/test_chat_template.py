@@ -40,6 +40,9 @@ def test_what_marks_a_turn_is_a_token_and_the_answers_are_learned(tmp_path):
     assert samples.end_tokens == marks[1:]
     learned = tokenizer.decode(samples[0][1])
     assert learned == "Hello.<|im_end|>\nSee you.<|im_end|>\n"
+    path = write_jsonl(tmp_path / "b.jsonl", [{"messages": CHAT[2:]}])  # the assistant begins
+    samples = tokenize(Source(files=(str(path),)), tokenizer, 200, None, tmp_path / "cache")
+    assert tokenizer.decode(samples[0][1]) == learned
     bare = train_tokenizer(Source(files=source.files), 300, tmp_path / "cache")
     assert bare.chat_template is None and len(bare("<|im_start|>", add_special_tokens=False)["input_ids"]) > 1
 

@@ -81,6 +81,7 @@ def test_pairs_of_texts_and_of_messages(tokenizer, cache, tmp_path):
         "messages": ([[user], *said], None),
         "whole messages": ([None, *([user, *one] for one in said)], None),
         "a prompt that the messages have": (["hello", *([user, *one] for one in said)], None),
+        "messages that the messages have": ([[user], *([user, *one] for one in said)], None),
     }
     found = {}
     for name, (row, expected) in kinds.items():
@@ -92,21 +93,33 @@ def test_pairs_of_texts_and_of_messages(tokenizer, cache, tmp_path):
         assert expected is None or tuple(counted for _, counted in found[name]) == expected
         assert pairs.num_predicted(np.arange(1)) == sum((stored >= 0).sum() for stored in pairs[0].answers)
         assert pairs.lengths(np.arange(1)) == 2 * max(len(stored) - 1 for stored in pairs[0].answers)
-    assert found["messages"] == found["whole messages"] == found["a prompt that the messages have"]
+    assert all(found["messages"] == pair for name, pair in found.items() if name.endswith(("messages", "have")))
     (_, chosen), (_, rejected) = found["messages"]
     assert chosen.startswith("hello a<|im_end|>") and rejected.startswith("b c d<|im_end|>")
     assert found["whole texts"][0][0].endswith("a b c d" + end) and "a b" not in found["whole texts"][0][1]
     row = {"prompt": "a b c d e f g h", "chosen": "i", "rejected": "j"}
     with pytest.raises(UserError, match=r"no pair of answers that differ within --sequence_length 4 \(1 rows\)"):
         tokenize_preferences(source_of(tmp_path / "long.jsonl", [row]), tokenizer, 4, "", cache)
+    good = {"chosen": [user, *said[0]], "rejected": [user, *said[1]]}
+    mute, other = {"role": "assistant"}, {"role": "user", "content": "bye"}
     for bad, problem in (
         ({"prompt": "a", "chosen": "b"}, "no column rejected"),
-        ({"chosen": said[0], "rejected": "b"}, "column rejected is not a list"),
-        ({"chosen": "b", "rejected": said[0]}, "column rejected is of type list, not a string"),
+        ({"chosen": said[0], "rejected": "b"}, "chosen has messages, and rejected has not; write all as messages"),
+        ({"chosen": "b", "rejected": said[0]}, "rejected has messages, and chosen has not"),
+        ({"prompt": [user], "chosen": "b", "rejected": "c"}, "prompt has messages, and chosen, rejected have not"),
         ({"chosen": "b", "rejected": None}, "column rejected is null"),
+        ({"prompt": "bye", **good}, "prompt is a text that no user's message of chosen has"),
+        ({**good, "chosen": [user, mute]}, "column chosen has a message of assistant without content"),
+        ({**good, "chosen": [user]}, "chosen does not end with a message of the assistant"),
+        ({"chosen": [], "rejected": []}, "chosen does not end with a message of the assistant"),
+        ({**good, "chosen": [other, *said[0]]}, "chosen and rejected part before an answer of the assistant"),
+        ({**good, "chosen": [*good["rejected"], user, *said[0]]}, "chosen and rejected part before an answer"),
     ):
-        with pytest.raises(UserError, match=problem):
-            tokenize_preferences(source_of(tmp_path / f"{problem}.jsonl", [bad]), chat, 64, "", cache)
+        first = good | {name: "hello" for name in bad if name == "prompt"}
+        for number, rows in enumerate(([bad], [first if isinstance(bad["chosen"], list) else bad, bad])):
+            with pytest.raises(UserError, match=problem) as error:
+                tokenize_preferences(source_of(tmp_path / f"{number} {problem}.jsonl", rows), chat, 64, "", cache)
+            assert len(str(error.value).splitlines()) == 1
 
 
 def test_a_body_is_parted_from_its_docstring():

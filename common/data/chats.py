@@ -103,9 +103,9 @@ def _render(row: Row, tokenizer: PreTrainedTokenizerBase, column: str) -> tuple[
     text, spans = render(messages)[0], []
     for turn, message in enumerate(messages):
         if message["role"] == "assistant":
-            before = render(messages[:turn], add_generation_prompt=True)[0] if turn else ""
+            before = render(messages[:turn], add_generation_prompt=True)[0]
             after = render(messages[: turn + 1])[0]
-            if not (turn and after.startswith(before) and text.startswith(after)):
+            if not (after.startswith(before) and text.startswith(after)):
                 raise UserError(
                     f"{cannot}: what the assistant says is not a plain addition; mark it with {{% generation %}}"
                 )

@@ -108,6 +108,8 @@ def messages_of(row: Row, column: str = "messages") -> list[dict[str, Any]]:
         raise UserError(f'{row.where}: column {column} is not a list of {{"role": ..., "content": ...}}; mend the row')
     # Parquet gives every message the keys of all; templates ask whether a key is there.
     present = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    if empty := next((message for message in present if message.keys() == {"role"}), None):
+        raise UserError(f"{row.where}: column {column} has a message of {empty['role']} without content; mend the row")
     return [message | _joined(message, f"{row.where}: column {column}") for message in present]
 
 

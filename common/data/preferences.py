@@ -13,6 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,6 +106,35 @@ def split_body(function: str) -> tuple[str, str] | None:
     return "\n".join(lines[:end]) + "\n", "\n".join(lines[end:])
 
 
+def _check_row(row: Row, columns: tuple[str, ...]) -> None:
+    """Raises UserError where texts and messages are mixed, or the messages are no two answers to the same prompt."""
+    values = {name: row.values.get(name) for name in columns}
+    lists, texts = ([name for name in columns if isinstance(values[name], list) is kind] for kind in (True, False))
+    if not lists:
+        return
+    if set(ANSWERS) & set(texts):
+        raise UserError(
+            f"{row.where}: {', '.join(lists)} {'has' if len(lists) == 1 else 'have'} messages, and {', '.join(texts)} "
+            f"{'has' if len(texts) == 1 else 'have'} not; write all as messages"
+        )
+    answers = [messages_of(row, name) for name in ANSWERS]
+    for name, messages in zip(ANSWERS, answers, strict=True):
+        if not messages or messages[-1]["role"] != "assistant":
+            raise UserError(f"{row.where}: {name} does not end with a message of the assistant; mend or remove the row")
+        said = [str(one.get("content")).strip() for one in messages if one["role"] == "user"]
+        if isinstance(values.get("prompt"), str) and values["prompt"].strip() not in said:
+            raise UserError(
+                f"{row.where}: prompt is a text that no user's message of {name} has; write it as messages, "
+                'as [{"role": "user", "content": ...}]'
+            )
+    parted = next((both for both in zip_longest(*answers) if both[0] != both[1]), None)
+    if parted and any(one is None or one["role"] != "assistant" for one in parted):
+        raise UserError(
+            f"{row.where}: chosen and rejected part before an answer of the assistant; give both the same prompt, or "
+            "remove the row"
+        )
+
+
 def _encode(
     batch: list[Row], columns: tuple[str, ...], answer: str, tokenizer: PreTrainedTokenizerBase, counts: Counter
 ) -> Iterator[Encoded]:
@@ -114,9 +144,10 @@ def _encode(
     rows = []
     for row in batch:
         messages = messages_of(row, answer)
-        # A prompt that is a text is said in the messages too, as some data sets have it.
+        # A prompt that is a text is said in the messages too; one of messages is in some data sets, and not in others.
         given = messages_of(row, "prompt") if isinstance(row.values.get("prompt"), list) else []
-        rows.append(row._replace(values={answer: given + messages}))
+        is_said = messages[: len(given)] == given
+        rows.append(row._replace(values={answer: messages if is_said else given + messages}))
     return encode_chats(rows, tokenizer, counts, answer)
 
 
@@ -130,6 +161,8 @@ def _write(
     with open(files[0], "wb") as tokens, open(files[1], "wb") as offsets, open(files[2], "wb") as targets:
         offsets.write(bytes(8))
         for batch in batches(with_progress(corpus.rows(columns, False), corpus.name)):
+            for row in batch:
+                _check_row(row, columns)
             is_chat = isinstance(batch[0].values.get(ANSWERS[0]), list)
             both = [_encode(batch, columns, answer, tokenizer, counts) for answer in ANSWERS]
             for chosen, rejected in zip(*both, strict=True):
