@@ -4,6 +4,8 @@ import csv
 import functools
 import json
 import math
+import re
+import shutil
 import types
 
 import datasets
@@ -11,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
+    BIN,
     assert_mistake,
     assert_same_update,
     launch,
     make_model_dir,
     relative_difference,
     results_of,
+    run,
     run_in_float64,
     run_recipe_alone,
     stdlib_functions,
@@ -24,6 +28,7 @@ from conftest import (
 from safetensors.torch import load_file
 from tokenizers.processors import TemplateProcessing
 from transformers import (
+    AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
@@ -394,6 +399,43 @@ def test_a_head_for_other_labels(one_process, files, tmp_path):
     (tmp_path / "two.jsonl").write_text("\n".join(rows))
     result = recipe(*flags(files, model, tmp_path / "two", "--train_file", tmp_path / "two.jsonl", "--dry_run"))
     assert result.returncode == 0 and "3: does, raises, returns" in result.stdout and "new head" not in result.stdout
+
+
+@pytest.mark.parametrize("new_head", [False, True])
+def test_an_adapter_with_a_head_is_loaded_as_it_says_and_merged(new_head, one_process, encoder, files, rows, tmp_path):
+    """Its base has no head, or one of other labels. Control: without its configuration the head does not fit."""
+    (tmp_path / "two.jsonl").write_text("".join(
+        line for line in (files / "train.jsonl").read_text().splitlines(True) if '"label": "does"' not in line
+    ))  # fmt: skip
+    base, out, more = tmp_path / "base", tmp_path / "run", ["--lora_rank", 4, "--save_every", 5]
+    shutil.copytree(one_process[0] / "model" if new_head else encoder, base)
+    if not new_head:
+        config = json.loads((base / "config.json").read_text())
+        (base / "config.json").write_text(json.dumps({**config, "id2label": None, "label2id": None}))
+    else:
+        two = tmp_path / "two.jsonl"
+        more += ["--new_head", "--train_file", two, "--validation_file", two]
+    result = launch(*flags(files, base, out, *more), config="cpu_bf16", script=SCRIPT)
+    call = re.search(r"MB; (AutoModel.*) loads it", result.stdout)[1]
+    assert f"`{call}` loads it" in (out / "model/README.md").read_text()
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"layer_norm_eps": 1.0}))  # which is not the run's
+    export = [BIN / "python", "-m", "common.checkpoint", "export", next((out / "checkpoints").iterdir())]
+    for name, merge in (("adapter", []), ("merged", ["--merge"])):
+        assert run([*export, tmp_path / name, *merge]).returncode == 0
+    given = {"AutoModelForSequenceClassification": AutoModelForSequenceClassification, "AutoConfig": AutoConfig}
+    calls = (call, call.replace(str(out / "model"), str(tmp_path / "adapter")))
+    models = [eval(one, given) for one in calls]  # noqa: S307  as a user types it
+    models.append(AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged"))
+    tokenizer = AutoTokenizer.from_pretrained(out / "model")
+    names = ["raises", "returns"] if new_head else ["does", "raises", "returns"]
+    text = tokenizer(rows[0][0], truncation=True, max_length=64, return_tensors="pt")
+    logits = [model(**text).logits for model in models]
+    assert all(list(model.config.label2id) == names for model in models)
+    assert logits[0].shape[1] == len(names) and torch.equal(*logits[:2])
+    assert torch.allclose(logits[0], logits[2], rtol=1e-5, atol=1e-6)
+    with pytest.raises(RuntimeError, match="mismatch"):
+        AutoModelForSequenceClassification.from_pretrained(out / "model")
 
 
 @pytest.mark.parametrize(

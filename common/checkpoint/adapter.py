@@ -1,6 +1,7 @@
 """A checkpoint of an adapter, as peft loads it, or merged into its base."""
 
 import argparse
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from common.errors import UserError, one_line
 from common.files import fingerprint, identify_pretrained
 
 ADAPTER_CONFIG = "adapter_config.json"  # peft's
+# Of the model with its labels, beside an adapter that has a head of its own. (A config.json beside an adapter makes
+# transformers take the directory for a whole model.)
+CONFIG = "config"
 
 
 def identity(args: argparse.Namespace, config: Any) -> dict[str, str]:
@@ -26,6 +30,29 @@ def identity(args: argparse.Namespace, config: Any) -> dict[str, str]:
 def is_adapter(manifest: dict[str, Any]) -> bool:
     """Whether a checkpoint holds an adapter, without its base."""
     return f"model/{ADAPTER_CONFIG}" in manifest["files"]
+
+
+def has_own_layers(directory: Path) -> bool:
+    """Whether an adapter's directory has layers that were trained whole, such as a new head."""
+    path = directory / ADAPTER_CONFIG
+    return path.is_file() and bool(json.loads(path.read_text()).get("modules_to_save"))
+
+
+def write_config(config: Any, directory: Path) -> None:
+    """Writes the model's configuration into `CONFIG` of an adapter's directory, where its base has another head."""
+    if has_own_layers(directory):
+        config = copy.deepcopy(config)
+        config.dtype = None  # that of the base's files, whatever the run computed in
+        config.save_pretrained(directory / CONFIG)
+
+
+def loading_call(directory: Path, model_class: str, new_head: bool) -> str:
+    """What loads a model/ directory. new_head: the base has a head too, of other labels."""
+    if not (directory / CONFIG).is_dir():
+        return f"{model_class}.from_pretrained"
+    more = ", ignore_mismatched_sizes=True" if new_head else ""
+    config = f'AutoConfig.from_pretrained("{directory / CONFIG}")'
+    return f'{model_class}.from_pretrained("{directory}", config={config}{more})'
 
 
 def write_adapter(
@@ -41,12 +68,23 @@ def write_adapter(
     weights = export_dtype.cast(weights, None if merge else dtype)  # it is merged in float32
     named = {f"base_model.model.{_as_peft_saves(name)}": weight for name, weight in weights.items()}
     save_file(named, target / "adapter_model.safetensors", metadata={"format": "pt"})
-    if merge:
+    if not merge:
+        write_config(_own_config(directory, manifest), target)
+    else:
         model = merged(directory, manifest, target)
         for path in target.iterdir():
             path.unlink()
         model.save_pretrained(target, state_dict=export_dtype.cast(model.state_dict(), dtype))
         export_dtype.note(target / "config.json", dtype)
+
+
+def _own_config(directory: Path, manifest: dict[str, Any]) -> Any:
+    """The configuration that the run of a checkpoint had: the base's, with its own labels."""
+    import transformers  # here because the command lists checkpoints without it
+
+    own_file(directory, "model/config.json")
+    config_class = getattr(transformers, manifest["architecture"]).config_class
+    return config_class.from_pretrained(directory / "model", local_files_only=True)
 
 
 def _as_peft_saves(name: str) -> str:
@@ -67,16 +105,20 @@ def merged(directory: Path, manifest: dict[str, Any], adapter: Path) -> Any:
     import transformers
     from peft import PeftModel
 
-    from common.models import quantization  # here because it takes transformers, without which the command lists
+    from common.models import quantization
 
     base = json.loads((adapter / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
     was = manifest["identity"]["base"]
     if "@" not in was and (not Path(base).is_dir() or fingerprint(Path(base)) != was):
         raise UserError(f"{directory}: its base {base} is not there, or has changed; put it back where it was")
     model_class = getattr(transformers, manifest["architecture"])
-    quantized = quantization.options(argparse.Namespace(**manifest["identity"]["settings"]))
+    options = quantization.options(argparse.Namespace(**manifest["identity"]["settings"]))
+    quantized, own_layers = bool(options), has_own_layers(adapter)
+    # The run's configuration, whatever has become of the base's; and its head, whatever size the base's has.
+    options |= {"config": _own_config(directory, manifest), "ignore_mismatched_sizes": own_layers}
+    options |= {"revision": was.partition("@")[2]} if "@" in was else {}
     try:
-        model = model_class.from_pretrained(base, dtype=torch.float32, **quantized)
+        model = model_class.from_pretrained(base, dtype=torch.float32, **options)
         if quantized:
             model = model.dequantize()
     except Exception as error:  # of transformers and of the hub, by what is missing

@@ -244,8 +244,8 @@ def check_asked(launch: Launch, args: argparse.Namespace) -> list[str]:
     problems += _check_accumulation(launch, args)
     if getattr(args, "quantize", None) and launch.mode in ("FSDP", "DeepSpeed"):
         problems.append(
-            f"--quantize {args.quantize}: {launch.source} divides the weights among processes, and in 4 bits they "
-            "cannot be: take multi_gpu.yaml or single_gpu.yaml, or leave --quantize out"
+            f"--quantize {args.quantize}: weights in 4 bits are for one process and for DDP, and {launch.source} asks "
+            f"for {launch.mode}: take multi_gpu.yaml or single_gpu.yaml, or leave --quantize out"
         )
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
         problems.append("the launch turns on torch.compile (dynamo_backend); take it out and use --compile")

@@ -7,6 +7,8 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from common.checkpoint.adapter import loading_call
+
 # What the hub lets people try a model for, by the Auto class that loads it.
 PIPELINE_TAGS = {
     "AutoModelForCausalLM": "text-generation",
@@ -61,7 +63,8 @@ def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> 
     lines = [
         f"---\n{card}\n---",
         f"# {name}",
-        f"{what}, {origin} in {run['results']['updates']:,} updates; `{model_class}.from_pretrained` loads it.",
+        f"{what}, {origin} in {run['results']['updates']:,} updates; "
+        f"`{loading_call(directory, model_class, arguments.get('new_head', False))}` loads it.",
         "## Data",
         *(f"- {part}: {' '.join(text.split())}" for part, text in data.items() if text),
         "## Figures",

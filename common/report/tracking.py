@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common import export_dtype
+from common.checkpoint.adapter import loading_call
 from common.errors import UserError
 from common.memory import most_resident
 from common.models.quantization import describe_frozen, number_of
@@ -288,7 +289,8 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, *
     if "best" in results:
         print(describe_best(results["best"], output_dir))
     model = output_dir / "model"
-    print(f"model      {model} ({export_dtype.describe(model)}; {model_class}.from_pretrained loads it)")
+    call = loading_call(model, model_class, run["arguments"].get("new_head", False))
+    print(f"model      {model} ({export_dtype.describe(model)}; {call} loads it)")
     print(f"metrics    {output_dir / 'metrics.jsonl'}")
     if (output_dir / "curves.png").is_file():
         print(f"curves     {output_dir / 'curves.png'}")
