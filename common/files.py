@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 from filelock import FileLock, Timeout
+from huggingface_hub import try_to_load_from_cache
 
 from common.errors import UserError
 
@@ -175,10 +176,15 @@ def replace_directory(partial: Path, directory: Path) -> None:
     fsync(directory.parent)
 
 
-def identify_pretrained(name_or_path: str, config: Any) -> str:
-    """What a pretrained model is known by: a hash of its directory's weights, or a name on the hub with its commit."""
+def identify_pretrained(name_or_path: str) -> str:
+    """What a pretrained model is known by: a hash of its directory's weights, or a name on the hub with its commit.
+
+    Of the hub it has been loaded before, and lies in a directory of the cache that is called by its commit.
+    """
     directory = Path(name_or_path).expanduser()
-    return fingerprint(directory) if directory.is_dir() else f"{name_or_path}@{config._commit_hash}"
+    if directory.is_dir():
+        return fingerprint(directory)
+    return f"{name_or_path}@{Path(try_to_load_from_cache(name_or_path, 'config.json')).parent.name}"
 
 
 @cache

@@ -71,7 +71,7 @@ def load_data(args):
         shape = dict(zip(SHAPE, shape, strict=True), vocab_size=vocabulary, max_position_embeddings=positions)
         config = LlamaConfig(**shape, **special_token_ids(tokenizer), tie_word_embeddings=True)
     refuse(check_model(config, tokenizer, args.sequence_length))
-    reference = identify_reference(args, config)
+    reference = identify_reference(args)
     pairs = partial(tokenize_preferences, tokenizer=tokenizer, length=args.sequence_length, reference=reference)
     return tokenizer, config, pairs(source), held_out_source and pairs(held_out_source)
 

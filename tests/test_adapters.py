@@ -27,11 +27,14 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     RobertaConfig,
     RobertaForSequenceClassification,
 )
 
 from common.checkpoint.format import list_checkpoints
+from common.errors import UserError
 from common.models import adapters
 from common.models.adapters import base_options, build_base, with_adapter
 from common.models.load import build_model, load_config
@@ -134,6 +137,15 @@ def test_layers_are_found_whatever_their_kind_and_names(kind):
     assert len(heads) == len(new or ()) and not any("lora_" in name for name in trained if "classifier" in name)
 
 
+@pytest.mark.parametrize("flag", [{"use_dora": True}, {"lora_dropout": 0.1}])
+def test_experts_that_an_adapter_cannot_have_are_named(flag):
+    """Control: without them the rest is adapted."""
+    config = MixtralConfig(**TINY | {"tie_word_embeddings": False}, num_local_experts=2)
+    with pytest.raises(UserError, match=f"--{next(iter(flag))}: .* the experts .* with --lora_targets$"):
+        with_adapter(asked(**flag), MixtralForCausalLM(config))
+    with_adapter(asked(**flag, lora_targets=["q_proj", "v_proj"]), MixtralForCausalLM(config))
+
+
 @pytest.fixture(scope="module")
 def place(functions_file, tmp_path_factory):
     """Data, a base, and a run with an adapter that has been trained for long enough to differ."""
@@ -214,12 +226,46 @@ def test_a_checkpoint_holds_the_adapter_and_knows_its_base(place, tmp_path):
     model.model.embed_tokens.weight.data[5] += 1e-3
     model.save_pretrained(other)
     more = ["--resume", "--model_name_or_path", other]
-    assert_refused(launch(*flags(place, out, *more), check=False), "another base of the adapter: its fingerprint is")
-    more = ["--resume", "--lora_alpha", 5]
-    assert_refused(launch(*flags(place, out, *more), check=False), "--lora_alpha is 5, the checkpoint's is None; take")
+    assert_refused(
+        launch(*flags(place, out, *more), check=False), "another base of the adapter, or its files have changed"
+    )
+    more = ["--lora_alpha", 5, "--lora_targets", "q_proj", "v_proj", "--use_rslora", "--lora_dropout", 0.1]
+    result = launch(*flags(place, out, "--resume", *more), check=False)
+    lines = ["lora_alpha is 5, the checkpoint's is 16; give 16\n", "use_rslora is given, .* run had none; take it out"]
+    lines += ["lora_targets is q_proj v_proj, .* run had none; take", "lora_dropout is 0.1, .* is 0.0; give 0.0"]
+    assert_refused(result, *lines, lines=4)
+    without = [part for part in flags(place, out, "--resume") if part not in ("--lora_rank", 8)]
+    assert_refused(launch(*without, check=False), "--lora_rank is not given, the checkpoint's is 8; give 8$")
+    result = launch(*flags(place, out, "--resume", "--model_name_or_path", place / "run/model"), check=False)
+    assert_refused(result, "run/model: it is an adapter; make a whole model of it .*--merge.*, or name its base$")
+    launch(*flags(place, out, "--resume", "--lora_alpha", 16, "--dry_run"))
     shutil.copytree(place / "base", tmp_path / "moved")
     launch(*flags(place, out, "--resume", "--model_name_or_path", tmp_path / "moved"), config="multi_cpu")
     assert load_file(out / "model/adapter_model.safetensors").keys()
+
+
+def test_a_base_of_the_hub_is_merged_as_it_was(place, tmp_path):
+    """Of the commit that was trained beside, whatever the newest is. Control: the newest is another model."""
+    hub, merged = tmp_path / "models--me--base", tmp_path / "merged"
+    for commit in "ab":
+        shutil.copytree(place / "base", hub / "snapshots" / (commit * 40))
+    model = AutoModelForCausalLM.from_pretrained(hub / "snapshots" / ("b" * 40))
+    model.model.embed_tokens.weight.data *= 2
+    model.save_pretrained(hub / "snapshots" / ("b" * 40))
+    (hub / "refs").mkdir()
+    (hub / "refs/main").write_text("a" * 40)
+    more = ["--model_name_or_path", "me/base", "--num_updates", 2, "--export_dtype", "bfloat16"]
+    launch(*flags(place, tmp_path / "run", *more), HF_HUB_CACHE=str(tmp_path))
+    weights = load_file(tmp_path / "run/model/adapter_model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    (hub / "refs/main").write_text("b" * 40)
+    checkpoint = tmp_path / "run/checkpoints/update-000002"
+    command = [BIN / "python", "-m", "common.checkpoint", "export", checkpoint, merged, "--merge"]
+    result = run(command, HF_HUB_CACHE=str(tmp_path))
+    assert result.returncode == 0 and not result.stderr, told(result)
+    embedded = load_file(merged / "model.safetensors")["model.embed_tokens.weight"]
+    bases = [load_file(path / "model.safetensors") for path in sorted((hub / "snapshots").iterdir())]
+    assert [torch.equal(embedded, one["model.embed_tokens.weight"].float()) for one in bases] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -235,6 +281,10 @@ def test_a_checkpoint_holds_the_adapter_and_knows_its_base(place, tmp_path):
             "qq is no linear layer .* has q_proj",
         ),
         (["--lora_rank", 8, "--model_name_or_path", "BASE", "--lora_dropout", 1.5], "--lora_dropout 1.5"),
+        (
+            ["--lora_rank", 500, "--model_name_or_path", "BASE"],
+            "--lora_rank 500: .* have a rank of .* at most; give",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(more, problem, place, tmp_path):
@@ -309,7 +359,7 @@ def test_an_evaluation_would_cut_the_gradients(place):
 @pytest.mark.parametrize("config", ["fsdp2", "zero2"])
 def test_weights_in_4_bits_are_not_divided(config, place, tmp_path):
     result = launch(*flags(place, tmp_path / "out", "--quantize", "nf4"), config=config, check=False)
-    assert_refused(result, "--quantize nf4: .* divides the weights among processes, and in 4 bits they cannot be")
+    assert_refused(result, "--quantize nf4: weights in 4 bits are for one process and for DDP, and .* asks for")
     assert not (tmp_path / "out").exists()
 
 

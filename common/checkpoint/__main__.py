@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from common.checkpoint.adapter import loading_call
 from common.checkpoint.export import export
 from common.checkpoint.format import find_best, find_damage, list_checkpoints
 from common.checkpoint.push import push
@@ -35,7 +36,7 @@ def main() -> None:
             return
         if args.command == "export":
             export(args.checkpoint, args.target, args.dtype, args.merge)
-            print(f"{args.target} (from_pretrained loads it)")
+            print(f"{args.target} ({loading_call(args.target)} loads it)")
             return
         found, problems = list_checkpoints(args.output_dir)
         damages = {path: find_damage(path, manifest) for path, manifest in found}

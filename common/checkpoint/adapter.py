@@ -20,11 +20,11 @@ ADAPTER_CONFIG = "adapter_config.json"  # peft's
 CONFIG = "config"
 
 
-def identity(args: argparse.Namespace, config: Any) -> dict[str, str]:
+def identity(args: argparse.Namespace) -> dict[str, str]:
     """What a checkpoint of an adapter has of its base, whose weights it leaves out, to know it by."""
     if getattr(args, "lora_rank", None) is None:
         return {}
-    return {"base": identify_pretrained(args.model_name_or_path, config)}
+    return {"base": identify_pretrained(args.model_name_or_path)}
 
 
 def is_adapter(manifest: dict[str, Any]) -> bool:
@@ -46,13 +46,14 @@ def write_config(config: Any, directory: Path) -> None:
         config.save_pretrained(directory / CONFIG)
 
 
-def loading_call(directory: Path, model_class: str, new_head: bool) -> str:
-    """What loads a model/ directory. new_head: the base has a head too, of other labels."""
+def loading_call(directory: Path, model_class: str | None = None) -> str:
+    """What loads a directory with a model or an adapter. Only a classifier's adapter has layers of its own."""
     if not (directory / CONFIG).is_dir():
-        return f"{model_class}.from_pretrained"
-    more = ", ignore_mismatched_sizes=True" if new_head else ""
+        return f"{model_class}.from_pretrained" if model_class else "from_pretrained"
+    model_class = model_class or "AutoModelForSequenceClassification"
     config = f'AutoConfig.from_pretrained("{directory / CONFIG}")'
-    return f'{model_class}.from_pretrained("{directory}", config={config}{more})'
+    # The base may have a head of another size.
+    return f'{model_class}.from_pretrained("{directory}", config={config}, ignore_mismatched_sizes=True)'
 
 
 def write_adapter(

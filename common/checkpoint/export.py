@@ -1,8 +1,11 @@
 """A checkpoint, of any mode, as a model that `from_pretrained` loads."""
 
+import logging
 import os
 import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,15 +43,31 @@ def export(directory: Path, target: Path, dtype: str | None = None, merge: bool 
     weights = {
         name.partition("/")[2]: reader.read(name) for name in reader.tensors if name.startswith(("weight/", "buffer/"))
     }
-    write = _writer(directory, manifest, weights, dtype, merge)
+    with _quietly():
+        write = _writer(directory, manifest, weights, dtype, merge)
     # Not what merely lies there: only what the manifest names, and of that no code.
     files = [name.removeprefix("model/") for name in manifest["files"] if name.startswith("model/")]
     files = [name for name in files if "/" not in name and name.endswith(EXPORTED) and ".index." not in name]
     with complete_or_absent(target, "export again") as partial:
-        write(partial)
+        with _quietly():
+            write(partial)
         for name in files:
             if name not in ("config.json", ADAPTER_CONFIG):
                 shutil.copyfile(own_file(directory, f"model/{name}"), partial / name)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the libraries' words on what is of no use here: kernels, deprecated names, replaced heads."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _checked(directory: Path) -> dict[str, Any]:

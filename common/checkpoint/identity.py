@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from common.checkpoint import adapter
-from common.models.adapters import flags
+from common.models.adapters import FLAGS, flags, with_default_alpha
 
 # What an update depends on besides samples and weights; another value than the checkpoint's is refused. False: also
 # with --allow_changed, since the saved state would not fit.
@@ -58,7 +58,7 @@ def identify(
         "dataset": samples.fingerprint,
         "settings": settings,
     }
-    return identity | adapter.identity(args, config) | getattr(samples, "identity", {})
+    return identity | adapter.identity(args) | getattr(samples, "identity", {})
 
 
 def differences(saved: dict, now: dict, args: argparse.Namespace) -> Iterator[str]:
@@ -92,22 +92,32 @@ def differences(saved: dict, now: dict, args: argparse.Namespace) -> Iterator[st
                 f"other training data: their fingerprint is {now['dataset']}, the checkpoint's is {saved['dataset']}; "
                 f"give the same files{' and '.join(['', *cut_by])}, or --allow_changed dataset to go on with these"
             )
-    if saved.get("base") != now.get("base"):
+    if saved.get("base") and now.get("base") and saved["base"] != now["base"]:
         yield (
-            f"another base of the adapter: its fingerprint is {now.get('base')}, the checkpoint's is "
-            f"{saved.get('base')}; give the run's own --model_name_or_path and --lora_rank"
+            f"another base of the adapter, or its files have changed: their fingerprint is {now['base']}, the "
+            f"checkpoint's is {saved['base']}; give the run's own --model_name_or_path, with the files it had"
         )
     if saved.get("reference") != now.get("reference"):
         yield (
             f"another reference model: its fingerprint is {now.get('reference')}, the checkpoint's is "
             f"{saved.get('reference')}; give the model that the run began with, or of one from scratch the --seed"
         )
-    own_flags = dict.fromkeys(now["settings"].keys() - SETTINGS.keys(), False)
+    was_given, is_given = (with_default_alpha(one["settings"]) for one in (saved, now))
+    own_flags = dict.fromkeys(sorted(now["settings"].keys() - SETTINGS.keys()), False)
+    if ("lora_rank" in was_given) != ("lora_rank" in is_given):  # the others follow from it
+        own_flags = {name: False for name in ("lora_rank", *own_flags) if name not in FLAGS}
     for name, can_change in (SETTINGS | own_flags).items():
-        was, is_now = saved["settings"].get(name), now["settings"].get(name)
+        was, is_now = was_given.get(name), is_given.get(name)
         if was != is_now and name not in allowed:
             how = f", or --allow_changed {name}" if can_change else ""
             flag = "--mixed_precision of the launch" if name == "mixed_precision" else f"--{name}"
-            is_now, was = (" ".join(map(str, value)) if isinstance(value, list) else value for value in (is_now, was))
-            advice = "take it out" if was is None else f"give {was}"
-            yield f"{flag} is {is_now}, the checkpoint's is {was}; {advice}{how}"
+            advice = flag if was is True else _words(was)
+            what = f"is {_words(was)}; give {advice}" if advice else "run had none; take it out"
+            yield f"{flag} is {_words(is_now) or 'not given'}, the checkpoint's {what}{how}"
+
+
+def _words(value: Any) -> str:
+    """A flag's value, for a message; empty for one that is not given."""
+    if value is None or value is False:
+        return ""
+    return " ".join(map(str, value)) if isinstance(value, list) else "given" if value is True else str(value)

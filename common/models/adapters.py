@@ -48,6 +48,13 @@ def flags(args: argparse.Namespace) -> tuple[str, ...]:
     return ("lora_rank", *FLAGS) if is_asked(args) else ()
 
 
+def with_default_alpha(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with the alpha that a run without --lora_alpha has."""
+    if not settings.get("lora_rank"):
+        return settings
+    return settings | {"lora_alpha": settings.get("lora_alpha") or 2 * settings["lora_rank"]}
+
+
 def has_adapter(model: nn.Module) -> bool:
     """Whether an adapter is trained beside the model's frozen weights."""
     return getattr(model, "_hf_peft_config_loaded", False)
@@ -98,9 +105,15 @@ def with_adapter(
             f"--quantize {args.quantize}: the experts of this mixture are no linear layers, and would stay as large as "
             "they are; take --quantize out"
         )
+    for flag in ("use_dora", "lora_dropout"):
+        if parameters and getattr(args, flag):
+            raise UserError(
+                f"--{flag}: peft has it for linear layers only, and the experts of this mixture are none; take it out, "
+                "or leave the experts out with --lora_targets"
+            )
     config = LoraConfig(
         r=args.lora_rank,
-        lora_alpha=args.lora_alpha or 2 * args.lora_rank,
+        lora_alpha=with_default_alpha(vars(args))["lora_alpha"],
         lora_dropout=args.lora_dropout,
         use_dora=args.use_dora,
         use_rslora=args.use_rslora,
@@ -151,6 +164,11 @@ def _targets(args: argparse.Namespace, model: PreTrainedModel, new: list[str]) -
             elif not found:
                 known = ", ".join([*_endings(linear), *_endings(stacked, parts=2)])
                 raise UserError(f"--lora_targets {target} is no linear layer of this model; it has {known}")
+    sides = [min(one.in_features, one.out_features) for name in modules if hasattr(one := layers[name], "in_features")]
+    if args.lora_rank > max(sides, default=args.lora_rank):
+        raise UserError(
+            f"--lora_rank {args.lora_rank}: the matrices that it adapts have a rank of {max(sides)} at most; give less"
+        )
     others = set(_endings(layers.keys() - set(modules)))  # which peft would take for targets, by their last parts
     named = (name if (last := name.rpartition(".")[2]) in others else last for name in modules)
     return list(dict.fromkeys(named)), parameters

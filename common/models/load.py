@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.integrations import unset_hf_deepspeed_config
+from transformers.utils import find_adapter_config_file
 
 from common.data.hub import locate_pretrained
 from common.errors import UserError, one_line
@@ -75,10 +76,16 @@ def load_config(
     """
     where, problem = locate_pretrained(name_or_path)
     try:
-        config = AutoConfig.from_pretrained(**where, trust_remote_code=trust_remote_code)
+        is_adapter = find_adapter_config_file(where["pretrained_model_name_or_path"], local_files_only=bool(problem))
+        config = None if is_adapter else AutoConfig.from_pretrained(**where, trust_remote_code=trust_remote_code)
     except Exception as error:  # a dozen types, by what is missing
         reason = problem or f"its config.json cannot be loaded: {one_line(error)}"
         raise UserError(f"--model_name_or_path {name_or_path}: {reason}") from error
+    if is_adapter:
+        raise UserError(
+            f"--model_name_or_path {name_or_path}: it is an adapter; make a whole model of it (python -m "
+            "common.checkpoint export CHECKPOINT DIR --merge), or name its base"
+        )
     remote = model_class.__name__ in (getattr(config, "auto_map", None) or {})
     if type(config) not in model_class._model_mapping and not remote:
         kind = JOBS.get(model_class, model_class.__name__)

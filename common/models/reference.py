@@ -15,7 +15,6 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import PreTrainedConfig
 
 from common.data.cache import cached, place_of
 from common.files import identify_pretrained
@@ -26,11 +25,11 @@ from common.parallel.mode import running_mode
 FILE = "reference.npy"
 
 
-def identify_reference(args: argparse.Namespace, config: PreTrainedConfig) -> str:
+def identify_reference(args: argparse.Namespace) -> str:
     """What the reference is known by: a hash of its files, a name on the hub with its commit, or a size and a seed."""
     if not args.model_name_or_path:
         return f"{args.model_config}, seed {args.seed}"
-    return identify_pretrained(args.model_name_or_path, config)
+    return identify_pretrained(args.model_name_or_path)
 
 
 def of_answers(model: nn.Module, micro_batch: dict[str, Tensor], loss_of: Callable[[Tensor], Any]) -> Any:

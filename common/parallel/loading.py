@@ -20,7 +20,7 @@ from torch.distributed.tensor import distribute_tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common import export_dtype
-from common.checkpoint.adapter import write_config
+from common.checkpoint.adapter import ADAPTER_CONFIG, write_config
 from common.files import complete_or_absent
 from common.parallel import sequence, tensor
 from common.parallel.liveness import wait_for_all
@@ -75,7 +75,8 @@ def write_model(
     model = without_wrapper(model)
     with complete_or_absent(directory) as unfinished:
         model.save_pretrained(unfinished, state_dict=export_dtype.cast(weights, dtype))
-        export_dtype.note(unfinished / "config.json", dtype)
+        if not (unfinished / ADAPTER_CONFIG).is_file():
+            export_dtype.note(unfinished / "config.json", dtype)
         write_config(model.config, unfinished)
         for one in pretrained:
             one.save_pretrained(unfinished)

@@ -64,7 +64,7 @@ def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> 
         f"---\n{card}\n---",
         f"# {name}",
         f"{what}, {origin} in {run['results']['updates']:,} updates; "
-        f"`{loading_call(directory, model_class, arguments.get('new_head', False))}` loads it.",
+        f"`{loading_call(directory, model_class)}` loads it.",
         "## Data",
         *(f"- {part}: {' '.join(text.split())}" for part, text in data.items() if text),
         "## Figures",

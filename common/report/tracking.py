@@ -289,8 +289,7 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, *
     if "best" in results:
         print(describe_best(results["best"], output_dir))
     model = output_dir / "model"
-    call = loading_call(model, model_class, run["arguments"].get("new_head", False))
-    print(f"model      {model} ({export_dtype.describe(model)}; {call} loads it)")
+    print(f"model      {model} ({export_dtype.describe(model)}; {loading_call(model, model_class)} loads it)")
     print(f"metrics    {output_dir / 'metrics.jsonl'}")
     if (output_dir / "curves.png").is_file():
         print(f"curves     {output_dir / 'curves.png'}")
