@@ -6,11 +6,9 @@ live here. Nothing is in both.
 
 import argparse
 import difflib
-import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,24 +37,37 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def parse_args(self, *args, **kwargs) -> argparse.Namespace:
         """Fills in --output_dir, where it is not given: runs/, the recipe's name and the time."""
-        parsed = super().parse_args(*args, **kwargs)
+        parsed, unknown = self.parse_known_args(*args, **kwargs)
+        if unknown:
+            exit_with_mistakes(self._answers(unknown))
         parsed.output_dir = parsed.output_dir or time.strftime(f"runs/{Path(self.prog).stem}-%Y%m%d-%H%M%S")
         return parsed
 
     def error(self, message: str) -> None:
-        if match := re.match(r"unrecognized arguments: (.*)", message):
-            flags = {option.lstrip("-"): option for action in self._actions for option in action.option_strings}
-            words = match[1].replace("=", " ").split()
-            for word, following in zip_longest(words, words[1:]):
-                if not word.startswith("--"):
-                    continue
-                name = word[2:].replace("-", "_")
-                value = None if following is None or following.startswith("--") else following
-                if known := here(name, value):
-                    message += f"; {word} is {known} here" if known.startswith("--") else f"; {word} is {known}"
-                elif nearest := difflib.get_close_matches(name, flags, n=1, cutoff=0.75):
-                    message += f"; did you mean {flags[nearest[0]]}?"
         exit_with_mistakes([f"{message} (--help lists the flags)"])
+
+    def _answers(self, unknown: list[str]) -> list[str]:
+        """A line for each flag that this recipe does not have, with its values."""
+        names = {option.lstrip("-"): option for option in self._option_string_actions}
+        given, lines = [], []
+        for word in unknown:
+            if word.startswith("--") or not given:
+                given.append([word])
+            else:
+                given[-1].append(word)
+        for words in given:
+            flag, *values = [*words[0].split("=", 1), *words[1:]]
+            name = flag[2:].replace("-", "_")
+            if not flag.startswith("--"):
+                answer = ": it belongs to no flag (a switch, such as --resume, takes no value)"
+            elif told := here(name, " ".join(values), self._option_string_actions):
+                answer = f": {told}"
+            elif nearest := difflib.get_close_matches(name, names, n=1, cutoff=0.75):
+                answer = f": did you mean {names[nearest[0]]}?"
+            else:
+                answer = " (--help lists the flags)"
+            lines.append(f"unrecognized argument {' '.join(words)}{answer}")
+        return lines
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
