@@ -129,7 +129,10 @@ def not_negative_float(text: str) -> float:
 
 def positive_float(text: str) -> float:
     """argparse type: a finite number above 0."""
-    value = not_negative_float(text)
+    try:
+        value = not_negative_float(text)
+    except argparse.ArgumentTypeError:
+        value = 0.0
     if value == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
     return value
@@ -332,7 +335,7 @@ def text_sources(args: argparse.Namespace) -> "tuple[Source, Source | None]":
     # Here because recipes without text need none of them.
     from common.data.mixed import held_out_files, needless_weights, training_files
     from common.data.rows import Source
-    from common.data.sources import check_sources
+    from common.data.sources import check_sources, have_no_columns
 
     names = ("text_column", "prompt_column", "completion_column")
     columns = {name: getattr(args, name) for name in names if hasattr(args, name)}
@@ -358,6 +361,10 @@ def text_sources(args: argparse.Namespace) -> "tuple[Source, Source | None]":
         train = Source(embedded="train")
         validation = validation or Source(embedded="validation")
     check_sources(train, validation)
+    if train.text_column != "text" and have_no_columns(train, validation):
+        raise UserError(
+            f"--text_column {train.text_column} has no effect on .txt files, which have no columns; take it out"
+        )
     return train, validation
 
 

@@ -107,6 +107,8 @@ FLAG_MISTAKES = {
     "--learning_rate 0": "--learning_rate",
     "--warmup_updates 900 --num_updates 900": "--warmup_updates 900",
     "--report_to nonsense": "nonsense",
+    "--report_to none": "--report_to none: take it out",
+    "--train_file requirements.txt --text_column b": "--text_column b has no effect on .txt files, which have no",
     "--model_name_or_path no/such/model": "no/such/model",
     "--model_name_or_path no/such --model_config tiny": "two answers to one question",
     "--seed 99999999999999999999": "whole number from 0 to",
@@ -184,7 +186,7 @@ def test_flags_without_effect_are_told_together_and_by_a_dry_run_too(tmp_path, m
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = ["--train_file", tmp_path / "prompts.jsonl", "--model_name_or_path", model_dir, "--sequence_length", 4]
     result = recipe(*given, "--eval_every", 1, "--output_dir", tmp_path / "run")
-    assert "--eval_every has no effect: there are no held-out data" in result.stderr
+    assert result.stderr.startswith("--eval_every has no effect: there are no held-out data")
     assert_mistake(result, "3 samples, fewer .* raise --sequence_length .9 rows")
     given = ["--train_file", write_rows(tmp_path / "rows.jsonl", 8), "--generate", 3, "--output_dir", tmp_path / "run"]
     result = run_recipe_alone("seq2seq.py", *given)
@@ -244,8 +246,18 @@ def test_every_argument_is_a_flag_and_the_length_has_a_default(name, monkeypatch
     assert ("prompt or messages" in told) == (name in ("lm", "moe", "pipeline"))
 
 
-def test_a_folder_without_checkpoints_is_a_mistake(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["checkpoint", "list", str(tmp_path)])
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("list tests", "tests has no checkpoint; name"),
+        ("export", "the following arguments are required: checkpoint, target"),
+        ("", "the following arguments are required: command"),
+        ("list runs --no_such", "unrecognized arguments: --no_such"),
+    ],
+)
+def test_a_mistake_in_a_command_about_checkpoints_is_one_line(command, problem, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["checkpoint", *command.split()])
     with pytest.raises(SystemExit) as ended:
         checkpoint_command()
-    assert ended.value.code == 2 and capsys.readouterr().err.startswith(f"error: {tmp_path} has no checkpoint; name")
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and told.startswith(f"error: {problem}") and told.count("\n") == 1
