@@ -187,7 +187,7 @@ def _add_run(parser: ArgumentParser) -> None:
     group.add_argument("--save_every", type=updates_or_epochs, default=500, metavar="N", help=about)
     about = "keep the K newest checkpoints, at least 2"
     group.add_argument("--keep_last", type=positive, default=2, metavar="K", help=about)
-    about = "keep the checkpoint with the lowest validation loss too"
+    about = "besides the newest checkpoints, keep the one with the lowest validation loss; needs --eval_every"
     group.add_argument("--keep_best", action="store_true", help=about)
     about = "precision of the weights in model/ (default: that of the weights that are trained)"
     group.add_argument("--export_dtype", choices=EXPORT_DTYPES, help=about)
@@ -202,7 +202,7 @@ def _add_run(parser: ArgumentParser) -> None:
 def _add_batch(parser: ArgumentParser, lengths_vary: bool) -> None:
     group = parser.add_argument_group("batch (however a global batch is cut, the update is the same, but for dropout)")
     group.add_argument("--num_updates", type=positive, default=1000, help="number of optimizer updates in all")
-    about = "in place of --num_updates: passes over the data, also part of one"
+    about = "in place of --num_updates: how often to go through the training data, such as 3 or 0.5"
     group.add_argument("--num_epochs", type=positive_float, metavar="E", help=about)
     group.add_argument("--global_batch_size", type=positive, default=8, help="samples in an update, over all ranks")
     group.add_argument("--micro_batch_size", type=positive, metavar="M", help="samples that a device computes at once")
@@ -259,8 +259,11 @@ def add_language_arguments(
         "training text: .txt .jsonl .parquet .csv files, also compressed, or globs of them; mixed by weights where\n"
     )
     about += "each has one: code.jsonl:0.7 books.txt:0.3"
+    if examples:
+        about += "\na row holds a text, a prompt and a completion, messages, ShareGPT's conversations, or Alpaca's"
+        about += "\ninstruction, input and output"
     group.add_argument("--train_file", nargs="+", default=[], metavar="FILE", help=about)
-    about = "held-out text, in the same formats"
+    about = "held-out text, in the same forms"
     group.add_argument("--validation_file", nargs="+", default=[], metavar="FILE", help=about)
     about = "in place of --train_file: a hub name or a local directory; its validation or test split is held out"
     group.add_argument("--dataset_name", help=about)

@@ -97,7 +97,7 @@ OFF = {
     "evaluation_strategy": MEASURED,
     "save_strategy": "--save_every 0, which saves only when the run is asked to stop",
     "packing": "--shape examples",
-    "lora_target_modules": "take it out; all linear layers but the head are adapted",
+    "lora_target_modules": "take it out; without it all linear layers but the head are adapted",
 }
 # The flags here that not every recipe has, and which ones have them.
 NOT_TEXT = "all recipes but vision.py"
