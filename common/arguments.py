@@ -6,11 +6,9 @@ live here. Nothing is in both.
 
 import argparse
 import difflib
-import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,24 +37,37 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def parse_args(self, *args, **kwargs) -> argparse.Namespace:
         """Fills in --output_dir, where it is not given: runs/, the recipe's name and the time."""
-        parsed = super().parse_args(*args, **kwargs)
+        parsed, unknown = self.parse_known_args(*args, **kwargs)
+        if unknown:
+            exit_with_mistakes(self._answers(unknown))
         parsed.output_dir = parsed.output_dir or time.strftime(f"runs/{Path(self.prog).stem}-%Y%m%d-%H%M%S")
         return parsed
 
     def error(self, message: str) -> None:
-        if match := re.match(r"unrecognized arguments: (.*)", message):
-            flags = {option.lstrip("-"): option for action in self._actions for option in action.option_strings}
-            words = match[1].replace("=", " ").split()
-            for word, following in zip_longest(words, words[1:]):
-                if not word.startswith("--"):
-                    continue
-                name = word[2:].replace("-", "_")
-                value = None if following is None or following.startswith("--") else following
-                if known := here(name, value):
-                    message += f"; {word} is {known} here" if known.startswith("--") else f"; {word} is {known}"
-                elif nearest := difflib.get_close_matches(name, flags, n=1, cutoff=0.75):
-                    message += f"; did you mean {flags[nearest[0]]}?"
         exit_with_mistakes([f"{message} (--help lists the flags)"])
+
+    def _answers(self, unknown: list[str]) -> list[str]:
+        """A line for each flag that this recipe does not have, with its values."""
+        names = {option.lstrip("-"): option for option in self._option_string_actions}
+        given, lines = [], []
+        for word in unknown:
+            if word.startswith("--") or not given:
+                given.append([word])
+            else:
+                given[-1].append(word)
+        for words in given:
+            flag, *values = [*words[0].split("=", 1), *words[1:]]
+            name = flag[2:].replace("-", "_")
+            if not flag.startswith("--"):
+                answer = ": it belongs to no flag (a switch, such as --resume, takes no value)"
+            elif told := here(name, " ".join(values), self._option_string_actions):
+                answer = f": {told}"
+            elif nearest := difflib.get_close_matches(name, names, n=1, cutoff=0.75):
+                answer = f": did you mean {names[nearest[0]]}?"
+            else:
+                answer = " (--help lists the flags)"
+            lines.append(f"unrecognized argument {' '.join(words)}{answer}")
+        return lines
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -118,7 +129,10 @@ def not_negative_float(text: str) -> float:
 
 def positive_float(text: str) -> float:
     """argparse type: a finite number above 0."""
-    value = not_negative_float(text)
+    try:
+        value = not_negative_float(text)
+    except argparse.ArgumentTypeError:
+        value = 0.0
     if value == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
     return value
@@ -173,7 +187,7 @@ def _add_run(parser: ArgumentParser) -> None:
     group.add_argument("--save_every", type=updates_or_epochs, default=500, metavar="N", help=about)
     about = "keep the K newest checkpoints, at least 2"
     group.add_argument("--keep_last", type=positive, default=2, metavar="K", help=about)
-    about = "keep the checkpoint with the lowest validation loss too"
+    about = "besides the newest checkpoints, keep the one with the lowest validation loss; needs --eval_every"
     group.add_argument("--keep_best", action="store_true", help=about)
     about = "precision of the weights in model/ (default: that of the weights that are trained)"
     group.add_argument("--export_dtype", choices=EXPORT_DTYPES, help=about)
@@ -188,7 +202,7 @@ def _add_run(parser: ArgumentParser) -> None:
 def _add_batch(parser: ArgumentParser, lengths_vary: bool) -> None:
     group = parser.add_argument_group("batch (however a global batch is cut, the update is the same, but for dropout)")
     group.add_argument("--num_updates", type=positive, default=1000, help="number of optimizer updates in all")
-    about = "in place of --num_updates: passes over the data, also part of one"
+    about = "in place of --num_updates: how often to go through the training data, such as 3 or 0.5"
     group.add_argument("--num_epochs", type=positive_float, metavar="E", help=about)
     group.add_argument("--global_batch_size", type=positive, default=8, help="samples in an update, over all ranks")
     group.add_argument("--micro_batch_size", type=positive, metavar="M", help="samples that a device computes at once")
@@ -245,8 +259,11 @@ def add_language_arguments(
         "training text: .txt .jsonl .parquet .csv files, also compressed, or globs of them; mixed by weights where\n"
     )
     about += "each has one: code.jsonl:0.7 books.txt:0.3"
+    if examples:
+        about += "\na row holds a text, a prompt and a completion, messages, ShareGPT's conversations, or Alpaca's"
+        about += "\ninstruction, input and output"
     group.add_argument("--train_file", nargs="+", default=[], metavar="FILE", help=about)
-    about = "held-out text, in the same formats"
+    about = "held-out text, in the same forms"
     group.add_argument("--validation_file", nargs="+", default=[], metavar="FILE", help=about)
     about = "in place of --train_file: a hub name or a local directory; its validation or test split is held out"
     group.add_argument("--dataset_name", help=about)
@@ -321,7 +338,7 @@ def text_sources(args: argparse.Namespace) -> "tuple[Source, Source | None]":
     # Here because recipes without text need none of them.
     from common.data.mixed import held_out_files, needless_weights, training_files
     from common.data.rows import Source
-    from common.data.sources import check_sources
+    from common.data.sources import check_sources, have_no_columns
 
     names = ("text_column", "prompt_column", "completion_column")
     columns = {name: getattr(args, name) for name in names if hasattr(args, name)}
@@ -347,6 +364,10 @@ def text_sources(args: argparse.Namespace) -> "tuple[Source, Source | None]":
         train = Source(embedded="train")
         validation = validation or Source(embedded="validation")
     check_sources(train, validation)
+    if train.text_column != "text" and have_no_columns(train, validation):
+        raise UserError(
+            f"--text_column {train.text_column} has no effect on .txt files, which have no columns; take it out"
+        )
     return train, validation
 
 

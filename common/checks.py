@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.logging import get_logger
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
-from common.errors import UserError, refuse
+from common.errors import UserError, main_logger, refuse
 from common.files import LOCK, lock_output_dir, remove, why_not_writable
 from common.models import adapters
 from common.parallel.launch import started_world_size
@@ -19,7 +18,7 @@ from common.training import epochs
 from common.training.batching import Samples, updates_per_epoch
 from common.training.degrees import Degrees
 
-logger = get_logger(__name__)  # of the main process
+logger = main_logger(__name__)
 MICRO_BATCHES_PER_STAGE = 4  # so that at most a fifth of the time is the pipeline's bubble
 
 
@@ -176,6 +175,8 @@ def _nearest_batch_sizes(size: int, unit: int) -> str:
 
 
 def _check_tracker(name: str) -> list[str]:
+    if name == "none":
+        return ["--report_to none: take it out; without it no tracker gets the metrics"]
     if name not in LOGGER_TYPE_TO_CLASS:
         return [f"--report_to {name}: not one of {', '.join(LOGGER_TYPE_TO_CLASS)}"]
     if name not in [str(tracker) for tracker in get_available_trackers()]:
@@ -240,6 +241,12 @@ def check_samples(args: argparse.Namespace, train: Samples, validation: Samples 
     if epochs.are_asked(args):
         epochs.settle(args, updates_per_epoch(len(train), args.global_batch_size, args.drop_last_window))
         refuse(_check_updates(args))
+    if mixing := getattr(train, "mixing", None):
+        number = args.num_updates * args.global_batch_size
+        for name, taken in zip(train.parts, mixing.counts(number), strict=True):
+            if not taken:
+                why = "its weight is too small for one; raise it, or take the file out"
+                logger.warning("--train_file %s: none of the %s samples of this run is of it: %s", name, number, why)
 
 
 def make_output_dir(args: argparse.Namespace, accelerator: Accelerator) -> Path:

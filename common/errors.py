@@ -1,5 +1,8 @@
 """A user's mistake, told in lines; everything else is a bug and keeps its traceback."""
 
+import argparse
+import logging
+import os
 import textwrap
 from collections.abc import Iterable
 
@@ -15,6 +18,20 @@ class UserError(Exception):
     def __init__(self, text: str):
         kind = type(self)
         super().__init__(text.rpartition(f"\n{kind.__module__}.{kind.__qualname__}: ")[2].strip())
+
+
+class CommandParser(argparse.ArgumentParser):
+    """argparse that tells a mistake in the command, or in a subcommand, as a UserError of one line."""
+
+    def error(self, message: str) -> None:
+        raise UserError(f"{message} (--help lists the flags)")
+
+
+def main_logger(name: str) -> logging.Logger:
+    """A logger of which only the first of all processes writes, so that a warning to all comes once."""
+    logger = logging.getLogger(name)
+    logger.addFilter(lambda _: os.environ.get("RANK", "0") == "0")
+    return logger
 
 
 def refuse(problems: Iterable[str]) -> None:

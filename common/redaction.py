@@ -16,8 +16,8 @@ PATTERNS = {
     r"\b(?:(?:hf|gh[pousr])_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[\w-]{20,}|AKIA[A-Z0-9]{16}\b)": HIDDEN,
     # ?token=..., --api_key ..., HF_TOKEN=...
     r"(?i)((?:[?&]|--)(?![\w-]*per_token)[\w-]*"
-    r"(?:token|key|password|passwd|secret|credentials|signature)[= ])[^\s&'\"]+": rf"\1{HIDDEN}",
-    rf"\b([A-Z_]*(?:{'|'.join(NAMES)})=)[^\s'\"]+": rf"\1{HIDDEN}",
+    r"(?:token|key|password|passwd|secret|credentials|signature)[= ])[^\s&'\"]+?(?=:?(?:[\s&'\"]|$))": rf"\1{HIDDEN}",
+    rf"\b([A-Z_]*(?:{'|'.join(NAMES)})=)[^\s'\"]+?(?=:?(?:[\s'\"]|$))": rf"\1{HIDDEN}",
 }
 
 

@@ -1,5 +1,7 @@
 """--chat_template: a model from scratch learns to answer in turns, and what is written can be talked to."""
 
+import itertools
+
 import pytest
 from conftest import assert_mistake, launch, read_metrics, run_recipe_alone, write_jsonl
 from transformers import AutoTokenizer, GenerationConfig
@@ -99,6 +101,19 @@ def test_a_content_in_parts_is_their_text_and_an_image_is_refused(tmp_path):
     assert samples("parts", [hello, world]) != samples("more", [hello, world, world])
     with pytest.raises(UserError, match="line 1: column messages has a message with parts that are no text"):
         samples("image", [hello, {"type": "image", "url": "a.png"}])
+
+
+def test_a_template_beside_text_that_is_no_messages_is_told(tmp_path, tokenizer, monkeypatch, caplog):
+    """By the first process. Control: messages. (`tokenize` gives the tokenizer the template.)"""
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    rows = {"texts": {"text": "a"}, "pairs": {"prompt": "a", "completion": "b"}, "chats": {"messages": CHAT}}
+    for rank, (name, row) in itertools.product("01", rows.items()):
+        monkeypatch.setenv("RANK", rank)
+        path = str(write_jsonl(tmp_path / f"{name}.jsonl", [row]))
+        tokenize(Source(files=(path,), chat_template=read_chat_template("chatml")), tokenizer, 200, None, tmp_path)
+        told = f"{path}: --chat_template has no effect on it, for its rows hold no messages"
+        assert [record.getMessage() for record in caplog.records] == ([] if rank == "1" or name == "chats" else [told])
+        caplog.clear()
 
 
 def test_a_template_without_data_of_ones_own_is_refused(tmp_path):

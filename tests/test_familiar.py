@@ -1,6 +1,7 @@
 """Flags of well-known scripts: each is refused with what does the same here, and a page has them all."""
 
 import importlib
+import itertools
 import re
 import sys
 
@@ -8,13 +9,18 @@ import pytest
 from conftest import ROOT
 from test_recipes import RECIPES
 
-from common.familiar import FLAGS, VALUES, here, table
+from common.arguments import ArgumentParser
+from common.familiar import ELSEWHERE, FLAGS, VALUES, here, table
 
 OPTIONS = re.compile(r"--\w+")
 
 
+class Parsed(Exception):
+    """A recipe's parser, at the moment when it is to parse."""
+
+
 def refusal(words, monkeypatch, capsys, recipe="lm"):
-    """What a recipe says of a command line, in one line on stderr."""
+    """What a recipe says of a command line on stderr."""
     monkeypatch.setattr(sys, "argv", [f"{recipe}.py", *words])
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(f"recipes.{recipe}").parse_arguments()
@@ -34,21 +40,54 @@ def flags_here():
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_each_flag_is_refused_with_what_does_the_same_here(name, flags_here, monkeypatch, capsys):
+def test_each_flag_is_refused_with_what_to_do_here(name, flags_here, monkeypatch, capsys):
     """Control: a flag that nobody has is refused without."""
-    told = refusal([f"--{name}", "3"], monkeypatch, capsys)
-    assert f"; --{name} is {here(name, '3')}" in told and "\n" not in told
+    told = refusal([f"--{name}", "3"], monkeypatch, capsys, "seq2seq" if "target_length" in FLAGS[name][1] else "lm")
+    assert told == f"error: unrecognized argument --{name} 3: {here(name, '3')}"
     unknown = [option for option in OPTIONS.findall(here(name)) if option not in flags_here]
     assert not unknown
-    assert " is " not in refusal(["--quux_zork", "3"], monkeypatch, capsys)
+    told = refusal(["--quux_zork", "3"], monkeypatch, capsys)
+    assert told == "error: unrecognized argument --quux_zork 3 (--help lists the flags)"
 
 
-def test_values_are_carried_over_where_they_mean_the_same(monkeypatch, capsys):
-    words = ["--max_train_steps=500", "--optim", "adamw_torch", "--lr_scheduler_type", "polynomial", "--bf16"]
-    told = refusal([*words, "--checkpointing-steps", "epoch"], monkeypatch, capsys)
-    for here_too in ("--num_updates 500 here", "--optimizer adamw here", "--lr_schedule SCHEDULE here"):
-        assert here_too in told
-    assert "--checkpointing-steps is --save_every 1epoch here" in told and "--bf16 is --mixed_precision bf16 of" in told
+ANSWERS = {
+    "--max_train_steps=500": "--max_train_steps=500: use --num_updates 500",
+    "--checkpointing-steps epoch": "--checkpointing-steps epoch: use --save_every 1epoch",
+    "--eval_steps 0.1": "--eval_steps 0.1: use --eval_every N",
+    "--lr 3e-4": "--lr 3e-4: use --learning_rate 3e-4",
+    "--optim adamw_torch": "--optim adamw_torch: use --optimizer adamw",
+    "--lr_scheduler_type polynomial": "--lr_scheduler_type polynomial: use --lr_schedule constant|linear|cosine|wsd",
+    "--lora_target_modules q_proj v_proj": "--lora_target_modules q_proj v_proj: use --lora_targets q_proj v_proj",
+    "--bf16": "--bf16: use --mixed_precision bf16 as a flag of accelerate launch, before the recipe",
+    "--bf16 False": "--bf16 False: use --mixed_precision no as a flag of accelerate launch, before the recipe",
+    "--gradient_checkpointing False": "--gradient_checkpointing False: take it out; it is off unless asked for",
+    "--streaming False": "--streaming False: take it out; it is off unless asked for",
+    "--group_by_length no": "--group_by_length no: take it out; the samples of a global batch are always sorted",
+    "--packing False": "--packing False: use --shape examples",
+    "--save_strategy no": "--save_strategy no: use --save_every 0, which saves only",
+    "--eval_strategy no": "--eval_strategy no: take it out; without --eval_every",
+    "--max_steps -1": "--max_steps -1: take it out",
+    "--save_steps 0": "--save_steps 0: use --save_every 0",
+    "--train_files x": "--train_files x: did you mean --train_file?",
+    "--trust_remote_code True": "True: it belongs to no flag (a switch, such as --resume, takes no value)",
+}
+
+
+@pytest.mark.parametrize("given", ANSWERS)
+def test_values_are_carried_over_where_they_mean_the_same(given, monkeypatch, capsys):
+    assert f"unrecognized argument {ANSWERS[given]}" in refusal(given.split(), monkeypatch, capsys)
+
+
+def test_of_several_each_has_a_line_of_its_own(monkeypatch, capsys):
+    several = ["--bf16=True", "--lr=3e-4", "--packing False", "--train_files x"]
+    told = refusal(" ".join(several).split(), monkeypatch, capsys).splitlines()
+    assert [line.split(": ")[1] for line in told] == [f"unrecognized argument {one}" for one in several]
+
+
+def test_the_betas_that_an_answer_names_are_those_of_the_optimizer():
+    from common.training.optimizers import ADAM_BETAS
+
+    assert here("adam_beta2").endswith(f"which is {ADAM_BETAS}")
 
 
 def test_translated_values_are_values_here():
@@ -64,6 +103,25 @@ def test_the_page_has_the_table():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_refuses_them(recipe, monkeypatch, capsys):
-    told = refusal(["--per_device_train_batch_size", "4"], monkeypatch, capsys, recipe.removesuffix(".py"))
-    assert "--micro_batch_size 4, beside --global_batch_size here" in told
+def test_every_recipe_answers_with_flags_that_it_has(recipe, flags_here, monkeypatch, capsys):
+    """Else with the recipes that have them. Control: each flag of ELSEWHERE is one that some recipe has not."""
+    name = recipe.removesuffix(".py")
+    with monkeypatch.context() as patch:
+        patch.setattr(ArgumentParser, "parse_known_args", lambda parser: (_ for _ in ()).throw(Parsed(parser)))
+        with pytest.raises(Parsed) as parsed:
+            importlib.import_module(f"recipes.{name}").parse_arguments()
+    own = parsed.value.args[0]._option_string_actions
+    for flag, where in ELSEWHERE.items():
+        named = recipe in where.partition(", where")[0]
+        assert (f"--{flag}" in own) == (named != where.startswith("all recipes but ")), flag
+        assert ".py" in where
+    others = {f"--{flag}" for flag in ELSEWHERE} - own.keys()
+    for flag, value in itertools.product(FLAGS, ("3", "False")):
+        answer, missing = here(flag, value, own), here(flag, value)
+        if others.isdisjoint(OPTIONS.findall(missing)):
+            assert answer == missing and ("accelerate launch" in answer or own.keys() >= {*OPTIONS.findall(answer)})
+        else:
+            assert answer.startswith("this recipe does not have it; it is --")
+    told = refusal(["--max_target_length", "4", "--train_batch_size", "4"], monkeypatch, capsys, name)
+    assert ("it is --target_length in seq2seq.py" in told) == (recipe != "seq2seq.py")
+    assert told.endswith("--train_batch_size 4: use --global_batch_size 4, which counts the samples of all processes")

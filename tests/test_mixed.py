@@ -23,9 +23,11 @@ from conftest import (
 from test_batching import ListSamples
 
 from common.arguments import text_sources
+from common.checks import check_samples
 from common.data.mixed import Mixed
 from common.errors import UserError
 from common.training.batching import GlobalBatches, permute, sample_ids_of
+from common.training.degrees import Degrees
 from common.training.mixing import LONGEST, Mixing, in_lowest_terms, order_of
 
 GLOBAL_BATCH = 8
@@ -287,6 +289,20 @@ def test_recipes_of_text_mix_it(recipe, place, monkeypatch):
     assert not hasattr(module.load_data(args)[2], "mixing")
 
 
+def test_a_source_of_which_a_run_takes_nothing_is_named(place, monkeypatch, caplog):
+    """Control: a longer run takes a sample of it."""
+    names = [f"{place / 'code.jsonl'}:1", f"{place / 'books.txt'}:9.9e1"]
+    for number, warned in ((2, 1), (13, 0)):
+        caplog.clear()
+        module, args = parsed("lm", monkeypatch, "--train_file", *names, "--num_updates", number)
+        args.global_batch_size, args.sequence_length = GLOBAL_BATCH, 32
+        check_samples(args, module.load_data(args)[2], None, Degrees(1))
+        assert [record.getMessage() for record in caplog.records] == warned * [
+            f"--train_file {place / 'code.jsonl'}: none of the 16 samples of this run is of it: its weight is too "
+            "small for one; raise it, or take the file out"
+        ]
+
+
 # --- mistakes
 
 
@@ -298,10 +314,12 @@ MISTAKES = {
     "code.jsonl:half books.txt:1": "code.jsonl:half: the weight is not a number above 0, such as 0.7, 7 or 1/3",
     "code.jsonl: books.txt:1": "code.jsonl:: the weight is not a number above 0",
     "code.jsonl:1/0 books.txt:1": "code.jsonl:1/0: the weight is not a number above 0",
+    "code.jsonl:1e-9 books.txt:1": "in the proportion 1:1000000000, whose sum is 1,000,000,001; round them",
+    "code.jsonl:1e-999 books.txt:1": "code.jsonl:1e-999: the weight is not a number above 0",
     "code.jsonl:1": "a single source has no weight; take :1 out",
     "code.jsonl:1 code.jsonl:2": "code.jsonl is in both sources; leave it in one",
     "code.jsonl:1 *.jsonl:2": "code.jsonl is in both sources; leave it in one",
-    "code.jsonl:0.123457 books.txt:1": f"exact only over 1,123,457 samples, more than {LONGEST:,}; round them",
+    "code.jsonl:0.123457 books.txt:1": f"whose sum is 1,123,457; round them until it is {LONGEST:,} at most",
     "nothing.jsonl:1 books.txt:1": "nothing.jsonl: no such file; correct the path",
     "code.jsonl:1 books.txt:1 --num_epochs 2": "--num_epochs 2.0: mixed files have no one epoch.*give --num_updates N",
     "code.jsonl:1 books.txt:1 --eval_every 1epoch": "--eval_every 1epoch: mixed files have no one epoch",
@@ -330,7 +348,7 @@ def test_a_mistake_writes_nothing_and_a_stream_is_refused(place, tmp_path):
         "code.jsonl:x: a single source has no",
     )
     streamed = run_recipe_alone("lm.py", "--dataset_name", "some", "--streaming", *out)
-    assert_mistake(streamed, r"--streaming is not here: the samples of an update follow from their number")
+    assert_mistake(streamed, r"--streaming: not here: the samples of an update follow from how many")
     assert not (tmp_path / "out").exists()
     shutil.copy(place / "code.jsonl", tmp_path / "1:0.5.jsonl")
     dry = run_recipe_alone("lm.py", "--train_file", tmp_path / "1:0.5.jsonl", "--dry_run", "--sequence_length", 32)

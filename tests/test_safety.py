@@ -459,5 +459,7 @@ def test_only_secrets_are_taken_out():
     assert redact(kept | secrets) == kept | hidden and HIDDEN == "(not shown)"
     text = "https://me:p@ss/word@host/path and ghp_" + "a" * 36
     assert redact(text) == f"https://{HIDDEN}@host/path and {HIDDEN}"
+    text = "dataset https://host/x?token=abc: is not there, nor HF_TOKEN=abc: it is not"
+    assert redact(text) == text.replace("abc", HIDDEN)  # what follows a name in a message stays
     assert redact("--hf_token abc") == f"--hf_token {HIDDEN}"
     assert redact("--api_key abc, HF_TOKEN=abc, x?access_token=abc&y=1").count("abc") == 0

@@ -73,7 +73,7 @@ def test_a_name_that_is_nowhere_ends_soon_in_one_line(monkeypatch, cache):
     with pytest.raises(UserError, match="no/such-model.*") as error:
         load_tokenizer("no/such-model")
     assert len(str(error.value).splitlines()) == 1
-    with pytest.raises(UserError, match="no/such-data.*") as error:
+    with pytest.raises(UserError, match="^--dataset_name no/such-data: ") as error:
         open_source(Source(dataset_name="no/such-data"))
     assert len(str(error.value).splitlines()) == 1
     with pytest.raises(UserError, match="neither a directory here nor a valid name"):

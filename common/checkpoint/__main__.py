@@ -1,6 +1,5 @@
 """Looks at and exports checkpoints, uploads models: `python -m common.checkpoint list`, `export` and `push`."""
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -8,14 +7,12 @@ from common.checkpoint.adapter import loading_call
 from common.checkpoint.export import export
 from common.checkpoint.format import find_best, find_damage, list_checkpoints
 from common.checkpoint.push import push
-from common.errors import UserError
+from common.errors import CommandParser, UserError
 from common.export_dtype import EXPORT_DTYPES
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m common.checkpoint", description="Looks at and exports checkpoints."
-    )
+    parser = CommandParser(prog="python -m common.checkpoint", description="Looks at and exports checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("list", help="the checkpoints of a run, and whether they are sound: else status 1")
     one.add_argument("output_dir", type=Path)
@@ -29,8 +26,8 @@ def main() -> None:
     one.add_argument("output_dir", type=Path)
     one.add_argument("name", help="of the model on the hub, such as me/my-model; made if it is not there")
     one.add_argument("--private", action="store_true", help="if it is made, only you see it")
-    args = parser.parse_args()
     try:
+        args = parser.parse_args()
         if args.command == "push":
             print(push(args.output_dir, args.name, args.private))
             return

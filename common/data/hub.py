@@ -88,10 +88,10 @@ def load_split(name: str, config: str | None, split: str) -> Any:
     except Exception as error:
         what = "what save_to_disk wrote" if saved else f"the files of the directory for split {split}"
         told = f"{what} cannot be read ({one_line(error.__cause__ or error)}); mend or replace them"
-        raise UserError(f"dataset {name}: {told if is_here else problem or one_line(error)}") from error
+        raise UserError(f"--dataset_name {name}: {told if is_here else problem or one_line(error)}") from error
     if not isinstance(data, Dataset):
         if split not in data:
-            raise UserError(f"{name}: no split {split}; there are: {', '.join(data)}; name one of them")
+            raise UserError(f"--dataset_name {name}: no split {split}; there are: {', '.join(data)}; name one of them")
         data = data[split]
     if not len(data):
         raise UserError(f"{name}[{split}]: the data set holds no row; choose another split")

@@ -22,7 +22,7 @@ from common.errors import UserError, refuse
 from common.training.batching import Samples
 from common.training.mixing import LONGEST, Mixing, in_lowest_terms
 
-NUMBER = re.compile(r"(?:[0-9]{1,30}\.?[0-9]{0,30}|\.[0-9]{1,30}|[0-9]{1,30}/[0-9]{1,30})")
+NUMBER = re.compile(r"(?:(?:[0-9]{1,30}\.?[0-9]{0,30}|\.[0-9]{1,30})(?:e[+-]?[0-9]{1,2})?|[0-9]{1,30}/[0-9]{1,30})")
 
 
 def training_files(given: list[str], **columns: Any) -> Source:
@@ -37,8 +37,8 @@ def training_files(given: list[str], **columns: Any) -> Source:
     weights = in_lowest_terms([Fraction(weight) for _, weight in named])
     if sum(weights) > LONGEST:
         raise UserError(
-            f"--train_file: the weights are in the proportion {':'.join(map(str, weights))}, which is exact only over "
-            f"{sum(weights):,} samples, more than {LONGEST:,}; round them"
+            f"--train_file: the weights are in the proportion {':'.join(map(str, weights))}, whose sum is "
+            f"{sum(weights):,}; round them until it is {LONGEST:,} at most"
         )
     return _apart([file for file, _ in named], weights, **columns)
 

@@ -28,6 +28,14 @@ def check_sources(*sources: Source | None) -> None:
     refuse(problem for source in given for problem in _problems(source))
 
 
+def have_no_columns(*sources: Source | None) -> bool:
+    """Whether all are .txt files, or the embedded corpus: a row of these is a text, and no more."""
+    given = [part for source in sources if source is not None for part in source.parts or (source,)]
+    paths = [path for source in given for pattern in source.files for path in expand(pattern)]
+    is_plain = all(file_type(path)[0] == ".txt" for path in paths)
+    return is_plain and not any(source.dataset_name for source in given)
+
+
 def open_source(source: Source) -> Corpus:
     """Find the source and look at its first row. Raises UserError for whatever does not let it be read."""
     check_sources(source)

@@ -34,8 +34,9 @@ from common.data.tokenizer import (
     special_tokens_around,
     tokenizer_identity,
 )
-from common.errors import UserError
+from common.errors import UserError, main_logger
 
+logger = main_logger(__name__)
 COMPRESSED_BYTES = 64 << 20  # xz takes a minute for this; more held-out text than that is not compressed
 
 
@@ -112,6 +113,8 @@ def tokenize(
     tokenizer.chat_template = source.chat_template or tokenizer.chat_template
     corpus = with_known_format(open_source(source), source, shape, bool(tokenizer.chat_template))
     shape, columns = choose_columns(corpus, source, shape)
+    if source.chat_template and columns != ("messages",):
+        logger.warning("%s: --chat_template has no effect on it, for its rows hold no messages", corpus.name)
     directory = cached(
         "samples",
         [corpus.identity, shape, columns, tokenizer_identity(tokenizer), measure_compression]

@@ -25,7 +25,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from common.errors import UserError, refuse
+from common.errors import CommandParser, UserError, refuse
 from common.files import disk_line, why_not_writable, write_file
 from common.memory import available_memory
 from common.parallel import liveness
@@ -257,17 +257,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags. UserError: a wrong one."""
     formatter = argparse.RawDescriptionHelpFormatter
     prog = "python -m common.parallel.check"
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    parser = CommandParser(prog=prog, description=__doc__, formatter_class=formatter, allow_abbrev=False)
     about = "where checkpoints will lie, on each machine; what is not there yet is looked for above (%(default)s)"
     parser.add_argument("--directory", type=Path, default=Path("runs"), metavar="DIR", help=about)
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes the figures there too")
     about = "to wait for each other, and at most for a pair of ranks (%(default)s)"
     parser.add_argument("--connect_timeout", type=float, default=60.0, metavar="SECONDS", help=about)
-
-    def refuse_flags(message: str) -> None:
-        raise UserError(f"{message} (--help lists the flags)")
-
-    parser.error = refuse_flags
     args = parser.parse_args(argv)
     if not args.connect_timeout > 0:
         raise UserError(f"--connect_timeout {args.connect_timeout:g} is not above 0; give seconds")

@@ -9,11 +9,10 @@ from collections.abc import Callable
 import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.logging import get_logger
 from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, set_seed
 
-from common.errors import UserError
+from common.errors import UserError, main_logger
 from common.parallel import deepspeed_files, deepspeed_flags, liveness, parallelism, sharding
 from common.parallel.groups import AveragedByPeers
 from common.parallel.launch import Launch, names_threads, runs_on_cpu, started_world_size
@@ -21,7 +20,7 @@ from common.parallel.mode import running_mode
 from common.redaction import redact
 from common.training.degrees import running, set_running
 
-logger = get_logger(__name__)  # of the main process
+logger = main_logger(__name__)
 
 
 def check_space(launch: Launch, parameter_sizes: Callable[[], list[int]]) -> None:
