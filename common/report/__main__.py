@@ -1,11 +1,10 @@
 """Compares runs: `python -m common.report runs/a runs/b` writes one HTML page with curves, settings and figures."""
 
-import argparse
 import os
 import sys
 from pathlib import Path
 
-from common.errors import UserError, refuse
+from common.errors import CommandParser, UserError, refuse
 from common.files import PARTIAL, disk_line
 from common.report.page import write_page
 from common.report.runs import read_runs
@@ -14,15 +13,15 @@ MARK = b"<!-- A report of python -m common.report -->"  # page.jinja has it in i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m common.report",
         description="Puts runs into one HTML page, which needs no network: curves, settings that differ, figures.",
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the --output_dir of a run")
     about = "file to write, in the place of an older report (default: report.html)"
     parser.add_argument("--output", type=Path, default=Path("report.html"), metavar="FILE", help=about)
-    args = parser.parse_args()
     try:
+        args = parser.parse_args()
         refuse(check_output(args.output))
         text = write_page(read_runs(args.runs)).encode(errors="replace")  # of a path that is no text
         write(args.output, text)
