@@ -100,7 +100,7 @@ class Progress:
         )
         if self.per_epoch:
             done, in_all = (number / self.per_epoch for number in (self.state.update, self.bar.total))
-            self.bar.set_description_str(f"epoch {done:.2f} of {in_all:.4g}", refresh=False)
+            self.bar.set_description_str(f"epoch {done:.2f} of {in_all:.2f}", refresh=False)
         self.bar.update()
 
     def draw(self, now: bool = False) -> None:
