@@ -11,6 +11,9 @@ import pytest
 import yaml
 from conftest import BIN, launch, results_of, run, write_rows
 
+from common.checkpoint import push as checkpoint_push
+from common.errors import UserError
+
 TOKEN = "hf_" + "a" * 34
 
 
@@ -42,6 +45,8 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body, server, path = self.body(), self.server, self.path.partition("?")[0]
+        if server.failure and path.endswith(server.failure[0]):
+            return self.answer({"error": "It is so."}, server.failure[1])
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self.answer({"error": "Invalid username or password."}, 401)
         if path == "/api/repos/create":
@@ -77,8 +82,8 @@ class Hub(BaseHTTPRequestHandler):
 def hub():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.address = f"http://127.0.0.1:{server.server_address[1]}"
-    server.made, server.files, server.blobs, server.metadata = [], {}, {}, None
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    server.made, server.files, server.blobs, server.metadata, server.failure = [], {}, {}, None, None
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield server
     server.shutdown()
 
@@ -96,6 +101,15 @@ def finished(tmp_path_factory):
 def push(output_dir, name, address, *flags, token=TOKEN):
     command = [BIN / "python", "-m", "common.checkpoint", "push", output_dir, name, *flags]
     return run(command, HF_ENDPOINT=address, HF_TOKEN=token, HF_HUB_DISABLE_XET="1", HF_HUB_OFFLINE="0")
+
+
+def push_here(output_dir, name, address, monkeypatch, is_offline=False):
+    """The same in this process, which has imported the client."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", is_offline)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    return checkpoint_push.push(output_dir, name)
 
 
 def assert_told(result, words):
@@ -126,7 +140,7 @@ def test_a_model_is_uploaded_as_it_lies_there(finished, hub):
     assert hub.files == {}
 
 
-def test_what_cannot_be_uploaded_is_told(finished, hub, tmp_path):
+def test_what_cannot_be_uploaded_is_told(finished, hub, tmp_path, monkeypatch):
     assert_told(push(tmp_path, "me/x", hub.address), "has no finished model/; name the --output_dir of a run")
     (tmp_path / "run.json").write_text(json.dumps({"status": "stopped after update 3"}))
     assert_told(push(tmp_path, "me/x", hub.address), "(status: stopped after update 3)")
@@ -134,5 +148,34 @@ def test_what_cannot_be_uploaded_is_told(finished, hub, tmp_path):
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        assert_told(push(finished, "me/x", address), f"me/x at {address}: ")
+        with pytest.raises(UserError, match=f"^me/x at {address}: .*; the hub gave no answer: look at the network"):
+            push_here(finished, "me/x", address, monkeypatch)
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE keeps .*; unset it"):
+        push_here(finished, "me/x", hub.address, monkeypatch, is_offline=True)
     assert hub.files == {} and hub.made == []
+
+
+# Where the hub fails, with which status, and what is to be done.
+FAILURES = {
+    "no login": ("/create", 401, "log in with `hf auth login`, or correct HF_TOKEN"),
+    "no right": ("/create", 403, "take a name of your own, or a token that may write there"),
+    "a name of others": ("/preupload/main", 403, "take a name of your own, or a token that may write there"),
+    "no place": ("/create", 404, "correct the name, or HF_ENDPOINT"),
+    "a name that is taken": ("/commit/main", 409, "give another name"),
+    "a name that it refuses": ("/create", 400, "mend what it names"),
+    "too much": ("/create", 429, "wait, then try again"),
+    "its own": ("/create", 500, "the hub itself fails: try again later"),
+    "a large file": ("/objects/batch", 403, "take a name of your own, or a token that may write there"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_each_failure_of_the_hub_has_its_own_advice(failure, finished, hub, monkeypatch):
+    """After what the hub says itself; only where the login is to blame it is blamed."""
+    path, status, advice = FAILURES[failure]
+    hub.failure = path, status
+    with pytest.raises(UserError, match="It is so") as told:
+        push_here(finished, "me/x", hub.address, monkeypatch)
+    text = str(told.value)
+    assert text.startswith(f"me/x at {hub.address}: ") and f"; {advice}" in text and "\n" not in text
+    assert hub.files == {} and ("auth login" in text) == (status == 401)
