@@ -23,6 +23,7 @@ from common.parallel import liveness
 from common.parallel.mode import describe_mode, describe_precision, running_mode
 from common.parallel.rates import advise
 from common.redaction import redact
+from common.report import curves
 from common.report.model_card import write_model_card
 from common.training.batching import GlobalBatches
 from common.training.degrees import running
@@ -259,6 +260,10 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, *
     is_again, run = "results" in run, run | {"results": results, "status": "finished"}
     write_run(output_dir, run)
     write_model_card(output_dir / "model", run, model_class)
+    if (picture := output_dir / "curves.png").is_file():
+        updates = curves.read(output_dir / "metrics.jsonl")
+        if curves.with_end(updates, results) != updates:  # it was drawn without the last held-out loss
+            curves.finish(curves.start_drawing(output_dir, results["unit"]))
     if is_again:
         print("\nnothing was left to train; the figures of the training are those of the finished run")
     if results["tokens_per_second"]:
@@ -290,6 +295,6 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, *
     model = output_dir / "model"
     print(f"model      {model} ({export_dtype.describe(model)}; {model_class}.from_pretrained loads it)")
     print(f"metrics    {output_dir / 'metrics.jsonl'}")
-    if (output_dir / "curves.png").is_file():
-        print(f"curves     {output_dir / 'curves.png'}")
+    if picture.is_file():
+        print(f"curves     {picture}")
     print(f"settings   {output_dir / 'run.json'}")
