@@ -69,11 +69,14 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
     args, accelerator, output_dir, state = run.args, run.accelerator, run.output_dir, run.state
     batches = run.loader.dataset
     if accelerator.is_main_process:
+        before = _read_earlier(output_dir / "run.json")
+        launcher = run.asked.command or ["python"] * (accelerator.num_processes == 1)
         cut_metrics(output_dir / "metrics.jsonl", state.update)
         is_cuda = accelerator.device.type == "cuda"
         facts = {
             "arguments": vars(args),
             "command": sys.argv,
+            "commands": [*before.get("commands", []), [*launcher, *sys.argv]],
             "world_size": accelerator.num_processes,
             "mode": running_mode(accelerator),
             "mixed_precision": accelerator.mixed_precision,
@@ -89,9 +92,8 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
             "held_out_sources": run.held_out and _sources(run.held_out.dataset),
             **run.forecast.facts(),
         }
-        path = output_dir / "run.json"
-        if state.update == state.end(args) and path.is_file():  # a finished run: its results stay
-            facts["results"] = json.loads(path.read_text()).get("results", {})
+        if state.update == state.end(args) and before:  # a finished run: its results stay
+            facts["results"] = before.get("results", {})
         write_run(output_dir, facts)
     liveness.note_failure = partial(_end_failed, output_dir)
     if args.report_to:
@@ -109,6 +111,18 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
             for tracker in accelerator.trackers
             if tracker.name in RUN_NAMES
         }
+
+
+def _read_earlier(path: Path) -> dict[str, Any]:
+    """run.json as the start before this one left it; nothing where there was none, or a power cut has damaged it.
+
+    `commands` has a command for each start. Older runs kept only the last one's, from the script on.
+    """
+    try:
+        run = json.loads(path.read_text())
+        return {"commands": [run["command"]]} | run
+    except (OSError, ValueError, TypeError, LookupError):
+        return {}
 
 
 def _sources(batches: GlobalBatches, num_samples: int = 0) -> list[dict[str, Any]] | None:
