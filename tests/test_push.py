@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import shutil
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +14,8 @@ from conftest import BIN, launch, results_of, run, write_rows
 
 from common.checkpoint import push as checkpoint_push
 from common.errors import UserError
+from common.report import tracking
+from common.report.model_card import write_model_card
 
 TOKEN = "hf_" + "a" * 34
 
@@ -124,9 +127,74 @@ def test_the_card_says_what_the_run_was(finished):
     assert "base_model" not in metadata and "lm" in metadata["tags"]
     assert "# books" in text and "`LlamaForCausalLM`, trained from scratch in 2 updates" in text
     assert f"| held-out loss | {results_of(finished)['validation_loss']:,.6g} |" in text
-    assert "| `--sequence_length` | `64` |" in text and "| `--seed` | `0` |" in text and "--overwrite" not in text
-    assert "recipes/lm.py --train_file" in text
+    assert "| `--sequence_length` | `64` |" in text and "`--overwrite" not in text
+    assert (
+        "chooses: `--seed 0`, " in text and "`--learning_rate 0.006`" in text and "`--sequence_length 64`" not in text
+    )
+    assert "    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/lm.py --train_file" in text
     assert "rows.jsonl (text): " in text and "torch 2" in text and TOKEN not in text
+
+
+@pytest.fixture
+def card(finished, tmp_path):
+    """Of the same run, where these facts and arguments were others."""
+    before = json.loads((finished / "run.json").read_text())
+    (tmp_path / "model").mkdir()
+    shutil.copy(finished / "model/config.json", tmp_path / "model")
+
+    def write(facts, **arguments):
+        write_model_card(tmp_path / "model", before | facts | {"arguments": before["arguments"] | arguments}, "Auto")
+        return (tmp_path / "model/README.md").read_text()
+
+    return write
+
+
+def test_the_card_shows_no_directory_of_its_writer(card, tmp_path, monkeypatch):
+    """Control: a path that only begins alike, or lies elsewhere, stays."""
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+    command = ["accelerate", "launch", "/home/me/lm.py", "--train_file", f"{tmp_path}/books/a.txt", "/mnt/home/me/b"]
+    text = card({"data": f"{tmp_path}/books/a.txt (text): 5", "held_out": "/home/meg/c.txt: 6", "commands": [command]})
+    assert "- trained on: books/a.txt (text): 5\n" in text and "- held out: /home/meg/c.txt: 6\n" in text
+    assert "    accelerate launch ~/lm.py --train_file books/a.txt /mnt/home/me/b\n" in text
+
+
+def test_the_card_lists_mixed_data_and_leaves_out_what_epochs_replace(card):
+    """Control: without epochs the number of updates is there."""
+    text = card({"data": "7/10: a.jsonl\n            3/10: b.jsonl"}, num_epochs=1.5)
+    assert "- trained on:\n  - 7/10: a.jsonl\n  - 3/10: b.jsonl\n" in text
+    assert "`--num_epochs 1.5`" in text and "num_updates`" not in text and "| `--num_updates` | `2` |" in card({})
+
+
+def test_the_card_of_an_adapter_says_what_its_defaults_were(card, tmp_path):
+    config = {"r": 4, "lora_alpha": 8, "target_modules": ["v_proj", "q_proj"], "modules_to_save": ["score"]}
+    (tmp_path / "model/adapter_config.json").write_text(json.dumps(config))
+    text = card({}, lora_rank=4, model_name_or_path="me/base")
+    words = (
+        "rank 4 and alpha 8 on `q_proj`, `v_proj`, with `score` trained whole, fine-tuned from `me/base` in 2 updates"
+    )
+    assert f"An adapter (LoRA) of {words}" in text and "library_name: peft" in text and "base_model: me/base" in text
+
+
+def test_the_card_has_the_commands_of_all_starts(finished, card, tmp_path):
+    """Also of a run whose first start kept only the script's words, or that another launcher started."""
+    shutil.copytree(finished, tmp_path / "books")
+    record = tmp_path / "books/run.json"
+    run_json = json.loads(record.read_text())
+    (first,) = run_json.pop("commands")
+    record.write_text(json.dumps(run_json))
+    words = run_json["command"][1:-1]
+    assert first[:3] == ["accelerate", "launch", "--config_file"] and first[4:] == [*run_json["command"]]
+    launch(*words, tmp_path / "books", "--resume")
+    assert json.loads(record.read_text())["commands"] == [
+        run_json["command"],
+        [*first[:-1], str(tmp_path / "books"), "--resume"],
+    ]
+    text = (tmp_path / "books/model/README.md").read_text()
+    assert "    recipes/lm.py --train_file" in text.split("Continued by:")[0] and text.count("--resume") == 1
+    assert "Another launcher" not in text and "Another launcher" in card({"commands": [["recipes/lm.py"]]})
+    record.write_text("")  # as a power cut leaves it
+    assert tracking._read_earlier(record) == {}
 
 
 def test_a_model_is_uploaded_as_it_lies_there(finished, hub):
