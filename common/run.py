@@ -91,14 +91,13 @@ class Run:
     ) -> None:
         """Checks the data, and with --resume finds the newest sound checkpoint, before a model is built.
 
-        From here on all ranks draw the same random numbers.
-
-        Args:
-            config: the model's configuration. tokenizer: of transformers, or None. model_class: an Auto class.
-            own_flags: names of the recipe's own flags that an update depends on.
+        From here on all ranks draw the same random numbers. own_flags: names of the recipe's own flags that an update
+        depends on. config: the model's configuration. tokenizer: of transformers, or None. model_class: an Auto class.
 
         Raises UserError: no checkpoint to resume, or a line for each thing that differs; too little data or disk.
         """
+        unknown = [name for name in own_flags if not hasattr(self.args, name)]
+        assert not unknown, f"run.begin names {', '.join(unknown)} as the recipe's own, and no flag is called so"
         checks.check_samples(self.args, train_set, held_out, self.asked.degrees)
         self.make_empty = make_empty = cache(partial(adapters.empty_base, self.args, config, model_class))
         refuse(loading.check_model(config, model_class, make_empty, self.asked.degrees))

@@ -1,10 +1,12 @@
 """A user's mistake ends in one line that says what, where and how to mend it, with status 2, and writes nothing."""
 
+import argparse
 import functools
 import importlib
 import json
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, assert_mistake, make_model_dir, run_recipe_alone, write_rows
@@ -17,6 +19,7 @@ from common.data.sources import check_sources
 from common.data.tokenizer import load_tokenizer
 from common.errors import UserError
 from common.models.load import load_config
+from common.run import Run
 
 recipe = functools.partial(run_recipe_alone, "lm.py")
 
@@ -261,3 +264,10 @@ def test_a_mistake_in_a_command_about_checkpoints_is_one_line(command, problem, 
         checkpoint_command()
     told = capsys.readouterr().err
     assert ended.value.code == 2 and told.startswith(f"error: {problem}") and told.count("\n") == 1
+
+
+def test_a_flag_of_a_recipes_own_that_is_misspelled_is_named():
+    """To `run.begin`: a resume would compare nothing. Control: one that is there is passed over."""
+    run = SimpleNamespace(args=argparse.Namespace(penalty=0.1))
+    with pytest.raises(AssertionError, match="names penalti, panalty as the recipe's own"):
+        Run.begin(run, None, None, [], None, "penalti", "penalty", "panalty")

@@ -417,7 +417,7 @@ def test_an_adapter_with_a_head_is_loaded_as_it_says_and_merged(new_head, one_pr
         more += ["--new_head", "--train_file", two, "--validation_file", two]
     result = launch(*flags(files, base, out, *more), config="cpu_bf16", script=SCRIPT)
     call = re.search(r"MB; (AutoModel.*) loads it", result.stdout)[1]
-    assert f"`{call}` loads it" in (out / "model/README.md").read_text()
+    assert call.replace(str(out / "model"), "PATH") in (out / "model/README.md").read_text()
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"layer_norm_eps": 1.0}))  # which is not the run's
     export = [BIN / "python", "-m", "common.checkpoint", "export", next((out / "checkpoints").iterdir())]

@@ -47,6 +47,23 @@ def test_it_shows_what_was_measured(number, tmp_path):
     assert pixels_of(tmp_path / "without/curves.png", ORANGE) == 0
 
 
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, {"validation_loss": 0.4, "accuracy": 0.9}),
+        ({"updates": 11}, {}),  # the results of another length
+        ({"best": None}, {}),  # --keep_best: what was measured may be an earlier update
+        ({"validation_loss": float("nan")}, {"accuracy": 0.9}),
+    ],
+)
+def test_the_end_of_a_run_is_a_point_of_its_curves(change, expected, tmp_path):
+    """Control: where the last update was evaluated, its own figures stay."""
+    results = {"updates": 12, "validation_loss": 0.4, "accuracy": 0.9, "loss": 7.0} | change
+    lines = curves.read(metrics(tmp_path / "run", 12) / "metrics.jsonl")
+    assert curves.with_end(lines, results) == [*lines[:-1], lines[-1] | expected]
+    assert curves.with_end(lines[:10], results | {"updates": 10}) == lines[:10] and curves.with_end([], results) == []
+
+
 def test_a_mean_of_many_updates_is_drawn_of_a_noisy_figure():
     assert curves.smoothed([1.0, 3.0] * 2) == [1.0, 3.0] * 2
     values = curves.smoothed([0.0, 2.0] * 500)
@@ -59,7 +76,11 @@ def test_a_run_draws_itself(tmp_path):
     flags = ["--train_file", rows, "--validation_file", rows, "--sequence_length", 32, "--eval_every", 5]
     result = launch(*flags, "--num_updates", 11, "--output_dir", tmp_path / "run", config="multi_cpu")
     assert f"curves     {tmp_path / 'run/curves.png'}" in result.stdout
-    assert pixels_of(tmp_path / "run/curves.png", ORANGE) > 60 and len(read_metrics(tmp_path / "run")) == 11
+    orange = pixels_of(tmp_path / "run/curves.png", ORANGE)
+    assert orange > 60 and len(read_metrics(tmp_path / "run")) == 11
+    (tmp_path / "run/run.json").unlink()  # the held-out loss after the last update, the 11th, is there
+    curves.draw(tmp_path / "run", "tokens")
+    assert pixels_of(tmp_path / "run/curves.png", ORANGE) < orange - 10
     code = "import runpy, sys; runpy.run_path(sys.argv[0], run_name='__main__'); print('matplotlib' in sys.modules)"
     command = [BIN / "python", "-c", f"import sys; sys.argv = sys.argv[1:]; {code}", ROOT / "recipes/lm.py", *flags]
     result = run([*command, "--num_updates", 10, "--output_dir", tmp_path / "more"])

@@ -66,7 +66,7 @@ def test_every_recipe_counts_in_epochs(recipe, data, tmp_path):  # noqa: F811
     digests = [line["sample_digest"] for line in read_metrics(out)]
     assert length > 1 and len(digests) == 2 * length and digests[:length] != digests[length:]
     assert evaluated(out) == checkpoints(out) == [length, 2 * length]
-    assert "epoch 2.00 of 2:" in result.stderr
+    assert "epoch 2.00 of 2.00:" in result.stderr
 
 
 def test_a_run_in_epochs_is_the_run_in_updates_and_resumes(text, tmp_path):

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import shutil
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,6 +11,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import yaml
 from conftest import BIN, launch, results_of, run, write_rows
+
+from common.checkpoint import push as checkpoint_push
+from common.errors import UserError
+from common.report import tracking
+from common.report.model_card import write_model_card
 
 TOKEN = "hf_" + "a" * 34
 
@@ -42,6 +48,8 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body, server, path = self.body(), self.server, self.path.partition("?")[0]
+        if server.failure and path.endswith(server.failure[0]):
+            return self.answer({"error": "It is so."}, server.failure[1])
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self.answer({"error": "Invalid username or password."}, 401)
         if path == "/api/repos/create":
@@ -77,8 +85,8 @@ class Hub(BaseHTTPRequestHandler):
 def hub():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.address = f"http://127.0.0.1:{server.server_address[1]}"
-    server.made, server.files, server.blobs, server.metadata = [], {}, {}, None
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    server.made, server.files, server.blobs, server.metadata, server.failure = [], {}, {}, None, None
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield server
     server.shutdown()
 
@@ -98,6 +106,15 @@ def push(output_dir, name, address, *flags, token=TOKEN):
     return run(command, HF_ENDPOINT=address, HF_TOKEN=token, HF_HUB_DISABLE_XET="1", HF_HUB_OFFLINE="0")
 
 
+def push_here(output_dir, name, address, monkeypatch, is_offline=False):
+    """The same in this process, which has imported the client."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", is_offline)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    return checkpoint_push.push(output_dir, name)
+
+
 def assert_told(result, words):
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and words in result.stderr, result.stderr
 
@@ -110,9 +127,74 @@ def test_the_card_says_what_the_run_was(finished):
     assert "base_model" not in metadata and "lm" in metadata["tags"]
     assert "# books" in text and "`LlamaForCausalLM`, trained from scratch in 2 updates" in text
     assert f"| held-out loss | {results_of(finished)['validation_loss']:,.6g} |" in text
-    assert "| `--sequence_length` | `64` |" in text and "| `--seed` | `0` |" in text and "--overwrite" not in text
-    assert "recipes/lm.py --train_file" in text
+    assert "| `--sequence_length` | `64` |" in text and "`--overwrite" not in text
+    assert (
+        "chooses: `--seed 0`, " in text and "`--learning_rate 0.006`" in text and "`--sequence_length 64`" not in text
+    )
+    assert "    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/lm.py --train_file" in text
     assert "rows.jsonl (text): " in text and "torch 2" in text and TOKEN not in text
+
+
+@pytest.fixture
+def card(finished, tmp_path):
+    """Of the same run, where these facts and arguments were others."""
+    before = json.loads((finished / "run.json").read_text())
+    (tmp_path / "model").mkdir()
+    shutil.copy(finished / "model/config.json", tmp_path / "model")
+
+    def write(facts, **arguments):
+        write_model_card(tmp_path / "model", before | facts | {"arguments": before["arguments"] | arguments}, "Auto")
+        return (tmp_path / "model/README.md").read_text()
+
+    return write
+
+
+def test_the_card_shows_no_directory_of_its_writer(card, tmp_path, monkeypatch):
+    """Control: a path that only begins alike, or lies elsewhere, stays."""
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+    command = ["accelerate", "launch", "/home/me/lm.py", "--train_file", f"{tmp_path}/books/a.txt", "/mnt/home/me/b"]
+    text = card({"data": f"{tmp_path}/books/a.txt (text): 5", "held_out": "/home/meg/c.txt: 6", "commands": [command]})
+    assert "- trained on: books/a.txt (text): 5\n" in text and "- held out: /home/meg/c.txt: 6\n" in text
+    assert "    accelerate launch ~/lm.py --train_file books/a.txt /mnt/home/me/b\n" in text
+
+
+def test_the_card_lists_mixed_data_and_leaves_out_what_epochs_replace(card):
+    """Control: without epochs the number of updates is there."""
+    text = card({"data": "7/10: a.jsonl\n            3/10: b.jsonl"}, num_epochs=1.5)
+    assert "- trained on:\n  - 7/10: a.jsonl\n  - 3/10: b.jsonl\n" in text
+    assert "`--num_epochs 1.5`" in text and "num_updates`" not in text and "| `--num_updates` | `2` |" in card({})
+
+
+def test_the_card_of_an_adapter_says_what_its_defaults_were(card, tmp_path):
+    config = {"r": 4, "lora_alpha": 8, "target_modules": ["v_proj", "q_proj"], "modules_to_save": ["score"]}
+    (tmp_path / "model/adapter_config.json").write_text(json.dumps(config))
+    text = card({}, lora_rank=4, model_name_or_path="me/base")
+    words = (
+        "rank 4 and alpha 8 on `q_proj`, `v_proj`, with `score` trained whole, fine-tuned from `me/base` in 2 updates"
+    )
+    assert f"An adapter (LoRA) of {words}" in text and "library_name: peft" in text and "base_model: me/base" in text
+
+
+def test_the_card_has_the_commands_of_all_starts(finished, card, tmp_path):
+    """Also of a run whose first start kept only the script's words, or that another launcher started."""
+    shutil.copytree(finished, tmp_path / "books")
+    record = tmp_path / "books/run.json"
+    run_json = json.loads(record.read_text())
+    (first,) = run_json.pop("commands")
+    record.write_text(json.dumps(run_json))
+    words = run_json["command"][1:-1]
+    assert first[:3] == ["accelerate", "launch", "--config_file"] and first[4:] == [*run_json["command"]]
+    launch(*words, tmp_path / "books", "--resume")
+    assert json.loads(record.read_text())["commands"] == [
+        run_json["command"],
+        [*first[:-1], str(tmp_path / "books"), "--resume"],
+    ]
+    text = (tmp_path / "books/model/README.md").read_text()
+    assert "    recipes/lm.py --train_file" in text.split("Continued by:")[0] and text.count("--resume") == 1
+    assert "Another launcher" not in text and "Another launcher" in card({"commands": [["recipes/lm.py"]]})
+    record.write_text("")  # as a power cut leaves it
+    assert tracking._read_earlier(record) == {}
 
 
 def test_a_model_is_uploaded_as_it_lies_there(finished, hub):
@@ -126,7 +208,7 @@ def test_a_model_is_uploaded_as_it_lies_there(finished, hub):
     assert hub.files == {}
 
 
-def test_what_cannot_be_uploaded_is_told(finished, hub, tmp_path):
+def test_what_cannot_be_uploaded_is_told(finished, hub, tmp_path, monkeypatch):
     assert_told(push(tmp_path, "me/x", hub.address), "has no finished model/; name the --output_dir of a run")
     (tmp_path / "run.json").write_text(json.dumps({"status": "stopped after update 3"}))
     assert_told(push(tmp_path, "me/x", hub.address), "(status: stopped after update 3)")
@@ -134,5 +216,34 @@ def test_what_cannot_be_uploaded_is_told(finished, hub, tmp_path):
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        assert_told(push(finished, "me/x", address), f"me/x at {address}: ")
+        with pytest.raises(UserError, match=f"^me/x at {address}: .*; the hub gave no answer: look at the network"):
+            push_here(finished, "me/x", address, monkeypatch)
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE keeps .*; unset it"):
+        push_here(finished, "me/x", hub.address, monkeypatch, is_offline=True)
     assert hub.files == {} and hub.made == []
+
+
+# Where the hub fails, with which status, and what is to be done.
+FAILURES = {
+    "no login": ("/create", 401, "log in with `hf auth login`, or correct HF_TOKEN"),
+    "no right": ("/create", 403, "take a name of your own, or a token that may write there"),
+    "a name of others": ("/preupload/main", 403, "take a name of your own, or a token that may write there"),
+    "no place": ("/create", 404, "correct the name, or HF_ENDPOINT"),
+    "a name that is taken": ("/commit/main", 409, "give another name"),
+    "a name that it refuses": ("/create", 400, "mend what it names"),
+    "too much": ("/create", 429, "wait, then try again"),
+    "its own": ("/create", 500, "the hub itself fails: try again later"),
+    "a large file": ("/objects/batch", 403, "take a name of your own, or a token that may write there"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_each_failure_of_the_hub_has_its_own_advice(failure, finished, hub, monkeypatch):
+    """After what the hub says itself; only where the login is to blame it is blamed."""
+    path, status, advice = FAILURES[failure]
+    hub.failure = path, status
+    with pytest.raises(UserError, match="It is so") as told:
+        push_here(finished, "me/x", hub.address, monkeypatch)
+    text = str(told.value)
+    assert text.startswith(f"me/x at {hub.address}: ") and f"; {advice}" in text and "\n" not in text
+    assert hub.files == {} and ("auth login" in text) == (status == 401)

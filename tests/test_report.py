@@ -224,6 +224,10 @@ def test_a_killed_run_is_read_up_to_its_last_whole_line(runs, tmp_path):
     assert figures["status"].startswith("running, or killed after 20")
     assert figures["lowest held-out loss"].endswith("(update 4)")
     assert "running, or killed" in page.write_page([killed])
+    # Where the run ended there, its held-out loss is the last point.
+    Path(record).write_text(json.dumps(facts | {"results": {"updates": 7, "validation_loss": 0.5}}))
+    figures = page.list_figures(*read_runs([tmp_path / "killed"]))
+    assert figures["lowest held-out loss"] == "0.5000 (update 7)"
     Path(metrics).write_text("".join(whole[:7]) + whole[7][:50] + "\n")
     with pytest.raises(UserError, match="metrics.jsonl: line 8 is damaged; take it out"):
         read_runs([tmp_path / "killed"])

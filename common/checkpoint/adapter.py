@@ -46,14 +46,18 @@ def write_config(config: Any, directory: Path) -> None:
         config.save_pretrained(directory / CONFIG)
 
 
-def loading_call(directory: Path, model_class: str | None = None) -> str:
-    """What loads a directory with a model or an adapter. Only a classifier's adapter has layers of its own."""
+def loading_call(directory: Path, model_class: str | None = None, shown: str | None = None) -> str:
+    """What loads a directory with a model or an adapter. Only a classifier's adapter has layers of its own.
+
+    shown: what it is called there, in the place of its path.
+    """
     if not (directory / CONFIG).is_dir():
         return f"{model_class}.from_pretrained" if model_class else "from_pretrained"
     model_class = model_class or "AutoModelForSequenceClassification"
-    config = f'AutoConfig.from_pretrained("{directory / CONFIG}")'
+    path = shown or directory
+    config = f'AutoConfig.from_pretrained("{path}", subfolder="{CONFIG}")'
     # The base may have a head of another size.
-    return f'{model_class}.from_pretrained("{directory}", config={config}, ignore_mismatched_sizes=True)'
+    return f'{model_class}.from_pretrained("{path}", config={config}, ignore_mismatched_sizes=True)'
 
 
 def write_adapter(

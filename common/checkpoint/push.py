@@ -5,6 +5,15 @@ from pathlib import Path
 
 from common.errors import UserError, one_line
 
+# How to mend what the hub answers, by its status.
+ADVICE = {
+    401: "log in with `hf auth login`, or correct HF_TOKEN, which goes before it",
+    403: "take a name of your own, or a token that may write there",
+    404: "correct the name, or HF_ENDPOINT if that is set",
+    409: "give another name",
+    429: "wait, then try again",
+}
+
 
 def push(output_dir: Path, name: str, is_private: bool = False) -> str:
     """Uploads model/, as one commit, and returns its address. The token is huggingface_hub's own: `hf auth login`.
@@ -12,7 +21,7 @@ def push(output_dir: Path, name: str, is_private: bool = False) -> str:
     Raises UserError, one line: the run has not ended, or the hub refuses it, or is not there.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
     model = output_dir / "model"
     if not (model / "README.md").is_file():
@@ -26,5 +35,21 @@ def push(output_dir: Path, name: str, is_private: bool = False) -> str:
         return str(hub.upload_folder(repo_id=repo, folder_path=model, commit_message=f"Upload {output_dir.name}"))
     except HFValidationError as error:
         raise UserError(f"{name}: {one_line(error)}; give a name such as me/my-model") from error
+    except OfflineModeIsEnabled as error:
+        raise UserError(f"{name}: HF_HUB_OFFLINE keeps the hub from being asked; unset it") from error
     except Exception as error:  # of the client, of what it sends with, and of what the hub answers
-        raise UserError(f"{name} at {hub.endpoint}: {one_line(error)}; log in with `hf auth login`") from error
+        is_wrapped = isinstance(error, RuntimeError) and error.__cause__  # that of a large file
+        error = error.__cause__ if is_wrapped else error
+        raise UserError(f"{name} at {hub.endpoint}: {one_line(error)}; {_advice(error)}") from error
+
+
+def _advice(error: BaseException) -> str:
+    """How to mend a failed upload."""
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+    if isinstance(error, HfHubHTTPError):
+        status = error.response.status_code
+        return ADVICE.get(status, "the hub itself fails: try again later" if status >= 500 else "mend what it names")
+    if isinstance(error, HTTPError):
+        return "the hub gave no answer: look at the network, and at HF_ENDPOINT if that is set"
+    return "mend what it names, or try again"

@@ -33,6 +33,7 @@ class Launch:
 
     source: str = "the environment"  # what to name in an error
     config_file: str | None = None
+    command: list[str] = field(default_factory=list)  # `accelerate launch` as it was typed, up to the script
     num_processes: int = field(default_factory=lambda: int(os.environ.get("WORLD_SIZE", 1)))
     mode: str = "plain"  # plain, DDP, FSDP, DeepSpeed
     mixed_precision: str = field(default_factory=lambda: os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
@@ -102,6 +103,7 @@ def parse_launch(argv: list[str], environment: dict[str, str] | None = None) -> 
     launch = Launch(
         source=f"`accelerate launch` with {config_file}" if config_file else "`accelerate launch`",
         config_file=config_file,
+        command=["accelerate", "launch", *argv[: len(argv) - len(args.training_script_args) - 1]],
         # Without a config, the launcher counts GPUs: zero of them is still one process.
         num_processes=max(1, args.num_processes or 1),
         mode=_asked_mode(args),

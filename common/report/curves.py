@@ -1,4 +1,4 @@
-"""curves.png: a run at a glance, drawn of its metrics.jsonl, by a process of its own.
+"""curves.png: a run at a glance, drawn of its metrics.jsonl and its results, by a process of its own.
 
     python common/report/curves.py runs/books tokens
 
@@ -7,6 +7,7 @@ this repository, and a run starts it and goes on.
 """
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -16,12 +17,19 @@ FEWEST = 10  # updates that make a curve
 SMOOTH = 50  # parts of a run over which the bold line of a noisy figure is a mean
 COLOURS = ("#4c72b0", "#dd8452")
 NOISY = {"loss", "grad_norm", "tokens_per_second"}
+HELD_OUT = ("validation_loss", "accuracy", "macro_f1", "r2")  # what an evaluation measures
 FROM_ZERO = {"tokens_per_second", "peak_memory_bytes"}  # 0 is on the picture
 
 
 def start_drawing(output_dir: Path, unit: str) -> subprocess.Popen:
     """A process that writes curves.png, whole or not at all. unit: of what is counted, such as tokens."""
     return subprocess.Popen([sys.executable, __file__, str(output_dir), unit], stderr=subprocess.PIPE, text=True)
+
+
+def finish(drawing: subprocess.Popen) -> None:
+    """Waits for it, and says what kept it from drawing."""
+    if (problem := drawing.communicate()[1]) and drawing.returncode:
+        print(f"curves.png could not be drawn: {problem.splitlines()[-1]}", file=sys.stderr)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -33,6 +41,17 @@ def read(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return lines
+
+
+def with_end(lines: list[dict[str, Any]], results: dict[str, Any]) -> list[dict[str, Any]]:
+    """The lines, the last one with the held-out figures of the run's end, where no evaluation met it.
+
+    results: of run.json. With --keep_best an evaluation meets it, and these may be figures of an earlier update.
+    """
+    *others, last = lines or [{"validation_loss": None}]
+    if "validation_loss" in last or "best" in results or results.get("updates") != last["update"] + 1:
+        return lines
+    return [*others, last | {name: results[name] for name in HELD_OUT if math.isfinite(results.get(name, math.nan))}]
 
 
 def panels(unit: str) -> dict[str, dict[str, str]]:
@@ -76,7 +95,9 @@ def draw(output_dir: Path, unit: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot: no display
     from matplotlib.figure import Figure
 
-    lines = read(output_dir / "metrics.jsonl")
+    lines, run = read(output_dir / "metrics.jsonl"), output_dir / "run.json"
+    if run.is_file():
+        lines = with_end(lines, json.loads(run.read_text()).get("results", {}))
     figure = Figure(figsize=(12, 7), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, 4)

@@ -1,7 +1,9 @@
 """model/README.md: what the model is, what it was trained on and how, by a run's own record."""
 
 import json
+import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,8 @@ FIGURES = {
     "peak_memory_bytes": "most memory of a process, bytes",
 }
 # That say nothing about the model: where and how the run was kept.
-KEPT = "output_dir overwrite resume dry_run plan report_to num_workers connect_timeout profile".split()
+KEPT = "output_dir overwrite resume dry_run plan save_every keep_last report_to num_workers connect_timeout".split()
+KEPT += ["profile", "allow_changed"]
 
 
 def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> None:
@@ -39,7 +42,7 @@ def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> 
 
     run: as run.json has it, without secrets. model_class: an Auto class, or a recipe's own.
     """
-    arguments, data = run["arguments"], {"trained on": run["data"], "held out": run["held_out"]}
+    arguments, results = run["arguments"], run["results"]
     name, base = directory.parent.name, arguments.get("model_name_or_path")
     is_adapter = arguments.get("lora_rank") is not None
     card = ModelCardData(
@@ -50,35 +53,86 @@ def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> 
     )
     origin = f"fine-tuned from `{base}`" if base else "trained from scratch"
     if is_adapter:
-        what = f"An adapter (LoRA) of rank {arguments['lora_rank']}"
+        what = _describe_adapter(json.loads((directory / "adapter_config.json").read_text()))
     else:
         what = f"`{json.loads((directory / 'config.json').read_text())['architectures'][0]}`"
-    settings = {key: value for key, value in arguments.items() if key not in KEPT and value not in (None, [])}
-    settings = {key: value for key, value in settings.items() if value is not False}
-    results = run["results"]
     figures = {words: results[key] for key, words in FIGURES.items() if results.get(key) is not None}
     apart = [one["source"] for one in run.get("held_out_sources") or []]
     figures |= {f"held-out loss of `{source}`": results[f"validation_loss/{source}"] for source in apart}
     resumed = f", resumed at update {run['resumed_at']}" if run["resumed_at"] else ""
-    lines = [
-        f"---\n{card}\n---",
+    parts = [
         f"# {name}",
-        f"{what}, {origin} in {run['results']['updates']:,} updates; "
-        f"`{loading_call(directory, model_class)}` loads it.",
+        f"{what}, {origin} in {results['updates']:,} updates; `{loading_call(directory, model_class, 'PATH')}` loads it.",
         "## Data",
-        *(f"- {part}: {' '.join(text.split())}" for part, text in data.items() if text),
+        *(_list(part, text) for part, text in (("trained on", run["data"]), ("held out", run["held_out"])) if text),
         "## Figures",
         _table({words: f"{value:,.6g}" for words, value in figures.items()}),
         "## Settings",
         f"{run['mode']}, {run['world_size']} process{'es' * (run['world_size'] > 1)} on {run['device']}, "
         f"mixed precision: {run['mixed_precision']}{resumed}.",
-        _table({f"`--{key}`": f"`{_words(value)}`" for key, value in settings.items()}),
+        *_settings(run),
         "## Command",
-        f"    {shlex.join(map(str, run['command']))}",
+        *_commands(run),
         "## Versions",
         ", ".join(f"{package} {version}" for package, version in run["versions"].items()),
     ]
-    ModelCard("\n\n".join(lines) + "\n").save(directory / "README.md")
+    ModelCard(f"---\n{card}\n---\n\n" + _short("\n\n".join(parts)) + "\n").save(directory / "README.md")
+
+
+def _describe_adapter(config: dict[str, Any]) -> str:
+    """What peft's own file says of an adapter: its flags may be defaults."""
+    layers = sorted([*config["target_modules"], *(config.get("target_parameters") or [])])
+    whole = f", with {_code(new)} trained whole" if (new := config.get("modules_to_save")) else ""
+    return f"An adapter (LoRA) of rank {config['r']} and alpha {config['lora_alpha']} on {_code(layers)}{whole}"
+
+
+def _list(part: str, text: str) -> str:
+    """What a part of the data is: of mixed data an item for each source."""
+    lines = text.splitlines()
+    items = lines if len(lines) == 1 else ["", *(f"  - {line.strip()}" for line in lines)]
+    return f"- {part}:{' ' * (len(lines) == 1)}" + "\n".join(items)
+
+
+def _settings(run: dict[str, Any]) -> Iterator[str]:
+    """What was asked by any start of the run, as a table; then what was not."""
+    arguments = {key: value for key, value in run["arguments"].items() if key not in KEPT}
+    if arguments.get("num_epochs"):
+        del arguments["num_updates"]  # which it has replaced
+    if not arguments.get("lora_rank"):
+        arguments.pop("lora_dropout", None)
+    settings = {
+        f"--{key}": _words(value)
+        for key, value in arguments.items()
+        if value not in (None, []) and value is not False  # 0 is a value
+    }
+    given = {word.partition("=")[0] for command in run["commands"] for word in command}
+    if asked := {f"`{flag}`": f"`{words}`" for flag, words in settings.items() if flag in given}:
+        yield _table(asked)
+    chosen = [f"{flag} {words}" for flag, words in settings.items() if flag not in given]
+    yield f"Not asked for, so as the recipe chooses: {_code(chosen)}."
+
+
+def _commands(run: dict[str, Any]) -> Iterator[str]:
+    """Those of all starts, each once."""
+    first, *others = dict.fromkeys(shlex.join(map(str, command)) for command in run["commands"])
+    yield f"    {first}"
+    if others:
+        yield "Continued by:"
+        yield from (f"    {other}" for other in others)
+    if run["commands"][-1][0] not in ("accelerate", "python"):
+        yield "Another launcher than `accelerate launch` started it in each process."
+
+
+def _short(text: str) -> str:
+    """Paths below the working directory relative, and below the home directory with ~: no reader has either."""
+    for place, words in ((Path.cwd(), ""), (Path.home(), "~/")):
+        if place.parent != place:
+            text = re.sub(rf"(?<![\w.~/-]){re.escape(str(place))}/", words, text)
+    return text
+
+
+def _code(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _table(rows: dict[str, str]) -> str:

@@ -100,7 +100,7 @@ class Progress:
         )
         if self.per_epoch:
             done, in_all = (number / self.per_epoch for number in (self.state.update, self.bar.total))
-            self.bar.set_description_str(f"epoch {done:.2f} of {in_all:.4g}", refresh=False)
+            self.bar.set_description_str(f"epoch {done:.2f} of {in_all:.2f}", refresh=False)
         self.bar.update()
 
     def draw(self, now: bool = False) -> None:
@@ -110,8 +110,8 @@ class Progress:
             if self.drawing is not None:
                 self.drawing.communicate()
             self.drawing = curves.start_drawing(self.output_dir, self.unit)
-            if now and (problem := self.drawing.communicate()[1]) and self.drawing.returncode:
-                print(f"curves.png could not be drawn: {problem.splitlines()[-1]}", file=sys.stderr)
+            if now:
+                curves.finish(self.drawing)
 
     def end_early(self, patience: int) -> None:
         """The updates end here, all `patience` evaluations after the best one."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, refuse
+from common.report import curves
 
 
 @dataclass
@@ -17,7 +18,8 @@ class RecordedRun:
 
     Attributes:
         name: the end of its path, as far as it tells the run from the others.
-        facts: run.json. lines: of metrics.jsonl, one for each update. written: when the last one was.
+        facts: run.json. lines: of metrics.jsonl, one an update; the last also has the held-out figures of the end.
+        written: when the last one was.
     """
 
     name: str
@@ -68,7 +70,8 @@ def _read_run(directory: Path, places: list[Path]) -> RecordedRun:
     if not is_sound:
         raise UserError(f"{record}: not as a run writes it; mend it, or leave this run out")
     written = datetime.fromtimestamp(metrics.stat().st_mtime).astimezone()
-    return RecordedRun(_short_name(directory.resolve(), places), facts, _read_metrics(metrics), written)
+    lines = curves.with_end(_read_metrics(metrics), facts.get("results") or {})
+    return RecordedRun(_short_name(directory.resolve(), places), facts, lines, written)
 
 
 def _read_metrics(path: Path) -> list[dict[str, float]]:

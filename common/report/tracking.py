@@ -24,6 +24,7 @@ from common.parallel import liveness
 from common.parallel.mode import describe_mode, describe_precision, running_mode
 from common.parallel.rates import advise
 from common.redaction import redact
+from common.report import curves
 from common.report.model_card import write_model_card
 from common.training.batching import GlobalBatches
 from common.training.degrees import running
@@ -69,11 +70,14 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
     args, accelerator, output_dir, state = run.args, run.accelerator, run.output_dir, run.state
     batches = run.loader.dataset
     if accelerator.is_main_process:
+        before = _read_earlier(output_dir / "run.json")
+        launcher = run.asked.command or ["python"] * (accelerator.num_processes == 1)
         cut_metrics(output_dir / "metrics.jsonl", state.update)
         is_cuda = accelerator.device.type == "cuda"
         facts = {
             "arguments": vars(args),
             "command": sys.argv,
+            "commands": [*before.get("commands", []), [*launcher, *sys.argv]],
             "world_size": accelerator.num_processes,
             "mode": running_mode(accelerator),
             "mixed_precision": accelerator.mixed_precision,
@@ -89,9 +93,8 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
             "held_out_sources": run.held_out and _sources(run.held_out.dataset),
             **run.forecast.facts(),
         }
-        path = output_dir / "run.json"
-        if state.update == state.end(args) and path.is_file():  # a finished run: its results stay
-            facts["results"] = json.loads(path.read_text()).get("results", {})
+        if state.update == state.end(args) and before:  # a finished run: its results stay
+            facts["results"] = before.get("results", {})
         write_run(output_dir, facts)
     liveness.note_failure = partial(_end_failed, output_dir)
     if args.report_to:
@@ -109,6 +112,18 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
             for tracker in accelerator.trackers
             if tracker.name in RUN_NAMES
         }
+
+
+def _read_earlier(path: Path) -> dict[str, Any]:
+    """run.json as the start before this one left it; nothing where there was none, or a power cut has damaged it.
+
+    `commands` has a command for each start. Older runs kept only the last one's, from the script on.
+    """
+    try:
+        run = json.loads(path.read_text())
+        return {"commands": [run["command"]]} | run
+    except (OSError, ValueError, TypeError, LookupError):
+        return {}
 
 
 def _sources(batches: GlobalBatches, num_samples: int = 0) -> list[dict[str, Any]] | None:
@@ -260,6 +275,10 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, *
     is_again, run = "results" in run, run | {"results": results, "status": "finished"}
     write_run(output_dir, run)
     write_model_card(output_dir / "model", run, model_class)
+    if (picture := output_dir / "curves.png").is_file():
+        updates = curves.read(output_dir / "metrics.jsonl")
+        if curves.with_end(updates, results) != updates:  # it was drawn without the last held-out loss
+            curves.finish(curves.start_drawing(output_dir, results["unit"]))
     if is_again:
         print("\nnothing was left to train; the figures of the training are those of the finished run")
     if results["tokens_per_second"]:
@@ -291,6 +310,6 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, *
     model = output_dir / "model"
     print(f"model      {model} ({export_dtype.describe(model)}; {loading_call(model, model_class)} loads it)")
     print(f"metrics    {output_dir / 'metrics.jsonl'}")
-    if (output_dir / "curves.png").is_file():
-        print(f"curves     {output_dir / 'curves.png'}")
+    if picture.is_file():
+        print(f"curves     {picture}")
     print(f"settings   {output_dir / 'run.json'}")
