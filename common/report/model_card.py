@@ -62,7 +62,8 @@ def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> 
     resumed = f", resumed at update {run['resumed_at']}" if run["resumed_at"] else ""
     parts = [
         f"# {name}",
-        f"{what}, {origin} in {results['updates']:,} updates; `{loading_call(directory, model_class, 'PATH')}` loads it.",
+        f"{what}, {origin} in {results['updates']:,} updates; "
+        f"`{loading_call(directory, model_class, 'PATH')}` loads it.",
         "## Data",
         *(_list(part, text) for part, text in (("trained on", run["data"]), ("held out", run["held_out"])) if text),
         "## Figures",
