@@ -15,6 +15,7 @@ LAYERS = [
     "familiar",
     "versions",
     "export_dtype",
+    "adapter_files",
     "training",
     "parallel",
     "data",

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from common.checkpoint.adapter import loading_call
+from common.adapter_files import loading_call
 from common.checkpoint.export import export
 from common.checkpoint.format import find_best, find_damage, list_checkpoints
 from common.checkpoint.push import push

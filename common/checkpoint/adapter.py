@@ -1,7 +1,6 @@
 """A checkpoint of an adapter, as peft loads it, or merged into its base."""
 
 import argparse
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from common import export_dtype
+from common.adapter_files import ADAPTER_CONFIG, has_own_layers, write_config
 from common.checkpoint.format import own_file
 from common.errors import UserError, one_line
 from common.files import fingerprint, identify_pretrained
-
-ADAPTER_CONFIG = "adapter_config.json"  # peft's
-# Of the model with its labels, beside an adapter that has a head of its own. (A config.json beside an adapter makes
-# transformers take the directory for a whole model.)
-CONFIG = "config"
 
 
 def identity(args: argparse.Namespace) -> dict[str, str]:
@@ -30,34 +25,6 @@ def identity(args: argparse.Namespace) -> dict[str, str]:
 def is_adapter(manifest: dict[str, Any]) -> bool:
     """Whether a checkpoint holds an adapter, without its base."""
     return f"model/{ADAPTER_CONFIG}" in manifest["files"]
-
-
-def has_own_layers(directory: Path) -> bool:
-    """Whether an adapter's directory has layers that were trained whole, such as a new head."""
-    path = directory / ADAPTER_CONFIG
-    return path.is_file() and bool(json.loads(path.read_text()).get("modules_to_save"))
-
-
-def write_config(config: Any, directory: Path) -> None:
-    """Writes the model's configuration into `CONFIG` of an adapter's directory, where its base has another head."""
-    if has_own_layers(directory):
-        config = copy.deepcopy(config)
-        config.dtype = None  # that of the base's files, whatever the run computed in
-        config.save_pretrained(directory / CONFIG)
-
-
-def loading_call(directory: Path, model_class: str | None = None, shown: str | None = None) -> str:
-    """What loads a directory with a model or an adapter. Only a classifier's adapter has layers of its own.
-
-    shown: what it is called there, in the place of its path.
-    """
-    if not (directory / CONFIG).is_dir():
-        return f"{model_class}.from_pretrained" if model_class else "from_pretrained"
-    model_class = model_class or "AutoModelForSequenceClassification"
-    path = shown or directory
-    config = f'AutoConfig.from_pretrained("{path}", subfolder="{CONFIG}")'
-    # The base may have a head of another size.
-    return f'{model_class}.from_pretrained("{path}", config={config}, ignore_mismatched_sizes=True)'
 
 
 def write_adapter(

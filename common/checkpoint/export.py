@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from common import export_dtype
-from common.checkpoint.adapter import ADAPTER_CONFIG, is_adapter, write_adapter
+from common.adapter_files import ADAPTER_CONFIG
+from common.checkpoint.adapter import is_adapter, write_adapter
 from common.checkpoint.format import FORMAT, Reader, find_damage, newer_line, own_file, read_manifest, require
 from common.errors import UserError, one_line
 from common.files import PARTIAL, complete_or_absent

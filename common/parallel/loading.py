@@ -20,7 +20,7 @@ from torch.distributed.tensor import distribute_tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common import export_dtype
-from common.checkpoint.adapter import ADAPTER_CONFIG, write_config
+from common.adapter_files import ADAPTER_CONFIG, write_config
 from common.files import complete_or_absent
 from common.parallel import sequence, tensor
 from common.parallel.liveness import wait_for_all

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common import export_dtype
-from common.checkpoint.adapter import loading_call
+from common.adapter_files import loading_call
 from common.errors import UserError
 from common.memory import most_resident
 from common.models.quantization import describe_frozen, number_of
