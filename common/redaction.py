@@ -26,6 +26,10 @@ def is_secret(name: str) -> bool:
     return name.upper().endswith(NAMES)
 
 
+def _names_secret(flag: Any) -> bool:
+    return isinstance(flag, str) and re.search(r"^--(?!.*per_token)[^= ]+$", flag) is not None and is_secret(flag)
+
+
 def redact(value: Any) -> Any:
     """The same text, list or dict without secrets: known forms, and whatever the environment holds as one."""
     if isinstance(value, dict):
@@ -34,7 +38,8 @@ def redact(value: Any) -> Any:
             for name, item in value.items()  # a number is no secret: experts_per_token
         }
     if isinstance(value, list | tuple):
-        return [redact(item) for item in value]
+        flags = ["", *value]  # a command's words: the one after --hf_token is one
+        return [HIDDEN if _names_secret(flag) else redact(item) for flag, item in zip(flags, value, strict=False)]
     if not isinstance(value, str):
         return value
     for name, secret in os.environ.items():

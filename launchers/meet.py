@@ -35,7 +35,7 @@ from accelerate.commands import launch  # noqa: E402
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
-from common.errors import UserError, refuse
+from common.errors import CommandParser, UserError, refuse
 from common.parallel.launch import Launch, check_machines, parse_launch  # noqa: E402
 from common.parallel.liveness import listen, send  # noqa: E402
 
@@ -206,14 +206,14 @@ def hand_on_stop_requests() -> None:
 
 def main() -> None:
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    parser = CommandParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
     parser.add_argument("--timeout", type=float, default=60, metavar="SECONDS", help="to wait for each other (60)")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="accelerate launch, and all that follows it")
-    args = parser.parse_args()
-    if len(args.command) < 3 or Path(args.command[0]).name != "accelerate" or args.command[1] != "launch":
-        parser.error("after its own flags comes: accelerate launch --config_file ... recipes/lm.py ...")
-    words = args.command[2:]
     try:
+        args = parser.parse_args()
+        if len(args.command) < 3 or Path(args.command[0]).name != "accelerate" or args.command[1] != "launch":
+            parser.error("after its own flags comes: accelerate launch --config_file ... recipes/lm.py ...")
+        words = args.command[2:]
         asked = parse_launch(words)
         refuse(check_machines(asked))
         if asked.num_machines > 1:

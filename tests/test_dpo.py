@@ -120,6 +120,9 @@ def test_pairs_of_texts_and_of_messages(tokenizer, cache, tmp_path):
             with pytest.raises(UserError, match=problem) as error:
                 tokenize_preferences(source_of(tmp_path / f"{number} {problem}.jsonl", rows), chat, 64, "", cache)
             assert len(str(error.value).splitlines()) == 1
+    rows = [{"chosen": "a b", "rejected": "a c"}, {"prompt": "a", "chosen": "b", "rejected": "c"}]
+    with pytest.raises(UserError, match="line 2: has a prompt, and the first row has none; give all rows one, or none"):
+        tokenize_preferences(source_of(tmp_path / "later.jsonl", rows), chat, 64, "", cache)
 
 
 def test_a_body_is_parted_from_its_docstring():

@@ -462,4 +462,5 @@ def test_only_secrets_are_taken_out():
     text = "dataset https://host/x?token=abc: is not there, nor HF_TOKEN=abc: it is not"
     assert redact(text) == text.replace("abc", HIDDEN)  # what follows a name in a message stays
     assert redact("--hf_token abc") == f"--hf_token {HIDDEN}"
+    assert redact(["--hf_token", "abc", "--experts_per_token", "2"])[1::2] == [HIDDEN, "2"]
     assert redact("--api_key abc, HF_TOKEN=abc, x?access_token=abc&y=1").count("abc") == 0

@@ -110,6 +110,8 @@ def _check_row(row: Row, columns: tuple[str, ...]) -> None:
     """Raises UserError where texts and messages are mixed, or the messages are no two answers to the same prompt."""
     values = {name: row.values.get(name) for name in columns}
     lists, texts = ([name for name in columns if isinstance(values[name], list) is kind] for kind in (True, False))
+    if not lists and row.values.get("prompt") and "prompt" not in columns:
+        raise UserError(f"{row.where}: has a prompt, and the first row has none; give all rows one, or none")
     if not lists:
         return
     if set(ANSWERS) & set(texts):

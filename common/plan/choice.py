@@ -1,6 +1,5 @@
 """`--micro_batch_tokens auto`: the plan's choice, tried on the longest samples at the start, and what a run learns."""
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from common.plan.machines import Machine
 from common.plan.memory import mode_of, needs, peak, shape_of
 from common.plan.plan import BUSY, held_on_cpu, lacks
 from common.plan.profile import Parts, Profile
-from common.report.tracking import write_run
+from common.report.tracking import read_earlier, write_run
 from common.training import token_budget
 from common.training.batching import GlobalBatch, Samples
 from common.training.optimizers import OPTIMIZERS
@@ -125,7 +124,7 @@ def choose(
     )
     if not run.accelerator.is_main_process:
         return choice
-    if args.resume and (learned := _run_json(args).get("micro_batch_tokens")):
+    if args.resume and (learned := read_earlier(Path(args.output_dir)).get("micro_batch_tokens")):
         choice.history = learned
     try:
         for rows in choice.rows:
@@ -134,11 +133,6 @@ def choose(
     except Played:
         return None
     return choice
-
-
-def _run_json(args: Any) -> dict[str, Any]:
-    path = Path(args.output_dir) / "run.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def batches_within_memory(run: Any) -> Iterator[GlobalBatch]:
@@ -184,4 +178,4 @@ def _attempt(run: Any, budget: TokenBudget, batch: GlobalBatch, update: int) -> 
             run.forecast.found = run.forecast.at(budget.tokens)
             how += f", predicted peak {in_bytes(run.forecast.peak())}"
         run.progress.bar.write(f"memory ran out on {budget.where} {what}: {how}")
-        write_run(run.output_dir, _run_json(run.args) | run.forecast.facts())
+        write_run(run.output_dir, read_earlier(run.output_dir) | run.forecast.facts())

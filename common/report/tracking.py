@@ -70,7 +70,7 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
     args, accelerator, output_dir, state = run.args, run.accelerator, run.output_dir, run.state
     batches = run.loader.dataset
     if accelerator.is_main_process:
-        before = _read_earlier(output_dir / "run.json")
+        before = read_earlier(output_dir)
         launcher = run.asked.command or ["python"] * (accelerator.num_processes == 1)
         cut_metrics(output_dir / "metrics.jsonl", state.update)
         is_cuda = accelerator.device.type == "cuda"
@@ -114,13 +114,13 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
         }
 
 
-def _read_earlier(path: Path) -> dict[str, Any]:
+def read_earlier(output_dir: Path) -> dict[str, Any]:
     """run.json as the start before this one left it; nothing where there was none, or a power cut has damaged it.
 
     `commands` has a command for each start. Older runs kept only the last one's, from the script on.
     """
     try:
-        run = json.loads(path.read_text())
+        run = json.loads((output_dir / "run.json").read_text())
         return {"commands": [run["command"]]} | run
     except (OSError, ValueError, TypeError, LookupError):
         return {}
