@@ -167,7 +167,8 @@ def test_loss_and_gradients_are_the_formulas(family):
     with torch.no_grad():
         reference = of_answers(base, micro_batch, lambda answers: answers)
     loss, margins = dpo.predict(model, micro_batch | {"target_reference": reference})
-    torch.testing.assert_close(loss, sum(terms), rtol=1e-12, atol=0)
+    # Bamba's state space is float32's in a model of any type, and with it the length of a batch shows.
+    torch.testing.assert_close(loss, sum(terms), rtol=1e-7 if "bamba" in family else 1e-12, atol=0)
     assert margins.shape == (3,)
     found = torch.autograd.grad(loss, list(model.parameters()))
     assert relative_difference(found, expected) < 1e-6  # some norms are float32's
