@@ -33,6 +33,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
+from common.checkpoint.export import export
 from common.checkpoint.format import list_checkpoints
 from common.errors import UserError
 from common.models import adapters
@@ -210,6 +211,24 @@ def test_peft_loads_it_in_a_fresh_process_and_it_merges(place, tmp_path):
     weights, half = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "half"))
     assert all((half[name] == weight.bfloat16()).all() for name, weight in weights.items())
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("config", ["fsdp2", "zero3"])
+def test_a_sharded_run_exports_what_it_wrote(place, tmp_path, config):
+    """Its adapter, and merged; and a whole model. FSDP2 gives the model's class another name."""
+    for name in ("adapter", "whole"):
+        asked = [one for one in flags(place, tmp_path / name) if name == "adapter" or one not in ("--lora_rank", 8)]
+        launch(*asked, "--num_updates", 1, config=config)
+        ((checkpoint, manifest),) = list_checkpoints(tmp_path / name)[0]
+        assert manifest["architecture"] == "LlamaForCausalLM"
+        export(checkpoint, tmp_path / f"{name} exported")
+        directories = tmp_path / f"{name} exported", tmp_path / name / "model"
+        (exported,), (written,) = ([*directory.glob("*model.safetensors")] for directory in directories)
+        exported, written = load_file(exported), load_file(written)
+        assert exported.keys() == written.keys() and all(exported[key].equal(written[key]) for key in exported)
+    export(tmp_path / "adapter/checkpoints/update-000001", tmp_path / "merged", merge=True)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert type(merged).__name__ == "LlamaForCausalLM"
 
 
 def test_a_checkpoint_holds_the_adapter_and_knows_its_base(place, tmp_path):

@@ -16,7 +16,7 @@ from common.parallel.ending import user_mistakes_end_here
 LANGUAGE = {"lm.py", "moe.py", "long_sequence.py", "seq2seq.py", "classify.py"}
 # What a recipe may load of common/: what every one does, and what its job needs.
 EVERY = """
-    adapter_files arguments checkpoint.adapter checkpoint.agreement
+    adapter_files arguments checkpoint.adapter checkpoint.agreement checkpoint.architecture
     checkpoint.format checkpoint.identity checkpoint.layouts checkpoint.random_states
     checkpoint.resume checkpoint.save checkpoint.write checks data.hub errors export_dtype familiar files memory
     models.adapters models.quantization

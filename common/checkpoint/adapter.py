@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from common import export_dtype
 from common.adapter_files import ADAPTER_CONFIG, has_own_layers, write_config
+from common.checkpoint.architecture import class_of
 from common.checkpoint.format import own_file
 from common.errors import UserError, one_line
 from common.files import fingerprint, identify_pretrained
@@ -52,11 +53,8 @@ def write_adapter(
 
 def _own_config(directory: Path, manifest: dict[str, Any]) -> Any:
     """The configuration that the run of a checkpoint had: the base's, with its own labels."""
-    import transformers  # here because the command lists checkpoints without it
-
     own_file(directory, "model/config.json")
-    config_class = getattr(transformers, manifest["architecture"]).config_class
-    return config_class.from_pretrained(directory / "model", local_files_only=True)
+    return class_of(manifest).config_class.from_pretrained(directory / "model", local_files_only=True)
 
 
 def _as_peft_saves(name: str) -> str:
@@ -74,7 +72,6 @@ def merged(directory: Path, manifest: dict[str, Any], adapter: Path) -> Any:
 
     Raises UserError: the base is not there, or is another one.
     """
-    import transformers
     from peft import PeftModel
 
     from common.models import quantization
@@ -83,7 +80,7 @@ def merged(directory: Path, manifest: dict[str, Any], adapter: Path) -> Any:
     was = manifest["identity"]["base"]
     if "@" not in was and (not Path(base).is_dir() or fingerprint(Path(base)) != was):
         raise UserError(f"{directory}: its base {base} is not there, or has changed; put it back where it was")
-    model_class = getattr(transformers, manifest["architecture"])
+    model_class = class_of(manifest)
     options = quantization.options(argparse.Namespace(**manifest["identity"]["settings"]))
     quantized, own_layers = bool(options), has_own_layers(adapter)
     # The run's configuration, whatever has become of the base's; and its head, whatever size the base's has.

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from common import export_dtype
 from common.adapter_files import ADAPTER_CONFIG
 from common.checkpoint.adapter import is_adapter, write_adapter
+from common.checkpoint.architecture import class_of
 from common.checkpoint.format import FORMAT, Reader, find_damage, newer_line, own_file, read_manifest, require
 from common.errors import UserError, one_line
 from common.files import PARTIAL, complete_or_absent
@@ -88,11 +89,9 @@ def _writer(
     directory: Path, manifest: dict[str, Any], weights: dict[str, torch.Tensor], dtype: str | None, merge: bool
 ) -> Callable[[Path], Any]:
     """What writes the model of a checkpoint, or its adapter, into an empty directory. UserError: they make none."""
-    import transformers
-
     if is_adapter(manifest):
         return partial(write_adapter, directory, manifest, weights, dtype, merge)
-    model_class = getattr(transformers, manifest["architecture"], None)
+    model_class = class_of(manifest)
     weights = export_dtype.cast(weights, dtype)
     if model_class is None:  # a recipe's own class: its configuration, and the weights under its own names
 

@@ -18,6 +18,7 @@ from torch.profiler import record_function
 
 from common.checkpoint import layouts, resume
 from common.checkpoint.agreement import Agreement
+from common.checkpoint.architecture import class_name
 from common.checkpoint.format import DTYPE_NAMES, FORMAT, Reader, TrainingState, find_best, list_checkpoints
 from common.checkpoint.random_states import random_states
 from common.checkpoint.write import Writer
@@ -89,7 +90,7 @@ class Checkpoints:
 
         Raises UserError: another process writes there.
         """
-        self.facts = facts | {"architecture": type(without_wrapper(model)).__name__}
+        self.facts = facts | {"architecture": class_name(without_wrapper(model))}
         generation = getattr(without_wrapper(model), "generation_config", None)
         pretrained += () if generation is None else (generation,)
         pretrained += tuple(getattr(without_wrapper(model), "peft_config", {}).values())
