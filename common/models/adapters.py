@@ -16,7 +16,7 @@ from common.models import quantization
 from common.models.load import build_model, empty_model
 from common.parallel import loading
 from common.training.degrees import Degrees
-from common.training.precision import is_deepspeed, narrow_dtype
+from common.training.precision import is_deepspeed, is_fsdp, narrow_dtype
 
 FLAGS = ("lora_alpha", "lora_targets", "lora_dropout", "use_dora", "use_rslora", "quantize")  # beside --lora_rank
 
@@ -137,13 +137,13 @@ def with_adapter(
                 weight.data = weight.data.to(trained)
             elif dtype is not None and weight.ndim > 1 and weight.dtype == torch.float32:
                 weight.data = weight.data.to(dtype)
-        if isinstance(module, nn.Embedding) and module.weight.dtype == dtype:
+        if isinstance(module, nn.Embedding) and module.weight.dtype == dtype and not is_fsdp():
             module.forward = MethodType(_float32_rows, module)
     return model
 
 
 def _float32_rows(self: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
-    """What an embedding in 16 bits returns: in float32, in which a residual stream begins here."""
+    """What an embedding in 16 bits returns: in float32, in which a residual stream begins under autocast."""
     return type(self).forward(self, ids).float()
 
 

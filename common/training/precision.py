@@ -47,6 +47,11 @@ def is_deepspeed() -> bool:
     return bool(AcceleratorState._shared_state) and AcceleratorState().distributed_type == DistributedType.DEEPSPEED
 
 
+def is_fsdp() -> bool:
+    """Whether FSDP2 runs, which casts each layer's parameters and inputs where autocast leaves norms in float32."""
+    return bool(AcceleratorState._shared_state) and AcceleratorState().distributed_type == DistributedType.FSDP
+
+
 def narrow_dtype() -> torch.dtype | None:
     """The 16 bits that autocast or FSDP2 compute in; None without, and for DeepSpeed, which casts the whole model."""
     if not AcceleratorState._shared_state or is_deepspeed():
