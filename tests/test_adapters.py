@@ -29,6 +29,8 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     RobertaConfig,
     RobertaForSequenceClassification,
 )
@@ -53,6 +55,16 @@ def asked(**more):
 def tiny(dtype=torch.float64):
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**TINY)).to(dtype)
+
+
+def test_embeddings_of_a_frozen_base_take_what_their_model_gives_them(monkeypatch):
+    """OPT's of positions takes a mask and a length. Without 16 bits they are as they were."""
+    config = OPTConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, ffn_dim=48)
+    for dtype in (None, torch.bfloat16):
+        monkeypatch.setattr(adapters, "narrow_dtype", lambda dtype=dtype: dtype)
+        model = adapters.with_adapter(asked(), OPTForCausalLM(config))
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
+            assert model(torch.arange(2, 9)[None]).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("saved", [torch.bfloat16, torch.float32])

@@ -142,9 +142,9 @@ def with_adapter(
     return model
 
 
-def _float32_rows(self: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
+def _float32_rows(self: nn.Embedding, *args: Any, **kwargs: Any) -> torch.Tensor:
     """What an embedding in 16 bits returns: in float32, in which a residual stream begins under autocast."""
-    return type(self).forward(self, ids).float()
+    return type(self).forward(self, *args, **kwargs).float()  # positions' embeddings take more than ids
 
 
 def _targets(args: argparse.Namespace, model: PreTrainedModel, new: list[str]) -> tuple[list[str], list[str]]:
