@@ -194,7 +194,7 @@ def test_the_card_has_the_commands_of_all_starts(finished, card, tmp_path):
     assert "    recipes/lm.py --train_file" in text.split("Continued by:")[0] and text.count("--resume") == 1
     assert "Another launcher" not in text and "Another launcher" in card({"commands": [["recipes/lm.py"]]})
     record.write_text("")  # as a power cut leaves it
-    assert tracking._read_earlier(record) == {}
+    assert tracking.read_earlier(tmp_path / "books") == {}
 
 
 def test_a_model_is_uploaded_as_it_lies_there(finished, hub):
