@@ -6,7 +6,16 @@ import re
 import shutil
 
 import pytest
-from conftest import assert_mistake, launch, read_metrics, recipe_arguments, run_recipe_alone, told, write_rows
+from conftest import (
+    assert_mistake,
+    launch,
+    read_metrics,
+    recipe_arguments,
+    run_recipe_alone,
+    run_specs,
+    told,
+    write_rows,
+)
 from test_resume import RECIPES, data  # noqa: F401  a fixture
 
 from common.training import epochs
@@ -72,17 +81,19 @@ def test_every_recipe_counts_in_epochs(recipe, data, tmp_path):  # noqa: F811
 def test_a_run_in_epochs_is_the_run_in_updates_and_resumes(text, tmp_path):
     """Bit for bit, from one unit to the other too. Control: another number of updates is refused."""
     asked = ["--num_epochs", 1.5, "--eval_every", "1epoch", "--save_every", "1epoch", "--keep_last", 9]
-    launch(*flags(text, tmp_path / "epochs", *asked), config="multi_cpu")
+    run_specs("lm", [(flags(text, tmp_path / "epochs", *asked), {})], tmp_path, "multi_cpu")
     expected = losses(tmp_path / "epochs")
     (length,) = evaluated(tmp_path / "epochs")
     assert len(expected) == -(-3 * length // 2)
     same = ["--num_updates", len(expected), "--eval_every", length, "--save_every", length, "--keep_last", 9]
-    launch(*flags(text, tmp_path / "updates", *same), config="multi_cpu")
-    assert losses(tmp_path / "updates") == expected
-    shutil.rmtree(tmp_path / f"updates/checkpoints/update-{len(expected):06}")
-    launch("--resume", *flags(text, tmp_path / "updates", *asked), config="multi_cpu")
-    assert losses(tmp_path / "updates") == expected
-    result = launch("--resume", *flags(text, tmp_path / "updates", "--num_epochs", 3), config="multi_cpu", check=False)
+    copied = {"copy_run": [str(tmp_path / "updates"), str(tmp_path / "again"), length]}
+    runs = [
+        (flags(text, tmp_path / "updates", *same), {}),
+        (flags(text, tmp_path / "again", "--resume", *asked), copied),
+    ]
+    run_specs("lm", runs, tmp_path, "multi_cpu")
+    assert losses(tmp_path / "updates") == losses(tmp_path / "again") == expected
+    result = launch("--resume", *flags(text, tmp_path / "again", "--num_epochs", 3), check=False)
     assert f"the checkpoint's is {len(expected)}" in result.stderr, told(result)
 
 
@@ -91,26 +102,26 @@ def test_patience_ends_a_run_and_a_resume_where_it_ended(config, text, tmp_path)
     """Resumed between two evaluations that it counts. Controls: without --patience it goes on; with more, too."""
     rising = ["--learning_rate", 3, "--lr_schedule", "constant", "--num_updates", 14, "--warmup_updates", 1]
     rising += ["--eval_every", 2, "--save_every", 2, "--keep_last", 9, "--keep_best"]
-    whole, out, resumed = tmp_path / "whole", tmp_path / "run", tmp_path / "resumed"
-    launch(*flags(text, whole, *rising), config=config)
+    whole, out, resumed, longer = (tmp_path / name for name in ("whole", "run", "resumed", "longer"))
+    runs = [(flags(text, whole, *rising), {}), (flags(text, out, *rising, "--patience", 2), {})]
+    printed = run_specs("lm", runs, tmp_path, config).stdout
     measured = [loss for *_, loss in losses(whole) if loss is not None]
     best = measured.index(min(measured))
     end = 2 * (best + 3)
     assert end < 14, measured
-    result = launch(*flags(text, out, *rising, "--patience", 2), config=config)
     told_end = f"update {end}: 2 evaluations in a row without a lower validation loss than {min(measured):.4f}"
-    assert told_end in result.stdout
+    assert told_end in printed
     assert losses(out) == losses(whole)[:end] and checkpoints(out)[-1] == end
     assert (out / "model/model.safetensors").is_file()
     assert json.loads((out / "run.json").read_text())["status"] == "finished"
     shutil.copytree(out, resumed)
     shutil.rmtree(resumed / f"checkpoints/update-{end:06}")
-    result = launch("--resume", *flags(text, resumed, *rising, "--patience", 2), config=config)
-    assert "1 of 2 evaluations in a row" in result.stdout and losses(resumed) == losses(out)
-    result = launch("--resume", *flags(text, resumed, *rising, "--patience", 2), config=config)
-    assert "nothing was left to train" in result.stdout and losses(resumed) == losses(out)
-    launch("--resume", *flags(text, resumed, *rising, "--patience", 99), config=config)
-    assert losses(resumed) == losses(whole)
+    shutil.copytree(out, longer)
+    rising += ["--resume", "--patience"]
+    runs = [(flags(text, resumed, *rising, 2), {})] * 2 + [(flags(text, longer, *rising, 99), {})]
+    printed = run_specs("lm", runs, tmp_path, config).stdout
+    assert "1 of 2 evaluations in a row" in printed and "nothing was left to train" in printed
+    assert losses(resumed) == losses(out) and losses(longer) == losses(whole)
 
 
 @pytest.mark.parametrize(

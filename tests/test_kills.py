@@ -6,7 +6,7 @@ import pytest
 from conftest import BIN, run
 
 # The long form: python tests/kill_runs.py --kills 200 --config multi_cpu --processes 2
-CAMPAIGNS = {"cpu": (1, 6), "multi_cpu": (2, 5), "tensor_parallel": (2, 3), "pipeline": (2, 3)}
+CAMPAIGNS = {"cpu": (1, 4), "multi_cpu": (2, 4), "tensor_parallel": (2, 2), "pipeline": (2, 2)}
 
 
 @pytest.mark.parametrize("config", CAMPAIGNS)
