@@ -5,6 +5,8 @@ from collections.abc import Container
 
 LAUNCHER = "as a flag of accelerate launch, before the recipe"
 SORTED = "take it out; the samples of a global batch are always sorted by length"
+LOGGED = "take it out; metrics.jsonl has a line for each update"
+BEST = "take it out; the best checkpoint is the one with the lowest validation loss"
 BETAS = "take it out, or change ADAM_BETAS in common/training/optimizers.py, which is (0.9, 0.95)"
 # By the flag's name there: who has it (N: transformers' run_clm_no_trainer.py and its like, T: Trainer, S: TRL's
 # SFTTrainer), and what to do here. In braces: the value that was given, where it is of that kind: N a whole number, X
@@ -43,7 +45,7 @@ FLAGS: dict[str, tuple[str, str]] = {
     "eval_steps": ("TS", "--eval_every {N}"),
     "eval_strategy": ("TS", "--eval_every {N}"),
     "evaluation_strategy": ("T", "--eval_every {N}"),
-    "logging_steps": ("TS", "take it out; metrics.jsonl has a line for each update"),
+    "logging_steps": ("TS", LOGGED),
     "checkpointing_steps": ("N", "--save_every {N}"),
     "save_steps": ("TS", "--save_every {N}"),
     "save_strategy": ("TS", "--save_every {N}"),
@@ -78,12 +80,35 @@ FLAGS: dict[str, tuple[str, str]] = {
     "load_in_4bit": ("", "--quantize nf4, beside --lora_rank"),
     "load_in_8bit": ("", "--quantize nf4, beside --lora_rank: in 4 bits, there is no form of 8"),
     "attn_implementation": ("S", "take it out; it is PyTorch's own (sdpa) where the model has that, else the model's"),
+    "config_name": ("N", "take it out; a pretrained model brings its own, and sizes from scratch have names (--help)"),
+    "tokenizer_name": (
+        "N",
+        "take it out; a pretrained model brings its own, and one from scratch is trained on your text",
+    ),
+    "use_slow_tokenizer": ("N", "take it out; it is the fast one where the model has that"),
+    "model_type": ("N", "take it out; the model's own config names its type"),
+    "low_cpu_mem_usage": ("N", "take it out; a model is always loaded so"),
     "adam_beta1": ("TS", BETAS),
     "adam_beta2": ("TS", BETAS),
     "adam_epsilon": ("TS", "take it out; it is 1e-8, as in PyTorch"),
     "preprocessing_num_workers": ("N", "take it out; the tokenizer uses all cores by itself"),
+    "overwrite_cache": ("N", "take it out; other data, another tokenizer or other flags are always cached anew"),
+    "no_keep_linebreaks": ("N", "take it out; line breaks are kept"),
+    "remove_unused_columns": ("TS", "take it out; columns that no flag names are not read"),
+    "max_train_samples": ("", "take it out; name a smaller file, or end earlier with --num_updates"),
+    "logging_strategy": ("TS", LOGGED),
+    "logging_first_step": ("TS", LOGGED),
+    "metric_for_best_model": ("TS", BEST),
+    "greater_is_better": ("TS", BEST),
+    "save_safetensors": ("T", "take it out; a model is always saved as safetensors"),
+    "precompute_ref_log_probs": (
+        "",
+        "take it out; dpo.py always computes those of the reference once, before it trains",
+    ),
     "loss_type": ("", "take it out; each recipe has one loss, dpo.py that of DPO (sigmoid)"),
     "push_to_hub": ("NTS", "python -m common.checkpoint push OUTPUT_DIR REPO_NAME, after the run"),
+    "hub_model_id": ("NTS", "python -m common.checkpoint push OUTPUT_DIR {NAME}, after the run"),
+    "hub_token": ("NTS", "HF_TOKEN in the environment of python -m common.checkpoint push, after the run"),
 }
 # Values by which a flag there asks for nothing, and the flags whose answer is then not just to take them out.
 NOTHING = ("false", "no", "none", "off", "0", "0.0", "-1", "all-linear")

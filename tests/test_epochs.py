@@ -110,7 +110,7 @@ def test_patience_ends_a_run_and_a_resume_where_it_ended(config, text, tmp_path)
     end = 2 * (best + 3)
     assert end < 14, measured
     told_end = f"update {end}: 2 evaluations in a row without a lower validation loss than {min(measured):.4f}"
-    assert told_end in printed
+    assert printed.count(told_end) == 1  # by one process
     assert losses(out) == losses(whole)[:end] and checkpoints(out)[-1] == end
     assert (out / "model/model.safetensors").is_file()
     assert json.loads((out / "run.json").read_text())["status"] == "finished"

@@ -30,7 +30,7 @@ FIGURES = {
     "exact": "exact matches",
     "tokens_per_second": "tokens a second",
     "training_seconds": "seconds of training",
-    "peak_memory_bytes": "most memory of a process, bytes",
+    "peak_memory_bytes": "most memory of a process, GiB",
 }
 # That say nothing about the model: where and how the run was kept.
 KEPT = "output_dir overwrite resume dry_run plan save_every keep_last report_to num_workers connect_timeout".split()
@@ -56,7 +56,10 @@ def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> 
         what = _describe_adapter(json.loads((directory / "adapter_config.json").read_text()))
     else:
         what = f"`{json.loads((directory / 'config.json').read_text())['architectures'][0]}`"
-    figures = {words: results[key] for key, words in FIGURES.items() if results.get(key) is not None}
+    units = {"peak_memory_bytes": 2**30}
+    figures = {
+        words: results[key] / units.get(key, 1) for key, words in FIGURES.items() if results.get(key) is not None
+    }
     apart = [one["source"] for one in run.get("held_out_sources") or []]
     figures |= {f"held-out loss of `{source}`": results[f"validation_loss/{source}"] for source in apart}
     resumed = f", resumed at update {run['resumed_at']}" if run["resumed_at"] else ""

@@ -118,11 +118,12 @@ class Progress:
         self.ended = time.perf_counter()
         best = self.state.best_validation_loss
         lower = "a finite validation loss" if best is None else f"a lower validation loss than {best:.4f}"
-        self.bar.write(
-            f"update {self.state.update}: {patience} evaluation{'s' * (patience > 1)} in a row without {lower}: "
-            "the training ends here (--patience)"
-        )
-        sys.stdout.flush()
+        if self.is_main:  # a bar that is not shown writes all the same
+            self.bar.write(
+                f"update {self.state.update}: {patience} evaluation{'s' * (patience > 1)} in a row without {lower}: "
+                "the training ends here (--patience)"
+            )
+            sys.stdout.flush()
 
     def _tell_evaluation(self, record: dict[str, Any]) -> None:
         """One line above the bar, which shows the loss too from here on."""
