@@ -1,62 +1,208 @@
-"""Runs recipes in processes of their own that need not import torch first: a mistake is told in a moment.
+"""Starts Python programs in processes that need not import torch first: a launch takes a moment, and not ten seconds.
 
-Reads a line of JSON for each run, {"command": [script, flags ...], "cwd", "env", "stdout", "stderr"}, forks a process
-that is the script from its first line on, and answers with its exit status. `env` is what differs from its own
-environment, null for what is not there. Under `accelerate launch`, the scripts are what that launches.
+    python tests/recipe_server.py DIRECTORY
+
+writes DIRECTORY/python, which is run as Python is. It hands its script or module, its environment and its streams to
+this server, which forks a process that is this program from its first line on. DIRECTORY/python passes signals on to
+that process and ends as it does. `accelerate launch`, so started, starts its workers in the same way. It is the real
+Python that runs where a forked process would differ: with an option, with another value of a variable that is read when
+a library is imported, for a library's script. The server ends when its stdin does.
 """
 
+import contextlib
+import gc
+import importlib
 import json
 import os
+import pkgutil
 import runpy
+import selectors
+import signal
+import socket
 import sys
-import traceback
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+IMPORTED = """accelerate.commands.launch accelerate.utils.deepspeed bitsandbytes datasets deepspeed
+    matplotlib.pyplot peft sklearn.datasets torch.distributed.checkpoint torch.distributed.fsdp torch.distributed.run
+    torch.utils.tensorboard transformers.models.llama.modeling_llama""".split()
+# How the names of variables begin that launchers and tests set, and that nothing reads when it is imported.
+READ_WHEN_USED = ("ACCELERATE_", "CUDA_VISIBLE_", "FSDP_", "GROUP_", "KMP_", "LOCAL_", "MASTER_", "PARALLELISM_")
+READ_WHEN_USED += (
+    "PYTEST_",
+    "PYTHONPATH",
+    "RANK",
+    "ROLE_",
+    "TORCHELASTIC_",
+    "TORCH_NCCL_",
+    "TQDM_DISABLE",
+    "WORLD_SIZE",
+)
+CLIENT = """#!{python} -IS
+import json, os, signal, socket, sys
 
-import datasets  # noqa: E402, F401
-import transformers  # noqa: E402, F401
+words, env, usual = sys.argv[1:], dict(os.environ), {env!r}
+if is_unbuffered := words[:1] == ["-u"]:
+    del words[0]
+is_ours = words[:1] == ["-m"] and words[1].startswith("common.")
+if words and not words[0].startswith("-"):
+    is_ours = not words[0].startswith({libraries!r}) or os.path.basename(words[0]) == "accelerate-launch"
+other = [name for name in env.keys() | usual.keys() if env.get(name) != usual.get(name)]
+server = socket.socket(socket.AF_UNIX)
+try:
+    if not is_ours or any(not name.startswith({read_when_used!r}) for name in other):
+        raise OSError
+    server.connect({socket!r})
+except OSError:
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, lambda number, _: server.send(bytes([number])))
+request = json.dumps([is_unbuffered, words, os.getcwd(), env]).encode()
+socket.send_fds(server, [len(request).to_bytes(4, "big")], [0, 1, 2])
+server.sendall(request)
+status = int(server.recv(8) or b"1")
+if status < 0:
+    if -status != signal.SIGKILL:
+        signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
 
-from common import arguments  # noqa: E402, F401
-from common.data import text  # noqa: E402, F401
-from common.models import load  # noqa: E402, F401
-from common.parallel import connect, launch  # noqa: E402, F401
-from common.report import tracking  # noqa: E402, F401
+
+def import_all(skipped):
+    sys.path.insert(0, str(ROOT))
+    import common
+
+    for name in IMPORTED:
+        if name not in skipped:
+            importlib.import_module(name)
+    for module in pkgutil.walk_packages(common.__path__, "common."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    del sys.path[0]
+    gc.freeze()
 
 
-def become(request):
-    """The forked process: never returns."""
-    status = 1
+def write_client(directory, env, env_of_imports):
+    facts = {"python": sys.executable, "socket": f"{directory}/socket", "libraries": sys.prefix + os.sep}
+    facts |= {"env": env, "read_when_used": (*READ_WHEN_USED, *env_of_imports)}
+    path = directory / "python"
+    path.write_text(CLIENT.format(**facts))
+    path.chmod(0o700)
+
+
+def kill(pid):
+    """A process with all that it started."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for one in [*process.children(recursive=True), process]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+
+
+def read_request(client):
+    head, streams, _, _ = socket.recv_fds(client, 4, 3)
+    size, text = int.from_bytes(head, "big"), b""
+    while len(text) < size:
+        text += client.recv(size - len(text))
+    return json.loads(text), streams
+
+
+def serve(directory):
+    """Forks processes and waits for their ends, until stdin ends. In a forked one, returns its request."""
+    listener, events = socket.socket(socket.AF_UNIX), selectors.DefaultSelector()
+    listener.bind(f"{directory}/socket")
+    listener.listen(64)
+    woken, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    clients = {}  # by the process that was forked for it
+    for source in (listener, woken, 0):
+        events.register(source, selectors.EVENT_READ)
+    print("ready", flush=True)
+    while True:
+        for key, _ in events.select():
+            source = key.fileobj
+            if source == 0:
+                for pid in clients:
+                    kill(pid)
+                os._exit(0)
+            elif source == woken:
+                os.read(woken, 4096)
+                while clients and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                    client = clients.pop(ended[0])
+                    if client in events.get_map():
+                        events.unregister(client)
+                    with contextlib.suppress(OSError):  # it may have been killed
+                        client.sendall(str(os.waitstatus_to_exitcode(ended[1])).encode())
+                    client.close()
+            elif source is listener:
+                client, _ = listener.accept()
+                request, streams = read_request(client)
+                if pid := os.fork():
+                    clients[pid] = client
+                    events.register(client, selectors.EVENT_READ)
+                    for stream in streams:
+                        os.close(stream)
+                    continue
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for number, stream in enumerate(streams):
+                    os.dup2(stream, number)
+                for number in (woken, wakes, *streams):
+                    os.close(number)
+                for one in (listener, events, client, *clients.values()):
+                    one.close()
+                return request
+            elif source in clients.values():
+                pid = next(pid for pid, client in clients.items() if client is source)
+                signals = source.recv(16)
+                for number in signals:
+                    os.kill(pid, number)
+                if not signals:  # it was killed
+                    kill(pid)
+                    events.unregister(source)
+
+
+def become(directory, paths, is_unbuffered, words, cwd, env):
+    """The program that a new Python with these words would be."""
+    os.setsid()
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.executable = f"{directory}/python"
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=is_unbuffered)
+    is_module = words[0] == "-m"
+    place = Path(cwd) if is_module else Path(words[0]).resolve().parent
+    if not place.is_relative_to(ROOT):  # a copy may have a common/ of its own
+        for name in [name for name in sys.modules if name.partition(".")[0] == "common"]:
+            del sys.modules[name]
+    sys.path[:] = [str(place), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *paths]
+    sys.argv = words[is_module:]
     try:
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for number, name in ((1, "stdout"), (2, "stderr")):
-            os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), number)
-        os.chdir(request["cwd"])
-        for name, value in request["env"].items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-        sys.argv = request["command"]
-        sys.path[:] = [str(Path(sys.argv[0]).resolve().parent), *(p for p in sys.path if p != str(ROOT))]
-        runpy.run_path(sys.argv[0], run_name="__main__")
-        status = 0
-    except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+        if is_module:
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
+    except Exception as error:
+        trace = error.__traceback__
+        while trace and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        sys.exit(1)
 
 
 def main():
-    print(os.getpid(), flush=True)
-    for line in sys.stdin:
-        process = os.fork()
-        if process == 0:
-            become(json.loads(line))
-        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+    directory, paths, env = Path(sys.argv[1]), sys.path[1:], dict(os.environ)
+    import_all(skipped=sys.argv[2:])
+    env_of_imports = {name: value for name, value in os.environ.items() if env.get(name) != value}
+    write_client(directory, env, env_of_imports)
+    is_unbuffered, words, cwd, env = serve(directory)
+    become(directory, paths, is_unbuffered, words, cwd, env_of_imports | env)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,10 @@ from conftest import (
     BIN,
     ROOT,
     assert_refused,
-    base_env,
     launch_command,
     make_model_dir,
     read_metrics,
     run,
-    server,
     stdlib_functions,
     write_rows,
 )
@@ -242,11 +240,7 @@ def run_example(place, recipe, name, *flags, config=("cpu",)):
     given = ("--train_file", "my.jsonl", "--validation_file", "held_out.jsonl", "--sequence_length", "64")
     given += ("--shape", "examples", "--output_dir", str(directory / "run"), *flags)
     script = [str(directory / "recipes/mine.py"), *given]
-    if config != ("cpu",):  # of several processes
-        return run([*launch_command(*config), *script], cwd=place), directory / "run"
-    launcher = [str(BIN / "accelerate-launch"), *map(str, launch_command(*config)[2:])]
-    result = server(*launcher).run(script, base_env(), 300, place)
-    return result, directory / "run"
+    return run([*launch_command(*config), *script], cwd=place), directory / "run"
 
 
 def losses_of(place, recipe, name, size, *more, config=("cpu",)):
