@@ -59,7 +59,7 @@ except OSError:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, lambda number, _: server.send(bytes([number])))
-request = json.dumps([is_unbuffered, words, os.getcwd(), env]).encode()
+request = json.dumps([os.getpid(), is_unbuffered, words, os.getcwd(), env]).encode()
 socket.send_fds(server, [len(request).to_bytes(4, "big")], [0, 1, 2])
 server.sendall(request)
 status = int(server.recv(8) or b"1")
@@ -167,12 +167,27 @@ def serve(directory):
                     events.unregister(source)
 
 
-def become(directory, paths, is_unbuffered, words, cwd, env):
-    """The program that a new Python with these words would be."""
+def be_child_of(pid):
+    """The ancestors of this process are those of its `python`: recipes ask them which launch is theirs."""
+    asked_by = os.environ["PYTEST_ASKED_BY"] = f"{pid} {os.environ.get('PYTEST_ASKED_BY', '')}"
+    parents = psutil.Process.parents
+
+    def and_those_of_python(process):
+        return parents(process) + [one for pid in asked_by.split() for one in with_parents(psutil.Process(int(pid)))]
+
+    def with_parents(process):
+        return [process, *parents(process)]
+
+    psutil.Process.parents = and_those_of_python
+
+
+def become(directory, paths, pid, is_unbuffered, words, cwd, env):
+    """The program that a new Python with these words would be, started by a process."""
     os.setsid()
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    be_child_of(pid)
     sys.executable = f"{directory}/python"
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=is_unbuffered)
@@ -201,8 +216,8 @@ def main():
     import_all(skipped=sys.argv[2:])
     env_of_imports = {name: value for name, value in os.environ.items() if env.get(name) != value}
     write_client(directory, env, env_of_imports)
-    is_unbuffered, words, cwd, env = serve(directory)
-    become(directory, paths, is_unbuffered, words, cwd, env_of_imports | env)
+    *request, env = serve(directory)
+    become(directory, paths, *request, env_of_imports | env)
 
 
 if __name__ == "__main__":
