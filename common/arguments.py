@@ -6,8 +6,9 @@ live here. Nothing is in both.
 
 import argparse
 import difflib
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,32 +36,39 @@ class ArgumentParser(argparse.ArgumentParser):
     def __init__(self, **kwargs):
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
 
-    def parse_args(self, *args, **kwargs) -> argparse.Namespace:
+    def parse_args(self, args: Sequence[str] | None = None, **kwargs) -> argparse.Namespace:
         """Fills in --output_dir, where it is not given: runs/, the recipe's name and the time."""
-        parsed, unknown = self.parse_known_args(*args, **kwargs)
+        parsed, unknown = self.parse_known_args(args, **kwargs)
         if unknown:
-            exit_with_mistakes(self._answers(unknown))
+            exit_with_mistakes(self._answers(unknown, sys.argv[1:] if args is None else args))
         parsed.output_dir = parsed.output_dir or time.strftime(f"runs/{Path(self.prog).stem}-%Y%m%d-%H%M%S")
         return parsed
 
     def error(self, message: str) -> None:
+        if "ignored explicit argument" in message:
+            flag = message.split(":")[0].removeprefix("argument ")
+            exit_with_mistakes([f"{flag} is a switch and takes no value: give it alone, or take it out"])
         exit_with_mistakes([f"{message} (--help lists the flags)"])
 
-    def _answers(self, unknown: list[str]) -> list[str]:
-        """A line for each flag that this recipe does not have, with its values."""
+    def _answers(self, unknown: list[str], asked: Sequence[str]) -> list[str]:
+        """A line for each flag that this recipe does not have, with its values, of all the words that were given."""
         names = {option.lstrip("-"): option for option in self._option_string_actions}
-        given, lines = [], []
-        for word in unknown:
-            if word.startswith("--") or not given:
-                given.append([word])
-            else:
-                given[-1].append(word)
+        left, given, lines, follows = list(unknown), [], [], False
+        for word in asked:
+            is_unknown = left[:1] == [word]
+            if is_unknown:
+                del left[0]
+                if word.startswith("--") or not follows:
+                    given.append([word])
+                else:
+                    given[-1].append(word)
+            follows = is_unknown
         for words in given:
             flag, *values = [*words[0].split("=", 1), *words[1:]]
-            name = flag[2:].replace("-", "_")
+            name, value = flag[2:].replace("-", "_"), " ".join(values)
             if not flag.startswith("--"):
                 answer = ": it belongs to no flag (a switch, such as --resume, takes no value)"
-            elif told := here(name, " ".join(values), self._option_string_actions):
+            elif told := here(name, "none" if values and not value else value, self._option_string_actions):
                 answer = f": {told}"
             elif nearest := difflib.get_close_matches(name, names, n=1, cutoff=0.75):
                 answer = f": did you mean {names[nearest[0]]}?"

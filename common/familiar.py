@@ -8,6 +8,10 @@ SORTED = "take it out; the samples of a global batch are always sorted by length
 LOGGED = "take it out; metrics.jsonl has a line for each update"
 BEST = "take it out; the best checkpoint is the one with the lowest validation loss"
 BETAS = "take it out, or change ADAM_BETAS in common/training/optimizers.py, which is (0.9, 0.95)"
+LOSS = "take it out, or change the loss in your copy of the recipe"
+HELD_OUT_SPLIT = "take it out; --dataset_name reads its splits train and validation (or test)"
+ON_START = "take it out; held-out data are first measured after --eval_every updates"
+CORES = "take it out; the tokenizer uses all cores by itself"
 # By the flag's name there: who has it (N: transformers' run_clm_no_trainer.py and its like, T: Trainer, S: TRL's
 # SFTTrainer), and what to do here. In braces: the value that was given, where it is of that kind: N a whole number, X
 # any number, NAME a text, and what VALUES names.
@@ -91,7 +95,7 @@ FLAGS: dict[str, tuple[str, str]] = {
     "adam_beta1": ("TS", BETAS),
     "adam_beta2": ("TS", BETAS),
     "adam_epsilon": ("TS", "take it out; it is 1e-8, as in PyTorch"),
-    "preprocessing_num_workers": ("N", "take it out; the tokenizer uses all cores by itself"),
+    "preprocessing_num_workers": ("N", CORES),
     "overwrite_cache": ("N", "take it out; other data, another tokenizer or other flags are always cached anew"),
     "no_keep_linebreaks": ("N", "take it out; line breaks are kept"),
     "remove_unused_columns": ("TS", "take it out; columns that no flag names are not read"),
@@ -106,8 +110,62 @@ FLAGS: dict[str, tuple[str, str]] = {
         "take it out; dpo.py always computes those of the reference once, before it trains",
     ),
     "loss_type": ("", "take it out; each recipe has one loss, dpo.py that of DPO (sigmoid)"),
+    "completion_only_loss": ("S", "take it out; of rows with a prompt and a completion, the prompt is never a target"),
+    "assistant_only_loss": ("S", "take it out; of conversations, what the assistant says is the target"),
+    "max_prompt_length": ("", "take it out; --sequence_length is the most tokens of a prompt with its answer"),
+    "reference_free": ("", "take it out; dpo.py always compares with the model before its first update"),
+    "disable_dropout": ("", "take it out; dropout is what the model's config.json says"),
+    "label_smoothing": ("", LOSS),
+    "label_smoothing_factor": ("TS", LOSS),
+    "neftune_noise_alpha": ("T", "take it out; no noise is added to embeddings"),
+    "dtype": ("S", f"--mixed_precision PRECISION {LAUNCHER}; masters are float32"),
+    "torch_dtype": ("NS", f"--mixed_precision PRECISION {LAUNCHER}; masters are float32"),
+    "tf32": ("TS", "take it out, or set torch.backends.cuda.matmul.fp32_precision in your copy of the recipe"),
+    "activation_offloading": ("S", "--activation_checkpointing offload"),
+    "gradient_checkpointing_kwargs": ("TS", "take it out; --activation_checkpointing MODE is all"),
+    "bnb_4bit_quant_type": ("S", "--quantize nf4, beside --lora_rank"),
+    "use_bnb_nested_quant": ("S", "take it out; --quantize nf4 always quantises twice"),
+    "bnb_4bit_compute_dtype": ("", "take it out; the base computes in the precision of the config"),
+    "lora_modules_to_save": ("S", "take it out; a new head is trained whole, all else of the base is frozen"),
+    "lora_task_type": ("S", "take it out; it follows from the recipe"),
+    "dataset_train_split": ("S", HELD_OUT_SPLIT),
+    "dataset_test_split": ("S", HELD_OUT_SPLIT),
+    "dataset_num_proc": ("S", CORES),
+    "fsdp_config": ("TS", f"--config_file accelerate_configs/fsdp2.yaml {LAUNCHER}"),
+    "use_cpu": ("TS", f"--config_file accelerate_configs/cpu.yaml {LAUNCHER}"),
+    "no_cuda": ("T", f"--config_file accelerate_configs/cpu.yaml {LAUNCHER}"),
+    "local_rank": ("TS", "take it out; accelerate launch tells each process its own"),
+    "ddp_find_unused_parameters": ("TS", "take it out; an update uses every parameter"),
+    "ddp_backend": ("TS", "take it out; it is NCCL on GPUs and gloo on CPUs"),
+    "ddp_timeout": ("TS", "--connect_timeout {N}, for the start"),
+    "dataloader_pin_memory": ("TS", "take it out; it is always on with a GPU"),
+    "dataloader_prefetch_factor": ("TS", "--num_workers W, of which each prepares global batches ahead"),
+    "data_seed": ("TS", "--seed {N}"),
+    "full_determinism": (
+        "TS",
+        "take it out; or set torch.use_deterministic_algorithms(True) in your copy of the recipe",
+    ),
+    "eval_on_start": ("TS", ON_START),
+    "eval_delay": ("TS", ON_START),
+    "prediction_loss_only": ("TS", "take it out; each recipe has its own figures"),
+    "save_only_model": ("TS", "take it out; a checkpoint is always complete, and model/ holds the model alone"),
+    "disable_tqdm": ("TS", "TQDM_DISABLE=1 in the environment"),
+    "log_level": ("TS", "take it out; there is one"),
+    "torch_compile_backend": ("TS", "--compile"),
+    "torch_compile_mode": ("TS", "--compile"),
+    "predict_with_generate": ("", "--generate N, how many held-out samples to answer"),
+    "generation_max_length": ("", "--target_length {N}"),
+    "num_beams": ("", "take it out; answers are generated greedily"),
+    "source_prefix": ("", "take it out, and write it before each source"),
+    "summary_column": ("N", "--target_column {NAME}"),
+    "label_column_name": ("N", "--label_column {NAME}"),
+    "image_column_name": ("N", "take it out; vision.py reads images from --train_dir, a folder a label"),
+    "task_name": ("N", "--dataset_name nyu-mll/glue --dataset_config {NAME}"),
+    "line_by_line": ("N", "--shape examples"),
+    "mlm_probability": ("N", "not here: docs/new_recipe.md makes a recipe of masked language modelling"),
     "push_to_hub": ("NTS", "python -m common.checkpoint push OUTPUT_DIR REPO_NAME, after the run"),
     "hub_model_id": ("NTS", "python -m common.checkpoint push OUTPUT_DIR {NAME}, after the run"),
+    "hub_private_repo": ("TS", "python -m common.checkpoint push OUTPUT_DIR REPO_NAME --private, after the run"),
     "hub_token": ("NTS", "HF_TOKEN in the environment of python -m common.checkpoint push, after the run"),
 }
 # Values by which a flag there asks for nothing, and the flags whose answer is then not just to take them out.
@@ -127,21 +185,32 @@ OFF = {
 # The flags here that not every recipe has, and which ones have them.
 NOT_TEXT = "all recipes but vision.py"
 ONE_TEXT = "classify.py, lm.py, long_sequence.py, moe.py and pipeline.py"
+CAUSAL = "lm.py, moe.py and pipeline.py"
 ADAPTED = "classify.py, dpo.py, lm.py, moe.py and seq2seq.py"
 ELSEWHERE = {
     "train_file": f"{NOT_TEXT}, where --train_dir takes its place",
     "validation_file": f"{NOT_TEXT}, where --validation_dir takes its place",
     "sequence_length": NOT_TEXT,
     "micro_batch_tokens": "all recipes but long_sequence.py and vision.py",
+    "model_config": "all recipes but long_sequence.py, where --architecture takes its place",
     "text_column": ONE_TEXT,
-    "shape": "lm.py, moe.py and pipeline.py",
-    "target_length": "seq2seq.py",
-    "lora_rank": ADAPTED,
-    "lora_alpha": ADAPTED,
-    "lora_dropout": ADAPTED,
-    "lora_targets": ADAPTED,
-    "quantize": ADAPTED,
+    "chat_template": "dpo.py, lm.py, moe.py and pipeline.py",
+    "label_column": "classify.py and vision.py",
 }
+ELSEWHERE |= dict.fromkeys("completion_column prompt_column shape".split(), CAUSAL)
+ELSEWHERE |= dict.fromkeys(
+    "lora_alpha lora_dropout lora_rank lora_targets quantize use_dora use_rslora".split(), ADAPTED
+)
+OWN = {
+    "classify.py": "new_head pair_column task",
+    "dpo.py": "beta",
+    "long_sequence.py": "architecture hidden_size levels mlp_rows num_layers segments truncate",
+    "moe.py": "balance balance_strength dense experts_per_token num_experts upcycle",
+    "pipeline.py": "schedule",
+    "seq2seq.py": "generate source_column target_column target_length tokenizer",
+    "vision.py": "augment image_size norm train_dir validation_dir",
+}
+ELSEWHERE |= {flag: recipe for recipe, flags in OWN.items() for flag in flags.split()}
 # What is in braces: the values there, with those here.
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw")
 _ADAMW8BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")

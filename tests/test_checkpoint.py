@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -434,6 +435,25 @@ def test_a_signal_ends_the_update_and_leaves_a_checkpoint(case, functions_file, 
     assert json.loads((out / "run.json").read_text())["status"] == f"stopped after update {done}"
     assert manifest_of(out, done)["update"] == done
     assert not list((out / "checkpoints").glob("*.partial")) and not (out / "model").exists()
+
+
+@pytest.mark.parametrize("config", [None, "multi_cpu"])
+def test_ctrl_c_that_also_ends_what_reads_the_output_leaves_a_checkpoint(config, functions_file, model_dir, tmp_path):
+    """It goes to the recipe and to what its output is piped into, and a write to that fails from then on."""
+    out = tmp_path / "run"
+    launcher = launch_command(config) if config else [BIN / "python"]
+    given = flags(functions_file, model_dir, out, "--num_updates", 5000)
+    command = shlex.join(map(str, [*launcher, "recipes/lm.py", *given]))
+    with Run(tmp_path) as started:
+        process = started.start(["setsid", "bash", "-c", f"{command} 2>&1 | cat"])
+        wait_for_updates(out, 5)
+        os.killpg(process.pid, signal.SIGINT)
+        started.wait(120)
+        done = len(read_metrics(out))
+        wait_until(lambda: json.loads((out / "run.json").read_text())["status"] != "running", 60)
+    assert 5 <= done < 5000
+    assert json.loads((out / "run.json").read_text())["status"] == f"stopped after update {done}"
+    assert manifest_of(out, done)["update"] == done
 
 
 @pytest.mark.parametrize("more", [1, 2])

@@ -36,13 +36,36 @@ def flags_here():
     found = {option for action in launch_command_parser()._actions for option in action.option_strings}
     for path in sorted((ROOT / "recipes").glob("*.py")):
         found |= set(OPTIONS.findall(path.read_text()))
-    return found | set(OPTIONS.findall((ROOT / "common/arguments.py").read_text()))
+    for path in ("common/arguments.py", "common/checkpoint/__main__.py"):
+        found |= set(OPTIONS.findall((ROOT / path).read_text()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def options_of():
+    """The flags of each recipe's parser, by the recipe."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ArgumentParser, "parse_known_args", lambda parser, *_: (_ for _ in ()).throw(Parsed(parser)))
+        for recipe in RECIPES:
+            with pytest.raises(Parsed) as parsed:
+                importlib.import_module(f"recipes.{recipe.removesuffix('.py')}").parse_arguments()
+            options = parsed.value.args[0]._option_string_actions
+            found[recipe] = {option for option in options if option.startswith("--")}
+    return found
+
+
+def test_a_flag_that_not_every_recipe_has_is_found_in_the_others(options_of):
+    own = set.union(*options_of.values()) - set.intersection(*options_of.values())
+    assert own == {f"--{flag}" for flag in ELSEWHERE}
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_each_flag_is_refused_with_what_to_do_here(name, flags_here, monkeypatch, capsys):
+def test_each_flag_is_refused_with_what_to_do_here(name, flags_here, options_of, monkeypatch, capsys):
     """Control: a flag that nobody has is refused without."""
-    told = refusal([f"--{name}", "3"], monkeypatch, capsys, "seq2seq" if "target_length" in FLAGS[name][1] else "lm")
+    asked = {*OPTIONS.findall(FLAGS[name][1])} & set.union(*options_of.values())
+    recipe = next(recipe for recipe in ("lm.py", *options_of) if options_of[recipe] >= asked)
+    told = refusal([f"--{name}", "3"], monkeypatch, capsys, recipe.removesuffix(".py"))
     shown = "(not shown)" if name == "hub_token" else "3"
     assert told == f"error: unrecognized argument --{name} {shown}: {here(name, '3')}"
     unknown = [option for option in OPTIONS.findall(here(name)) if option not in flags_here]
@@ -70,6 +93,10 @@ ANSWERS = {
     "--max_steps -1": "--max_steps -1: take it out",
     "--save_steps 0": "--save_steps 0: use --save_every 0",
     "--train_files x": "--train_files x: did you mean --train_file?",
+    "--fsdp=": "--fsdp=: take it out; it is off unless asked for",
+    "--beta 0.1": "--beta 0.1: this recipe does not have it; it is --beta in dpo.py",
+    "--lora_task_type CAUSAL_LM --use_dora True": "--lora_task_type CAUSAL_LM: take it out; it follows from the recipe",
+    "--use_dora --resume True": "True: it belongs to no flag (a switch",
     "--trust_remote_code True": "True: it belongs to no flag (a switch, such as --resume, takes no value)",
 }
 
@@ -77,6 +104,11 @@ ANSWERS = {
 @pytest.mark.parametrize("given", ANSWERS)
 def test_values_are_carried_over_where_they_mean_the_same(given, monkeypatch, capsys):
     assert f"unrecognized argument {ANSWERS[given]}" in refusal(given.split(), monkeypatch, capsys)
+
+
+def test_a_switch_with_a_value_is_told_as_one(monkeypatch, capsys):
+    told = refusal(["--use_dora=True"], monkeypatch, capsys)
+    assert told == "error: --use_dora is a switch and takes no value: give it alone, or take it out"
 
 
 def test_of_several_each_has_a_line_of_its_own(monkeypatch, capsys):
@@ -104,23 +136,21 @@ def test_the_page_has_the_table():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_answers_with_flags_that_it_has(recipe, flags_here, monkeypatch, capsys):
+def test_every_recipe_answers_with_flags_that_it_has(recipe, options_of, monkeypatch, capsys):
     """Else with the recipes that have them. Control: each flag of ELSEWHERE is one that some recipe has not."""
     name = recipe.removesuffix(".py")
-    with monkeypatch.context() as patch:
-        patch.setattr(ArgumentParser, "parse_known_args", lambda parser: (_ for _ in ()).throw(Parsed(parser)))
-        with pytest.raises(Parsed) as parsed:
-            importlib.import_module(f"recipes.{name}").parse_arguments()
-    own = parsed.value.args[0]._option_string_actions
+    own = options_of[recipe]
     for flag, where in ELSEWHERE.items():
         named = recipe in where.partition(", where")[0]
         assert (f"--{flag}" in own) == (named != where.startswith("all recipes but ")), flag
         assert ".py" in where
-    others = {f"--{flag}" for flag in ELSEWHERE} - own.keys()
+    others = {f"--{flag}" for flag in ELSEWHERE} - own
     for flag, value in itertools.product(FLAGS, ("3", "False")):
         answer, missing = here(flag, value, own), here(flag, value)
         if others.isdisjoint(OPTIONS.findall(missing)):
-            assert answer == missing and ("accelerate launch" in answer or own.keys() >= {*OPTIONS.findall(answer)})
+            assert answer == missing and (
+                "accelerate launch" in answer or own >= {*OPTIONS.findall(answer.partition("python -m")[0])}
+            )
         else:
             assert answer.startswith("this recipe does not have it; it is --")
     told = refusal(["--max_target_length", "4", "--train_batch_size", "4"], monkeypatch, capsys, name)

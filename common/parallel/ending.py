@@ -1,6 +1,7 @@
 """How a run ends: finished, stopped, by a user's mistake or by an error; all ranks together."""
 
 import gc
+import io
 import multiprocessing
 import os
 import signal
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 
@@ -53,6 +55,7 @@ def user_mistakes_end_here() -> Iterator[None]:
 
     A mistake is a `UserError`. Every other exception keeps its traceback.
     """
+    _outlive_readers()
     gc.freeze()  # what is imported stays, and need not be looked through again, nor be taken apart at the end
     gc.set_threshold(*common.GC_THRESHOLD)
     sys.excepthook = print_exception
@@ -75,6 +78,32 @@ def user_mistakes_end_here() -> Iterator[None]:
         liveness.leave(None if is_end else redact(f"{type(error).__name__}: {error}"))
         raise
     liveness.leave()
+
+
+class _Outliving(io.FileIO):
+    """A stream that goes nowhere once its reader is gone."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return len(data)
+
+
+def _outlive_readers() -> None:
+    """What reads this run's output, as `| tee log`, may end before it: by the Ctrl-C that asks the run to stop."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        with suppress(OSError, AttributeError):  # none, or a notebook's
+            if stream.fileno() == number:
+                stream.flush()
+                raw = _Outliving(number, "w", closefd=False)
+                buffer = raw if stream.write_through else io.BufferedWriter(raw)
+                kept = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
+                setattr(sys, name, io.TextIOWrapper(buffer, **kept))
 
 
 def _end_data_workers() -> None:

@@ -6,6 +6,7 @@ The ranks agree once an update, after its last backward: a request that comes la
 import os
 import signal
 import sys
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -77,7 +78,8 @@ class StopRequests:
             again = "; the third one ends it at once" if self.before[number] != signal.SIG_IGN else ""
         # Not print: the signal may have come in the middle of another one.
         line = f"{signal.Signals(number).name}: stopping after this update or the next{again}\n"
-        os.write(sys.stderr.fileno(), line.encode())
+        with suppress(OSError):  # the reader of a pipe may have ended by the same signal
+            os.write(sys.stderr.fileno(), line.encode())
 
     @property
     def asked(self) -> bool:
