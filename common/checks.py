@@ -60,7 +60,8 @@ def _check_updates(args: argparse.Namespace) -> Iterator[str]:
     every = args.eval_every, args.save_every
     are_known = not any(isinstance(one, str) for one in every)
     if args.keep_best and are_known and not (all(every) and every[1] % every[0] == 0):
-        yield "--keep_best needs --eval_every N, and --save_every a multiple of N"
+        asked = f"--eval_every is {every[0]}, --save_every {every[1]}"
+        yield f"--keep_best needs --eval_every N, and --save_every a multiple of N: {asked}"
 
 
 def _check_plan(args: argparse.Namespace) -> Iterator[str]:
@@ -241,6 +242,12 @@ def check_samples(args: argparse.Namespace, train: Samples, validation: Samples 
     if epochs.are_asked(args):
         epochs.settle(args, updates_per_epoch(len(train), args.global_batch_size, args.drop_last_window))
         refuse(_check_updates(args))
+    for name in ("eval_every", "save_every"):
+        if f"--{name}" in given_flags() and getattr(args, name) > args.num_updates:
+            much = f"{getattr(args, name)} updates, and {_how_long(args)} is the whole run"
+            logger.warning("--%s has no effect: it is %s; lower it, or take it out", name, much)
+    if args.patience and args.eval_every and args.patience >= (most := args.num_updates // args.eval_every):
+        logger.warning("--patience %s has no effect on a run of %s evaluations; lower it", args.patience, most)
     if mixing := getattr(train, "mixing", None):
         number = args.num_updates * args.global_batch_size
         for name, taken in zip(train.parts, mixing.counts(number), strict=True):

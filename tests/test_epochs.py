@@ -119,7 +119,10 @@ def test_patience_ends_a_run_and_a_resume_where_it_ended(config, text, tmp_path)
     shutil.copytree(out, longer)
     rising += ["--resume", "--patience"]
     runs = [(flags(text, resumed, *rising, 2), {})] * 2 + [(flags(text, longer, *rising, 99), {})]
-    printed = run_specs("lm", runs, tmp_path, config).stdout
+    result = run_specs("lm", runs, tmp_path, config)
+    assert result.stderr.count("--patience 99 has no effect on a run of 7 evaluations; lower it") == 1
+    assert "--patience 2 has no effect" not in result.stderr
+    printed = result.stdout
     assert "1 of 2 evaluations in a row" in printed and "nothing was left to train" in printed
     assert losses(resumed) == losses(out) and losses(longer) == losses(whole)
 

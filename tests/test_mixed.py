@@ -235,6 +235,26 @@ def test_a_resume_makes_the_same_updates_and_takes_no_other_weights(mixed, place
     assert losses(out)[4:] != losses(out)[:8]
 
 
+def test_what_was_trained_on_stays_told_when_the_weights_change(mixed, place, model_dir):
+    """A finished run keeps its record, and one that goes on has both. Control: the weights do change its updates."""
+    out, allowed = place / "changed", ("--resume", "--allow_changed", "dataset", "num_updates")
+    shutil.copytree(mixed[0], out)
+    launch(*flags(place, model_dir, out, *allowed, weights=(1, 1)))
+    assert sources_of(out) == sources_of(mixed[0])
+    card = (out / "model/README.md").read_text()
+    assert "7/10 of the samples" in card and "1/2 of the samples" not in card
+    launch(*flags(place, model_dir, out, *allowed, "--num_updates", 16, weights=(1, 1)))
+    card = (out / "model/README.md").read_text()
+    assert card.index("until update 12") < card.index("7/10 of the samples") < card.index("1/2 of the samples")
+    sizes, taken = [one["samples"] for one in sources_of(out)], [one["taken"] for one in sources_of(mixed[0])]
+    for update, line in list(enumerate(read_metrics(out)))[12:]:
+        samples = samples_by_rule((1, 1), sizes, 0, update, GLOBAL_BATCH)
+        assert line["sample_digest"] == digest_of([one for _, one in samples])
+        for source, _ in samples:
+            taken[source] += 1
+    assert [one["taken"] for one in sources_of(out)] == taken and sum(taken) == 16 * GLOBAL_BATCH
+
+
 def test_each_source_is_measured_as_it_is_alone(mixed, place, model_dir):
     """And all together by their targets. Control: their losses differ, so that an equal mean is none."""
     out, printed = mixed

@@ -29,7 +29,7 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
     def answer(self, body, status=200, **headers):
-        data = json.dumps(body).encode()
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
         for name, value in ({"Content-Type": "application/json", "Content-Length": str(len(data))} | headers).items():
             self.send_header(name, value)
@@ -49,7 +49,7 @@ class Hub(BaseHTTPRequestHandler):
     def do_POST(self):
         body, server, path = self.body(), self.server, self.path.partition("?")[0]
         if server.failure and path.endswith(server.failure[0]):
-            return self.answer({"error": "It is so."}, server.failure[1])
+            return self.answer(server.failure[2] if server.failure[2:] else {"error": "It is so."}, server.failure[1])
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self.answer({"error": "Invalid username or password."}, 401)
         if path == "/api/repos/create":
@@ -247,3 +247,10 @@ def test_each_failure_of_the_hub_has_its_own_advice(failure, finished, hub, monk
     text = str(told.value)
     assert text.startswith(f"me/x at {hub.address}: ") and f"; {advice}" in text and "\n" not in text
     assert hub.files == {} and ("auth login" in text) == (status == 401)
+
+
+def test_what_is_no_hub_is_told_as_such(finished, hub, monkeypatch):
+    hub.failure = "/create", 200, b"<html>Welcome to this network</html>"
+    with pytest.raises(UserError, match="its answer is not a hub's: look at HF_ENDPOINT") as told:
+        push_here(finished, "me/x", hub.address, monkeypatch)
+    assert "\n" not in str(told.value)

@@ -104,6 +104,19 @@ def test_the_page_draws_every_update_and_asks_for_nothing(opened, runs):
     assert all(title in text for title in PANELS) and all(name in text for name in NAMES)
 
 
+def test_sources_that_were_measured_apart_have_a_panel(runs, tmp_path):
+    """Control: a run without them has none."""
+    shutil.copytree(runs[0], tmp_path / "mixed")
+    lines = [line | {"validation_loss/a.txt": 5.5} for line in read_metrics(runs[0]) if "validation_loss" in line]
+    (tmp_path / "mixed/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    titles = [
+        [one.text for one in page.draw(read_runs([run])).layout.annotations] for run in (tmp_path / "mixed", runs[0])
+    ]
+    assert titles[0] == [*titles[1], "held-out loss of each source"]
+    drawn = page.draw(read_runs([tmp_path / "mixed"])).data[-1]
+    assert list(drawn.x) == [line["update"] + 1 for line in lines] and set(drawn.y) == {5.5}
+
+
 def test_a_page_that_asks_for_something_is_noticed(opened, tmp_path):
     """The control of what is asked for, and of complaints."""
     path = tmp_path / "asking.html"

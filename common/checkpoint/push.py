@@ -52,4 +52,6 @@ def _advice(error: BaseException) -> str:
         return ADVICE.get(status, "the hub itself fails: try again later" if status >= 500 else "mend what it names")
     if isinstance(error, HTTPError):
         return "the hub gave no answer: look at the network, and at HF_ENDPOINT if that is set"
+    if isinstance(error, ValueError):  # a page in the place of JSON
+        return "its answer is not a hub's: look at HF_ENDPOINT, or at a proxy between"
     return "mend what it names, or try again"

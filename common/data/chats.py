@@ -29,10 +29,14 @@ def read_chat_template(name: str) -> str:
         reason = getattr(error, "strerror", None) or "not in UTF-8"
         raise UserError(f"--chat_template {name}: {reason}; name a file with a template in Jinja, or chatml") from error
     try:
-        render_jinja_template([[]], chat_template=text)
+        probe = [{"role": role, "content": "abc"} for role in ("user", "assistant")]
+        if "abc" not in render_jinja_template([probe], chat_template=text)[0][0]:
+            raise UserError(f"--chat_template {name}: it writes nothing of a message; loop over `messages` in it")
+    except UserError:
+        raise
     except TemplateSyntaxError as error:
         raise UserError(f"--chat_template {name}, line {error.lineno}: {one_line(error)}; mend it") from error
-    except Exception:  # noqa: S110  of a template that wants messages, with which it is tried when they are read
+    except Exception:  # noqa: S110  of a template that wants other messages: it is tried when they are read
         pass
     return text
 
@@ -94,7 +98,7 @@ def _render(row: Row, tokenizer: PreTrainedTokenizerBase, column: str) -> tuple[
                 [messages], chat_template=template, **options, **tokenizer.special_tokens_map
             )
         except Exception as error:  # templates raise jinja2's errors, and what Python raises for a missing key
-            raise UserError(f"{cannot}: {one_line(error)}") from error
+            raise UserError(f"{cannot}: {one_line(error)}; mend the messages, or the --chat_template") from error
         utf8_length(texts[0], row.where)
         return texts[0], spans[0] if spans else []
 

@@ -8,7 +8,8 @@ Files without weights are joined, as they were one.
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
@@ -167,16 +168,28 @@ class Mixed:
         sizes = self.mixing.weights if self.mixing else [part.num_target_tokens for part in self._all]
         return [Fraction(size, sum(sizes)) for size in sizes]
 
-    def facts(self, num_samples: int = 0) -> list[dict[str, Any]]:
-        """For run.json: the sources, and what a run of so many samples takes of each."""
+    def facts(
+        self, num_samples: int = 0, earlier: Sequence[tuple[int, list[dict[str, Any]]]] = ()
+    ) -> list[dict[str, Any]]:
+        """For run.json: the sources, and what a run of so many samples takes of each.
+
+        earlier: of a run that began with other weights, where in its samples they ended, and these facts then.
+        """
         facts = [
             {"source": name, "share": str(share), "samples": size, "first_id": int(end) - size}
             for name, share, size, end in zip(self.parts, self.shares(), self.sizes, self._ends, strict=True)
         ]
         if self.mixing is None:
             return facts
-        counts = self.mixing.counts(num_samples)
-        return [one | {"taken": n, "epochs": n / one["samples"]} for one, n in zip(facts, counts, strict=True)]
+        taken, start = Counter(), 0
+        for end, sources in (*earlier, (num_samples, facts)):
+            if sources:  # else those data were not mixed
+                mixing = Mixing(in_lowest_terms([Fraction(one["share"]) for one in sources]), ())
+                for one, before, after in zip(sources, mixing.counts(start), mixing.counts(end), strict=True):
+                    taken[one["source"]] += after - before
+            start = end
+        numbers = [taken[one["source"]] for one in facts]
+        return [one | {"taken": n, "epochs": n / one["samples"]} for one, n in zip(facts, numbers, strict=True)]
 
     def describe(self) -> str:
         """A line, or more, for each source."""

@@ -63,12 +63,17 @@ def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> 
     apart = [one["source"] for one in run.get("held_out_sources") or []]
     figures |= {f"held-out loss of `{source}`": results[f"validation_loss/{source}"] for source in apart}
     resumed = f", resumed at update {run['resumed_at']}" if run["resumed_at"] else ""
+    data = [(f"trained on, until update {one['until']:,}", one["data"]) for one in run.get("earlier_data") or []]
+    data += [("trained on", run["data"]), ("held out", run["held_out"])]
+    length = f"{results['updates']:,} updates"
+    if (best := results.get("best")) and best["is_model"]:
+        update = int(best["checkpoint"].rpartition("-")[2])
+        length += f"; the weights are those after update {update:,}, which had the lowest held-out loss"
     parts = [
         f"# {name}",
-        f"{what}, {origin} in {results['updates']:,} updates; "
-        f"`{loading_call(directory, model_class, 'PATH')}` loads it.",
+        f"{what}, {origin} in {length}; `{loading_call(directory, model_class, 'PATH')}` loads it.",
         "## Data",
-        *(_list(part, text) for part, text in (("trained on", run["data"]), ("held out", run["held_out"])) if text),
+        *(_list(part, text) for part, text in data if text),
         "## Figures",
         _table({words: f"{value:,.6g}" for words, value in figures.items()}),
         "## Settings",

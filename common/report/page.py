@@ -47,7 +47,7 @@ FIGURES = {
 UNITS = {"model_flops_per_second": 1e9, "peak_memory_bytes": 2**30, "memory_growth_bytes": 2**30}
 # What of run.json is a setting besides the flags; then what always differs: where and how the run was started.
 FACTS = ("mode", "world_size", "mixed_precision", "device", "data", "held_out")
-OWN = ("--output_dir", "command")
+OWN = ("--output_dir", "--resume", "command")
 
 
 def write_page(runs: list[RecordedRun]) -> str:
@@ -84,6 +84,8 @@ def draw(runs: list[RecordedRun]) -> go.Figure:
     panels = curves.panels(" or ".join(units) or "tokens or samples")
     has = {name for run in runs for line in run.lines for name in line}
     panels |= {title: {name: ""} for name, title in MORE_PANELS.items() if name in has}
+    if apart := {name: name.partition("/")[2] for name in sorted(has) if name.startswith("validation_loss/")}:
+        panels["held-out loss of each source"] = apart
     height = ROW * (len(panels) + 1)
     figure = make_subplots(
         rows=len(panels),
@@ -131,7 +133,7 @@ def _traces(
             customdata=[(updates[place], seen[updates[place]]) for place in kept],
             meta=number,
             name=escape(_shortened(run.name), quote=False),  # plotly reads tags in it
-            mode="lines+markers" if name == "validation_loss" or len(kept) == 1 else "lines",
+            mode="lines+markers" if name.startswith("validation_loss") or len(kept) == 1 else "lines",
             line={"color": look[0], "dash": look[1], "width": width},
             marker={"size": 5},
             opacity=opacity,
@@ -179,7 +181,9 @@ def _words(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, dict):
         return ", ".join(f"{name}: {_words(item)}" for name, item in value.items())
-    return " ".join(map(_words, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return " ".join(map(_words, value))
+    return "; ".join(line.strip() for line in str(value).splitlines())
 
 
 def list_figures(run: RecordedRun) -> dict[str, str]:

@@ -55,7 +55,8 @@ def list_settings(args: argparse.Namespace, launch: Launch, accelerator: Acceler
 
     given = given_flags()
     for name, value in vars(args).items():
-        yield (f"--{name}", value, "flag" if f"--{name}" in given else "default")
+        follows = name == "num_updates" and "--num_epochs" in given
+        yield (f"--{name}", value, "flag" if f"--{name}" in given else "--num_epochs" if follows else "default")
 
     for name, value in sorted(launch.environment.items()):
         if name.startswith(PREFIXES):

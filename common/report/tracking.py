@@ -74,6 +74,8 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
         launcher = run.asked.command or ["python"] * (accelerator.num_processes == 1)
         cut_metrics(output_dir / "metrics.jsonl", state.update)
         is_cuda = accelerator.device.type == "cuda"
+        earlier = _earlier_data(before, batches, state.update) if "dataset" in args.allow_changed else None
+        earlier = before.get("earlier_data", []) if earlier is None else earlier
         facts = {
             "arguments": vars(args),
             "command": sys.argv,
@@ -88,13 +90,15 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
             "resumed_at": state.update,
             "model": config.to_dict(),
             "data": batches.samples.describe(),
-            "sources": _sources(batches, args.num_updates * args.global_batch_size),
+            "sources": _sources(batches, args.num_updates * args.global_batch_size, earlier),
+            "earlier_data": earlier,
             "held_out": run.held_out and run.held_out.dataset.samples.describe(),
             "held_out_sources": run.held_out and _sources(run.held_out.dataset),
             **run.forecast.facts(),
         }
         if state.update == state.end(args) and before:  # a finished run: its results stay
             facts["results"] = before.get("results", {})
+            facts |= {name: before[name] for name in ("data", "sources", "earlier_data") if name in before}
         write_run(output_dir, facts)
     liveness.note_failure = partial(_end_failed, output_dir)
     if args.report_to:
@@ -126,9 +130,24 @@ def read_earlier(output_dir: Path) -> dict[str, Any]:
         return {}
 
 
-def _sources(batches: GlobalBatches, num_samples: int = 0) -> list[dict[str, Any]] | None:
+def _earlier_data(before: dict[str, Any], batches: GlobalBatches, update: int) -> list[dict[str, Any]]:
+    """What the first `update` updates were trained on where that was other data: until which update, and which."""
+    earlier = before.get("earlier_data", [])
+    kept = [one for one in earlier if one["until"] < update]
+    last = earlier[len(kept)] if kept != earlier else before  # those that were in use then
+    if update and last.get("data") not in (None, batches.samples.describe()):
+        kept.append({"until": update, "data": last["data"], "sources": last.get("sources")})
+    return kept
+
+
+def _sources(
+    batches: GlobalBatches, num_samples: int = 0, earlier: list[dict[str, Any]] | None = None
+) -> list[dict[str, Any]] | None:
     """The sources of mixed data, and what so many samples of a run are of each; None of data that are not mixed."""
-    return batches.samples.facts(num_samples) if hasattr(batches.samples, "mixing") else None
+    if not hasattr(batches.samples, "mixing"):
+        return None
+    size = batches.global_batch_size
+    return batches.samples.facts(num_samples, [(size * one["until"], one["sources"] or []) for one in earlier or []])
 
 
 def _end_failed(output_dir: Path, status: str) -> None:
