@@ -449,3 +449,18 @@ def test_an_adapter_with_a_head_is_loaded_as_it_says_and_merged(new_head, one_pr
 )
 def test_flags_that_do_not_fit_the_model(own, pattern, files, encoder, tmp_path):
     assert_mistake(recipe(*flags(files, encoder, tmp_path / "run", *own)), pattern)
+
+
+def test_the_first_evaluation_of_a_process_draws_no_random_number():
+    """That of a resumed run comes after its states were restored. Control: what it imports does draw one."""
+    program = """
+import random
+import numpy as np
+from common.report.scores import score
+before = random.getstate()
+score(*[np.array([0, 1])] * 2)
+print(before == random.getstate())
+"""
+    control = "import random; before = random.getstate(); import sklearn.metrics; print(before == random.getstate())"
+    told = [run([BIN / "python", "-c", one]).stdout.split()[-1:] for one in (program, control)]
+    assert told == [["True"], ["False"]]

@@ -1,6 +1,7 @@
 """How good is what a model predicts or writes, beside an answer that needs no model?"""
 
 import math
+import random
 from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -61,8 +62,10 @@ def score(predictions: np.ndarray, targets: np.ndarray) -> dict[str, float]:
     """
     # Directly, and not by `evaluate`: its `load` downloads a module that calls scikit-learn, and fails offline; a
     # metric of one's own there is only a longer way to call it.
+    drawn = random.getstate()
     from sklearn.metrics import accuracy_score, f1_score, r2_score  # here because it takes seconds
 
+    random.setstate(drawn)  # a library that it imports draws a number then: once in a process, so also after a resume
     if targets.dtype.kind == "i":
         return {
             "accuracy": float(accuracy_score(targets, predictions)),
