@@ -176,6 +176,14 @@ def test_the_card_of_an_adapter_says_what_its_defaults_were(card, tmp_path):
     assert f"An adapter (LoRA) of {words}" in text and "library_name: peft" in text and "base_model: me/base" in text
 
 
+def test_the_card_says_which_updates_weights_the_model_has(card, finished):
+    """Control: those of the last update are told without."""
+    best = {"checkpoint": "runs/books/checkpoints/update-000001", "loss": 1.5, "is_model": True}
+    told = "in 2 updates; the weights are those after update 1, which had the lowest held-out loss"
+    assert told in card({"results": results_of(finished) | {"best": best}})
+    assert "weights are those" not in card({"results": results_of(finished) | {"best": best | {"is_model": False}}})
+
+
 def test_the_card_has_the_commands_of_all_starts(finished, card, tmp_path):
     """Also of a run whose first start kept only the script's words, or that another launcher started."""
     shutil.copytree(finished, tmp_path / "books")
@@ -206,6 +214,17 @@ def test_a_model_is_uploaded_as_it_lies_there(finished, hub):
     hub.files.clear()
     assert_told(push(finished, "me/x", hub.address, token="hf_" + "b" * 34), "hf auth login")
     assert hub.files == {}
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_an_adapter_whose_base_nobody_else_has_is_told(is_here, finished, hub, tmp_path):
+    """Control: a base of the hub."""
+    shutil.copytree(finished, tmp_path / "run")
+    base = str(tmp_path) if is_here else "me/base"
+    (tmp_path / "run/model/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    result = push(tmp_path / "run", "me/x", hub.address)
+    assert result.returncode == 0 and "adapter_config.json" in hub.files
+    assert (f"adapter_config.json names its base by a path, {base}" in result.stderr) == is_here
 
 
 def test_what_cannot_be_uploaded_is_told(finished, hub, tmp_path, monkeypatch):
