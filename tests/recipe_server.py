@@ -103,11 +103,12 @@ def kill(pid):
 
 
 def read_request(client):
+    """What it asks for, None if it was killed before it had done so; and its streams."""
     head, streams, _, _ = socket.recv_fds(client, 4, 3)
-    size, text = int.from_bytes(head, "big"), b""
-    while len(text) < size:
-        text += client.recv(size - len(text))
-    return json.loads(text), streams
+    size, text, more = int.from_bytes(head, "big"), b"", b"more"
+    while more and len(text) < size:
+        text += (more := client.recv(size - len(text)))
+    return json.loads(text) if more and len(streams) == 3 else None, streams
 
 
 def serve(directory):
@@ -142,11 +143,13 @@ def serve(directory):
             elif source is listener:
                 client, _ = listener.accept()
                 request, streams = read_request(client)
-                if pid := os.fork():
-                    clients[pid] = client
-                    events.register(client, selectors.EVENT_READ)
+                pid = os.fork() if request else None
+                if pid != 0:
                     for stream in streams:
                         os.close(stream)
+                    if pid:
+                        clients[pid] = client
+                        events.register(client, selectors.EVENT_READ)
                     continue
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -159,7 +162,9 @@ def serve(directory):
                 return request
             elif source in clients.values():
                 pid = next(pid for pid, client in clients.items() if client is source)
-                signals = source.recv(16)
+                signals = b""
+                with contextlib.suppress(ConnectionResetError):
+                    signals = source.recv(16)
                 for number in signals:
                     os.kill(pid, number)
                 if not signals:  # it was killed
