@@ -193,7 +193,8 @@ def become(directory, paths, pid, is_unbuffered, words, cwd, env):
     os.environ.clear()
     os.environ.update(env)
     be_child_of(pid)
-    sys.executable = f"{directory}/python"
+    if Path(words[0]).name == "accelerate-launch":
+        sys.executable = f"{directory}/python"  # which it starts its workers with
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=is_unbuffered)
     is_module = words[0] == "-m"
