@@ -4,7 +4,7 @@ import platform
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
-PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "bitsandbytes", "deepspeed", "numpy")
+PACKAGES = "torch accelerate transformers tokenizers datasets bitsandbytes peft deepspeed numpy".split()
 
 
 def versions() -> dict[str, str]:

@@ -336,7 +336,9 @@ def test_a_base_in_4_bits_is_trained_evaluated_merged_and_refused(place, tmp_pat
     more = ["--quantize", "nf4", "--model_name_or_path", base]
     for name, every in (("evaluated", 1), ("not", 0)):
         out = tmp_path / name
-        result = launch(*flags(place, out, *more, "--eval_every", every), config="cpu_bf16")
+        given = flags(place, out, *more, "--eval_every", every, "--export_dtype", "bfloat16")
+        result = launch(*given, config="cpu_bf16")
+        assert "(bfloat16, " in result.stdout
         losses[name] = [(line["loss"], line["grad_norm"]) for line in read_metrics(out)]
     assert losses["evaluated"] == losses["not"] and all(norm > 0 for _, norm in losses["not"])
     whole = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(place / "base").parameters())

@@ -113,6 +113,7 @@ FLAG_MISTAKES = {
     "--report_to none": "--report_to none: take it out",
     "--train_file requirements.txt --text_column b": "--text_column b has no effect on .txt files, which have no",
     "--model_name_or_path no/such/model": "no/such/model",
+    "--model_name_or_path requirements.txt": "requirements.txt: it is a file; give the directory of a model",
     "--model_name_or_path no/such --model_config tiny": "two answers to one question",
     "--seed 99999999999999999999": "whole number from 0 to",
     "--dataset_config en": "--dataset_config has no effect",

@@ -288,7 +288,7 @@ class Preferences:
         """One line for people."""
         meta = self.meta
         line = f"{meta['name']} ({', '.join(meta['columns'])}): {len(self):,} pairs, a prompt with an answer "
-        line += f"{meta['tokens'] / len(self) / 2:,.0f} tokens on average, at most {meta['max_length']}"
+        line += f"{meta['tokens'] / len(self) / 2 - 1:,.0f} tokens on average, at most {meta['max_length']}"
         line += f"; {meta['truncated']:,} answers cut at {self.sequence_length}" if meta["truncated"] else ""
         line += f"; {meta['dropped']:,} left out, which do not differ within that length" if meta["dropped"] else ""
         return line + (f"; {meta['empty']:,} answers are empty: only their end counts" if meta["empty"] else "")

@@ -128,6 +128,7 @@ def with_adapter(
         raise UserError(f"--lora_rank: {' '.join(str(error).split())}") from error
     if Path(args.model_name_or_path).expanduser().is_dir():  # else it were found from here only
         config.base_model_name_or_path = str(Path(args.model_name_or_path).expanduser().resolve())
+    config.target_modules = sorted(config.target_modules)  # peft's set has another order in each process
     dtype, trained = narrow_dtype(), torch.promote_types(model.dtype, torch.float32)
     if is_deepspeed():
         trained = model.dtype  # its float32 copies are the masters

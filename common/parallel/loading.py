@@ -73,6 +73,7 @@ def write_model(
     if not accelerator.is_main_process:
         return None
     model = without_wrapper(model)
+    vars(model).pop("hf_quantizer", None)  # of a base in 4 bits: it would give its own weights to be saved, not these
     with complete_or_absent(directory) as unfinished:
         model.save_pretrained(unfinished, state_dict=export_dtype.cast(weights, dtype))
         if not (unfinished / ADAPTER_CONFIG).is_file():
