@@ -263,7 +263,13 @@ def _carried_over(kind: str, value: str | None) -> str:
 
 
 def table() -> list[str]:
-    """The rows of a table in Markdown: the flag there, whose it is, what to give here."""
-    names = {"N": "no_trainer", "T": "Trainer", "S": "SFTTrainer"}
-    rows = [(name, ", ".join(names[letter] for letter in whose) or "others") for name, (whose, _) in FLAGS.items()]
-    return [f"| `--{name}` | {whose} | {here(name).removeprefix('use ')} |" for name, whose in rows]
+    """The rows of a table in Markdown: the flags there that have one answer, whose they are, what to give here."""
+    names, rows = {"N": "no_trainer", "T": "Trainer", "S": "SFTTrainer"}, {}
+    for name, (whose, _) in FLAGS.items():
+        flags, owners = rows.setdefault(here(name).removeprefix("use "), ([], []))
+        flags.append(f"`--{name}`")
+        owners += [names[letter] for letter in whose if names[letter] not in owners]
+    return [
+        f"| {', '.join(flags)} | {', '.join(owners) or 'others'} | {answer} |"
+        for answer, (flags, owners) in rows.items()
+    ]
