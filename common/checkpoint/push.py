@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+from common.adapter_files import ADAPTER_CONFIG
 from common.errors import UserError, one_line
 
 # How to mend what the hub answers, by its status.
@@ -30,7 +31,7 @@ def push(output_dir: Path, name: str, is_private: bool = False) -> str:
         if path.is_file():
             status = f" (status: {json.loads(path.read_text())['status']})"
         raise UserError(f"{output_dir} has no finished model/{status}; name the --output_dir of a run that has ended")
-    adapter = model / "adapter_config.json"
+    adapter = model / ADAPTER_CONFIG
     if adapter.is_file() and Path(base := json.loads(adapter.read_text())["base_model_name_or_path"]).exists():
         what = "which nobody else has; train on a base of the hub, or push what export --merge makes"
         print(f"warning: {adapter} names its base by a path, {base}, {what}", file=sys.stderr)

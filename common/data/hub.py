@@ -45,9 +45,7 @@ def locate_pretrained(name_or_path: str) -> tuple[dict[str, Any], str | None]:
         elif (path / "manifest.json").exists():
             problem = f"it is a checkpoint; make a model of it: python -m common.checkpoint export {path} DIR"
         return {"pretrained_model_name_or_path": str(path)}, problem
-    problem = (
-        hub_problem(name_or_path, "model") if not path.is_file() else "it is a file; give the directory of a model"
-    )
+    problem = "it is a file; give the directory of a model" if path.is_file() else hub_problem(name_or_path, "model")
     return {"pretrained_model_name_or_path": name_or_path, "local_files_only": problem is not None}, problem
 
 

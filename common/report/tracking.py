@@ -74,8 +74,9 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
         launcher = run.asked.command or ["python"] * (accelerator.num_processes == 1)
         cut_metrics(output_dir / "metrics.jsonl", state.update)
         is_cuda = accelerator.device.type == "cuda"
-        earlier = _earlier_data(before, batches, state.update) if "dataset" in args.allow_changed else None
-        earlier = before.get("earlier_data", []) if earlier is None else earlier
+        earlier = before.get("earlier_data", [])
+        if "dataset" in args.allow_changed:
+            earlier = _earlier_data(before, batches, state.update)
         facts = {
             "arguments": vars(args),
             "command": sys.argv,
