@@ -2,7 +2,6 @@
 
 import ast
 import atexit
-import contextlib
 import functools
 import json
 import math
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from recipe_server import kill_all
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
@@ -124,15 +124,6 @@ def lacks(package):
 def need(*packages):
     if missing := [package for package in packages if lacks(package)]:
         pytest.skip(f"needs {', '.join(missing)}")
-
-
-def kill_all(processes):
-    """With their children. Workers of a launcher lead sessions of their own: no signal to its group reaches them."""
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for child in [*process.children(recursive=True), process]:
-                with contextlib.suppress(psutil.NoSuchProcess):  # it may be ending by itself
-                    child.kill()
 
 
 @functools.cache

@@ -93,13 +93,13 @@ def write_client(directory, env, env_of_imports):
     path.chmod(0o700)
 
 
-def kill(pid):
-    """A process with all that it started."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        for one in [*process.children(recursive=True), process]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+def kill_all(processes):
+    """With their children. Workers of a launcher lead sessions of their own: no signal to its group reaches them."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in [*process.children(recursive=True), process]:
+                with contextlib.suppress(psutil.NoSuchProcess):  # it may be ending by itself
+                    child.kill()
 
 
 def read_request(client):
@@ -129,7 +129,7 @@ def serve(directory):
             source = key.fileobj
             if source == 0:
                 for pid in clients:
-                    kill(pid)
+                    kill_all([psutil.Process(pid)])
                 os._exit(0)
             elif source == woken:
                 os.read(woken, 4096)
@@ -168,7 +168,7 @@ def serve(directory):
                 for number in signals:
                     os.kill(pid, number)
                 if not signals:  # it was killed
-                    kill(pid)
+                    kill_all([psutil.Process(pid)])
                     events.unregister(source)
 
 
