@@ -12,6 +12,7 @@ from common.plan.memory import Mode, mode_of
 from common.training.degrees import Degrees
 
 CONFIGS = "accelerate_configs"
+TOO_FEW = " (too few devices)"  # behind the name of a config that saves nothing on them
 PORT = 29500  # of the first of several nodes, where the others meet it
 
 
@@ -49,7 +50,7 @@ def modes_for(
             if not refused and mode.kind == "FSDP" and mode.shards == 1 and mode.state_on == "device":
                 raise TooFewDevices
         except TooFewDevices:
-            left_out.append(f"{path.name} (too few devices)")
+            left_out.append(path.name + TOO_FEW)
             continue
         except UserError:  # its DeepSpeed file is neither here nor next to it
             refused = ["no file"]

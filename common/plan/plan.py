@@ -279,7 +279,12 @@ def _page(
         ]
         yield "  ".join(cells).rstrip()
     if left_out:
-        yield f"\nnot planned: {', '.join(left_out)}; a run with one of them is refused, and says why"
+        few = [name for name in left_out if name.endswith(configs.TOO_FEW)]
+        refused = [name for name in left_out if name not in few]
+        yield "\n" + "; ".join(
+            [f"saving nothing on so few devices: {', '.join(few).replace(configs.TOO_FEW, '')}"] * bool(few)
+            + [f"not planned: {', '.join(refused)}; a run with one of them is refused, and says why"] * bool(refused)
+        )
     best = best_of(rows)
     if best is None:
         least = min(rows, key=lambda row: row.lacks)
