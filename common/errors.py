@@ -3,8 +3,11 @@
 import argparse
 import logging
 import os
+import sys
 import textwrap
-from collections.abc import Iterable
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class UserError(Exception):
@@ -43,6 +46,23 @@ def refuse(problems: Iterable[str]) -> None:
 def one_line(error: BaseException) -> str:
     """The error's message on one line, cut where a library's message turns into a page."""
     return textwrap.shorten(" ".join(str(error).split()) or type(error).__name__, 300, placeholder=" ...")
+
+
+def with_location(error: Exception) -> str:
+    """The error on one line, with the file and line that raised it, unless it is a user's mistake."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, UserError) or not frames:
+        return one_line(error)
+    return f"{type(error).__name__}: {one_line(error)} ({frames[-1].filename}, line {frames[-1].lineno})"
+
+
+@contextmanager
+def reported_in_one_line(subject: str) -> Iterator[None]:
+    """A block that a run can do without: an error inside ends the block and is printed on one line of stderr."""
+    try:
+        yield
+    except Exception as error:  # of any library
+        print(f"{subject}: {with_location(error)}", file=sys.stderr, flush=True)
 
 
 def shorten(names: list[str], most: int = 12) -> str:

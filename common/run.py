@@ -9,7 +9,8 @@
             if run.all_finite(batch, loss_sums, grad_norm): ...        the ranks agree: step, or skip this update
             if run.end_update(batch, ...): break                       metrics; a checkpoint where one is due
     results = run.end_training()                      a run that was asked to stop ends here
-    run.write_model(tokenizer)                        model/, gathered where it is sharded
+    run.write_model("AutoModelFor...", tokenizer)     model/ (gathered if sharded), its card, the results so far
+    with run.optional_steps(): ...                    figures and samples of the end: an error there is one line
     run.finish(results, ...)                          prints the results, ends all ranks together
 
 Training state, metrics and checkpoints are kept here; forward, backward, clipping and the step stay in the recipe.
@@ -37,10 +38,10 @@ from common import checks
 from common.checkpoint.format import TrainingState
 from common.checkpoint.identity import identify
 from common.checkpoint.save import Checkpoints
-from common.errors import refuse
+from common.errors import refuse, with_location
 from common.models import adapters
 from common.models.load import attention_length
-from common.parallel import connect, ending, launch, loading, mode
+from common.parallel import connect, ending, launch, liveness, loading, mode
 from common.plan import flops
 from common.plan.choice import batches_within_memory
 from common.plan.questions import predict
@@ -49,7 +50,7 @@ from common.training import accumulation, token_budget
 from common.training.activation_checkpointing import apply_activation_checkpointing
 from common.training.batching import Collate, GlobalBatch, Samples, make_loader
 from common.training.precision import weights_cast_once
-from common.training.stopping import STOPPED, StopRequests
+from common.training.stopping import NOTHING_TRAINED, STOPPED, StopRequests
 
 
 class Run:
@@ -236,18 +237,43 @@ class Run:
             tracking.end_early(self.accelerator, self.output_dir, self.state)
             ending.end_run(self.accelerator, STOPPED)
             sys.exit(STOPPED)
-        return self.progress.results() | self.checkpoints.best_at_end(self.model, self.optimizer)
+        self.results = self.progress.results() | self.checkpoints.best_at_end(self.model, self.optimizer)
+        return self.results
 
-    def write_model(self, *pretrained: Any) -> PreTrainedModel | None:
-        """Writes model/, which `from_pretrained` loads; `pretrained` are written beside it (a tokenizer).
+    def write_model(self, model_class: str, *pretrained: Any) -> PreTrainedModel | None:
+        """Writes model/, which `from_pretrained` loads, its card, and the results so far into run.json.
 
-        Returns the model on the main process, without what the mode wrapped around it; None on all others.
+        What comes after can fail without costing them. model_class: an Auto class, or a recipe's own, that loads the
+        model. pretrained: written next to it (a tokenizer).
+
+        Returns the model on the main process, without the wrappers of the mode; None on all others.
         """
-        directory = Path(self.output_dir) / "model"
-        return loading.write_model(self.accelerator, self.model, directory, self.args.export_dtype, *pretrained)
-
-    def finish(self, results: dict[str, Any], model_class: str, *lines: str) -> None:
-        """Prints and writes the results, and ends the run on all ranks together."""
+        self.model_class, directory = model_class, Path(self.output_dir) / "model"
+        written = loading.write_model(self.accelerator, self.model, directory, self.args.export_dtype, *pretrained)
         if self.accelerator.is_main_process:
-            tracking.print_results(results, self.output_dir, model_class, *lines)
-        ending.end_run(self.accelerator)
+            self.is_again = tracking.record_results(self.results, self.output_dir, model_class)
+        return written
+
+    @contextmanager
+    def optional_steps(self) -> Iterator[None]:
+        """Around the figures and samples of the end: an error inside is one line, and the run still finishes.
+
+        The line also goes into the results, as `error_after_training`.
+        """
+
+        def report(error: Exception) -> None:
+            line = f"missing    a figure or sample of the end: {with_location(error)}; model/ and the rest are complete"
+            self.results["error_after_training"] = line
+            if not self.accelerator.is_main_process:  # else it is among the last lines
+                print(line, file=sys.stderr, flush=True)
+
+        with liveness.optional(report):
+            yield
+
+    def finish(self, results: dict[str, Any], *lines: str) -> None:
+        """Prints and writes the results, and ends the run on all ranks together; status 1 if it trained nothing."""
+        self.results |= results
+        status = NOTHING_TRAINED if tracking.describe_failure(self.results) else 0
+        if self.accelerator.is_main_process:
+            tracking.print_results(self.results, self.output_dir, self.model_class, self.is_again, *lines)
+        ending.end_run(self.accelerator, status)

@@ -122,26 +122,27 @@ def main():
     kind, where = AutoModelForSequenceClassification, (args.model_name_or_path, args.trust_remote_code)
     run.begin(config, tokenizer, train_set, held_out, model_class=kind)
     model, new_weights = build_classifier(config, *where, kind, args.new_head, **base_options(args))
-    model = with_adapter(args, model, new_weights)
+    model, inputs = with_adapter(args, model, new_weights), find_inputs(model)
     if new_weights:
         run.accelerator.print(describe_new_weights(new_weights))
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
-    inputs, dtype = find_inputs(model), torch.int64 if names else torch.float32
+    dtype, task = torch.int64 if names else torch.float32, text_classifier.describe_task(names)
     collate = partial(collate_texts, pad_token_id=tokenizer.pad_token_id, inputs=inputs, target_dtype=dtype)
-    task = text_classifier.describe_task(names)
     model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, **task)
     check_padding(model, collate, train_set, run.accelerator)
     set_pipeline_inputs(tokenizer, args.sequence_length, inputs)
     with run.training(config, tokenizer) as batches:
         train(args, run, model, optimizer, batches)
     results, lines = run.end_training(), []
-    if held_out:
-        losses, *answers = measure(run, model, predict)
-        results |= losses | score(*answers)
-        lines = [describe_scores(results)]
-    if run.write_model(tokenizer) and held_out and names:
-        lines.append(draw_confusion(*answers, names, run.output_dir))
-    run.finish(results, "AutoModelForSequenceClassification", *lines)
+    written = run.write_model("AutoModelForSequenceClassification", tokenizer)
+    with run.optional_steps():
+        if held_out:
+            losses, *answers = measure(run, model, predict)
+            results |= losses | score(*answers)
+            lines = [describe_scores(results)]
+        if written and held_out and names:
+            lines.append(draw_confusion(*answers, names, run.output_dir))
+    run.finish(results, *lines)
 
 
 if __name__ == "__main__":

@@ -138,9 +138,10 @@ def main():
     with run.training(config, tokenizer) as batches:
         train(args, run, model, optimizer, batches)
     results = run.end_training()
-    results |= evaluate(run, model) if held_out else {}
-    run.write_model(tokenizer)
-    run.finish(results, "AutoModelForCausalLM", *describe_rewards(results))
+    run.write_model("AutoModelForCausalLM", tokenizer)
+    with run.optional_steps():
+        results |= evaluate(run, model) if held_out else {}
+    run.finish(results, *describe_rewards(results))
 
 
 if __name__ == "__main__":

@@ -125,6 +125,7 @@ def main():
     tokenizer, config, train_set, held_out = load_data(args)
     run.begin(config, tokenizer, train_set, held_out, "truncate")
     model = build_model(config, args.model_name_or_path, args.trust_remote_code)
+    name = "common.models.recurrent.RecurrentLM" if isinstance(model, RecurrentLM) else "AutoModelForCausalLM"
     # From here on, model(...) is the sum of the losses of a micro-batch's targets.
     how = long_sequence.sum_losses_in_pieces(model, args, train_set.max_length)
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
@@ -134,11 +135,11 @@ def main():
     with run.training(config, tokenizer) as batches:
         train(args, run, model, optimizer, batches)
     results = run.end_training()
-    results |= describe_held_out(evaluate(run, model), held_out) if held_out else {}
-    written = run.write_model(tokenizer)
-    name = "common.models.recurrent.RecurrentLM" if isinstance(written, RecurrentLM) else "AutoModelForCausalLM"
+    run.write_model(name, tokenizer)
+    with run.optional_steps():
+        results |= describe_held_out(evaluate(run, model), held_out) if held_out else {}
     line = f"memory grew by {results['memory_growth_bytes'] / 2**20:,.0f} MiB while training; {how}"
-    run.finish(results, name, line)
+    run.finish(results, line)
 
 
 if __name__ == "__main__":

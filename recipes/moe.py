@@ -134,14 +134,15 @@ def main():
     router.prepared()
     with run.training(config, tokenizer) as batches:
         train(args, run, model, optimizer, batches, router)
-    results = run.end_training()
-    results |= describe_held_out(evaluate(run, model), held_out) if held_out else {}
-    results |= router.report(run.accelerator)
-    written, lines = run.write_model(tokenizer), experts.describe_results(results)
-    if written and not run.is_sharded:
-        results["sample"] = write_sample(written, tokenizer, held_out or train_set)
-        lines += [f"\nthe model writes:\n{results['sample']}\n"]
-    run.finish(results, "AutoModelForCausalLM", *lines)
+    results, lines = run.end_training(), []
+    written = run.write_model("AutoModelForCausalLM", tokenizer)
+    with run.optional_steps():
+        results |= describe_held_out(evaluate(run, model), held_out) if held_out else {}
+        results |= router.report(run.accelerator)
+        if written and not run.is_sharded:
+            results["sample"] = write_sample(written, tokenizer, held_out or train_set)
+            lines = [f"\nthe model writes:\n{results['sample']}\n"]
+    run.finish(results, *experts.describe_results(results), *lines)
 
 
 if __name__ == "__main__":

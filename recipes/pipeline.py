@@ -128,13 +128,14 @@ def main():
     model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, loss=how, **pipeline.description)
     with run.training(config, tokenizer) as batches:
         train(args, run, model, optimizer, batches, pipeline)
-    results = run.end_training()
-    results |= describe_held_out(evaluate(run, model), held_out) if held_out else {}
-    written, lines = run.write_model(tokenizer), []
-    if written and not run.is_sharded:
-        results["sample"] = write_sample(written, tokenizer, held_out or train_set)
-        lines = [f"\nthe model writes:\n{results['sample']}\n"]
-    run.finish(results, "AutoModelForCausalLM", *lines)
+    results, lines = run.end_training(), []
+    written = run.write_model("AutoModelForCausalLM", tokenizer)
+    with run.optional_steps():
+        results |= describe_held_out(evaluate(run, model), held_out) if held_out else {}
+        if written and not run.is_sharded:
+            results["sample"] = write_sample(written, tokenizer, held_out or train_set)
+            lines = [f"\nthe model writes:\n{results['sample']}\n"]
+    run.finish(results, *lines)
 
 
 if __name__ == "__main__":

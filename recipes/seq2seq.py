@@ -135,13 +135,14 @@ def main():
     with run.training(config, tokenizer) as batches:
         train(args, run, model, optimizer, batches)
     results, lines = run.end_training(), []
-    results |= describe_held_out(evaluate(run, model), held_out) if held_out else {}
-    if held_out and args.generate:
-        written = encoder_decoder.write_targets(args, model, held_out, collate, run.accelerator)
-        figures, lines = score_targets(written, held_out, train_set, tokenizer)
-        results |= figures
-    run.write_model(tokenizer)
-    run.finish(results, "AutoModelForSeq2SeqLM", *lines)
+    run.write_model("AutoModelForSeq2SeqLM", tokenizer)
+    with run.optional_steps():
+        results |= describe_held_out(evaluate(run, model), held_out) if held_out else {}
+        if held_out and args.generate:
+            written = encoder_decoder.write_targets(args, model, held_out, collate, run.accelerator, tokenizer)
+            figures, lines = score_targets(written, held_out, train_set, tokenizer)
+            results |= figures
+    run.finish(results, *lines)
 
 
 if __name__ == "__main__":

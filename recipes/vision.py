@@ -123,6 +123,7 @@ def main():
     flags = ("augment", "norm")
     run.begin(config, None, train_set, held_out, *flags, model_class=AutoModelForImageClassification)
     model, new_weights = image_classifier.make_model(args, config, new_head)
+    name, more = image_classifier.describe_class(model, preprocessing)
     if new_weights:
         run.accelerator.print(describe_new_weights(new_weights))
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
@@ -133,15 +134,15 @@ def main():
     with run.training(config, preprocessing) as batches:
         train(args, run, model, optimizer, batches)
     results, lines = run.end_training(), []
-    if held_out:
-        measured = measure(run, model, predict)
-        results |= loss_and_accuracy(*measured)
-    if (written := run.write_model(preprocessing)) and held_out:
-        lines = [image_classifier.describe_accuracy(results["accuracy"], train_set.images, held_out.images)]
-        if config.num_labels <= MOST_CLASSES_DRAWN:
-            lines.append(draw_confusion(*measured[1:], train_set.images.classes, run.output_dir))
-    name, more = image_classifier.describe_class(written, preprocessing)
-    run.finish(results, name, *lines, *more)
+    written = run.write_model(name, preprocessing)
+    with run.optional_steps():
+        if held_out:
+            results |= loss_and_accuracy(*(measured := measure(run, model, predict)))
+        if written and held_out:
+            lines = [image_classifier.describe_accuracy(results["accuracy"], train_set.images, held_out.images)]
+            if config.num_labels <= MOST_CLASSES_DRAWN:
+                lines.append(draw_confusion(*measured[1:], train_set.images.classes, run.output_dir))
+    run.finish(results, *lines, *more)
 
 
 if __name__ == "__main__":

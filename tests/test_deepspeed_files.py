@@ -2,16 +2,18 @@
 
 import json
 import re
+import shutil
 import warnings
 
 import pytest
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils import DeepSpeedPlugin
+from conftest import ROOT, launch, read_metrics, recipe_arguments, run_specs
 from conftest import equivalence_flags as flags
-from conftest import read_metrics, recipe_arguments, run_specs
 from running import set_world, settings_shown
 
-from common.parallel.deepspeed_files import flatten
+from common.errors import UserError
+from common.parallel.deepspeed_files import flatten, read_deepspeed_config
 from common.parallel.deepspeed_flags import WIDTH_KEYS, check_deepspeed, describe_settled, settle_deepspeed
 from common.parallel.launch import check_launch, parse_launch
 from common.training.degrees import Degrees
@@ -370,3 +372,41 @@ def test_the_precision_of_the_file_runs_where_the_launch_says_none(functions_fil
     assert view["gradient_accumulation_steps"] == ("1", "set by Accelerate or the recipe")
     assert view["zero_optimization.offload_param.device"] == ("cpu", source)
     assert not {"train_batch_size", "steps_per_print"} & {key for key, (_, where) in view.items() if source in where}
+
+
+def test_a_configs_file_is_found_from_any_directory(tmp_path, monkeypatch):
+    """Next to the config or above it; in the current directory as Accelerate does; two that differ are refused."""
+    shipped, elsewhere, copy = ROOT / "accelerate_configs/zero3.yaml", tmp_path / "elsewhere", tmp_path / "copy"
+    elsewhere.mkdir()
+    for folder in ("beside", "above/accelerate_configs"):
+        (copy / folder).mkdir(parents=True)
+        shutil.copy(shipped, copy / folder)
+        shutil.copytree(ROOT / "ds_configs", (copy / folder.partition("/")[0] / "ds_configs"))
+    monkeypatch.chdir(elsewhere)
+
+    def found(config, *flags):
+        asked = parse_launch(["--config_file", str(config), *flags, "recipe.py"])
+        return asked.deepspeed_config, asked.file_problems
+
+    assert found(shipped) == (str(ROOT / "ds_configs/zero3.json"), [])
+    assert found("../copy/beside/zero3.yaml") == (str(copy / "beside/ds_configs/zero3.json"), [])
+    above = "../copy/above/accelerate_configs/zero3.yaml"
+    assert found(above) == (str(copy / "above/ds_configs/zero3.json"), [])
+    (elsewhere / "link.yaml").symlink_to(shipped)
+    assert found("link.yaml") == (str(ROOT / "ds_configs/zero3.json"), [])
+    shutil.copytree(ROOT / "ds_configs", elsewhere / "ds_configs")
+    assert found(shipped) == ("ds_configs/zero3.json", [])
+    (elsewhere / "ds_configs/zero3.json").write_text("{}")
+    (problem,) = found(above)[1]
+    assert str(copy / "above/ds_configs/zero3.json") in problem and "--deepspeed_config_file" in problem
+    assert found(above, "--deepspeed_config_file", "ds_configs/zero3.json") == ("ds_configs/zero3.json", [])
+    shutil.rmtree(copy / "above/ds_configs")
+    shutil.rmtree(elsewhere / "ds_configs")
+    with pytest.raises(UserError, match="relative to the current directory or to the folder of the config file"):
+        read_deepspeed_config(found(above)[0])
+
+
+def test_a_shipped_config_runs_from_another_directory(functions_file, tmp_path):
+    flags = ["--train_file", functions_file, "--sequence_length", 64, "--dry_run"]
+    result = launch(*flags, config="zero3", script=ROOT / "recipes/lm.py", cwd=tmp_path)
+    assert f"DeepSpeed's settings ({ROOT / 'ds_configs/zero3.json'})" in result.stdout

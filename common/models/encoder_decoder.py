@@ -84,7 +84,12 @@ def _check_lengths(
 
 @torch.no_grad()
 def write_targets(
-    args: argparse.Namespace, model: torch.nn.Module, samples: Pairs, collate: Collate, accelerator: Accelerator
+    args: argparse.Namespace,
+    model: torch.nn.Module,
+    samples: Pairs,
+    collate: Collate,
+    accelerator: Accelerator,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> dict[int, list[int]]:
     """What the model writes, greedily, for --generate samples from all over `samples`: {sample: tokens}, on all ranks.
 
@@ -111,6 +116,10 @@ def write_targets(
                 do_sample=False,
                 num_beams=1,
                 synced_gpus=is_sharded(accelerator),
+                # What the model's own generation_config.json may ask for: text to stop at, more than tokens.
+                tokenizer=tokenizer,
+                num_return_sequences=1,
+                return_dict_in_generate=False,
             )
         written += zip(ids[positions].tolist(), tokens.tolist(), strict=False)  # but for a dummy sample's
     return dict(sorted(gather_object(written)))

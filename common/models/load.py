@@ -289,5 +289,9 @@ def write_sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sam
         top_p=0.95,
         attention_mask=torch.ones_like(input_ids),
         remove_invalid_values=True,  # of weights that have become NaN
+        # What the model's own generation_config.json may ask for: text to stop at, several texts, more than tokens.
+        tokenizer=tokenizer,
+        num_return_sequences=1,
+        return_dict_in_generate=False,
     )
     return tokenizer.decode(written[0], skip_special_tokens=True)

@@ -29,6 +29,24 @@ def inline_deepspeed_config(settings: dict[str, Any]) -> dict[str, Any]:
     return {"zero_optimization": zero} | ({} if clipping in ("auto", None) else {"gradient_clipping": float(clipping)})
 
 
+def find_deepspeed_file(name: str, config_file: str) -> tuple[str, list[str]]:
+    """The path of the DeepSpeed file that a config file names, and a line if two different files could be meant.
+
+    Accelerate takes the name as relative to the current directory. The file is also looked for next to the config file
+    and in the folders above it, so that a shipped config, or a copy with its ds_configs/, works from any directory.
+    """
+    folders = [*Path(os.path.abspath(config_file)).parents, *Path(config_file).resolve().parents]
+    nearest = next((folder / name for folder in folders if (folder / name).is_file()), None)
+    if nearest is None or not Path(name).is_file():
+        return name if nearest is None else str(nearest), []
+    if nearest.read_bytes() == Path(name).read_bytes():
+        return name, []
+    return name, [
+        f"{config_file}: {name} is in the current directory and, with other contents, at {nearest}; choose one with "
+        "--deepspeed_config_file PATH before the recipe, or start from another directory"
+    ]
+
+
 def read_deepspeed_config(config: str | dict[str, Any]) -> dict[str, Any]:
     """The settings of a DeepSpeed file, or those that were given.
 
@@ -40,7 +58,8 @@ def read_deepspeed_config(config: str | dict[str, Any]) -> dict[str, Any]:
         settings = json.loads(Path(config).read_text())
     except OSError as error:
         raise UserError(
-            f"{config}: {error.strerror}; name a DeepSpeed file, from the directory that you launch in"
+            f"{config}: {error.strerror}; name a DeepSpeed file, relative to the current directory "
+            "or to the folder of the config file"
         ) from error
     except ValueError as error:
         raise UserError(f"{config}: not JSON ({error}); mend the file") from error

@@ -15,7 +15,7 @@ from typing import Any
 from accelerate import Accelerator
 
 import common
-from common.errors import UserError
+from common.errors import UserError, reported_in_one_line
 from common.files import FULL_OR_BROKEN, disk_error_number, disk_line
 from common.parallel import liveness
 from common.parallel.liveness import wait_for_all
@@ -34,6 +34,10 @@ def end_run(accelerator: Accelerator, status: int = 0) -> None:
     """
     wait_for_all()  # rank 0 writes the model
     accelerator.wait_for_everyone()
+    for tracker in accelerator.trackers:
+        with reported_in_one_line(f"--report_to {tracker.name}: could not be ended"):
+            tracker.finish()
+    accelerator.trackers = []
     accelerator.end_training()
     leave_together(accelerator.num_processes, status)
 
@@ -102,7 +106,9 @@ def _outlive_readers() -> None:
                 stream.flush()
                 raw = _Outliving(number, "w", closefd=False)
                 buffer = raw if stream.write_through else io.BufferedWriter(raw)
-                kept = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
+                kept = {key: getattr(stream, key) for key in ("encoding", "line_buffering", "write_through")}
+                # A character that the terminal does not have must not end a run whose model is written.
+                kept["errors"] = "backslashreplace" if stream.errors == "strict" else stream.errors
                 setattr(sys, name, io.TextIOWrapper(buffer, **kept))
 
 

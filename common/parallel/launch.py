@@ -117,6 +117,10 @@ def parse_launch(argv: list[str], environment: dict[str, str] | None = None) -> 
         num_machines=args.num_machines or 1,
         machine_rank=int(args.machine_rank or 0),
     )
+    if args.deepspeed_config_file and config_file and "deepspeed_config_file" not in launch.given:
+        launch.deepspeed_config, launch.file_problems = deepspeed_files.find_deepspeed_file(
+            args.deepspeed_config_file, config_file
+        )
     dropped = {args.use_fsdp: "FSDP", args.use_deepspeed: "DeepSpeed", args.multi_gpu: "DDP"}.get(True)
     if args.cpu and dropped:
         launch.file_problems.append(

@@ -48,10 +48,11 @@ update: int | None = None  # the update that this process is at; the loop sets i
 # Whether it is in the loop, which sets it: before and after, a library may hold Python's lock for as long as it reads
 # or writes a model, and silence means nothing.
 in_loop = False
+OPTIONAL_TIMEOUT = 30.0  # seconds that a rank with an error in an `optional` block waits for the others to leave it
 # What the run writes about its own failure, given a line that says why; called in one process.
 note_failure: Callable[[str], None] | None = None
 _watch: "_Watch | None" = None
-_num_watches = _num_waits = 0
+_num_watches = _num_waits = _num_optional = 0
 
 
 def start(timeout: float) -> None:
@@ -96,6 +97,38 @@ def wait_for_all() -> None:
     while num_here < _watch.world_size:  # torch's own barrier of a store does not hear Ctrl-C until all have come
         time.sleep(pause)
         num_here, pause = _watch.store.add(key, 0), min(0.5, 2 * pause)
+
+
+@contextmanager
+def optional(report: Callable[[Exception], None]) -> Iterator[None]:
+    """A block of all ranks that the run can do without: an error inside ends the block and goes to `report`.
+
+    If several ranks have an error, rank 0 reports its own. The block must end on every rank: if the others do not leave
+    it, because they wait inside for the rank with the error, that rank raises it after OPTIONAL_TIMEOUT.
+    """
+    global _num_optional
+    _num_optional += 1
+    problem = None
+    try:
+        yield
+    except Exception as error:  # of any library
+        problem = error
+    if _watch is None:
+        if problem is not None:
+            report(problem)
+        return
+    key, deadline = f"{_watch.key}-optional-{_num_optional}", time.monotonic() + OPTIONAL_TIMEOUT
+    _watch.store.add(f"{key}-main", int(_watch.rank == 0 and problem is not None))
+    num_left = _watch.store.add(key, 1)
+    if problem is None:
+        return
+    while num_left < _watch.world_size:
+        if time.monotonic() > deadline:
+            raise problem
+        time.sleep(0.1)
+        num_left = _watch.store.add(key, 0)
+    if _watch.rank == 0 or not _watch.store.add(f"{key}-main", 0):
+        report(problem)
 
 
 @contextmanager

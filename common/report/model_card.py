@@ -61,7 +61,8 @@ def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> 
         words: results[key] / units.get(key, 1) for key, words in FIGURES.items() if results.get(key) is not None
     }
     apart = [one["source"] for one in run.get("held_out_sources") or []]
-    figures |= {f"held-out loss of `{source}`": results[f"validation_loss/{source}"] for source in apart}
+    losses = {source: results.get(f"validation_loss/{source}") for source in apart}
+    figures |= {f"held-out loss of `{source}`": loss for source, loss in losses.items() if loss is not None}
     resumed = f", resumed at update {run['resumed_at']}" if run["resumed_at"] else ""
     data = [(f"trained on, until update {one['until']:,}", one["data"]) for one in run.get("earlier_data") or []]
     data += [("trained on", run["data"]), ("held out", run["held_out"])]

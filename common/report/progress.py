@@ -12,7 +12,7 @@ from typing import Any
 from accelerate import Accelerator
 from tqdm.auto import tqdm
 
-from common.errors import UserError
+from common.errors import UserError, reported_in_one_line, with_location
 from common.files import disk_line
 from common.parallel import liveness
 from common.report import curves
@@ -29,7 +29,8 @@ class Progress:
     def __init__(self, accelerator: Accelerator, output_dir: Path, num_updates: int, state: Any, work: Any = None):
         self.accelerator, self.is_main, self.state = accelerator, accelerator.is_main_process, state
         self.output_dir, self.work, self.flops = output_dir, work, 0.0
-        self.bar = tqdm(total=num_updates, initial=state.update, unit="update", disable=not self.is_main, smoothing=0.1)
+        hidden = {} if self.is_main else {"disable": True}  # else TQDM_DISABLE decides
+        self.bar = tqdm(total=num_updates, initial=state.update, unit="update", smoothing=0.1, **hidden)
         # Line buffered: a killed run leaves whole lines.
         self.file = open(output_dir / "metrics.jsonl", "a", buffering=1) if self.is_main else None
         self.memory_at_start = memory_in_use_bytes(accelerator.device)
@@ -88,7 +89,7 @@ class Progress:
         numbers = {key: value for key, value in record.items() if isinstance(value, int | float)}
         # The name of a source may be a pattern, whose * some trackers (MLflow) refuse.
         logged = {re.sub(r"[^\w./ -]", "_", name): value for name, value in numbers.items()}
-        self.accelerator.log(logged, step=record["update"])
+        self._log(logged, record["update"])
         if "validation_loss" in record:
             self._tell_evaluation(record)
             self.draw()
@@ -103,15 +104,25 @@ class Progress:
             self.bar.set_description_str(f"epoch {done:.2f} of {in_all:.2f}", refresh=False)
         self.bar.update()
 
+    def _log(self, figures: dict[str, Any], update: int) -> None:
+        """Sends figures to the trackers of --report_to; one that fails gets no more of them."""
+        for tracker in self.accelerator.trackers[:]:
+            try:
+                tracker.log(figures, step=update)
+            except Exception as error:  # of any tracker
+                self.accelerator.trackers.remove(tracker)
+                self.bar.write(f"--report_to {tracker.name}: stopped at update {update}: {with_location(error)}")
+
     def draw(self, now: bool = False) -> None:
         """Lets curves.png be drawn, while the training goes on, or `now`."""
         is_free = self.drawing is None or now or self.drawing.poll() is not None
         if self.is_main and is_free and self.state.update >= curves.FEWEST:
-            if self.drawing is not None:
-                self.drawing.communicate()
-            self.drawing = curves.start_drawing(self.output_dir, self.unit)
-            if now:
-                curves.finish(self.drawing)
+            with reported_in_one_line("curves.png could not be drawn"):
+                if self.drawing is not None:
+                    self.drawing.communicate()
+                self.drawing = curves.start_drawing(self.output_dir, self.unit)
+                if now:
+                    curves.finish(self.drawing)
 
     def end_early(self, patience: int) -> None:
         """The updates end here, all `patience` evaluations after the best one."""
@@ -155,6 +166,7 @@ class Progress:
             "work_difference": float(self.rank_work.max() / self.rank_work.min() - 1) if self.num_tokens else 0.0,
             "waiting_for_data": self.waiting_share,
             "skipped_updates": self.state.skipped_updates,
+            "skipped_at_end": self.state.skipped_in_a_row,
             "peak_memory_bytes": peak_memory_bytes(self.accelerator.device),
             # Over what the loaded model held. (On a CPU an upper bound: a peak before the loop counts too.)
             "memory_growth_bytes": peak_memory_bytes(self.accelerator.device) - self.memory_at_start,

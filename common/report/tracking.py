@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from common import export_dtype
 from common.adapter_files import loading_call
-from common.errors import UserError
+from common.errors import UserError, reported_in_one_line
 from common.memory import most_resident
 from common.models.quantization import describe_frozen, number_of
 from common.parallel import liveness
@@ -289,16 +289,39 @@ def describe_best(best: dict[str, Any] | None, output_dir: Path) -> str:
     )
 
 
-def print_results(results: dict[str, Any], output_dir: Path, model_class: str, *lines: str) -> None:
-    """The end of a run: figures, the recipe's own `lines`, and where everything lies; figures also go into run.json."""
-    run = json.loads((output_dir / "run.json").read_text())
-    is_again, run = "results" in run, run | {"results": results, "status": "finished"}
+def record_results(results: dict[str, Any], output_dir: Path, model_class: str, **facts: Any) -> bool:
+    """Writes the results and `facts` into run.json, and the model card. Returns whether run.json had results before."""
+    before = json.loads((output_dir / "run.json").read_text())
+    run = before | {"results": results} | facts
     write_run(output_dir, run)
-    write_model_card(output_dir / "model", run, model_class)
+    with reported_in_one_line("the model card could not be written"):
+        write_model_card(output_dir / "model", run, model_class)
+    return "results" in before
+
+
+def describe_failure(results: dict[str, Any]) -> str | None:
+    """Why a run that made all its updates has trained nothing, or nothing for at least its second half; else None."""
+    updates, at_end = results["updates"], results.get("skipped_at_end", 0)
+    if not updates or 2 * at_end < updates or (results.get("best") or {}).get("is_model"):
+        return None
+    made = updates - results["skipped_updates"]
+    what = f"the last {at_end:,} of {updates:,} updates were skipped" if made else "no update was made"
+    return f"{what}: loss or gradient was not finite; lower --learning_rate, or check the data and the model's weights"
+
+
+def print_results(results: dict[str, Any], output_dir: Path, model_class: str, is_again: bool, *lines: str) -> None:
+    """The end of a run: figures, the recipe's own `lines`, and where everything lies; figures also go into run.json.
+
+    is_again: whether the run had finished before, and only its end was repeated.
+    """
+    failure = describe_failure(results)
+    record_results(results, output_dir, model_class, status=f"failed: {failure}" if failure else "finished")
+    run = json.loads((output_dir / "run.json").read_text())
     if (picture := output_dir / "curves.png").is_file():
-        updates = curves.read(output_dir / "metrics.jsonl")
-        if curves.with_end(updates, results) != updates:  # it was drawn without the last held-out loss
-            curves.finish(curves.start_drawing(output_dir, results["unit"]))
+        with reported_in_one_line("curves.png could not be drawn"):
+            updates = curves.read(output_dir / "metrics.jsonl")
+            if curves.with_end(updates, results) != updates:  # it was drawn without the last held-out loss
+                curves.finish(curves.start_drawing(output_dir, results["unit"]))
     if is_again:
         print("\nnothing was left to train; the figures of the training are those of the finished run")
     if results["tokens_per_second"]:
@@ -308,6 +331,9 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, *
             f"busiest process computed {results['work_difference']:.1%} more than the idlest; waiting for data "
             f"{results['waiting_for_data']:.1%}"
         )
+    if results["skipped_updates"]:
+        skipped, updates = results["skipped_updates"], results["updates"]
+        print(f"skipped    {skipped:,} of {updates:,} updates, whose loss or gradient was not finite")
     if results.get("model_flops_per_second"):
         line = f"the model's own products: {results['model_flops_per_second'] / 1e9:,.1f} GFLOP/s"
         share = results.get("share_of_rate")
@@ -316,8 +342,8 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, *
         perplexity = f", perplexity {results['perplexity']:.2f}" if "perplexity" in results else ""
         print(f"held-out loss {results['validation_loss']:.4f}{perplexity}")
     for one in run.get("held_out_sources") or []:
-        loss, share = results[f"validation_loss/{one['source']}"], float(Fraction(one["share"]))
-        print(f"  {loss:.4f} of {one['source']}, which has {share:.1%} of the targets")
+        if (loss := results.get(f"validation_loss/{one['source']}")) is not None:
+            print(f"  {loss:.4f} of {one['source']}, which has {float(Fraction(one['share'])):.1%} of the targets")
     if "bits_per_byte" in results:
         others = [
             f"{n} -9 {results[f'{n}_bits_per_byte']:.3f}" for n in ("gzip", "xz") if f"{n}_bits_per_byte" in results
@@ -333,3 +359,7 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, *
     if picture.is_file():
         print(f"curves     {picture}")
     print(f"settings   {output_dir / 'run.json'}")
+    if "error_after_training" in results:
+        print(results["error_after_training"])
+    if failure:
+        print(f"failed     {failure}")

@@ -17,6 +17,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # The status of a run that was asked to stop and can be continued with --resume: EX_TEMPFAIL of sysexits.h, "try again".
 # Not 0 (finished), 1 (failed), 2 (a mistake in the command), and not 128 + n (ended by a signal, nothing saved).
 STOPPED = 75
+NOTHING_TRAINED = 1  # of a run to whose end no update was made
 _early: list[int] = []  # SIGUSR1 that came before the loop
 
 

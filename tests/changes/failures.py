@@ -1,6 +1,7 @@
 """What happens to a process: it is asked to stop, late, slow, silent or broken, and nobody watches or waits."""
 
 import ctypes
+import importlib
 import os
 import signal
 import time
@@ -8,6 +9,7 @@ from datetime import timedelta
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import TensorBoardTracker
 
 from changes import RANK, after, before, before_reduce, change
 from common.checkpoint import resume, save
@@ -46,6 +48,34 @@ def silence(seconds):
 def hold_lock(at):
     """One process holds Python's lock: `at` is [rank, update, seconds]."""
     before_reduce(lambda _, update: at[:2] == [RANK, update] and ctypes.PyDLL(None).sleep(at[2]))
+
+
+def broken_steps(names):
+    """Functions that raise an error: of each the name of its module and its own; on one rank if `RANK:` is in front."""
+    for name in names:
+        rank, _, path = name.rpartition(":")
+        module, _, function = path.rpartition(".")
+
+        def fail(*_, **__):
+            raise RuntimeError("this step is broken")
+
+        if rank in ("", str(RANK)):
+            change(importlib.import_module(module), function, fail)
+
+
+def broken_tracker(update):
+    """TensorBoard takes no figures from an update on, and cannot be closed."""
+
+    def log(self, values, step=None, **_):
+        if step >= update:
+            raise RuntimeError("this tracker is broken")
+
+    change(TensorBoardTracker, "log", log)
+
+
+def short_wait(seconds):
+    """How long a rank with an error waits for the others to leave a step that a run can do without."""
+    change(liveness, "OPTIONAL_TIMEOUT", seconds)
 
 
 def broken_rank(at):
