@@ -7,7 +7,8 @@
         for batch in batches:
             for micro_batch, is_last in run.micro_batches(batch): ...  copied to the device; --dry_run: the first only
             if run.all_finite(batch, loss_sums, grad_norm): ...        the ranks agree: step, or skip this update
-            if run.end_update(batch, ...): break                       metrics; a checkpoint where one is due
+            figures = run.evaluations.after_update(evaluate, model)    where one is due
+            if run.end_update(batch, **figures): break                 metrics; a checkpoint where one is due
     results = run.end_training()                      a run that was asked to stop ends here
     run.write_model(tokenizer)                        model/, gathered where it is sharded
     run.finish(results, ...)                          prints the results, ends all ranks together
@@ -38,6 +39,7 @@ from common.checkpoint.format import TrainingState
 from common.checkpoint.identity import identify
 from common.checkpoint.save import Checkpoints
 from common.errors import refuse
+from common.evaluation import Evaluations
 from common.models import adapters
 from common.models.load import attention_length
 from common.parallel import connect, ending, launch, loading, mode
@@ -49,7 +51,6 @@ from common.training import accumulation, token_budget
 from common.training.activation_checkpointing import apply_activation_checkpointing
 from common.training.batching import Collate, GlobalBatch, Samples, make_loader
 from common.training.precision import weights_cast_once
-from common.training.stopping import STOPPED, StopRequests
 
 
 class Run:
@@ -79,6 +80,7 @@ class Run:
         self.accelerator = connect.make_accelerator(self.asked, args, **trackers)
         self.device, self.is_sharded = self.accelerator.device, mode.is_sharded(self.accelerator)
         self.checkpoints, self.is_stopped = Checkpoints(args, self.accelerator), False
+        self.evaluations = Evaluations(self)
 
     def begin(
         self,
@@ -155,13 +157,14 @@ class Run:
             settings.print_dry_run(self.args, self.asked, self.accelerator, num_left)
             ending.end_run(self.accelerator)
             sys.exit()
-        self.output_dir = checks.make_output_dir(self.args, self.accelerator)
+        self.output_dir = checks.make_output_dir(self.args, self.accelerator, self.checkpoints.ranks.share)
+        self.checkpoints.ranks.output_dir = self.output_dir
         self.checkpoints.start(config, *pretrained, model=self.model, versions=tracking.versions())
         tracking.start_run(self, config)
         self.checkpoints.resume(self.resumed, self.model, self.optimizer)  # last: the random streams go on from here
         work = flops.of_run(self, launch.is_rehearsal(self.asked))
         self.progress = progress.Progress(self.accelerator, self.output_dir, self.args.num_updates, self.state, work)
-        with self.progress, StopRequests() as self.requests:
+        with self.progress, self.evaluations.hear() as self.requests:
             batches = profiling.profiled(self, batches_within_memory(self))
             yield batches
             batches.close()
@@ -173,6 +176,8 @@ class Run:
         micro_batches = batch.micro_batches[:1] if self.args.dry_run else batch.micro_batches
         with weights_cast_once(self.args.activation_checkpointing == "none"):
             for number, micro_batch in enumerate(token_budget.while_there_is_memory(micro_batches), start=1):
+                if not self.model.training:
+                    self.evaluations.stop_if_asked()
                 yield send_to_device(micro_batch, self.device, non_blocking=True), number == len(micro_batches)
 
     def all_finite(
@@ -202,13 +207,6 @@ class Run:
         self.record = {"update": batch.update, "loss": loss, "grad_norm": grad_norm}
         return is_finite
 
-    def evaluation_is_due(self) -> bool:
-        """Whether the held-out samples are to be measured after this update."""
-        args, done = self.args, self.state.update
-        if not (self.held_out and args.eval_every) or token_budget.is_repeated():
-            return False
-        return done % args.eval_every == 0 or (args.keep_best and done == args.num_updates)  # the last may be the best
-
     def end_update(self, batch: GlobalBatch, **figures: float) -> bool:
         """Records the update and `figures`; a checkpoint if --save_every or a request to stop asks. True: end the loop.
 
@@ -233,9 +231,7 @@ class Run:
     def end_training(self) -> dict[str, Any]:
         """What the training took; --load_best_at_end loads here. A run that was asked to stop ends, with status 75."""
         if self.is_stopped:
-            tracking.end_early(self.accelerator, self.output_dir, self.state)
-            ending.end_run(self.accelerator, STOPPED)
-            sys.exit(STOPPED)
+            self.evaluations.end_stopped()
         return self.progress.results() | self.checkpoints.best_at_end(self.model, self.optimizer)
 
     def write_model(self, *pretrained: Any) -> PreTrainedModel | None:
@@ -243,6 +239,7 @@ class Run:
 
         Returns the model on the main process, without what the mode wrapped around it; None on all others.
         """
+        self.evaluations.close()
         directory = Path(self.output_dir) / "model"
         return loading.write_model(self.accelerator, self.model, directory, self.args.export_dtype, *pretrained)
 
