@@ -1,18 +1,19 @@
 """What is asked by flags, checked before anything is made: mistakes that need no model, and the output directory."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from common.errors import UserError, main_logger, refuse
-from common.files import LOCK, lock_output_dir, remove, why_not_writable
+from common.files import LOCK, PARTIAL, lock_output_dir, make_new_directory, remove, why_not_writable
 from common.models import adapters
 from common.parallel.launch import started_world_size
 from common.plan.machines import parse_machine
 from common.report import profiling
+from common.report.runs import describe_killed
 from common.report.settings import given_flags
 from common.training import epochs
 from common.training.batching import Samples, updates_per_epoch
@@ -166,8 +167,10 @@ def _check_checkpoints(args: argparse.Namespace) -> Iterator[str]:
                 f"--resume: {args.output_dir} has no checkpoints; name the --output_dir of the run to continue, "
                 "or start anew without --resume"
             )
-    elif not (args.dry_run or args.plan) or "--output_dir" in given_flags():
+    elif "--output_dir" in given_flags():
         yield from _check_output_dir(Path(args.output_dir), args.overwrite)
+    elif not (args.dry_run or args.plan):  # a default name that exists gets a suffix
+        yield from _check_writable(Path(args.output_dir))
 
 
 def _nearest_batch_sizes(size: int, unit: int) -> str:
@@ -188,14 +191,19 @@ def _check_tracker(name: str) -> list[str]:
 def _check_output_dir(path: Path, overwrite: bool) -> list[str]:
     if path.exists() and not path.is_dir():
         return [f"--output_dir {path} is a file; name a directory"]
-    if path.is_dir() and any(one.name != LOCK for one in path.iterdir()):
+    if path.is_dir() and any(one.name != LOCK and not one.name.endswith(PARTIAL) for one in path.iterdir()):
         if not (path / "run.json").is_file():
             return [f"--output_dir {path} is not empty and holds no run; name another directory"]
         if not overwrite:
+            killed = describe_killed(path)
             return [
-                f"--output_dir {path} holds a run; continue it with --resume, delete it with --overwrite, or name "
-                "another directory"
+                f"--output_dir {path} holds a run{f', {killed}' if killed else ''}; continue it with --resume, delete "
+                "it with --overwrite, or name another directory"
             ]
+    return _check_writable(path)
+
+
+def _check_writable(path: Path) -> list[str]:
     parent = path
     while not parent.exists():
         parent = parent.absolute().parent
@@ -256,17 +264,31 @@ def check_samples(args: argparse.Namespace, train: Samples, validation: Samples 
                 logger.warning("--train_file %s: none of the %s samples of this run is of it: %s", name, number, why)
 
 
-def make_output_dir(args: argparse.Namespace, accelerator: Accelerator) -> Path:
+def make_output_dir(args: argparse.Namespace, accelerator: Accelerator, share: Callable[[str], str]) -> Path:
     """Creates the output directory and takes it for this run, emptied if `--overwrite`; call it after all checks.
 
-    Raises UserError: it cannot be created, or another run writes there, of which nothing is deleted.
+    A default name that another run has taken meanwhile gets a suffix. What another run has left in a directory since
+    the flags were checked is no more deleted without --overwrite than what was there before.
+
+    Args:
+        share: returns on all ranks the value that the main one passes.
+
+    Raises UserError: it cannot be created, holds a run, or another run writes there, of which nothing is deleted.
     """
     path = Path(args.output_dir)
-    if not accelerator.is_main_process:
-        return path
     try:
+        if "--output_dir" not in given_flags() and not args.resume:
+            path = Path(share(str(make_new_directory(path)) if accelerator.is_main_process else ""))
+            if str(path) != args.output_dir:
+                accelerator.print(f"output directory {path}: another run has {args.output_dir}", flush=True)
+            args.output_dir = str(path)
+            accelerator.project_configuration.project_dir = accelerator.project_configuration.logging_dir = str(path)
+        if not accelerator.is_main_process:
+            return path
         path.mkdir(parents=True, exist_ok=True)
         lock_output_dir(path)
+        if not args.resume:
+            refuse(_check_output_dir(path, args.overwrite))
         if args.overwrite and (path / "run.json").is_file():
             # What makes it a run goes last: a killed removal can be done again. The lock stays, it is this run's.
             for one in sorted(path.iterdir(), key=lambda one: one.name == "run.json"):

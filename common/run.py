@@ -7,7 +7,8 @@
         for batch in batches:
             for micro_batch, is_last in run.micro_batches(batch): ...  copied to the device; --dry_run: the first only
             if run.all_finite(batch, loss_sums, grad_norm): ...        the ranks agree: step, or skip this update
-            if run.end_update(batch, ...): break                       metrics; a checkpoint where one is due
+            figures = run.evaluations.after_update(evaluate, model)    where one is due
+            if run.end_update(batch, **figures): break                 metrics; a checkpoint where one is due
     results = run.end_training()                      a run that was asked to stop ends here
     run.write_model("AutoModelFor...", tokenizer)     model/ (gathered if sharded), its card, the results so far
     with run.optional_steps(): ...                    figures and samples of the end: an error there is one line
@@ -39,6 +40,7 @@ from common.checkpoint.format import TrainingState
 from common.checkpoint.identity import identify
 from common.checkpoint.save import Checkpoints
 from common.errors import refuse, with_location
+from common.evaluation import Evaluations
 from common.models import adapters
 from common.models.load import attention_length
 from common.parallel import connect, ending, launch, liveness, loading, mode
@@ -50,7 +52,7 @@ from common.training import accumulation, token_budget
 from common.training.activation_checkpointing import apply_activation_checkpointing
 from common.training.batching import Collate, GlobalBatch, Samples, make_loader
 from common.training.precision import weights_cast_once
-from common.training.stopping import NOTHING_TRAINED, STOPPED, StopRequests
+from common.training.stopping import NOTHING_TRAINED
 
 
 class Run:
@@ -80,6 +82,7 @@ class Run:
         self.accelerator = connect.make_accelerator(self.asked, args, **trackers)
         self.device, self.is_sharded = self.accelerator.device, mode.is_sharded(self.accelerator)
         self.checkpoints, self.is_stopped = Checkpoints(args, self.accelerator), False
+        self.evaluations = Evaluations(self)
 
     def begin(
         self,
@@ -156,13 +159,14 @@ class Run:
             settings.print_dry_run(self.args, self.asked, self.accelerator, num_left)
             ending.end_run(self.accelerator)
             sys.exit()
-        self.output_dir = checks.make_output_dir(self.args, self.accelerator)
+        self.output_dir = checks.make_output_dir(self.args, self.accelerator, self.checkpoints.ranks.share)
+        self.checkpoints.ranks.output_dir = self.output_dir
         self.checkpoints.start(config, *pretrained, model=self.model, versions=tracking.versions())
         tracking.start_run(self, config)
         self.checkpoints.resume(self.resumed, self.model, self.optimizer)  # last: the random streams go on from here
         work = flops.of_run(self, launch.is_rehearsal(self.asked))
         self.progress = progress.Progress(self.accelerator, self.output_dir, self.args.num_updates, self.state, work)
-        with self.progress, StopRequests() as self.requests:
+        with self.progress, self.evaluations.hear() as self.requests:
             batches = profiling.profiled(self, batches_within_memory(self))
             yield batches
             batches.close()
@@ -174,6 +178,8 @@ class Run:
         micro_batches = batch.micro_batches[:1] if self.args.dry_run else batch.micro_batches
         with weights_cast_once(self.args.activation_checkpointing == "none"):
             for number, micro_batch in enumerate(token_budget.while_there_is_memory(micro_batches), start=1):
+                if not self.model.training:
+                    self.evaluations.stop_if_asked()
                 yield send_to_device(micro_batch, self.device, non_blocking=True), number == len(micro_batches)
 
     def all_finite(
@@ -203,13 +209,6 @@ class Run:
         self.record = {"update": batch.update, "loss": loss, "grad_norm": grad_norm}
         return is_finite
 
-    def evaluation_is_due(self) -> bool:
-        """Whether the held-out samples are to be measured after this update."""
-        args, done = self.args, self.state.update
-        if not (self.held_out and args.eval_every) or token_budget.is_repeated():
-            return False
-        return done % args.eval_every == 0 or (args.keep_best and done == args.num_updates)  # the last may be the best
-
     def end_update(self, batch: GlobalBatch, **figures: float) -> bool:
         """Records the update and `figures`; a checkpoint if --save_every or a request to stop asks. True: end the loop.
 
@@ -234,9 +233,7 @@ class Run:
     def end_training(self) -> dict[str, Any]:
         """What the training took; --load_best_at_end loads here. A run that was asked to stop ends, with status 75."""
         if self.is_stopped:
-            tracking.end_early(self.accelerator, self.output_dir, self.state)
-            ending.end_run(self.accelerator, STOPPED)
-            sys.exit(STOPPED)
+            self.evaluations.end_stopped()
         self.results = self.progress.results() | self.checkpoints.best_at_end(self.model, self.optimizer)
         return self.results
 
@@ -272,6 +269,7 @@ class Run:
 
     def finish(self, results: dict[str, Any], *lines: str) -> None:
         """Prints and writes the results, and ends the run on all ranks together; status 1 if it trained nothing."""
+        self.evaluations.close()
         self.results |= results
         status = NOTHING_TRAINED if tracking.describe_failure(self.results) else 0
         if self.accelerator.is_main_process:

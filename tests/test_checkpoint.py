@@ -425,7 +425,7 @@ def test_a_signal_ends_the_update_and_leaves_a_checkpoint(case, functions_file, 
             target.send_signal(number)
         (status,) = started.wait(120)
     printed = started.output()
-    assert f"{number.name}: stopping after this update or the next" in printed
+    assert f"{number.name}: saving and stopping" in printed
     if config:  # `accelerate launch` reports 1, whatever the script's status is
         assert status == 1 and re.search(r"exit status 75|exitcode *: 75", printed), printed
     else:

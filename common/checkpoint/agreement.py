@@ -42,6 +42,13 @@ class Agreement:
             torch.distributed.all_reduce(sums, group=self.group)
         return sums.tolist()
 
+    def share(self, value: Any) -> Any:
+        """Returns the main rank's value on all ranks."""
+        told = [value]
+        if self.world > 1:
+            torch.distributed.broadcast_object_list(told, src=0, group=self.group)
+        return told[0]
+
     def together(self, action: Callable[[], Any], only_main: bool = False) -> None:
         """Runs it on all ranks, or on the main one; raises UserError on all if it failed on any."""
         problem = None
@@ -89,8 +96,7 @@ class Agreement:
                 told[0] = (str(self.output_dir), above / Path(token.name).name, socket.gethostname())
 
         self.together(write, only_main=True)
-        torch.distributed.broadcast_object_list(told, src=0, group=self.group)
-        args.output_dir, written, host = told[0]
+        args.output_dir, written, host = self.share(told[0])
         self.output_dir = Path(args.output_dir)
         if written is None:
             return

@@ -21,6 +21,7 @@ from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import parse_flag_from_env
 
+from common.launcher import find_launch_words
 from common.parallel import deepspeed_files, deepspeed_flags, parallelism, sharding
 from common.training.degrees import Degrees
 
@@ -84,11 +85,8 @@ def find_launch() -> Launch:
             command = process.cmdline()
         except psutil.Error:  # ended, or another user's
             continue
-        for at, part in enumerate(command):
-            if part.endswith("accelerate") and command[at + 1 : at + 2] == ["launch"]:
-                return parse_launch(command[at + 2 :], process.environ())
-            if part.endswith("accelerate-launch") or part == "accelerate.commands.launch":
-                return parse_launch(command[at + 1 :], process.environ())
+        if (words := find_launch_words(command)) is not None:
+            return parse_launch(words, process.environ())
     return Launch(mode="DDP" if started_world_size() > 1 else "plain")
 
 

@@ -171,7 +171,7 @@ def _note(reason: str) -> None:
     global note_failure
     note, note_failure = note_failure, None
     if note is not None:
-        where = "before the first update" if update is None else f"at update {update}"
+        where = describe_place()
         with suppress(OSError):  # of a full disk perhaps; what failed is told all the same
             note(f"failed {where}: {reason.splitlines()[0]}")
 
@@ -187,9 +187,15 @@ def _record(reason: str) -> None:
             json.dump({"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}, file)
 
 
+def describe_place() -> str:
+    """Where in the run this process is, in words."""
+    return "before the first update" if update is None else f"at update {update}"
+
+
 def _tell_user(lines: list[str]) -> None:
     if lines:  # the first newline ends a progress bar's line, which the main thread may be writing just now
-        os.write(sys.stderr.fileno(), ("".join(f"\nerror: {line}" for line in lines) + "\n").encode())
+        with suppress(OSError):  # the terminal or the reader of a pipe may be gone
+            os.write(sys.stderr.fileno(), ("".join(f"\nerror: {line}" for line in lines) + "\n").encode())
 
 
 def _exit(lines: list[str], status: int) -> None:
@@ -344,7 +350,7 @@ class _Watch:
         rank, host, reason, status = (message[key] for key in ("rank", "host", "reason", "status"))
         if self.rank == 0:
             self._tell(message | {"status": LOST_STATUS} if status != MISTAKE_STATUS else message)
-        where = "before the first update" if update is None else f"at update {update}"
+        where = describe_place()
         who = f"rank {rank}{stage_of(rank)} on host {host}"
         if status == MISTAKE_STATUS:
             lines = [f"{who}: {line}" for line in reason.splitlines()]

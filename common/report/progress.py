@@ -1,6 +1,7 @@
 """The bar and metrics.jsonl: an update after the other, as it is shown and recorded."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,10 +14,16 @@ from accelerate import Accelerator
 from tqdm.auto import tqdm
 
 from common.errors import UserError, reported_in_one_line, with_location
-from common.files import disk_line
+from common.files import PARTIAL, disk_line, find_lost_directory, lost_line
 from common.parallel import liveness
 from common.report import curves
 from common.report.tracking import describe_sources, memory_in_use_bytes, peak_memory_bytes, to_json_line
+
+
+def _for_trackers(record: dict[str, Any]) -> dict[str, float]:
+    """Its numbers. The name of a source may be a pattern, whose * some trackers (MLflow) refuse."""
+    numbers = {key: value for key, value in record.items() if isinstance(value, int | float)}
+    return {re.sub(r"[^\w./ -]", "_", name): value for name, value in numbers.items()}
 
 
 class Progress:
@@ -81,15 +88,14 @@ class Progress:
             "skipped_updates": self.state.skipped_updates,
             "sample_digest": batch.sample_digest,
         }
+        if (lost := find_lost_directory()) is not None:
+            raise UserError(lost_line(lost))
         try:
             self.file.write(to_json_line(record))
         except OSError as error:
             what, where = f"{self.file.name} could not be written after update {record['update']}", Path(self.file.name)
             raise UserError(disk_line(error, what, where.parent, 0, "start again with --resume")) from error
-        numbers = {key: value for key, value in record.items() if isinstance(value, int | float)}
-        # The name of a source may be a pattern, whose * some trackers (MLflow) refuse.
-        logged = {re.sub(r"[^\w./ -]", "_", name): value for name, value in numbers.items()}
-        self._log(logged, record["update"])
+        self._log(_for_trackers(record), record["update"])
         if "validation_loss" in record:
             self._tell_evaluation(record)
             self.draw()
@@ -112,6 +118,27 @@ class Progress:
             except Exception as error:  # of any tracker
                 self.accelerator.trackers.remove(tracker)
                 self.bar.write(f"--report_to {tracker.name}: stopped at update {update}: {with_location(error)}")
+
+    def add_evaluation(self, figures: dict[str, float]) -> None:
+        """Writes the figures of an evaluation into the line of the last update, which a stop has left without them."""
+        if not self.is_main:
+            return
+        path = self.output_dir / "metrics.jsonl"
+        *lines, last = path.read_text().splitlines(keepends=True) or [""]
+        record = json.loads(last) if last else {}
+        if record.get("update") != self.state.update - 1:
+            return  # lost with a damaged line
+        own = list(record)
+        at = own.index("target_tokens")
+        record = {name: record[name] for name in own[:at]} | figures | {name: record[name] for name in own[at:]}
+        unfinished = path.with_name(path.name + PARTIAL)
+        unfinished.write_text("".join([*lines, to_json_line(record)]))
+        os.replace(unfinished, path)
+        self.file.close()
+        self.file = open(path, "a", buffering=1)
+        self._log(_for_trackers(figures), record["update"])
+        self._tell_evaluation(record)
+        self.draw()
 
     def draw(self, now: bool = False) -> None:
         """Lets curves.png be drawn, while the training goes on, or `now`."""

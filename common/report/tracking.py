@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+import socket
 import sys
 from fractions import Fraction
 from functools import partial
@@ -26,6 +27,7 @@ from common.parallel.rates import advise
 from common.redaction import redact
 from common.report import curves
 from common.report.model_card import write_model_card
+from common.report.runs import describe_killed
 from common.training.batching import GlobalBatches
 from common.training.degrees import running
 from common.versions import versions
@@ -71,6 +73,8 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
     batches = run.loader.dataset
     if accelerator.is_main_process:
         before = read_earlier(output_dir)
+        if how := describe_killed(output_dir, is_over=True):
+            print(f"{output_dir}: the run before this start was {how}", flush=True)
         launcher = run.asked.command or ["python"] * (accelerator.num_processes == 1)
         cut_metrics(output_dir / "metrics.jsonl", state.update)
         is_cuda = accelerator.device.type == "cuda"
@@ -86,6 +90,7 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
             "mixed_precision": accelerator.mixed_precision,
             "device": torch.cuda.get_device_name() if is_cuda else accelerator.device.type,
             "versions": versions(),
+            "host": socket.gethostname(),
             "slurm_job": os.environ.get("SLURM_JOB_ID"),
             "status": "running",
             "resumed_at": state.update,

@@ -12,12 +12,13 @@ from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker
 
 from changes import RANK, after, before, before_reduce, change
+from common import run
 from common.checkpoint import resume, save
 from common.data import text
 from common.parallel import connect, ending, liveness, loading
 from common.report import settings, tracking
 from common.report.progress import Progress
-from common.training import accumulation
+from common.training import accumulation, stopping
 
 END_RUN = ending.end_run  # which tests/run_recipe.py replaces
 
@@ -38,6 +39,26 @@ def signal_at(when):
         before(Progress, "update", send)
     else:
         before(accumulation, "loss_scale", send)
+
+
+def signal_in_evaluation(when):
+    """[update, micro-batch, rank, signal]: sent in the evaluation after the update, before it computes a micro-batch.
+
+    update: "end" for the evaluation after the loop. The ranks agree before each micro-batch.
+    """
+    update, number, rank, name = when
+    counts = {}
+
+    def send(*_, **__):
+        if torch.is_grad_enabled():
+            return
+        place = liveness.update if liveness.in_loop else "end"
+        counts[place] = counts.get(place, 0) + 1
+        if (place, counts[place], RANK) == (update, number, rank):
+            os.kill(os.getpid(), getattr(signal, name))
+
+    before(run, "send_to_device", send)
+    change(stopping.StopVotes, "SECONDS", 0.0)
 
 
 def silence(seconds):

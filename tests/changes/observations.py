@@ -287,3 +287,14 @@ def note_attention(path):
 
     UNDO.callback(torch._dynamo.reset)
     change(torch.nn.Module, "compile", lambda self, **options: original(self, backend=backend, **options))
+
+
+def expect_status(expected):
+    """[output directory, status]: how the run must have ended, by its run.json; the launch fails if it has not."""
+    directory, status = expected
+
+    def look():
+        found = json.loads(Path(directory, "run.json").read_text())["status"]
+        assert found == status, f"{directory}: {found}, not {status}"
+
+    UNDO.callback(look)
