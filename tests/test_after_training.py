@@ -106,7 +106,6 @@ GENERATION = {
     "stop_strings": {"stop_strings": ["\n"]},
     "several": {"num_return_sequences": 3, "do_sample": True, "return_dict_in_generate": True},
     "ids": {"bad_words_ids": [[99999]]},
-    "end": {"eos_token_id": "x"},
 }
 WORKS = ("stop_strings", "several")
 

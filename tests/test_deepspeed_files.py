@@ -406,6 +406,7 @@ def test_a_configs_file_is_found_from_any_directory(tmp_path, monkeypatch):
         read_deepspeed_config(found(above)[0])
 
 
+@pytest.mark.usefixtures("extensions")
 def test_a_shipped_config_runs_from_another_directory(functions_file, tmp_path):
     flags = ["--train_file", functions_file, "--sequence_length", 64, "--dry_run"]
     result = launch(*flags, config="zero3", script=ROOT / "recipes/lm.py", cwd=tmp_path)

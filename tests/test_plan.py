@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import BIN, ROOT, assert_refused, launch, recipe_arguments, run
+from conftest import BIN, ROOT, assert_refused, launch, make_model_dir, recipe_arguments, run
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import LlamaConfig
 
 from common.plan.configs import modes_for
 from common.plan.depth import depths_to_play, set_layers
-from common.plan.machines import parse_machine
+from common.plan.machines import describe, parse_machine
 from common.plan.memory import Mode, Shape, needs, peak
 from common.plan.profile import Profile, pieces_of, profile_of
 from common.plan.rehearsal import Recording
@@ -171,6 +172,37 @@ def test_a_machine_is_read_from_words():
     cluster = parse_machine("4 x A100, network 10GB/s, 3 nodes")
     assert (cluster.devices, cluster.nodes, cluster.network, cluster.link) == (4, 3, 10e9, 300e9)
     assert "network" in parse_machine("4 x A100, 3 nodes").assumed
+
+
+@pytest.mark.parametrize(
+    ("memory", "card"), [(8, 4080), (16, 4080), (24, 4090), (32, 5090), (48, "L40S"), (80, "H100")]
+)
+def test_a_device_of_known_memory_counts_as_a_card_of_that_size(memory, card):
+    machine, known = parse_machine(f"1 x {memory}GiB"), parse_machine(f"1 x {card}")
+    assert (machine.rate, machine.rate_float32, machine.link) == (known.rate, known.rate_float32, known.link)
+    assert machine.memory == memory * 2**30
+    assert f"assumed: rate of a {card}, link of a {card}, bus, disk rate" in describe(machine)
+
+
+def test_one_device_offloads_and_shares_with_nobody():
+    modes, left_out = modes_for(parse_machine("1 x 24GiB, host 128GiB"), recipe_arguments(), lambda degrees: [])
+    assert {mode.name for mode in modes} == {"single_gpu", "fsdp2_offload", "zero3_offload_cpu", "zero3_offload_nvme"}
+    assert all(mode.processes == 1 for mode in modes)
+    assert "zero3.yaml (too few devices)" in left_out and "fsdp2.yaml (too few devices)" in left_out
+
+
+def test_where_nothing_fits_an_adapter_that_does_is_advised(tmp_path):
+    text, model = tmp_path / "a.txt", tmp_path / "model"
+    text.write_text("one two three\n" * 500)
+    make_model_dir(model, text)
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 8}
+    LlamaConfig(vocab_size=384, **sizes).save_pretrained(model)
+    command = [BIN / "python", "recipes/lm.py", "--train_file", text, "--sequence_length", 32, "--global_batch_size", 2]
+    command += ["--model_name_or_path", model, "--plan", "1 x 720MiB, host 20MiB, disk 20MB"]
+    told = run(command, CUDA_VISIBLE_DEVICES="").stdout
+    assert "nothing fits" in told
+    for words in ("--lora_rank 16", "--lora_rank 16 --quantize nf4"):
+        assert re.search(rf"an adapter fits, {words}, with a peak of [\d.]+ MiB:\n\n    accelerate .* {words}\n", told)
 
 
 ON_ONE = {"single_gpu", "multi_gpu", "hsdp", "fsdp2", "fsdp2_offload", "zero1", "zero2", "zero3", "zero3_offload_cpu"}

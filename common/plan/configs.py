@@ -12,11 +12,12 @@ from common.plan.memory import Mode, mode_of
 from common.training.degrees import Degrees
 
 CONFIGS = "accelerate_configs"
+TOO_FEW = " (too few devices)"  # behind the name of a config that saves nothing on them
 PORT = 29500  # of the first of several nodes, where the others meet it
 
 
 class TooFewDevices(Exception):
-    """A config shares among more devices than a machine has."""
+    """A config saves nothing on so few devices."""
 
 
 def folder() -> Path:
@@ -39,19 +40,19 @@ def modes_for(
     left_out = []
     for path in sorted(folder().glob("*.yaml")):
         try:
-            flags = _flags(path, machine)
+            flags = _flags(path, machine, args)
             if flags is None:
                 continue
             launch = parse_launch(["--config_file", str(path), *flags, "recipe.py"])
             mode = mode_of(launch, path.stem, args, flags)
             refused = [*check_asked(launch, args), *check_machines(launch)] or check_model(launch.degrees)
             refused += check_optimizer(mode.zero, args.optimizer) if mode.zero else []
-            if not refused and mode.kind == "FSDP" and mode.shards == 1:
+            if not refused and mode.kind == "FSDP" and mode.shards == 1 and mode.state_on == "device":
                 raise TooFewDevices
         except TooFewDevices:
-            left_out.append(f"{path.name} (too few devices)")
+            left_out.append(path.name + TOO_FEW)
             continue
-        except UserError:  # its DeepSpeed file is not where the user is
+        except UserError:  # its DeepSpeed file is neither here nor next to it
             refused = ["no file"]
         if refused:
             left_out.append(path.name)
@@ -70,7 +71,7 @@ def _what(launch: Launch) -> tuple:
     return launch.mode, launch.sizes, launch.deepspeed_config, launch.num_processes
 
 
-def _flags(path: Path, machine: Machine) -> tuple[str, ...] | None:
+def _flags(path: Path, machine: Machine, args: argparse.Namespace) -> tuple[str, ...] | None:
     """Of `accelerate launch`, so that a config uses all of the machine; None where it is for another kind of it.
 
     Raises TooFewDevices.
@@ -81,7 +82,7 @@ def _flags(path: Path, machine: Machine) -> tuple[str, ...] | None:
         return None
     if machine.kind == "cpu" or launch.mode == "plain":
         return ("--num_processes", str(launch.num_processes)) if launch.num_processes > 1 else ()
-    if processes == 1:
+    if processes == 1 and mode_of(launch, path.stem, args).state_on == "device":  # offload helps one device too
         raise TooFewDevices
     flags = {"num_processes": processes}
     if sizes["dp_replicate"] * sizes["dp_shard"] > 1:

@@ -43,8 +43,12 @@ KNOWN = {
     "H200": (139.8 * GIB, 989e12, 494e12, 450e9),
     "B200": (178.3 * GIB, 2250e12, 1100e12, 900e9),
     "L40S": (44.4 * GIB, 362e12, 183e12, 32e9),
+    "5090": (31.4 * GIB, 209e12, 104e12, 64e9),
     "4090": (23.6 * GIB, 165e12, 82e12, 32e9),
+    "4080": (15.6 * GIB, 97e12, 48e12, 32e9),
 }
+# A device of which only the memory is known counts as the first of these that has as much, or as the last.
+BY_MEMORY = ("4080", "4090", "5090", "L40S", "H100", "H200", "B200")
 REACHED = 0.4
 EXAMPLE = '"8 x 80GiB, host 1TiB" or "4 x A100, 2 nodes, host 512GiB, disk 2TB, link 50GB/s, network 25GB/s"'
 
@@ -60,12 +64,12 @@ def parse_machine(text: str) -> Machine:
         names = ", ".join(KNOWN)
         raise UserError(f"--plan {text!r}: {first!r} names no devices; write {EXAMPLE}; known are {names}")
     count = int(found[1] or 1)
-    if found[2]:
-        memory, rate, rate_float32, link = KNOWN[found[2]]
-        machine = Machine(count, memory, rate=REACHED * rate, rate_float32=REACHED * rate_float32, link=link)
-        machine = replace(machine, assumed=("bus", "disk rate"))
-    else:
-        machine = Machine(count, float(found[3]) * UNITS[found[4]])
+    memory = KNOWN[found[2]][0] if found[2] else float(found[3]) * UNITS[found[4]]
+    name = found[2] or next((one for one in BY_MEMORY if memory <= 1.1 * KNOWN[one][0]), BY_MEMORY[-1])
+    _, rate, rate_float32, link = KNOWN[name]
+    assumed = () if found[2] else (f"rate of a {name}", f"link of a {name}")
+    machine = Machine(count, memory, rate=REACHED * rate, rate_float32=REACHED * rate_float32, link=link)
+    machine = replace(machine, assumed=(*assumed, "bus", "disk rate"))
     for part in sorted(others, key=lambda part: "node" not in part):  # what is between nodes comes after these
         if (found := re.fullmatch(r"(\d+) +nodes?", part)) and int(found[1]) > 0:
             assumed = ("network", *machine.assumed) if int(found[1]) > 1 else machine.assumed
@@ -79,7 +83,9 @@ def parse_machine(text: str) -> Machine:
         name = found[1] or found[5]
         value = float(found[2]) * UNITS[found[3]] if found[1] else float(found[6]) * 1e12
         changes = {name: value} | ({"rate_float32": value / 2} if name == "rate" else {})
-        machine = replace(machine, **changes, assumed=tuple(one for one in machine.assumed if one != name))
+        machine = replace(
+            machine, **changes, assumed=tuple(one for one in machine.assumed if one.partition(" of ")[0] != name)
+        )
     return machine
 
 

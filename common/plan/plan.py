@@ -7,13 +7,14 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import psutil
 import torch
 
 from common.errors import UserError
+from common.models import adapters
 from common.parallel import loading
 from common.plan import configs, machines
 from common.plan.cost import Cost, cost_of, micro_batches_of
@@ -66,7 +67,36 @@ def plan(
     """Prints the plan and ends the run; comes back only in a process that plays. model_class: an Auto class."""
     args = run.args
     machine = machines.this_machine() if args.plan == "here" else machines.parse_machine(args.plan)
-    check_model = partial(check_shared_model, config, model_class, make_empty)
+    make_rows = partial(_plan_rows, model_class, run, config, samples=samples, held_out=held_out, machine=machine)
+    try:
+        shape, rows, left_out = make_rows(make_empty)
+        lines = list(_page(args, samples, machine, shape, rows, left_out))
+        if best_of(rows) is None:
+            lines += _adapter_lines(model_class, run, config, make_rows)
+    except Played:
+        return
+    except NotPlayed as reason:
+        raise UserError(
+            f"--plan: this model's update cannot be played without data ({reason}); use --dry_run"
+        ) from reason
+    print("\n".join(lines), flush=True)
+    sys.exit()
+
+
+def _plan_rows(
+    model_class: Any,
+    run: Any,
+    config: Any,
+    make_empty: Callable[[], torch.nn.Module],
+    samples: Samples,
+    held_out: Samples | None,
+    machine: Machine,
+) -> tuple[Shape, list[Row], list[str]]:
+    """The model's sizes, the rows of the table, and the names of the configs without one.
+
+    Raises NotPlayed, or Played in a process that plays.
+    """
+    args, check_model = run.args, partial(check_shared_model, config, model_class, make_empty)
     modes, left_out = configs.modes_for(machine, args, check_model)
     shape = shape_of(make_empty())
     forecaster = Forecaster(Player(run, config, samples, held_out), shape, machine.kind)
@@ -76,17 +106,40 @@ def plan(
     pair = (few, max(few + 1, min(share, 3 * few)))
     ways = CHECKPOINTING if run_can_checkpoint(make_empty()) else ("none",)
     examine_head_once(make_empty())
-    try:
-        profiles = _profiles(forecaster, modes, ways, pair, args.optimizer)
-    except Played:
-        return
-    except NotPlayed as reason:
-        raise UserError(
-            f"--plan: this model's update cannot be played without data ({reason}); use --dry_run"
-        ) from reason
-    rows = list(_rows(args, samples, modes, ways, shape, machine, profiles, pair))
-    print("\n".join(_page(args, samples, machine, shape, rows, left_out)), flush=True)
-    sys.exit()
+    profiles = _profiles(forecaster, modes, ways, pair, args.optimizer)
+    return shape, list(_rows(args, samples, modes, ways, shape, machine, profiles, pair)), left_out
+
+
+def _adapter_lines(
+    model_class: Any, run: Any, config: Any, make_rows: Callable[..., tuple[Shape, list[Row], list[str]]]
+) -> list[str]:
+    """Where a whole pretrained model does not fit: the adapters on it that do, with their memory and launch lines.
+
+    Raises Played in a process that plays.
+    """
+    args, lines = run.args, []
+    if "lora_rank" not in args or adapters.is_asked(args) or not args.model_name_or_path:
+        return lines
+    before = dict(vars(args))
+    for flags in ({"lora_rank": 16}, {"lora_rank": 16, "quantize": "nf4"}):
+        vars(args).update(before | flags)
+        words = " ".join(f"--{name} {value}" for name, value in flags.items())
+        try:
+            _, rows, _ = make_rows(cache(partial(adapters.empty_base, args, config, model_class)))
+        except (NotPlayed, UserError):  # a model without adapters, or without 4 bits
+            continue
+        if best := best_of(rows):
+            lines.append(f"\nan adapter fits, {words}, with a peak of {in_bytes(sum(best.parts.values()))}:\n")
+            lines.append(f"    {launch_line(args, best)} {words}")
+    vars(args).update(before)
+    return lines
+
+
+def best_of(rows: list[Row]) -> Row | None:
+    """The fastest row that fits; among rows that are about as fast, the plainest."""
+    fitting = [row for row in rows if not row.lacks]
+    fastest = min((row.cost.seconds for row in fitting), default=0.0)
+    return min((row for row in fitting if row.cost.seconds <= NO_SLOWER * fastest), key=_plainness, default=None)
 
 
 def check_shared_model(
@@ -226,15 +279,18 @@ def _page(
         ]
         yield "  ".join(cells).rstrip()
     if left_out:
-        yield f"\nnot planned: {', '.join(left_out)}; a run with one of them is refused, and says why"
-    fitting = [row for row in rows if not row.lacks]
-    if not fitting:
+        few = [name for name in left_out if name.endswith(configs.TOO_FEW)]
+        refused = [name for name in left_out if name not in few]
+        yield "\n" + "; ".join(
+            [f"saving nothing on so few devices: {', '.join(few).replace(configs.TOO_FEW, '')}"] * bool(few)
+            + [f"not planned: {', '.join(refused)}; a run with one of them is refused, and says why"] * bool(refused)
+        )
+    best = best_of(rows)
+    if best is None:
         least = min(rows, key=lambda row: row.lacks)
         yield f"\nnothing fits; {least.mode.name} with {least.checkpointing} lacks {in_bytes(least.lacks)}: take"
         yield "more devices, a smaller --sequence_length, or --optimizer adamw8bit or adafactor"
         return
-    fastest = min(row.cost.seconds for row in fitting)
-    best = min((row for row in fitting if row.cost.seconds <= NO_SLOWER * fastest), key=_plainness)
     yield f"\nthe fastest that fits, {best.cost.seconds:,.3g} s an update by this model of costs:\n"
     yield "    " + launch_line(args, best)
     if best.mode.nodes > 1:
