@@ -188,14 +188,15 @@ def _check_tracker(name: str) -> list[str]:
     return []
 
 
-def _check_output_dir(path: Path, overwrite: bool) -> list[str]:
+def _check_output_dir(path: Path, overwrite: bool, is_locked: bool = False) -> list[str]:
+    """is_locked: by this process, so that no other one still writes there."""
     if path.exists() and not path.is_dir():
         return [f"--output_dir {path} is a file; name a directory"]
     if path.is_dir() and any(one.name != LOCK and not one.name.endswith(PARTIAL) for one in path.iterdir()):
         if not (path / "run.json").is_file():
             return [f"--output_dir {path} is not empty and holds no run; name another directory"]
         if not overwrite:
-            killed = describe_killed(path)
+            killed = describe_killed(path, is_over=is_locked)
             return [
                 f"--output_dir {path} holds a run{f', {killed}' if killed else ''}; continue it with --resume, delete "
                 "it with --overwrite, or name another directory"
@@ -288,7 +289,7 @@ def make_output_dir(args: argparse.Namespace, accelerator: Accelerator, share: C
         path.mkdir(parents=True, exist_ok=True)
         lock_output_dir(path)
         if not args.resume:
-            refuse(_check_output_dir(path, args.overwrite))
+            refuse(_check_output_dir(path, args.overwrite, is_locked=True))
         if args.overwrite and (path / "run.json").is_file():
             # What makes it a run goes last: a killed removal can be done again. The lock stays, it is this run's.
             for one in sorted(path.iterdir(), key=lambda one: one.name == "run.json"):

@@ -3,6 +3,7 @@
 import ctypes
 import importlib
 import os
+import shutil
 import signal
 import time
 from datetime import timedelta
@@ -12,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker
 
 from changes import RANK, after, before, before_reduce, change
-from common import run
+from common import checks, run
 from common.checkpoint import resume, save
 from common.data import text
 from common.parallel import connect, ending, liveness, loading
@@ -59,6 +60,25 @@ def signal_in_evaluation(when):
 
     before(run, "send_to_device", send)
     change(stopping.StopVotes, "SECONDS", 0.0)
+
+
+def start_together(how):
+    """[path, number]: a run takes its output directory when so many are about to; each adds a byte to the file."""
+    path, number = how
+
+    def wait(*_, **__):
+        with open(path, "ab") as file:
+            file.write(b".")
+        while os.path.getsize(path) < number:
+            time.sleep(0.01)
+
+    before(checks, "make_output_dir", wait)
+
+
+def default_output_dir(path):
+    """The default of --output_dir, as if all runs began in one second."""
+    strftime = time.strftime
+    change(time, "strftime", lambda how, *when: path if how.startswith("runs/") else strftime(how, *when))
 
 
 def silence(seconds):
@@ -161,3 +181,14 @@ def no_redaction(_):
     """Secrets are written and printed as they come."""
     for module in (connect, ending, tracking, settings):
         change(module, "redact", lambda value: value)
+
+
+def lose_output_dir(how):
+    """[directory, update, new path]: somebody moves it while rank 0 computes the update; deletes it without a path."""
+    directory, update, target = how
+
+    def lose(_, number):
+        if (number, RANK) == (update, 0):
+            shutil.move(directory, target) if target else shutil.rmtree(directory)
+
+    before_reduce(lose)
