@@ -264,7 +264,7 @@ def add_language_arguments(
     """
     group = parser.add_argument_group("data (default: the source code of Python's standard library)")
     about = (
-        "training text: .txt .jsonl .parquet .csv files, also compressed, or globs of them; mixed by weights where\n"
+        "training text: .txt .jsonl .parquet .csv .tsv files, also compressed, or globs of them; mixed by weights where\n"
     )
     about += "each has one: code.jsonl:0.7 books.txt:0.3"
     if examples:
