@@ -264,7 +264,7 @@ def test_pixels_are_normalised_to_mean_zero_and_deviation_one(data):
 
 
 def test_large_images_are_looked_at_one_at_a_time_and_small(tmp_path, monkeypatch):
-    """The figures are those of whole images, to a thousandth; they are decoded at four times the size and not twenty."""
+    """The statistics are nearly those of whole images."""
     generator, opened, sizes = np.random.default_rng(0), [], []
     for number in range(6):
         coarse = generator.integers(0, 256, (6, 8, 3), np.uint8)
@@ -286,7 +286,7 @@ def test_large_images_are_looked_at_one_at_a_time_and_small(tmp_path, monkeypatc
     found = image_files.folder(tmp_path / "train")
     small = images.preprocess(found, (30, 30))
     assert set(sizes) == {(80, 60), (60, 80)}
-    monkeypatch.setattr(images, "open_image", lambda images, number, _: open_image(images, number))
+    monkeypatch.setattr(images, "open_image", lambda images, number, *_: open_image(images, number))
     whole = images.preprocess(found, (30, 30))
     np.testing.assert_allclose((small.mean, small.std), (whole.mean, whole.std), rtol=1e-2)
     assert images.ImageSamples(found, small)[0][0].shape == (3, 30, 30)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from common.data.columns import by_number
 from common.data.hub import held_out_splits, load_split
 from common.errors import UserError, one_line, refuse
 
@@ -132,7 +131,7 @@ def hub(name: str, config: str | None, split: str, label_column: str | None = No
     if column in labels:
         classes, numbers = tuple(kind.names), np.array(values, np.int64)
     else:
-        classes = tuple(sorted({str(value) for value in values}, key=by_number))
+        classes = tuple(sorted({str(value) for value in values}))
         numbers = np.array([classes.index(str(value)) for value in values], np.int64)
     encoded = data.select_columns([images[0]]).cast_column(images[0], datasets.Image(decode=False))
 
