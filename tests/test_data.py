@@ -55,6 +55,15 @@ def test_the_split_is_by_name_disjoint_and_the_same_in_every_process():
     assert seen.split() == [str(len(validation)), validation[0][0]]
 
 
+def test_written_as_files_the_corpus_is_the_same_text(tmp_path):
+    """In the same order, whole: the way in which a run goes on under another version of Python."""
+    subprocess.run([sys.executable, "-m", "common.data.standard_library", tmp_path], cwd=ROOT, check=True, timeout=100)
+    for part in ("train", "validation"):
+        source = Source(files=(str(tmp_path / part / "**/*.txt"),))
+        own, files = (open_source(one).rows(("text",), True) for one in (Source(embedded=part), source))
+        assert [row[1:] for row in own if row.values["text"]] == [row[1:] for row in files]
+
+
 def test_functions_are_the_outermost_ones_with_decorators():
     text = "import x\n@x\ndef f():\n    def g(): pass\n    return g\n\x0c\n"
     text += "class A:\n    async def m(self):\n        return '\x0c'\n"
