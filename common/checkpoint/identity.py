@@ -69,6 +69,20 @@ def _standard_library(args: argparse.Namespace) -> dict[str, str]:
     return {"standard_library": platform.python_version()} if is_default else {}
 
 
+def _other_library(saved: dict, now: dict) -> str | None:
+    """One line if the text is another one because another Python runs; None for all else."""
+    here, then = now.get("standard_library"), saved.get("standard_library")
+    is_other = [saved["tokenizer"], saved["dataset"]] != [now["tokenizer"], now["dataset"]]
+    if not (here and then and here != then and is_other):
+        return None
+    return (
+        f"other training text: without --train_file it is the standard library of the Python that runs, {here}, and "
+        f"the run began with {then}; resume with Python {then}, or, where rows are plain text, give --train_file "
+        "'DIR/train/**/*.txt' --validation_file 'DIR/validation/**/*.txt' with the files of the first run, which "
+        f"`python -m common.data.standard_library DIR` writes under Python {then}"
+    )
+
+
 def differences(saved: dict, now: dict, args: argparse.Namespace) -> Iterator[str]:
     """One line for each thing that is not what the checkpoint was made with."""
     allowed = args.allow_changed
@@ -80,15 +94,8 @@ def differences(saved: dict, now: dict, args: argparse.Namespace) -> Iterator[st
     ]:
         more = f"; {len(different) - 3} more differ" if len(different) > 3 else ""
         yield f"another model: {'; '.join(different[:3])}{more}; give the run's own model"
-    library, library_then = now.get("standard_library"), saved.get("standard_library")
-    other_text = [saved["tokenizer"], saved["dataset"]] != [now["tokenizer"], now["dataset"]]
-    if library and library_then and library != library_then and other_text:
-        yield (
-            f"other training text: without --train_file it is the standard library of the Python that runs, {library}, "
-            f"and the run began with {library_then}; resume with Python {library_then}, or, where rows are plain text, "
-            "give --train_file 'DIR/train/**/*.txt' --validation_file 'DIR/validation/**/*.txt' with the files of the "
-            f"first run, which `python -m common.data.standard_library DIR` writes under Python {library_then}"
-        )
+    if line := _other_library(saved, now):
+        yield line
     elif saved["tokenizer"] != now["tokenizer"]:
         yield (
             f"another tokenizer: its fingerprint is {now['tokenizer']}, the checkpoint's is {saved['tokenizer']}; give "
