@@ -263,10 +263,8 @@ def add_language_arguments(
     longest: what the default of --sequence_length is, where the recipe chooses it; in words.
     """
     group = parser.add_argument_group("data (default: the source code of Python's standard library)")
-    about = (
-        "training text: .txt .jsonl .parquet .csv files, also compressed, or globs of them; mixed by weights where\n"
-    )
-    about += "each has one: code.jsonl:0.7 books.txt:0.3"
+    about = "training text: .txt .jsonl .parquet .csv .tsv files, also compressed, or globs of them; mixed by weights\n"
+    about += "where each has one: code.jsonl:0.7 books.txt:0.3"
     if examples:
         about += "\na row holds a text, a prompt and a completion, messages, ShareGPT's conversations, or Alpaca's"
         about += "\ninstruction, input and output"

@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import json
+import platform
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,7 +59,28 @@ def identify(
         "dataset": samples.fingerprint,
         "settings": settings,
     }
-    return identity | adapter.identity(args) | getattr(samples, "identity", {})
+    return identity | _standard_library(args) | adapter.identity(args) | getattr(samples, "identity", {})
+
+
+def _standard_library(args: argparse.Namespace) -> dict[str, str]:
+    """Which Python's standard library is the training text; empty where data are named."""
+    given = vars(args)
+    is_default = "train_file" in given and not (given["train_file"] or given["dataset_name"])
+    return {"standard_library": platform.python_version()} if is_default else {}
+
+
+def _other_library(saved: dict, now: dict) -> str | None:
+    """One line if the text is another one because another Python runs; None for all else."""
+    here, then = now.get("standard_library"), saved.get("standard_library")
+    is_other = [saved["tokenizer"], saved["dataset"]] != [now["tokenizer"], now["dataset"]]
+    if not (here and then and here != then and is_other):
+        return None
+    return (
+        f"other training text: without --train_file it is the standard library of the Python that runs, {here}, and "
+        f"the run began with {then}; resume with Python {then}, or, where rows are plain text, give --train_file "
+        "'DIR/train/**/*.txt' --validation_file 'DIR/validation/**/*.txt' with the files of the first run, which "
+        f"`python -m common.data.standard_library DIR` writes under Python {then}"
+    )
 
 
 def differences(saved: dict, now: dict, args: argparse.Namespace) -> Iterator[str]:
@@ -72,10 +94,13 @@ def differences(saved: dict, now: dict, args: argparse.Namespace) -> Iterator[st
     ]:
         more = f"; {len(different) - 3} more differ" if len(different) > 3 else ""
         yield f"another model: {'; '.join(different[:3])}{more}; give the run's own model"
-    if saved["tokenizer"] != now["tokenizer"]:
+    if line := _other_library(saved, now):
+        yield line
+    elif saved["tokenizer"] != now["tokenizer"]:
         yield (
             f"another tokenizer: its fingerprint is {now['tokenizer']}, the checkpoint's is {saved['tokenizer']}; give "
-            "the run's own; one that was trained on the text needs the same text (on another text, train what "
+            "the run's own; one that was trained on the text needs the same text, and the text that a run without "
+            "--train_file reads is another one in each version of Python (on another text, train what "
             "`python -m common.checkpoint export` makes, with --model_name_or_path)"
         )
     # Older checkpoints have of image files what stands before the hyphen: names and sizes.

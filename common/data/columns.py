@@ -1,5 +1,6 @@
 """Which columns of a row hold the text, and is what they hold text?"""
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -87,6 +88,15 @@ def texts_of(row: Row, columns: tuple[str, ...]) -> list[str]:
             contents = [message.get("content") for message in messages_of(row, column)]
             texts += [content for content in contents if isinstance(content, str)]
     return texts
+
+
+def by_number(name: str) -> tuple[bool, float, str]:
+    """By what classes are sorted: numbers by size, "-1" and "2.0" too, and before all others."""
+    try:
+        number = int(name) if name.lstrip("-").isdecimal() else float(name)
+    except ValueError:
+        number = math.nan
+    return (False, number, name) if math.isfinite(number) else (True, 0, name)
 
 
 def batches(rows: Iterable[Row]) -> Iterator[list[Row]]:

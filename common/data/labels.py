@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from common.data.columns import check_columns, filled_text
+from common.data.columns import by_number, check_columns, filled_text
 from common.data.rows import Source
 from common.data.sources import open_source
 from common.data.tokenizer import no_more_threads
@@ -55,8 +55,9 @@ def read_examples(
         if label_column not in row.values:
             raise UserError(missing_column(row.where, [label_column], tuple(row.values)))
         label = row.values[label_column]
-        if not isinstance(label, str | int | float) or label == "":
-            found = "null" if label in (None, "") else f"of type {type(label).__name__}"
+        is_missing = label in (None, "") or (isinstance(label, float) and not math.isfinite(label))
+        if is_missing or not isinstance(label, str | int | float):
+            found = "null" if label in (None, "") else label if is_missing else f"of type {type(label).__name__}"
             raise UserError(
                 f"{row.where}: column {label_column} is {found}, not a name or a number; mend or remove the row"
             )
@@ -65,12 +66,17 @@ def read_examples(
 
 
 def _number(label: Any) -> float | None:
-    """The label as a finite number, or None."""
+    """The label as a number that is finite in float32, or None."""
     try:
         number = math.nan if isinstance(label, bool) else float(label)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= float(np.finfo(np.float32).max) else None
+
+
+def _is_not_finite(name: str) -> bool:
+    """Whether a label is the text nan or inf, as a missing number is written in CSV."""
+    return name.strip().lstrip("+-").lower() in ("nan", "inf", "infinity")
 
 
 def is_regression(examples: list[Example]) -> bool:
@@ -89,8 +95,17 @@ def _name(label: Any) -> str:
 
 
 def label_names(examples: list[Example]) -> list[str]:
-    """The labels, whole numbers by size and before all others. Raises UserError unless there are at least two."""
+    """The labels, numbers by size and before all others.
+
+    Raises UserError: there is one only, or each row has its own, or nan among numbers (among names it is a name).
+    """
     names = {_name(example.label) for example in examples}
+    missing = {name for name in names if _is_not_finite(name)}
+    if missing < names and missing and all(_number(name) is not None for name in names - missing):
+        where, label = next((example.where, example.label) for example in examples if example.label in missing)
+        raise UserError(
+            f"{where}: the label {label!r} is not a finite number, as the others are; mend or remove the row"
+        )
     if len(names) == 1:
         raise UserError(
             f"all {len(examples)} rows have the label {names.pop()!r}; a classifier needs two or more: name another "
@@ -101,7 +116,7 @@ def label_names(examples: list[Example]) -> list[str]:
             f"each of the {len(examples)} rows has a label of its own, such as {examples[0].label!r}; name another "
             "--label_column, or give --task regression"
         )
-    return sorted(names, key=lambda name: (0, int(name), name) if name.isdecimal() else (1, 0, name))
+    return sorted(names, key=by_number)
 
 
 def encode_labels(examples: list[Example], names: list[str] | None) -> np.ndarray:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-FILE_TYPES = (".txt", ".jsonl", ".json", ".parquet", ".csv")
+FILE_TYPES = (".txt", ".jsonl", ".json", ".parquet", ".csv", ".tsv")
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 
 
@@ -13,7 +13,7 @@ COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 class Source:
     """Where text comes from: exactly one of `files`, `dataset_name`, `embedded` and `parts`.
 
-    files: paths or globs of .txt, .jsonl, .json, .parquet, .csv; all but .parquet also with .gz, .bz2, .xz or .zst.
+    files: paths or globs of of FILE_TYPES; all but .parquet also with the extensions of COMPRESSIONS.
     dataset_name: a name on the hub (`dataset_config` is its configuration), or a directory: what `save_to_disk` wrote,
         or a folder of files. `split` is the split of any of these.
     embedded: "train" or "validation": the source files of the running Python's standard library.
