@@ -34,9 +34,9 @@ from accelerate.utils import send_to_device
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from common import checks
-from common.checkpoint.format import TrainingState
 from common.checkpoint.identity import identify
 from common.checkpoint.save import Checkpoints
+from common.checkpoint.training_state import TrainingState
 from common.errors import refuse
 from common.models import adapters
 from common.models.load import attention_length
@@ -104,7 +104,7 @@ class Run:
         connect.check_space(self.asked, lambda: [p.numel() for p in make_empty().parameters()])
         identity = identify(self.args, self.accelerator, config, tokenizer, train_set, *own_flags)
         self.resumed = self.checkpoints.find(identity)
-        self.state = TrainingState(**(self.resumed.manifest["position"] if self.resumed else {}))
+        self.state = TrainingState.of(self.resumed.manifest) if self.resumed else TrainingState()
         refuse(checks.check_profile(self.args, self.state.update))
         connect.seed_everything(self.args.seed)
         # Last: it also comes back in processes of its own, which are this run no more.
@@ -210,7 +210,7 @@ class Run:
         return done % args.eval_every == 0 or (args.keep_best and done == args.num_updates)  # the last may be the best
 
     def end_update(self, batch: GlobalBatch, **figures: float) -> bool:
-        """Records the update and `figures`; a checkpoint if --save_every or a request to stop asks. True: end the loop.
+        """Records the update and `figures`; saves a checkpoint if one is due. True: end the loop.
 
         Raises RuntimeError: --max_skipped_updates in a row were not finite.
         """
@@ -236,7 +236,7 @@ class Run:
             tracking.end_early(self.accelerator, self.output_dir, self.state)
             ending.end_run(self.accelerator, STOPPED)
             sys.exit(STOPPED)
-        return self.progress.results() | self.checkpoints.best_at_end(self.model, self.optimizer)
+        return self.progress.results() | self.checkpoints.best_at_end(self.state, self.model, self.optimizer)
 
     def write_model(self, *pretrained: Any) -> PreTrainedModel | None:
         """Writes model/, which `from_pretrained` loads; `pretrained` are written beside it (a tokenizer).
