@@ -7,8 +7,6 @@ from conftest import assert_refused, example_flags, run_specs
 
 from common.checkpoint.format import find_damage, list_checkpoints
 
-pytestmark = pytest.mark.usefixtures("extensions")
-
 KEPT = ["mean", "sgd", "no_state", "nadam", "adafactor", "transformers", "two", "two_states", "matrices"]
 
 

@@ -35,6 +35,7 @@ MANIFEST = "manifest.json"
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MASTER_DTYPES = (torch.float32, torch.float64)  # of what is trained, whatever computes
 STATEFUL = ("adamw", "adamw8bit", "adafactor", "sgd")  # the optimizers of the recipes, which all keep a state
+UNIFORM = ("AdamW", "SGD", "DeepSpeedCPUAdam")  # classes that keep the same for every weight
 CHUNK = 16 << 20  # bytes written and hashed at a time
 
 
@@ -266,7 +267,8 @@ class Reader:
             trained &= kept.keys()
         every = set().union(*kept.values())
         optimizer, state = self.manifest["identity"]["settings"].get("optimizer"), TrainingState.of(self.manifest)
-        is_uniform = optimizer in ("adamw", "sgd")
+        # An optimizer of the user's own may keep other states for some weights.
+        is_uniform = optimizer in ("adamw", "sgd") and self.manifest.get("optimizer", UNIFORM[0]) in UNIFORM
         # Older versions also saved without any state: if no update was made, and if a wrapping optimizer hid it.
         if not kept and "training" not in self.manifest:
             is_lost = state.update > state.skipped_updates and optimizer in STATEFUL

@@ -180,6 +180,7 @@ class Checkpoints:
             "mode": running_mode(self.accelerator),
             "world_size": self.ranks.world,
             "scaler": resume.scaler_state(self.accelerator, optimizer),
+            "optimizer": type(inner_optimizer(optimizer)).__name__,
             "untrained": layouts.untrained(holders, model, optimizer),
             "identity": self.identity,
             **self.facts,

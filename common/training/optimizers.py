@@ -225,5 +225,6 @@ def check_rate(optimizer: torch.optim.Optimizer) -> None:
     if missed:
         raise UserError(
             f"optimizer {type(inner).__name__}: the learning rate does not reach the "
-            f"{type(missed[0]).__name__} inside; share the groups: self.param_groups = [*first.param_groups, *second.param_groups]"
+            f"{type(missed[0]).__name__} inside; share the groups: "
+            "self.param_groups = [*first.param_groups, *second.param_groups]"
         )

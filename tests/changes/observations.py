@@ -20,6 +20,7 @@ from changes import RANK, UNDO, after, before_reduce, change
 from common import run
 from common.parallel import connect, loading, tensor
 from common.report.progress import Progress
+from common.training import optimizers
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_COUNTED = {  # by torch: functions of shapes
