@@ -1,11 +1,16 @@
 """A user's own optimizer: its checkpoint is complete, and resumes bit for bit, or none is saved."""
 
+import json
 import shutil
 
 import pytest
-from conftest import assert_refused, example_flags, run_specs
+import torch
+import xxhash
+from conftest import BIN, assert_refused, example_flags, run, run_specs
+from safetensors.torch import save_file
 
-from common.checkpoint.format import find_damage, list_checkpoints
+from common.checkpoint.format import find_damage, hash_of, list_checkpoints
+from common.checkpoint.random_states import random_states
 
 KEPT = ["mean", "sgd", "no_state", "nadam", "adafactor", "transformers", "two", "two_states", "matrices"]
 
@@ -67,3 +72,29 @@ def test_a_state_that_would_be_lost_is_refused(name, problem, functions_file, mo
     spec = (flags(functions_file, model_dir, tmp_path / "run"), {"own_optimizer": name})
     assert_refused(run_specs("lm", [spec], tmp_path, check=False), problem)
     assert not list_checkpoints(tmp_path / "run")[0]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "skipped", "is_sound"), [("adamw", 0, False), ("adamw", 4, True), ("own", 0, True)]
+)
+def test_a_checkpoint_of_an_older_version_without_state_is_invalid(optimizer, skipped, is_sound, tmp_path):
+    """Unless no update was made, or the optimizer is none of the recipe's."""
+    weight = {"weight/head": torch.ones(2)}
+    directory = tmp_path / "checkpoints/update-000004"
+    (directory / "model").mkdir(parents=True)
+    save_file(weight, directory / "rank-00000.safetensors")
+    tensor = {"dtype": "F32", "shape": [2], "start": 0, "elements": 2}
+    facts = {"numbers": {}, "random": random_states(torch.device("cpu")), "tensors": {"weight/head": tensor}}
+    (directory / "rank-00000.json").write_text(json.dumps(facts))
+    files = {}
+    for path in directory.glob("rank-*"):
+        content = path.read_bytes()
+        files[path.name] = {"bytes": len(content), "xxh3_128": xxhash.xxh3_128(content).hexdigest()}
+    identity = {"model": {}, "settings": {"optimizer": optimizer}, "tokenizer": "", "dataset": ""}
+    manifest = {"format": 3, "update": 4, "samples": 32, "mode": "plain", "world_size": 1, "architecture": "Own"}
+    manifest |= {"position": {"update": 4, "samples": 32, "skipped_updates": skipped, "validation_loss": None}}
+    manifest |= {"scaler": {}, "untrained": [], "identity": identity, "files": files}
+    (directory / "manifest.json").write_text(json.dumps(manifest | {"sha256": hash_of(manifest)}))
+    result = run([BIN / "python", "-m", "common.checkpoint", "list", tmp_path])
+    assert result.returncode == (0 if is_sound else 1), result.stderr
+    assert ("weight/head is there without its optimizer state" in result.stdout) == (not is_sound)
