@@ -195,7 +195,7 @@ def _add_run(parser: ArgumentParser) -> None:
     group.add_argument("--save_every", type=updates_or_epochs, default=500, metavar="N", help=about)
     about = "keep the K newest checkpoints, at least 2"
     group.add_argument("--keep_last", type=positive, default=2, metavar="K", help=about)
-    about = "besides the newest checkpoints, keep the one with the lowest validation loss; needs --eval_every"
+    about = "save at each new lowest validation loss, and keep that checkpoint besides the newest; needs --eval_every"
     group.add_argument("--keep_best", action="store_true", help=about)
     about = "precision of the weights in model/ (default: that of the weights that are trained)"
     group.add_argument("--export_dtype", choices=EXPORT_DTYPES, help=about)

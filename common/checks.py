@@ -58,11 +58,6 @@ def _check_updates(args: argparse.Namespace) -> Iterator[str]:
         elif args.warmup_updates >= args.num_updates:
             yield f"--warmup_updates {args.warmup_updates} leaves nothing of {_how_long(args)}; lower it"
         yield from check_profile(args)
-    every = args.eval_every, args.save_every
-    are_known = not any(isinstance(one, str) for one in every)
-    if args.keep_best and are_known and not (all(every) and every[1] % every[0] == 0):
-        asked = f"--eval_every is {every[0]}, --save_every {every[1]}"
-        yield f"--keep_best needs --eval_every N, and --save_every a multiple of N: {asked}"
 
 
 def _check_plan(args: argparse.Namespace) -> Iterator[str]:
@@ -154,6 +149,8 @@ def _check_checkpoints(args: argparse.Namespace) -> Iterator[str]:
         yield "--keep_last 1: were the only checkpoint damaged, nothing would be left; use at least 2"
     if args.patience and not args.eval_every:
         yield "--patience needs --eval_every N, which makes the evaluations that it counts"
+    if args.keep_best and not args.eval_every:
+        yield "--keep_best needs --eval_every N, which measures the validation loss that it compares"
     if args.load_best_at_end and not args.keep_best:
         yield "--load_best_at_end needs --keep_best, which keeps that checkpoint; give both"
     if args.allow_changed and not args.resume:

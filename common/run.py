@@ -36,9 +36,9 @@ from accelerate.utils import send_to_device
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from common import checks
-from common.checkpoint.format import TrainingState
 from common.checkpoint.identity import identify
 from common.checkpoint.save import Checkpoints
+from common.checkpoint.training_state import TrainingState
 from common.errors import refuse, with_location
 from common.evaluation import Evaluations
 from common.models import adapters
@@ -108,7 +108,7 @@ class Run:
         connect.check_space(self.asked, lambda: [p.numel() for p in make_empty().parameters()])
         identity = identify(self.args, self.accelerator, config, tokenizer, train_set, *own_flags)
         self.resumed = self.checkpoints.find(identity)
-        self.state = TrainingState(**(self.resumed.manifest["position"] if self.resumed else {}))
+        self.state = TrainingState.of(self.resumed.manifest) if self.resumed else TrainingState()
         refuse(checks.check_profile(self.args, self.state.update))
         connect.seed_everything(self.args.seed)
         # Last: it also comes back in processes of its own, which are this run no more.
@@ -210,7 +210,7 @@ class Run:
         return is_finite
 
     def end_update(self, batch: GlobalBatch, **figures: float) -> bool:
-        """Records the update and `figures`; a checkpoint if --save_every or a request to stop asks. True: end the loop.
+        """Records the update and `figures`; saves a checkpoint if one is due. True: end the loop.
 
         Raises RuntimeError: --max_skipped_updates in a row were not finite.
         """
@@ -234,7 +234,8 @@ class Run:
         """What the training took; --load_best_at_end loads here. A run that was asked to stop ends, with status 75."""
         if self.is_stopped:
             self.evaluations.end_stopped()
-        self.results = self.progress.results() | self.checkpoints.best_at_end(self.model, self.optimizer)
+        best = self.checkpoints.best_at_end(self.state, self.model, self.optimizer)
+        self.results = self.progress.results() | best
         return self.results
 
     def write_model(self, model_class: str, *pretrained: Any) -> PreTrainedModel | None:

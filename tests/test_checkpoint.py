@@ -33,12 +33,12 @@ from common.checkpoint.format import (
     DIGESTS,
     DTYPE_NAMES,
     FORMAT,
-    TrainingState,
     find_best,
     find_damage,
     hash_of,
     list_checkpoints,
 )
+from common.checkpoint.training_state import TrainingState
 from common.training.optimizers import learning_rate
 
 LM = [*launch_command("cpu"), "recipes/lm.py"]

@@ -77,7 +77,7 @@ def check_is_own(reader: Reader, args: argparse.Namespace, identity: dict[str, A
 @torch.no_grad()
 def load_state(reader: Reader, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> None:
     """Weights, buffers and optimizer state from a checkpoint of any mode and world size; each rank reads its part."""
-    layouts.make_state(accelerator, model, optimizer, reader.tensors, reader.scalar_state)
+    layouts.make_state(accelerator, model, optimizer, reader.tensors, reader.scalar_state, reader.scalar_dtypes)
     for piece in layouts.pieces(accelerator, model, optimizer):
         if piece.name not in reader.tensors or reader.tensors[piece.name][1] != tuple(piece.shape):
             saved = reader.tensors.get(piece.name, (None, "not there"))[1]

@@ -8,10 +8,12 @@ Make the optimizer before `accelerator.prepare`, from the plain model, and set t
 """
 
 import math
+import sys
 import warnings
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from common.errors import UserError
@@ -175,7 +177,54 @@ def learning_rate(update: int, schedule: str, peak: float, num_updates: int, war
     return peak
 
 
+def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that the recipe made (or DeepSpeed from it), below the wrappers of Accelerate and DeepSpeed."""
+    while is_wrapper(optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def is_wrapper(optimizer: Any) -> bool:
+    """Whether it is a wrapper of Accelerate or DeepSpeed. A recipe's own optimizer may also have an `optimizer`."""
+    if isinstance(optimizer, AcceleratedOptimizer):
+        return True
+    deepspeed = sys.modules.get("deepspeed.runtime.base_optimizer")
+    return deepspeed is not None and isinstance(optimizer, deepspeed.DeepSpeedOptimizer)
+
+
+def wrapped_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that an optimizer holds in its attributes, also in lists and dicts; innermost last."""
+    found = [optimizer]
+    for outer in found:
+        for value in vars(outer).values():
+            values = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            )
+            found += [one for one in values if isinstance(one, torch.optim.Optimizer) and one not in found]
+    return found[1:]
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
     """Sets the rate of every parameter group; `optimizer` may be what `accelerator.prepare` returned."""
     for group in optimizer.param_groups:
         group["lr"] = value
+
+
+def check_rate(optimizer: torch.optim.Optimizer) -> None:
+    """Checks that `set_learning_rate` reaches every group that trains. optimizer: of `accelerator.prepare`.
+
+    Raises UserError: an optimizer inside another one has groups of its own.
+    """
+    inner = inner_optimizer(optimizer)
+    groups = [(one, group) for one in (inner, *wrapped_optimizers(inner)) for group in one.param_groups]
+    before = [group["lr"] for _, group in groups]
+    set_learning_rate(optimizer, probe := 0.12345)
+    missed = [one for one, group in groups if group["params"] and group["lr"] != probe]
+    for (_, group), rate in zip(groups, before, strict=True):
+        group["lr"] = rate
+    if missed:
+        raise UserError(
+            f"optimizer {type(inner).__name__}: the learning rate does not reach the "
+            f"{type(missed[0]).__name__} inside; share the groups: "
+            "self.param_groups = [*first.param_groups, *second.param_groups]"
+        )
