@@ -19,7 +19,8 @@ from torch.profiler import record_function
 from common.checkpoint import layouts, resume
 from common.checkpoint.agreement import Agreement
 from common.checkpoint.architecture import class_name
-from common.checkpoint.format import DTYPE_NAMES, FORMAT, Reader, TrainingState, find_best, list_checkpoints
+from common.checkpoint.format import DTYPE_NAMES, FORMAT, Reader, TrainingState, find_best
+from common.checkpoint.identity import refuse_other_views
 from common.checkpoint.random_states import random_states
 from common.checkpoint.write import Writer
 from common.errors import UserError
@@ -57,6 +58,7 @@ class Checkpoints:
         if self.cannot and (self.args.resume or 0 < self.args.save_every <= self.args.num_updates):
             raise UserError(self.cannot)
         wait_for_all()  # one may have tokenised for hours what others had in their caches
+        refuse_other_views(identity)
         self.identity = identity
         if not self.args.resume:
             return None
@@ -191,7 +193,7 @@ class Checkpoints:
         if not self.args.keep_best:
             return {}
         load_best = self.args.load_best_at_end
-        found = dict(list_checkpoints(self.ranks.output_dir)[0])
+        found = dict(resume.list_on_main(self.ranks)[0])
         path = find_best(found.items())
         while (
             load_best and path and not resume.is_sound(path, found[path], self.ranks)
