@@ -34,9 +34,8 @@ from accelerate.utils import send_to_device
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from common import checks
-from common.checkpoint.format import TrainingState
 from common.checkpoint.identity import identify
-from common.checkpoint.resume import begin_best_anew
+from common.checkpoint.resume import begin_state
 from common.checkpoint.save import Checkpoints
 from common.errors import refuse
 from common.models import adapters
@@ -105,10 +104,8 @@ class Run:
         connect.check_space(self.asked, lambda: [p.numel() for p in make_empty().parameters()])
         identity = identify(self.args, self.accelerator, config, tokenizer, train_set, held_out, *own_flags)
         self.resumed = self.checkpoints.find(identity)
-        self.state = TrainingState(**(self.resumed.manifest["position"] if self.resumed else {}))
-        saved = self.resumed.manifest["identity"] if self.resumed else identity
-        if line := begin_best_anew(self.state, saved, identity, self.args.allow_changed):
-            self.accelerator.print(line, flush=True)
+        self.state, told = begin_state(self.resumed, identity, self.args.allow_changed)
+        self.accelerator.print(told, end="", flush=True)
         refuse(checks.check_profile(self.args, self.state.update))
         connect.seed_everything(self.args.seed)
         # Last: it also comes back in processes of its own, which are this run no more.

@@ -6,12 +6,12 @@ import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 from conftest import assert_refused, example_flags, read_metrics, results_of, run_specs
 
-from common.checkpoint.format import TrainingState
 from common.checkpoint.identity import differences
-from common.checkpoint.resume import begin_best_anew
+from common.checkpoint.resume import begin_state
 from common.data.hub import identify_pretrained
 from common.files import fingerprint
 
@@ -160,10 +160,11 @@ def test_checkpoints_that_do_not_say_what_they_measured_are_read():
     now = saved | {"validation": "v"}
     assert list(differences(saved, now, Args)) == []
     assert len(list(differences(now, saved | {"validation": None}, Args))) == 1
-    state = TrainingState(update=3, best_validation_loss=1.0)
-    assert begin_best_anew(state, saved, now, []) is None and state.best_validation_loss == 1.0
-    assert "does not say" in begin_best_anew(state, saved, now, ["validation"])
-    assert (state.best_validation_loss, state.validation_since) == (None, 3)
+    reader = SimpleNamespace(manifest={"position": {"update": 3, "best_validation_loss": 1.0}, "identity": saved})
+    state, told = begin_state(reader, now, [])
+    assert (state.best_validation_loss, told) == (1.0, "")
+    state, told = begin_state(reader, now, ["validation"])
+    assert "does not say" in told and (state.best_validation_loss, state.validation_since) == (None, 3)
 
 
 def test_a_base_is_known_by_its_weights(model_dir, tmp_path):

@@ -109,15 +109,21 @@ def keep_warmup(args: argparse.Namespace, manifest: dict[str, Any], identity: di
     return f"{text} of it; --warmup_updates with --allow_changed changes that"
 
 
-def begin_best_anew(state: TrainingState, saved: dict[str, Any], now: dict[str, Any], allowed: list[str]) -> str | None:
-    """Forgets the figures of other held-out data, which --allow_changed accepts, and returns a line that says so."""
-    is_unknown = "validation" not in saved
-    if "validation" not in allowed or (not is_unknown and saved["validation"] == now["validation"]):
-        return None
+def begin_state(reader: Reader | None, identity: dict[str, Any], allowed: list[str]) -> tuple[TrainingState, str]:
+    """The state to go on from, a new one without a checkpoint; and a line to print, or nothing.
+
+    The losses of other held-out data, which --allow_changed accepts, are forgotten.
+    """
+    if reader is None:
+        return TrainingState(), ""
+    state, saved = TrainingState(**reader.manifest["position"]), reader.manifest["identity"]
+    is_known = "validation" in saved
+    if "validation" not in allowed or (is_known and saved["validation"] == identity["validation"]):
+        return state, ""
     state.best_validation_loss = state.validation_loss = None
     state.evaluations_since_best, state.validation_since = 0, state.update
-    what = "the checkpoint does not say which held-out data it had" if is_unknown else "other held-out data"
-    return f"{what}: --keep_best and --patience begin anew after update {state.update}"
+    what = "other held-out data" if is_known else "the checkpoint does not say which held-out data it had"
+    return state, f"{what}: --keep_best and --patience begin anew after update {state.update}\n"
 
 
 def check_is_own(reader: Reader, args: argparse.Namespace, identity: dict[str, Any]) -> None:
