@@ -1,6 +1,7 @@
 """What is asked by flags, checked before anything is made: mistakes that need no model, and the output directory."""
 
 import argparse
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -159,7 +160,8 @@ def _check_checkpoints(args: argparse.Namespace) -> Iterator[str]:
         yield "--resume continues the run that --overwrite deletes; give one"
     elif args.resume:
         # A run that has not ended may yet write its first one: `Checkpoints.find` waits for it.
-        if not any((Path(args.output_dir) / name).exists() for name in ("checkpoints", LOCK)):
+        is_main = os.environ.get("RANK", "0") == "0"  # the others go by what it finds there
+        if is_main and not any((Path(args.output_dir) / name).exists() for name in ("checkpoints", LOCK)):
             yield (
                 f"--resume: {args.output_dir} has no checkpoints; name the --output_dir of the run to continue, "
                 "or start anew without --resume"

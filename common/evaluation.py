@@ -73,7 +73,9 @@ class Evaluations:
         Its figures go where they would have gone: into the last line of metrics.jsonl, and into the checkpoint.
         """
         run, state = self.run, self.run.state
-        if run.args.dry_run or not state.update or state.validation_loss is not None or not self.is_due():
+        if run.args.dry_run or state.validation_loss is not None or not self.is_due():
+            return
+        if state.update in (0, state.validation_since):  # nothing to evaluate yet; other held-out data from here
             return
         figures = evaluate(run, model)
         state.measured(figures["validation_loss"])

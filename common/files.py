@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import xxhash
 from filelock import FileLock, Timeout
-from huggingface_hub import try_to_load_from_cache
 
 from common.errors import UserError
 
@@ -214,22 +213,16 @@ def replace_directory(partial: Path, directory: Path) -> None:
     fsync(directory.parent)
 
 
-def identify_pretrained(name_or_path: str) -> str:
-    """What a pretrained model is known by: a hash of its directory's weights, or a name on the hub with its commit.
-
-    Of the hub it has been loaded before, and lies in a directory of the cache that is called by its commit.
-    """
-    directory = Path(name_or_path).expanduser()
-    if directory.is_dir():
-        return fingerprint(directory)
-    return f"{name_or_path}@{Path(try_to_load_from_cache(name_or_path, 'config.json')).parent.name}"
+def weight_files(directory: Path) -> list[Path]:
+    """The files with the weights of a model of transformers."""
+    return sorted(path for kind in ("*.safetensors", "*.bin") for path in directory.glob(kind))
 
 
 @cache
 def fingerprint(directory: Path) -> str:
     """XXH3 of the files with the weights of a model of transformers; a process reads them once."""
     whole = xxhash.xxh3_64()
-    for path in sorted(path for kind in ("*.safetensors", "*.bin") for path in directory.glob(kind)):
+    for path in weight_files(directory):
         with open(path, "rb") as file:
             while piece := file.read(1 << 24):
                 whole.update(piece)

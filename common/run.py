@@ -37,8 +37,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from common import checks
 from common.checkpoint.identity import identify
+from common.checkpoint.resume import begin_state
 from common.checkpoint.save import Checkpoints
-from common.checkpoint.training_state import TrainingState
 from common.errors import refuse, with_location
 from common.evaluation import Evaluations
 from common.models import adapters
@@ -106,9 +106,10 @@ class Run:
         self.make_empty = make_empty = cache(partial(adapters.empty_base, self.args, config, model_class))
         refuse(loading.check_model(config, model_class, make_empty, self.asked.degrees))
         connect.check_space(self.asked, lambda: [p.numel() for p in make_empty().parameters()])
-        identity = identify(self.args, self.accelerator, config, tokenizer, train_set, *own_flags)
+        identity = identify(self.args, self.accelerator, config, tokenizer, train_set, held_out, *own_flags)
         self.resumed = self.checkpoints.find(identity)
-        self.state = TrainingState.of(self.resumed.manifest) if self.resumed else TrainingState()
+        self.state, told = begin_state(self.resumed, identity, self.args.allow_changed)
+        self.accelerator.print(told, end="", flush=True)
         refuse(checks.check_profile(self.args, self.state.update))
         connect.seed_everything(self.args.seed)
         # Last: it also comes back in processes of its own, which are this run no more.

@@ -4,7 +4,6 @@ import argparse
 import os
 import socket
 import tempfile
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -15,8 +14,7 @@ from accelerate import Accelerator
 
 from common.errors import UserError
 from common.files import PARTIAL, disk_line
-
-SHARED_TIMEOUT = 10  # seconds in which a new file must be seen on all hosts: network file systems keep old listings
+from common.parallel.liveness import is_soon
 
 
 class Agreement:
@@ -100,9 +98,7 @@ class Agreement:
         self.output_dir = Path(args.output_dir)
         if written is None:
             return
-        deadline = time.monotonic() + SHARED_TIMEOUT
-        while not (is_seen := written.exists()) and time.monotonic() < deadline:
-            time.sleep(0.2)
+        is_seen = is_soon(written.exists)
         line = (
             f"--output_dir {self.output_dir}: what rank 0 on host {host} writes there is not seen on host "
             f"{socket.gethostname()}; name a directory that all hosts share, by its whole path"

@@ -129,6 +129,7 @@ def _check_manifest(manifest: dict[str, Any]) -> None:
         require(is_sound, f"{MANIFEST} is malformed: its files")
     state, identity = TrainingState.of(manifest), manifest["identity"]
     is_sound = state.update == manifest["update"] and is_number(state.samples)
+    is_sound &= is_number(state.validation_since) and isinstance(identity.get("validation"), str | None)
     is_sound &= is_number(state.skipped_updates) and is_number(state.skipped_in_a_row)
     for loss in (state.best_validation_loss, state.validation_loss):
         is_sound &= loss is None or isinstance(loss, float)
@@ -181,8 +182,13 @@ def list_checkpoints(output_dir: Path) -> tuple[list[tuple[Path, dict[str, Any]]
 
 
 def find_best(found: Iterable[tuple[Path, dict[str, Any]]]) -> Path | None:
-    """The checkpoint of the lowest validation loss, or None where none was measured; a NaN is no measure."""
-    losses = {path: manifest["position"]["validation_loss"] for path, manifest in found}
+    """The checkpoint of the lowest validation loss, or None where none was measured; a NaN is no measure.
+
+    Losses of other held-out data than the newest one's do not count.
+    """
+    positions = {path: manifest["position"] for path, manifest in found}
+    since = max((position.get("validation_since", 0) for position in positions.values()), default=0)
+    losses = {path: one["validation_loss"] for path, one in positions.items() if one["update"] > since or not since}
     measured = [path for path, loss in losses.items() if loss is not None and math.isfinite(loss)]
     return min(measured, key=losses.__getitem__, default=None)
 

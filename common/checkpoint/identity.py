@@ -10,7 +10,9 @@ from typing import Any
 from accelerate import Accelerator
 
 from common.checkpoint import adapter
+from common.errors import refuse
 from common.models.adapters import FLAGS, flags, with_default_alpha
+from common.parallel.liveness import decided_by_main
 
 # What an update depends on besides samples and weights; another value than the checkpoint's is refused. False: also
 # with --allow_changed, since the saved state would not fit.
@@ -27,17 +29,32 @@ SETTINGS = {
     "max_grad_norm": True,
     "mixed_precision": True,
 }
-CHANGEABLE = ("dataset", *(name for name, can_change in SETTINGS.items() if can_change))
+SUBJECTS = {
+    "model": "the model's configuration",
+    "tokenizer": "the tokenizer",
+    "dataset": "the training data",
+    "validation": "the held-out data",
+    "settings": "the settings",
+    "base": "the base of the adapter",
+    "reference": "the reference model",
+}
+CHANGEABLE = ("dataset", "validation", *(name for name, can_change in SETTINGS.items() if can_change))
 
 
 def identify(
-    args: argparse.Namespace, accelerator: Accelerator, config: Any, tokenizer: Any, samples: Any, *own_flags: str
+    args: argparse.Namespace,
+    accelerator: Accelerator,
+    config: Any,
+    tokenizer: Any,
+    samples: Any,
+    held_out: Any,
+    *own_flags: str,
 ) -> dict:
     """What must be the same when a run is continued.
 
     Args:
         config: the model's configuration. tokenizer: of transformers, or None. samples: `training.batching.Samples`,
-            perhaps with an `identity` of their own beside their fingerprint.
+            perhaps with an `identity` of their own beside their fingerprint. held_out: the same, or None.
         own_flags: names of the recipe's own flags that an update depends on.
     """
     model = {
@@ -57,6 +74,7 @@ def identify(
         "model": model,
         "tokenizer": hashlib.sha256(words.encode()).hexdigest()[:16],
         "dataset": samples.fingerprint,
+        "validation": None if held_out is None else held_out.fingerprint,
         "settings": settings,
     }
     return identity | _standard_library(args) | adapter.identity(args) | getattr(samples, "identity", {})
@@ -80,6 +98,18 @@ def _other_library(saved: dict, now: dict) -> str | None:
         f"the run began with {then}; resume with Python {then}, or, where rows are plain text, give --train_file "
         "'DIR/train/**/*.txt' --validation_file 'DIR/validation/**/*.txt' with the files of the first run, which "
         f"`python -m common.data.standard_library DIR` writes under Python {then}"
+    )
+
+
+def refuse_other_views(identity: dict) -> None:
+    """Raises UserError, a line each, if this rank's view differs from rank 0's: other files, or an old listing."""
+    main = decided_by_main("identity", lambda: identity)
+    mine = json.loads(json.dumps(identity))
+    texts = [{name: json.dumps(one.get(name), sort_keys=True) for name in main | mine} for one in (main, mine)]
+    refuse(
+        f"{SUBJECTS.get(name, name)}: this rank and rank 0 see different ones; give all hosts the same files"
+        for name, text in texts[0].items()
+        if text != texts[1][name]
     )
 
 
@@ -117,6 +147,13 @@ def differences(saved: dict, now: dict, args: argparse.Namespace) -> Iterator[st
                 f"other training data: their fingerprint is {now['dataset']}, the checkpoint's is {saved['dataset']}; "
                 f"give the same files{' and '.join(['', *cut_by])}, or --allow_changed dataset to go on with these"
             )
+    was = saved.get("validation", now["validation"])  # older checkpoints do not say
+    if was != now["validation"] and saved["tokenizer"] == now["tokenizer"] and "validation" not in allowed:
+        is_now, was = (one["validation"] or "that of none" for one in (now, saved))
+        yield (
+            f"other held-out data: their fingerprint is {is_now}, the checkpoint's is {was}; give the same files"
+            f"{' and '.join(['', *cut_by])}, or --allow_changed validation: --keep_best and --patience then begin anew"
+        )
     if saved.get("base") and now.get("base") and saved["base"] != now["base"]:
         yield (
             f"another base of the adapter, or its files have changed: their fingerprint is {now['base']}, the "

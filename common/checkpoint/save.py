@@ -18,7 +18,8 @@ from torch.profiler import record_function
 from common.checkpoint import layouts, resume
 from common.checkpoint.agreement import Agreement
 from common.checkpoint.architecture import class_name
-from common.checkpoint.format import DTYPE_NAMES, FORMAT, Reader, find_best, list_checkpoints
+from common.checkpoint.format import DTYPE_NAMES, FORMAT, Reader, find_best
+from common.checkpoint.identity import refuse_other_views
 from common.checkpoint.optimizer_state import OptimizerState, watch_steps
 from common.checkpoint.random_states import random_states
 from common.checkpoint.training_state import TrainingState
@@ -61,6 +62,7 @@ class Checkpoints:
         if self.cannot and (self.args.resume or is_asked):
             raise UserError(self.cannot)
         wait_for_all()  # one may have tokenised for hours what others had in their caches
+        refuse_other_views(identity)
         self.identity = identity
         if not self.args.resume:
             return None
@@ -203,7 +205,7 @@ class Checkpoints:
         if not self.args.keep_best:
             return {}
         load_best = self.args.load_best_at_end
-        found = dict(list_checkpoints(self.ranks.output_dir)[0])
+        found = dict(resume.list_on_main(self.ranks)[0])
         path = find_best(found.items())
         while (
             load_best and path and not resume.is_sound(path, found[path], self.ranks)

@@ -17,6 +17,7 @@ class TrainingState:
     best_validation_loss: float | None = None
     validation_loss: float | None = None  # where the last update ended with an evaluation
     evaluations_since_best: int = 0
+    validation_since: int = 0  # the update after which the losses are of the held-out data of now
     tracker_runs: dict[str, str] = field(default_factory=dict)  # by which a tracker continues its own run
     # Totals over all starts (`report.totals`). They depend on the clock, and are saved beside the position.
     training: dict[str, Any] = field(default_factory=dict)

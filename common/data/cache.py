@@ -1,5 +1,6 @@
 """How is work done once and kept? By one process while the others wait; complete, or not there."""
 
+import errno
 import hashlib
 import json
 import os
@@ -28,8 +29,12 @@ def cached(kind: str, identity: list[Any], write: Callable[[Path], None], cache_
     _remove_unfinished(directory.parent)
     with _only_one(directory):
         if not directory.exists():
-            with complete_or_absent(directory, "start again, or set XDG_CACHE_HOME to another disk") as partial:
-                write(partial)
+            try:
+                with complete_or_absent(directory, "start again, or set XDG_CACHE_HOME to another disk") as partial:
+                    write(partial)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise  # else another host has filled it, and an old listing hid that: it is the same
     return directory
 
 

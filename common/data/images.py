@@ -194,7 +194,7 @@ class ImageSamples:
 
     @property
     def fingerprint(self) -> str:
-        """Equal where all images and labels are; the training data's is asked for, and held-out files are not read."""
+        """Equal where all images and labels are; of many files it reads the beginnings of a thousand."""
         return fingerprint_of([self.images.fingerprint, self.images.classes, self.shape]) + self.images.contents()
 
     def of_epoch(self, epoch: int) -> "ImageSamples":
