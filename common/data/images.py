@@ -190,6 +190,11 @@ class ImageSamples:
         self.num_target_tokens = len(images.labels)
 
     @property
+    def labels(self) -> np.ndarray:
+        """Class numbers."""
+        return self.images.labels
+
+    @property
     def fingerprint(self) -> str:
         """Equal where all images and labels are; the training data's is asked for, and held-out files are not read."""
         return fingerprint_of([self.images.fingerprint, self.images.classes, self.shape]) + self.images.contents()
