@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from common.parallel import ending
+from common.errors import with_location
+from common.parallel import ending, liveness
 from common.report import tracking
 from common.training import token_budget
 from common.training.stopping import STOPPED, StopRequests, StopVotes
@@ -111,3 +112,20 @@ class Evaluations:
         tracking.end_early(run.accelerator, run.output_dir, run.state)
         ending.end_run(run.accelerator, STOPPED)
         sys.exit(STOPPED)
+
+
+@contextmanager
+def optional_steps(run: Any) -> Iterator[None]:
+    """Around the metrics and samples of the end: an error inside is one line, and the run still finishes.
+
+    The line also goes into the results, as `error_after_training`. run: a `common.run.Run`.
+    """
+
+    def report(error: Exception) -> None:
+        line = f"missing    a figure or sample of the end: {with_location(error)}; model/ and the rest are complete"
+        run.results["error_after_training"] = line
+        if not run.accelerator.is_main_process:  # else it is among the last lines
+            print(line, file=sys.stderr, flush=True)
+
+    with liveness.optional(report):
+        yield

@@ -39,11 +39,11 @@ from common import checks
 from common.checkpoint.identity import identify
 from common.checkpoint.resume import begin_state
 from common.checkpoint.save import Checkpoints
-from common.errors import refuse, with_location
-from common.evaluation import Evaluations
+from common.errors import refuse
+from common.evaluation import Evaluations, optional_steps
 from common.models import adapters
 from common.models.load import attention_length
-from common.parallel import connect, ending, launch, liveness, loading, mode
+from common.parallel import connect, ending, launch, loading, mode
 from common.plan import flops
 from common.plan.choice import batches_within_memory
 from common.plan.questions import predict
@@ -82,7 +82,7 @@ class Run:
         self.accelerator = connect.make_accelerator(self.asked, args, **trackers)
         self.device, self.is_sharded = self.accelerator.device, mode.is_sharded(self.accelerator)
         self.checkpoints, self.is_stopped = Checkpoints(args, self.accelerator), False
-        self.evaluations = Evaluations(self)
+        self.evaluations, self.optional_steps = Evaluations(self), partial(optional_steps, self)
 
     def begin(
         self,
@@ -252,22 +252,6 @@ class Run:
         if self.accelerator.is_main_process:
             self.is_again = tracking.record_results(self.results, self.output_dir, model_class)
         return written
-
-    @contextmanager
-    def optional_steps(self) -> Iterator[None]:
-        """Around the figures and samples of the end: an error inside is one line, and the run still finishes.
-
-        The line also goes into the results, as `error_after_training`.
-        """
-
-        def report(error: Exception) -> None:
-            line = f"missing    a figure or sample of the end: {with_location(error)}; model/ and the rest are complete"
-            self.results["error_after_training"] = line
-            if not self.accelerator.is_main_process:  # else it is among the last lines
-                print(line, file=sys.stderr, flush=True)
-
-        with liveness.optional(report):
-            yield
 
     def finish(self, results: dict[str, Any], *lines: str) -> None:
         """Prints and writes the results, and ends the run on all ranks together; status 1 if it trained nothing."""

@@ -52,8 +52,7 @@ def parse_arguments():
     group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: tiny)"))
     group.add_argument("--upcycle", action="store_true", help="make each expert from the MLP of a dense model")
     group.add_argument("--num_experts", type=arguments.positive, help="experts of a layer (default: the size's, or 8)")
-    about = "experts that compute each token (default: the size's, or 2)"
-    group.add_argument("--experts_per_token", type=arguments.positive, help=about)
+    group.add_argument("--experts_per_token", type=arguments.positive, help="per token (default: the size's, or 2)")
     group.add_argument("--dense", action="store_true", help="from scratch: a dense model of as many active parameters")
     group.add_argument("--balance", **arguments.one_of(experts.BALANCE, "what balances the experts (default: bias)"))
     about = "step of the bias, or factor of the balancing loss (default: 0.01; the bias of a pretrained mixture: 0.001)"

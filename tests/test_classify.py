@@ -205,7 +205,7 @@ def test_the_model_that_a_run_leaves_gives_the_figures_that_it_printed(one_proce
     assert results["macro_f1"] == pytest.approx(np.mean(f1))
     assert results["majority_share"] == max(map(true.count, true)) / 13
     for part in (
-        "a new head: classifier.bias, classifier.weight",
+        "new head  classifier.bias, classifier.weight",
         f"accuracy {results['accuracy']:.1%}",
         "3: does, raises, ret",
     ):
@@ -434,13 +434,13 @@ def test_a_head_for_other_labels(one_process, files, tmp_path):
     arguments = flags(files, model, tmp_path / "run", *more)
     assert_mistake(recipe(*arguments), r"head \(does, raises, returns\) are not the data's \(numbers\)", "--new_head")
     result = recipe(*arguments, "--new_head", "--dry_run")
-    assert result.returncode == 0 and "a new head: classifier.bias, classifier.weight start at random" in result.stdout
+    assert result.returncode == 0 and "new head  classifier.bias, classifier.weight start at random" in result.stdout
     other = (files / "train.jsonl").read_text().replace('"label": "does"', '"label": "acts"')
     (tmp_path / "other.jsonl").write_text(other)
     own = ["--train_file", tmp_path / "other.jsonl", "--validation_file", tmp_path / "other.jsonl", "--new_head"]
     own += ["--num_updates", 1, "--learning_rate", 1e-30]
     result = recipe(*flags(files, model, tmp_path / "run", *own))
-    assert "a new head: classifier.bias, classifier.weight start at random" in result.stdout
+    assert "new head  classifier.bias, classifier.weight start at random" in result.stdout
     weights = [load_file(path / "model/model.safetensors") for path in (one_process[0], tmp_path / "run")]
     assert not torch.equal(*(one["classifier.weight"] for one in weights))
     rows = [line for line in (files / "train.jsonl").read_text().splitlines() if '"label": "does"' not in line]

@@ -220,7 +220,7 @@ def test_a_head_for_other_classes_is_replaced(names, is_new, data, convnet_dir, 
     more = ["--model_name_or_path", tmp_path / "model", "--num_updates", 1, "--learning_rate", 1e-30]
     result = recipe(*flags(data, tmp_path / "run", *more))
     assert result.returncode == 0, result.stderr
-    assert ("a new head: classifier.bias, classifier.weight start at random" in result.stdout) == is_new
+    assert ("new head  classifier.bias, classifier.weight start at random" in result.stdout) == is_new
     before, after = (load_file(path / "model/model.safetensors") for path in (tmp_path, tmp_path / "run"))
     assert torch.equal(before["features.0.weight"], after["features.0.weight"])
     assert torch.equal(before["classifier.weight"], after["classifier.weight"]) != is_new

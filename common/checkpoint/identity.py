@@ -23,6 +23,7 @@ SETTINGS = {
     "drop_last_window": True,
     "optimizer": False,
     "learning_rate": True,
+    "head_learning_rate": True,
     "weight_decay": True,
     "warmup_updates": True,
     "lr_schedule": True,
@@ -164,7 +165,14 @@ def differences(saved: dict, now: dict, args: argparse.Namespace) -> Iterator[st
             f"another reference model: its fingerprint is {now.get('reference')}, the checkpoint's is "
             f"{saved.get('reference')}; give the model that the run began with, or of one from scratch the --seed"
         )
+    yield from _different_settings(saved, now, allowed)
+
+
+def _different_settings(saved: dict, now: dict, allowed: list[str]) -> Iterator[str]:
+    """One line for each setting that is not what the checkpoint was made with."""
     was_given, is_given = (with_default_alpha(one["settings"]) for one in (saved, now))
+    if is_given.get("head_learning_rate"):  # older runs trained a new head at the rate of all
+        was_given = {"head_learning_rate": was_given["learning_rate"]} | was_given
     own_flags = dict.fromkeys(sorted(now["settings"].keys() - SETTINGS.keys()), False)
     if ("lora_rank" in was_given) != ("lora_rank" in is_given):  # the others follow from it
         own_flags = {name: False for name in ("lora_rank", *own_flags) if name not in FLAGS}

@@ -193,6 +193,11 @@ class ImageSamples:
         self.num_target_tokens = len(images.labels)
 
     @property
+    def labels(self) -> np.ndarray:
+        """Class numbers."""
+        return self.images.labels
+
+    @property
     def fingerprint(self) -> str:
         """Equal where all images and labels are; of many files it reads the beginnings of a thousand."""
         return fingerprint_of([self.images.fingerprint, self.images.classes, self.shape]) + self.images.contents()

@@ -232,6 +232,11 @@ class LabelledTexts:
         return np.ones(len(ids), np.int64)
 
     @property
+    def labels(self) -> np.ndarray:
+        """Class numbers, or the numbers of a regression."""
+        return self.targets
+
+    @property
     def fingerprint(self) -> str:
         """Equal where every sample is equal."""
         digest = hashlib.blake2b(digest_size=10)

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from common.errors import UserError, reported_in_one_line, with_location
 from common.files import PARTIAL, disk_line, find_lost_directory, lost_line
 from common.parallel import liveness
-from common.report import curves
+from common.report import chance, curves
 from common.report.totals import Totals
 from common.report.tracking import describe_sources, memory_in_use_bytes, peak_memory_bytes, to_json_line
 
@@ -49,11 +49,13 @@ class Progress:
         self.held_out = ""
         self.per_epoch: int | None = 1  # updates; None: mixed sources, each with epochs of its own
         self.drawing: subprocess.Popen | None = None
+        self.chance: chance.ChanceCheck | None = None
 
     def batches(self, loader):
         """The loader's global batches, with the time that the loop waits for each."""
         self.unit = loader.dataset.samples.unit
         self.per_epoch = len(loader.dataset) if loader.dataset.mixing is None else None
+        self.chance = self.chance or chance.ChanceCheck(loader.dataset.samples, self.bar.total)
         iterator = iter(loader)
         while True:
             before = time.perf_counter()
@@ -97,6 +99,9 @@ class Progress:
         if "validation_loss" in record:
             self._tell_evaluation(record)
             self.draw()
+        if line := self.chance.note(self.state.update, record["loss"]):
+            self.bar.write(line)
+            sys.stdout.flush()
         self.bar.set_postfix_str(
             f"loss {record['loss']:.3f}, {self.held_out}{tokens_per_second:,.0f} {self.unit}/s, "
             f"{memory / 2**30:.2f} GiB, waiting {self.waiting_share:.0%}"
