@@ -69,10 +69,7 @@ class Run:
     def __init__(self, args: argparse.Namespace, problems: Iterable[str] = (), lengths_vary: bool = True):
         """Checks what was asked against what is there, and connects the processes.
 
-        Args:
-            problems: a line for each mistake that the recipe has found in its own flags.
-            lengths_vary: whether samples are of different lengths.
-
+        problems: a line for each mistake in the recipe's own flags. lengths_vary: whether samples differ in length.
         Raises UserError: a line for each mistake.
         """
         self.args, self.asked = args, launch.find_launch()
@@ -235,16 +232,14 @@ class Run:
         """What the training took; --load_best_at_end loads here. A run that was asked to stop ends, with status 75."""
         if self.is_stopped:
             self.evaluations.end_stopped()
-        best = self.checkpoints.best_at_end(self.state, self.model, self.optimizer)
-        self.results = self.progress.results() | best
+        self.results = self.progress.results()
+        self.results |= self.checkpoints.best_at_end(self.state, self.model, self.optimizer)
         return self.results
 
     def write_model(self, model_class: str, *pretrained: Any) -> PreTrainedModel | None:
         """Writes model/, which `from_pretrained` loads, its card, and the results so far into run.json.
 
-        What comes after can fail without costing them. model_class: an Auto class, or a recipe's own, that loads the
-        model. pretrained: written next to it (a tokenizer).
-
+        model_class: name of the class that loads the model. pretrained: written next to it (a tokenizer).
         Returns the model on the main process, without the wrappers of the mode; None on all others.
         """
         self.model_class, directory = model_class, Path(self.output_dir) / "model"
