@@ -86,7 +86,7 @@ def encode_chats(
             message["role"] == "assistant" and not (message.get("content") or message.get("tool_calls"))
             for message in chat.messages
         )
-        _count_answers(chat, text, spans, starts[1:][is_target[1:]], ends[1:][is_target[1:]], counts)
+        _count_answers(chat, text, starts[1:][is_target[1:]], ends[1:][is_target[1:]], counts)
         yield ids, is_target.tolist(), text
 
 
@@ -115,25 +115,35 @@ def _without_crossing(
     return ids, starts, ends
 
 
-def _count_answers(chat: Chat, text: str, spans: Spans, starts: np.ndarray, ends: np.ndarray, counts: Counter) -> None:
-    """Counts the answers, and those of which no token is a target. starts, ends: of the targets, in characters."""
+def _count_answers(chat: Chat, text: str, starts: np.ndarray, ends: np.ndarray, counts: Counter) -> None:
+    """Counts the answers, those of which no token is a target, and those of which few are.
+
+    starts, ends: of the targets, in characters. What stands nowhere in the text was rewritten or left out by the
+    template; `_count_unwritten` counts what was left out.
+    """
     place = 0
     for message, is_learned in zip(chat.messages, chat.is_learned, strict=True):
-        content = str(message.get("content") or "").strip()
-        pieces = [piece for piece in (content, *function_names(message)) if piece]
+        pieces = [piece for piece in (str(message.get("content") or "").strip(), *function_names(message)) if piece]
         if not (is_learned and pieces):
             continue
-        found = [
-            max((text.find(piece, max(place, a), b) for a, b in spans), key=lambda at: (at >= 0, -at), default=-1)
-            for piece in pieces
-        ]
-        is_taught = [((starts < at + len(piece)) & (ends > at)).any() for at, piece in zip(found, pieces, strict=True)]
-        # A piece that stands nowhere in the text was rewritten by the template; `_count_unwritten` looks at it.
         counts["answers"] += 1
-        counts["lost"] += any(
-            piece in text and (at < 0 or not taught) for piece, at, taught in zip(pieces, found, is_taught, strict=True)
-        )
-        place = max([place, *(at + len(piece) for at, piece in zip(found, pieces, strict=True) if at >= 0)])
+        learned = [_learned_part(text, piece, place, starts, ends) for piece in pieces]
+        place = max(place, *(end for end, _ in learned))
+        shares = [share for piece, (_, share) in zip(pieces, learned, strict=True) if piece in text]
+        counts["lost" if not any(shares) else "partly"] += any(share < 1 / 2 for share in shares)
+
+
+def _learned_part(text: str, piece: str, place: int, starts: np.ndarray, ends: np.ndarray) -> tuple[int, float]:
+    """(end, share of targets) of the first occurrence behind `place` that has a target; (0, 0) without one."""
+    while (following := int(np.searchsorted(ends, place, side="right"))) < len(ends):
+        at = text.find(piece, max(place, int(starts[following]) - len(piece) + 1))
+        if at < 0:
+            break
+        lengths = np.minimum(ends, at + len(piece)) - np.maximum(starts, at)
+        if covered := int(lengths[lengths > 0].sum()):
+            return at + len(piece), covered / len("".join(piece.split()))
+        place = at + 1
+    return 0, 0.0
 
 
 def _write(chat: Chat, tokenizer: PreTrainedTokenizerBase, counts: Counter) -> tuple[str, Spans]:
@@ -237,7 +247,7 @@ def _count_unwritten(chat: Chat, text: str, render: Render, counts: Counter) -> 
         if not is_same(changed(numbers, key)):
             numbers = [one for one in numbers if is_same(changed([one], key))] if len(numbers) > 1 else []
         counts["unwritten", key, "messages"] += len(numbers)
-        counts["lost"] += sum(chat.is_learned[one] for one in numbers) if key in ("content", "tool_calls") else 0
+        counts["lost"] += sum(chat.is_learned[one] for one in numbers) if key == "content" else 0
 
 
 def chat_notes(counts: Counter) -> list[str]:
@@ -251,6 +261,10 @@ def chat_notes(counts: Counter) -> list[str]:
         notes.append(
             f"{counts['lost']:,} of {counts['answers']:,} answers have no target of their own: the chat template "
             "leaves them out, or does not mark them with {% generation %}; nothing is learned of them but their ends"
+        )
+    if counts["partly"]:
+        notes.append(
+            f"{counts['partly']:,} of {counts['answers']:,} answers are targets in part only: the template marks less"
         )
     if counts["learned in vain"]:
         notes.append(
