@@ -87,7 +87,7 @@ def test_an_answer_behind_a_space_is_learned_as_it_is_asked_for(words, tmp_path,
     samples = samples_of(tmp_path, words, template, "a.jsonl", *({"messages": ask(one)} for one in ("yes", "no")))
     assert [targets_as_text(words, samples[n]) for n in (0, 1)] == ["yes</>\n", "no</>\n"]
     whole = words("user: it?</>\nassistant: yes</>\n", add_special_tokens=False)["input_ids"]
-    assert words.convert_tokens_to_ids("Ġyes") in whole and "answers" not in samples.describe()
+    assert words.convert_tokens_to_ids("Ġyes") in whole and "of 2 answers" not in samples.describe()
     given, learned = samples[0][0][: samples[0][2][0] + 1].tolist(), samples[0][1][0]
     assert given == words("user: it?</>\nassistant: ", add_special_tokens=False)["input_ids"]
     assert given + [learned] != whole[: len(given) + 1]
@@ -101,7 +101,7 @@ def test_an_answer_that_cannot_be_tokenised_apart_keeps_its_first_token(tmp_path
     tokenizer = words_with_marked_spaces()
     samples = samples_of(tmp_path, tokenizer, SPACED.replace("</>\n", " "), "a.jsonl", {"messages": ask("yes")})
     assert tokenizer.convert_ids_to_tokens(samples[0][1])[0] == "▁yes"
-    assert "answers" not in samples.describe()
+    assert "of 1 answers" not in samples.describe()
 
 
 def test_a_first_token_has_something_before_it(words, tmp_path):
@@ -130,7 +130,7 @@ def test_answers_without_a_target_are_counted_and_refused_if_they_are_all(words,
     silent = SPACED.replace("m.content", "'' if loop.index == 2 else m.content")
     told = samples_of(tmp_path, words, silent, "c.jsonl", {"messages": [*ask("yes"), *ask("no")]}).describe()
     assert "does not write content (1 messages)" in told and "1 of 2 answers have no target" in told
-    assert "answers" not in samples_of(tmp_path, words, SPACED_TAGGED, "d.jsonl", *rows).describe()
+    assert "of 2 answers" not in samples_of(tmp_path, words, SPACED_TAGGED, "d.jsonl", *rows).describe()
 
 
 @pytest.mark.parametrize("template", [PLAIN, TAGGED], ids=["prefixes", "generation tags"])
