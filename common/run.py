@@ -97,8 +97,7 @@ class Run:
 
         Raises UserError: no checkpoint to resume, or a line for each thing that differs; too little data or disk.
         """
-        unknown = [name for name in own_flags if not hasattr(self.args, name)]
-        assert not unknown, f"run.begin names {', '.join(unknown)} as the recipe's own, and no flag is called so"
+        assert all(hasattr(self.args, name) for name in own_flags), f"not all of {own_flags} are flags of the recipe"
         checks.check_samples(self.args, train_set, held_out, self.asked.degrees)
         self.make_empty = make_empty = cache(partial(adapters.empty_base, self.args, config, model_class))
         refuse(loading.check_model(config, model_class, make_empty, self.asked.degrees))
@@ -240,7 +239,7 @@ class Run:
         """Writes model/, which `from_pretrained` loads, its card, and the results so far into run.json.
 
         model_class: name of the class that loads the model. pretrained: written next to it (a tokenizer).
-        Returns the model on the main process, without the wrappers of the mode; None on all others.
+        Returns the model without the mode's wrappers on the main process; None on all others.
         """
         self.model_class, directory = model_class, Path(self.output_dir) / "model"
         written = loading.write_model(self.accelerator, self.model, directory, self.args.export_dtype, *pretrained)

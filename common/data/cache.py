@@ -16,7 +16,7 @@ from common.data.rows import Row
 from common.errors import UserError, one_line
 from common.files import PARTIAL, complete_or_absent, remove
 
-FORMAT = 3  # raise it when the meaning of a file in the cache changes
+FORMAT = 4  # raise it when the meaning of a file in the cache changes
 
 
 def cached(kind: str, identity: list[Any], write: Callable[[Path], None], cache_dir: str | Path | None = None) -> Path:

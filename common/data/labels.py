@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from common.data.columns import by_number, check_columns, filled_text
+from common.data.columns import by_number, check_columns, filled_text, unused_columns, watched
 from common.data.rows import Source
 from common.data.sources import open_source
 from common.data.tokenizer import no_more_threads
@@ -41,7 +41,8 @@ class Example(NamedTuple):
 def read_examples(
     source: Source, pair_column: str | None, label_column: str
 ) -> tuple[str, list[Example], list[str] | None]:
-    """A source's name, its rows, and the classes in the order of their numbers, where the data have such numbers.
+    """A source's name with the columns that are not used; its rows; and the classes in the order of their numbers, if
+    the data have such numbers.
 
     Raises UserError with file and row for a missing column, text or label.
     """
@@ -49,7 +50,7 @@ def read_examples(
     text_columns = (source.text_column, pair_column) if pair_column else (source.text_column,)
     wanted = (*text_columns, label_column)
     check_columns(corpus, wanted, "--text_column, --pair_column, --label_column")
-    examples = []
+    examples, corpus = [], watched(corpus, wanted)
     for row in corpus.rows(wanted, False):
         texts = tuple(filled_text(row, column) for column in text_columns)
         if label_column not in row.values:
@@ -62,7 +63,8 @@ def read_examples(
                 f"{row.where}: column {label_column} is {found}, not a name or a number; mend or remove the row"
             )
         examples.append(Example(row.where, texts, label))
-    return corpus.name, examples, corpus.classes.get(label_column)
+    unused = unused_columns(corpus)
+    return corpus.name + (f" ({unused})" if unused else ""), examples, corpus.classes.get(label_column)
 
 
 def _number(label: Any) -> float | None:

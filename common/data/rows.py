@@ -1,5 +1,6 @@
 """What is a source of text, and what is one that was opened? Rows of named columns, each with its place."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,6 +53,7 @@ class Corpus:
     place of the number, and None in the place of -1, a label that is hidden.
 
     rows(wanted, whole_files) yields Rows; a wanted column that a row does not hold is for the caller to report.
+    unused: by its name, in how many rows a column holds something that nothing reads (`columns.watched`).
     whole_files: a .txt file is one document and so is a file of the embedded corpus; otherwise each line that is not
     blank, or each function, is a row.
     """
@@ -61,6 +63,7 @@ class Corpus:
     columns: tuple[str, ...]
     rows: Callable[[tuple[str, ...], bool], Iterator[Row]]
     classes: dict[str, list[str]] = field(default_factory=dict)
+    unused: Counter[str] = field(default_factory=Counter)
 
 
 def file_type(path: str) -> tuple[str, str | None]:

@@ -38,10 +38,11 @@ SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediat
 
 
 class Rows(NamedTuple):
-    """The rows of each source, by a name for messages; the weights of mixed sources, as in `Source`."""
+    """The rows of each source, by its name; the weights of mixed sources, as in `Source`; names for messages."""
 
     sources: dict[str, list[Example]]
     weights: tuple[int, ...] = ()
+    titles: tuple[str, ...] = ()
 
     def all(self) -> list[Example]:
         return [row for rows in self.sources.values() for row in rows]
@@ -53,7 +54,8 @@ def _read(args: argparse.Namespace, source: Source) -> tuple[Rows, list[str] | N
     names = [part.files[0] for part in source.parts] or [read[0][0]]
     classes = [one for _, _, one in read]
     sources = {name: rows for name, (_, rows, _) in zip(names, read, strict=True)}
-    return Rows(sources, source.weights), classes[0] if all(one == classes[0] for one in classes) else None
+    rows = Rows(sources, source.weights, tuple(title for title, _, _ in read))
+    return rows, classes[0] if all(one == classes[0] for one in classes) else None
 
 
 def fine_tuning_rate(args: argparse.Namespace) -> float:
@@ -150,8 +152,8 @@ def label(
 ) -> LabelledTexts | Mixed:
     """Rows as samples: tokenised, with the number of their label in `names`, or with the number that they are."""
     parts = {
-        name: LabelledTexts(name, examples, encode_labels(examples, names), tokenizer, sequence_length)
-        for name, examples in rows.sources.items()
+        name: LabelledTexts(title, examples, encode_labels(examples, names), tokenizer, sequence_length)
+        for (name, examples), title in zip(rows.sources.items(), rows.titles or rows.sources, strict=True)
     }
     return Mixed(parts, rows.weights) if rows.weights or len(parts) > 1 else next(iter(parts.values()))
 
