@@ -97,7 +97,8 @@ class Run:
 
         Raises UserError: no checkpoint to resume, or a line for each thing that differs; too little data or disk.
         """
-        assert all(hasattr(self.args, name) for name in own_flags), f"not all of {own_flags} are flags of the recipe"
+        unknown = ", ".join(name for name in own_flags if not hasattr(self.args, name))
+        assert not unknown, f"run.begin names {unknown} as the recipe's own, and no flag is called so"
         checks.check_samples(self.args, train_set, held_out, self.asked.degrees)
         self.make_empty = make_empty = cache(partial(adapters.empty_base, self.args, config, model_class))
         refuse(loading.check_model(config, model_class, make_empty, self.asked.degrees))
