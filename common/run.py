@@ -59,8 +59,7 @@ class Run:
     """One run of a recipe. Its methods are called in their order here, on all ranks together.
 
     Attributes:
-        accelerator: Accelerate's. device: where this process computes.
-        is_sharded: whether a process may hold a part of the weights only.
+        accelerator: Accelerate's. device: where this process computes. is_sharded: whether weights may be sharded.
         held_out: loader of the held-out samples after `prepare`, or None.
         news: what the ranks exchanged in `all_finite` besides loss and gradient norm, summed over them.
         state: the training state. output_dir: where the run writes.
