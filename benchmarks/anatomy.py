@@ -130,6 +130,7 @@ class Recorder:
 
 def measure(told, recipe):
     """Inside `accelerate launch`: runs the recipe, and writes what it held."""
+    from common.evaluation import Evaluations
     from common.run import Run
 
     recorder = Recorder(told)
@@ -140,16 +141,16 @@ def measure(told, recipe):
         recorder.watch(run, model)
         return model, optimizer
 
-    def is_due(run):
+    def is_due(evaluations):
         recorder.begin("between updates")  # the samples to evaluate are made
-        return bool(run.held_out) and recorder.facts["update"] == RECORDED
+        return bool(evaluations.run.held_out) and recorder.facts["update"] == RECORDED
 
     def told_end_update(run, batch, **figures):
         if recorder.facts["update"] == RECORDED:
             recorder.end()
         return end_update(run, batch, **figures)
 
-    Run.prepare, Run.end_update, Run.evaluation_is_due = named_prepare, told_end_update, is_due
+    Run.prepare, Run.end_update, Evaluations.is_due = named_prepare, told_end_update, is_due
     Run.micro_batches = lambda run, batch: recorder.micro_batches(run, batch, micro_batches(run, batch))
     runpy.run_path(recipe, run_name="__main__")
 

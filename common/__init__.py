@@ -6,5 +6,7 @@ of it again and again takes half a second. `parallel.ending.user_mistakes_end_he
 
 import gc
 
+from common import launcher as launcher  # first: the launcher may end while the rest is imported
+
 GC_THRESHOLD = gc.get_threshold()  # Python's own
 gc.set_threshold(100_000, *GC_THRESHOLD[1:])

@@ -8,7 +8,7 @@ import argparse
 import difflib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from common.models.quantization import QUANTIZED
 from common.parallel.ending import exit_with_mistakes
 from common.training.activation_checkpointing import ACTIVATION_CHECKPOINTING
 from common.training.epochs import EPOCHS
+from common.training.fine_tuning_rate import default_rate
 from common.training.optimizers import OPTIMIZERS, SCHEDULES, optimizers_help
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ def _add_run(parser: ArgumentParser) -> None:
     group.add_argument("--save_every", type=updates_or_epochs, default=500, metavar="N", help=about)
     about = "keep the K newest checkpoints, at least 2"
     group.add_argument("--keep_last", type=positive, default=2, metavar="K", help=about)
-    about = "besides the newest checkpoints, keep the one with the lowest validation loss; needs --eval_every"
+    about = "save at each new lowest validation loss, and keep that checkpoint besides the newest; needs --eval_every"
     group.add_argument("--keep_best", action="store_true", help=about)
     about = "precision of the weights in model/ (default: that of the weights that are trained)"
     group.add_argument("--export_dtype", choices=EXPORT_DTYPES, help=about)
@@ -263,10 +264,8 @@ def add_language_arguments(
     longest: what the default of --sequence_length is, where the recipe chooses it; in words.
     """
     group = parser.add_argument_group("data (default: the source code of Python's standard library)")
-    about = (
-        "training text: .txt .jsonl .parquet .csv files, also compressed, or globs of them; mixed by weights where\n"
-    )
-    about += "each has one: code.jsonl:0.7 books.txt:0.3"
+    about = "training text: .txt .jsonl .parquet .csv .tsv files, also compressed, or globs of them; mixed by weights\n"
+    about += "where each has one: code.jsonl:0.7 books.txt:0.3"
     if examples:
         about += "\na row holds a text, a prompt and a completion, messages, ShareGPT's conversations, or Alpaca's"
         about += "\ninstruction, input and output"
@@ -320,22 +319,25 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def choose_model(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, model_configs: dict, fine_tuning_rate: float
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    model_configs: dict,
+    fine_tuning_rate: float | Callable[[argparse.Namespace], float],
 ) -> None:
     """Fills in --model_config and --learning_rate, where they were not given.
 
     Args:
         model_configs: models to train from scratch, the default first; a row ends with AdamW's learning rate.
-        fine_tuning_rate: the learning rate of a pretrained model; an adapter's is ten times as large.
+        fine_tuning_rate: the learning rate of a pretrained model, or a function that reads it from the model that the
+            flags name; `default_rate` makes an adapter's of it.
     """
     if args.model_config and args.model_name_or_path:
         parser.error("--model_config and --model_name_or_path are two answers to one question; give one")
     if not args.model_name_or_path:
         args.model_config = args.model_config or next(iter(model_configs))
-    if getattr(args, "lora_rank", None):
-        fine_tuning_rate *= 10
-    row = model_configs[args.model_config] if args.model_config else (fine_tuning_rate,)
-    args.learning_rate = args.learning_rate or row[-1]
+    if args.model_config:
+        args.learning_rate = args.learning_rate or model_configs[args.model_config][-1]
+    args.learning_rate = args.learning_rate or default_rate(args, fine_tuning_rate)
 
 
 def text_sources(args: argparse.Namespace) -> "tuple[Source, Source | None]":

@@ -1,18 +1,20 @@
 """What is asked by flags, checked before anything is made: mistakes that need no model, and the output directory."""
 
 import argparse
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from common.errors import UserError, main_logger, refuse
-from common.files import LOCK, lock_output_dir, remove, why_not_writable
+from common.files import LOCK, PARTIAL, lock_output_dir, make_new_directory, remove, why_not_writable
 from common.models import adapters
 from common.parallel.launch import started_world_size
 from common.plan.machines import parse_machine
 from common.report import profiling
+from common.report.runs import describe_killed
 from common.report.settings import given_flags
 from common.training import epochs
 from common.training.batching import Samples, updates_per_epoch
@@ -57,11 +59,6 @@ def _check_updates(args: argparse.Namespace) -> Iterator[str]:
         elif args.warmup_updates >= args.num_updates:
             yield f"--warmup_updates {args.warmup_updates} leaves nothing of {_how_long(args)}; lower it"
         yield from check_profile(args)
-    every = args.eval_every, args.save_every
-    are_known = not any(isinstance(one, str) for one in every)
-    if args.keep_best and are_known and not (all(every) and every[1] % every[0] == 0):
-        asked = f"--eval_every is {every[0]}, --save_every {every[1]}"
-        yield f"--keep_best needs --eval_every N, and --save_every a multiple of N: {asked}"
 
 
 def _check_plan(args: argparse.Namespace) -> Iterator[str]:
@@ -153,6 +150,8 @@ def _check_checkpoints(args: argparse.Namespace) -> Iterator[str]:
         yield "--keep_last 1: were the only checkpoint damaged, nothing would be left; use at least 2"
     if args.patience and not args.eval_every:
         yield "--patience needs --eval_every N, which makes the evaluations that it counts"
+    if args.keep_best and not args.eval_every:
+        yield "--keep_best needs --eval_every N, which measures the validation loss that it compares"
     if args.load_best_at_end and not args.keep_best:
         yield "--load_best_at_end needs --keep_best, which keeps that checkpoint; give both"
     if args.allow_changed and not args.resume:
@@ -161,13 +160,16 @@ def _check_checkpoints(args: argparse.Namespace) -> Iterator[str]:
         yield "--resume continues the run that --overwrite deletes; give one"
     elif args.resume:
         # A run that has not ended may yet write its first one: `Checkpoints.find` waits for it.
-        if not any((Path(args.output_dir) / name).exists() for name in ("checkpoints", LOCK)):
+        is_main = os.environ.get("RANK", "0") == "0"  # the others go by what it finds there
+        if is_main and not any((Path(args.output_dir) / name).exists() for name in ("checkpoints", LOCK)):
             yield (
                 f"--resume: {args.output_dir} has no checkpoints; name the --output_dir of the run to continue, "
                 "or start anew without --resume"
             )
-    elif not (args.dry_run or args.plan) or "--output_dir" in given_flags():
+    elif "--output_dir" in given_flags():
         yield from _check_output_dir(Path(args.output_dir), args.overwrite)
+    elif not (args.dry_run or args.plan):  # a default name that exists gets a suffix
+        yield from _check_writable(Path(args.output_dir))
 
 
 def _nearest_batch_sizes(size: int, unit: int) -> str:
@@ -185,17 +187,23 @@ def _check_tracker(name: str) -> list[str]:
     return []
 
 
-def _check_output_dir(path: Path, overwrite: bool) -> list[str]:
+def _check_output_dir(path: Path, overwrite: bool, is_locked: bool = False) -> list[str]:
+    """is_locked: by this process, so that no other one still writes there."""
     if path.exists() and not path.is_dir():
         return [f"--output_dir {path} is a file; name a directory"]
-    if path.is_dir() and any(one.name != LOCK for one in path.iterdir()):
+    if path.is_dir() and any(one.name != LOCK and not one.name.endswith(PARTIAL) for one in path.iterdir()):
         if not (path / "run.json").is_file():
             return [f"--output_dir {path} is not empty and holds no run; name another directory"]
         if not overwrite:
+            killed = describe_killed(path, is_over=is_locked)
             return [
-                f"--output_dir {path} holds a run; continue it with --resume, delete it with --overwrite, or name "
-                "another directory"
+                f"--output_dir {path} holds a run{f', {killed}' if killed else ''}; continue it with --resume, delete "
+                "it with --overwrite, or name another directory"
             ]
+    return _check_writable(path)
+
+
+def _check_writable(path: Path) -> list[str]:
     parent = path
     while not parent.exists():
         parent = parent.absolute().parent
@@ -256,17 +264,31 @@ def check_samples(args: argparse.Namespace, train: Samples, validation: Samples 
                 logger.warning("--train_file %s: none of the %s samples of this run is of it: %s", name, number, why)
 
 
-def make_output_dir(args: argparse.Namespace, accelerator: Accelerator) -> Path:
+def make_output_dir(args: argparse.Namespace, accelerator: Accelerator, share: Callable[[str], str]) -> Path:
     """Creates the output directory and takes it for this run, emptied if `--overwrite`; call it after all checks.
 
-    Raises UserError: it cannot be created, or another run writes there, of which nothing is deleted.
+    A default name that another run has taken meanwhile gets a suffix. What another run has left in a directory since
+    the flags were checked is no more deleted without --overwrite than what was there before.
+
+    Args:
+        share: returns on all ranks the value that the main one passes.
+
+    Raises UserError: it cannot be created, holds a run, or another run writes there, of which nothing is deleted.
     """
     path = Path(args.output_dir)
-    if not accelerator.is_main_process:
-        return path
     try:
+        if "--output_dir" not in given_flags() and not args.resume:
+            path = Path(share(str(make_new_directory(path)) if accelerator.is_main_process else ""))
+            if str(path) != args.output_dir:
+                accelerator.print(f"output directory {path}: another run has {args.output_dir}", flush=True)
+            args.output_dir = str(path)
+            accelerator.project_configuration.project_dir = accelerator.project_configuration.logging_dir = str(path)
+        if not accelerator.is_main_process:
+            return path
         path.mkdir(parents=True, exist_ok=True)
         lock_output_dir(path)
+        if not args.resume:
+            refuse(_check_output_dir(path, args.overwrite, is_locked=True))
         if args.overwrite and (path / "run.json").is_file():
             # What makes it a run goes last: a killed removal can be done again. The lock stays, it is this run's.
             for one in sorted(path.iterdir(), key=lambda one: one.name == "run.json"):

@@ -2,12 +2,13 @@
 
 import errno
 import fcntl
+import itertools
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from io import FileIO
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import Any
 import numpy as np
 import xxhash
 from filelock import FileLock, Timeout
-from huggingface_hub import try_to_load_from_cache
 
 from common.errors import UserError
 
@@ -125,14 +125,51 @@ def complete_or_absent(
         for path in [*partial.rglob("*"), partial]:
             fsync(path)
         replace_directory(partial, directory)
-    except Exception as error:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if disk_error_number(error) is None:
+        if not isinstance(error, Exception) or disk_error_number(error) is None:
             raise
         raise UserError(disk_line(error, f"{directory} could not be written", directory.parent, 0, advice)) from error
 
 
+def make_new_directory(path: Path) -> Path:
+    """Creates a directory that was not there, by one process even of several at once: `path`, path-2, path-3, ..."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        directory = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        with suppress(FileExistsError):
+            directory.mkdir()
+            return directory
+    raise AssertionError("unreachable")
+
+
 _locks: dict[Path, FileLock] = {}  # held until this process ends
+
+
+def is_locked(path: Path) -> bool:
+    """Returns whether a process holds this lock file; neither changes nor makes it."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is none, or no right to look
+        return False
+    return False
+
+
+def find_lost_directory() -> Path | None:
+    """Returns an output directory that this process has taken and that is no longer there, or None."""
+    taken = (directory for directory, lock in _locks.items() if lock.is_locked)
+    return next((directory for directory in taken if not (directory / LOCK).exists()), None)
+
+
+def lost_line(directory: Path) -> str:
+    """The line for what `find_lost_directory` returned."""
+    return (
+        f"--output_dir {directory}: the directory was deleted or moved while the run wrote there; start again, with "
+        "--resume if it was moved, and leave it in place until the run has ended"
+    )
 
 
 def lock_output_dir(directory: Path) -> None:
@@ -176,22 +213,16 @@ def replace_directory(partial: Path, directory: Path) -> None:
     fsync(directory.parent)
 
 
-def identify_pretrained(name_or_path: str) -> str:
-    """What a pretrained model is known by: a hash of its directory's weights, or a name on the hub with its commit.
-
-    Of the hub it has been loaded before, and lies in a directory of the cache that is called by its commit.
-    """
-    directory = Path(name_or_path).expanduser()
-    if directory.is_dir():
-        return fingerprint(directory)
-    return f"{name_or_path}@{Path(try_to_load_from_cache(name_or_path, 'config.json')).parent.name}"
+def weight_files(directory: Path) -> list[Path]:
+    """The files with the weights of a model of transformers."""
+    return sorted(path for kind in ("*.safetensors", "*.bin") for path in directory.glob(kind))
 
 
 @cache
 def fingerprint(directory: Path) -> str:
     """XXH3 of the files with the weights of a model of transformers; a process reads them once."""
     whole = xxhash.xxh3_64()
-    for path in sorted(path for kind in ("*.safetensors", "*.bin") for path in directory.glob(kind)):
+    for path in weight_files(directory):
         with open(path, "rb") as file:
             while piece := file.read(1 << 24):
                 whole.update(piece)

@@ -7,7 +7,8 @@
         for batch in batches:
             for micro_batch, is_last in run.micro_batches(batch): ...  copied to the device; --dry_run: the first only
             if run.all_finite(batch, loss_sums, grad_norm): ...        the ranks agree: step, or skip this update
-            if run.end_update(batch, ...): break                       metrics; a checkpoint where one is due
+            figures = run.evaluations.after_update(evaluate, model)    where one is due
+            if run.end_update(batch, **figures): break                 metrics; a checkpoint where one is due
     results = run.end_training()                      a run that was asked to stop ends here
     run.write_model("AutoModelFor...", tokenizer)     model/ (gathered if sharded), its card, the results so far
     with run.optional_steps(): ...                    figures and samples of the end: an error there is one line
@@ -35,13 +36,14 @@ from accelerate.utils import send_to_device
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from common import checks
-from common.checkpoint.format import TrainingState
 from common.checkpoint.identity import identify
+from common.checkpoint.resume import begin_state
 from common.checkpoint.save import Checkpoints
-from common.errors import refuse, with_location
+from common.errors import refuse
+from common.evaluation import Evaluations, optional_steps
 from common.models import adapters
 from common.models.load import attention_length
-from common.parallel import connect, ending, launch, liveness, loading, mode
+from common.parallel import connect, ending, launch, loading, mode
 from common.plan import flops
 from common.plan.choice import batches_within_memory
 from common.plan.questions import predict
@@ -50,15 +52,14 @@ from common.training import accumulation, token_budget
 from common.training.activation_checkpointing import apply_activation_checkpointing
 from common.training.batching import Collate, GlobalBatch, Samples, make_loader
 from common.training.precision import weights_cast_once
-from common.training.stopping import NOTHING_TRAINED, STOPPED, StopRequests
+from common.training.stopping import NOTHING_TRAINED
 
 
 class Run:
     """One run of a recipe. Its methods are called in their order here, on all ranks together.
 
     Attributes:
-        accelerator: Accelerate's. device: where this process computes.
-        is_sharded: whether a process may hold a part of the weights only.
+        accelerator: Accelerate's. device: where this process computes. is_sharded: whether weights may be sharded.
         held_out: loader of the held-out samples after `prepare`, or None.
         news: what the ranks exchanged in `all_finite` besides loss and gradient norm, summed over them.
         state: the training state. output_dir: where the run writes.
@@ -67,10 +68,7 @@ class Run:
     def __init__(self, args: argparse.Namespace, problems: Iterable[str] = (), lengths_vary: bool = True):
         """Checks what was asked against what is there, and connects the processes.
 
-        Args:
-            problems: a line for each mistake that the recipe has found in its own flags.
-            lengths_vary: whether samples are of different lengths.
-
+        problems: a line for each mistake in the recipe's own flags. lengths_vary: whether samples differ in length.
         Raises UserError: a line for each mistake.
         """
         self.args, self.asked = args, launch.find_launch()
@@ -80,6 +78,7 @@ class Run:
         self.accelerator = connect.make_accelerator(self.asked, args, **trackers)
         self.device, self.is_sharded = self.accelerator.device, mode.is_sharded(self.accelerator)
         self.checkpoints, self.is_stopped = Checkpoints(args, self.accelerator), False
+        self.evaluations, self.optional_steps = Evaluations(self), partial(optional_steps, self)
 
     def begin(
         self,
@@ -97,15 +96,16 @@ class Run:
 
         Raises UserError: no checkpoint to resume, or a line for each thing that differs; too little data or disk.
         """
-        unknown = [name for name in own_flags if not hasattr(self.args, name)]
-        assert not unknown, f"run.begin names {', '.join(unknown)} as the recipe's own, and no flag is called so"
+        unknown = ", ".join(name for name in own_flags if not hasattr(self.args, name))
+        assert not unknown, f"run.begin names {unknown} as the recipe's own, and no flag is called so"
         checks.check_samples(self.args, train_set, held_out, self.asked.degrees)
         self.make_empty = make_empty = cache(partial(adapters.empty_base, self.args, config, model_class))
         refuse(loading.check_model(config, model_class, make_empty, self.asked.degrees))
         connect.check_space(self.asked, lambda: [p.numel() for p in make_empty().parameters()])
-        identity = identify(self.args, self.accelerator, config, tokenizer, train_set, *own_flags)
+        identity = identify(self.args, self.accelerator, config, tokenizer, train_set, held_out, *own_flags)
         self.resumed = self.checkpoints.find(identity)
-        self.state = TrainingState(**(self.resumed.manifest["position"] if self.resumed else {}))
+        self.state, told = begin_state(self.resumed, identity, self.args.allow_changed)
+        self.accelerator.print(told, end="", flush=True)
         refuse(checks.check_profile(self.args, self.state.update))
         connect.seed_everything(self.args.seed)
         # Last: it also comes back in processes of its own, which are this run no more.
@@ -156,13 +156,14 @@ class Run:
             settings.print_dry_run(self.args, self.asked, self.accelerator, num_left)
             ending.end_run(self.accelerator)
             sys.exit()
-        self.output_dir = checks.make_output_dir(self.args, self.accelerator)
+        self.output_dir = checks.make_output_dir(self.args, self.accelerator, self.checkpoints.ranks.share)
+        self.checkpoints.ranks.output_dir = self.output_dir
         self.checkpoints.start(config, *pretrained, model=self.model, versions=tracking.versions())
         tracking.start_run(self, config)
         self.checkpoints.resume(self.resumed, self.model, self.optimizer)  # last: the random streams go on from here
         work = flops.of_run(self, launch.is_rehearsal(self.asked))
         self.progress = progress.Progress(self.accelerator, self.output_dir, self.args.num_updates, self.state, work)
-        with self.progress, StopRequests() as self.requests:
+        with self.progress, self.evaluations.hear() as self.requests:
             batches = profiling.profiled(self, batches_within_memory(self))
             yield batches
             batches.close()
@@ -174,6 +175,8 @@ class Run:
         micro_batches = batch.micro_batches[:1] if self.args.dry_run else batch.micro_batches
         with weights_cast_once(self.args.activation_checkpointing == "none"):
             for number, micro_batch in enumerate(token_budget.while_there_is_memory(micro_batches), start=1):
+                if not self.model.training:
+                    self.evaluations.stop_if_asked()
                 yield send_to_device(micro_batch, self.device, non_blocking=True), number == len(micro_batches)
 
     def all_finite(
@@ -203,15 +206,8 @@ class Run:
         self.record = {"update": batch.update, "loss": loss, "grad_norm": grad_norm}
         return is_finite
 
-    def evaluation_is_due(self) -> bool:
-        """Whether the held-out samples are to be measured after this update."""
-        args, done = self.args, self.state.update
-        if not (self.held_out and args.eval_every) or token_budget.is_repeated():
-            return False
-        return done % args.eval_every == 0 or (args.keep_best and done == args.num_updates)  # the last may be the best
-
     def end_update(self, batch: GlobalBatch, **figures: float) -> bool:
-        """Records the update and `figures`; a checkpoint if --save_every or a request to stop asks. True: end the loop.
+        """Records the update and `figures`; saves a checkpoint if one is due. True: end the loop.
 
         Raises RuntimeError: --max_skipped_updates in a row were not finite.
         """
@@ -234,19 +230,16 @@ class Run:
     def end_training(self) -> dict[str, Any]:
         """What the training took; --load_best_at_end loads here. A run that was asked to stop ends, with status 75."""
         if self.is_stopped:
-            tracking.end_early(self.accelerator, self.output_dir, self.state)
-            ending.end_run(self.accelerator, STOPPED)
-            sys.exit(STOPPED)
-        self.results = self.progress.results() | self.checkpoints.best_at_end(self.model, self.optimizer)
+            self.evaluations.end_stopped()
+        self.results = self.progress.results()
+        self.results |= self.checkpoints.best_at_end(self.state, self.model, self.optimizer)
         return self.results
 
     def write_model(self, model_class: str, *pretrained: Any) -> PreTrainedModel | None:
         """Writes model/, which `from_pretrained` loads, its card, and the results so far into run.json.
 
-        What comes after can fail without costing them. model_class: an Auto class, or a recipe's own, that loads the
-        model. pretrained: written next to it (a tokenizer).
-
-        Returns the model on the main process, without the wrappers of the mode; None on all others.
+        model_class: name of the class that loads the model. pretrained: written next to it (a tokenizer).
+        Returns the model without the mode's wrappers on the main process; None on all others.
         """
         self.model_class, directory = model_class, Path(self.output_dir) / "model"
         written = loading.write_model(self.accelerator, self.model, directory, self.args.export_dtype, *pretrained)
@@ -254,24 +247,9 @@ class Run:
             self.is_again = tracking.record_results(self.results, self.output_dir, model_class)
         return written
 
-    @contextmanager
-    def optional_steps(self) -> Iterator[None]:
-        """Around the figures and samples of the end: an error inside is one line, and the run still finishes.
-
-        The line also goes into the results, as `error_after_training`.
-        """
-
-        def report(error: Exception) -> None:
-            line = f"missing    a figure or sample of the end: {with_location(error)}; model/ and the rest are complete"
-            self.results["error_after_training"] = line
-            if not self.accelerator.is_main_process:  # else it is among the last lines
-                print(line, file=sys.stderr, flush=True)
-
-        with liveness.optional(report):
-            yield
-
     def finish(self, results: dict[str, Any], *lines: str) -> None:
         """Prints and writes the results, and ends the run on all ranks together; status 1 if it trained nothing."""
+        self.evaluations.close()
         self.results |= results
         status = NOTHING_TRAINED if tracking.describe_failure(self.results) else 0
         if self.accelerator.is_main_process:

@@ -16,6 +16,7 @@ let machines with different numbers start; `c10d` waits at the port of another p
 import argparse
 import errno
 import json
+import os
 import secrets
 import signal
 import socket
@@ -29,6 +30,8 @@ from pathlib import Path
 # Before the imports: a thread that one of them starts would take the signal. The ranks inherit it too: a request that
 # comes before they train waits until they do (see common.training.stopping).
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup; torchrun would end the processes on it all the same
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
 
 import psutil  # noqa: E402
 from accelerate.commands import launch  # noqa: E402
@@ -223,6 +226,9 @@ def main() -> None:
     except (UserError, OSError) as error:
         print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr, flush=True)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("\ninterrupted before the machines had met", file=sys.stderr, flush=True)
+        sys.exit(128 + signal.SIGINT)
     threading.Thread(target=hand_on_stop_requests, daemon=True).start()
     sys.argv = ["accelerate launch", *words]
     launch.main()

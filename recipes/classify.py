@@ -8,9 +8,8 @@ several GPUs   accelerate launch --config_file accelerate_configs/multi_gpu.yaml
 rehearsal      the same with --dry_run, on any machine
 continue       the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in another mode
 
-A row has a text (--text_column), or two (--pair_column), and a label (--label_column): one of several classes, named or
-numbered; labels that are numbers, and not all whole, make it a regression. The model is any encoder or decoder that
-transformers can classify with. Without data it learns which package of the standard library a function comes from.
+A row has a text (--text_column), or two (--pair_column), and a label (--label_column): a class, or a number to predict
+if not all labels are integers. The default data is functions of the standard library, labelled with their packages.
 """
 
 import sys
@@ -25,9 +24,9 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from common.data.labels import collate_texts, set_pipeline_inputs
-from common.models import text_classifier
+from common.models import text_baseline, text_classifier
 from common.models.adapters import base_options, with_adapter
-from common.models.classifiers import build_classifier, check_padding, describe_new_weights, find_inputs
+from common.models.classifiers import HEAD_RATE_HELP, build_classifier, check_padding, find_inputs
 from common.parallel.ending import user_mistakes_end_here
 from common.report.predictions import draw_confusion, measure
 from common.report.scores import describe_scores, score
@@ -49,14 +48,15 @@ def parse_arguments():
     parser = arguments.recipe_parser(__doc__)
     arguments.add_language_arguments(parser, adapters=True)
     parser.set_defaults(global_batch_size=32, num_updates=400, sequence_length=128)
-    group = parser.add_argument_group("classification")
+    group = parser.add_argument_group("classification", text_classifier.ABOUT_RATE)
     group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: tiny)"))
     group.add_argument("--pair_column", help="column with a second text, such as a hypothesis or an answer")
     group.add_argument("--label_column", default="label", help="column with a class or a number")
     group.add_argument("--task", choices=("classification", "regression"), help="what is learned (default: by labels)")
     group.add_argument("--new_head", action="store_true", help="replace the pretrained head, for other labels")
+    group.add_argument("--head_learning_rate", type=arguments.positive_float, metavar="X", help=HEAD_RATE_HELP)
     args = parser.parse_args()
-    arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=2e-5)
+    arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=text_classifier.fine_tuning_rate)
     return args
 
 
@@ -93,6 +93,7 @@ def evaluate(run, model):
 def train(args, run, model, optimizer, batches):
     """The loop: the micro-batches of a global batch, then one update."""
     accelerator = run.accelerator
+    run.evaluations.repeat(evaluate, model)  # of a resumed run, if a stop has ended it
     for batch in batches:
         rate = learning_rate(batch.update, args.lr_schedule, args.learning_rate, args.num_updates, args.warmup_updates)
         set_learning_rate(optimizer, rate)
@@ -110,7 +111,7 @@ def train(args, run, model, optimizer, batches):
             optimizer.zero_grad()
         else:
             skip_step(accelerator, optimizer)
-        figures = {"learning_rate": rate} | (evaluate(run, model) if run.evaluation_is_due() else {})
+        figures = {"learning_rate": rate} | run.evaluations.after_update(evaluate, model)
         if run.end_update(batch, **figures):
             break
 
@@ -123,10 +124,9 @@ def main():
     run.begin(config, tokenizer, train_set, held_out, model_class=kind)
     model, new_weights = build_classifier(config, *where, kind, args.new_head, **base_options(args))
     model, inputs = with_adapter(args, model, new_weights), find_inputs(model)
-    if new_weights:
-        run.accelerator.print(describe_new_weights(new_weights))
-    optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
-    dtype, task = torch.int64 if names else torch.float32, text_classifier.describe_task(names)
+    head = {"head": new_weights, "head_learning_rate": args.head_learning_rate}
+    optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay, **head)
+    dtype, task = torch.int64 if names else torch.float32, text_classifier.describe_task(args, names, **head)
     collate = partial(collate_texts, pad_token_id=tokenizer.pad_token_id, inputs=inputs, target_dtype=dtype)
     model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, **task)
     check_padding(model, collate, train_set, run.accelerator)
@@ -139,10 +139,10 @@ def main():
         if held_out:
             losses, *answers = measure(run, model, predict)
             results |= losses | score(*answers)
-            lines = [describe_scores(results)]
         if written and held_out and names:
-            lines.append(draw_confusion(*answers, names, run.output_dir))
-    run.finish(results, *lines)
+            results |= text_baseline.measure(train_set, held_out, len(names), args.seed)
+            lines = [draw_confusion(*answers, names, run.output_dir)]
+    run.finish(results, *describe_scores(results), *lines)
 
 
 if __name__ == "__main__":

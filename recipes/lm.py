@@ -95,6 +95,7 @@ def evaluate(run, model):
 def train(args, run, model, optimizer, batches):
     """The loop: the micro-batches of a global batch, then one update."""
     accelerator = run.accelerator
+    run.evaluations.repeat(evaluate, model)  # of a resumed run, if a stop has ended it
     for batch in batches:
         rate = learning_rate(batch.update, args.lr_schedule, args.learning_rate, args.num_updates, args.warmup_updates)
         set_learning_rate(optimizer, rate)
@@ -112,7 +113,7 @@ def train(args, run, model, optimizer, batches):
             optimizer.zero_grad()
         else:
             skip_step(accelerator, optimizer)
-        figures = {"learning_rate": rate} | (evaluate(run, model) if run.evaluation_is_due() else {})
+        figures = {"learning_rate": rate} | run.evaluations.after_update(evaluate, model)
         if run.end_update(batch, **figures):
             break
 

@@ -52,8 +52,7 @@ def parse_arguments():
     group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: tiny)"))
     group.add_argument("--upcycle", action="store_true", help="make each expert from the MLP of a dense model")
     group.add_argument("--num_experts", type=arguments.positive, help="experts of a layer (default: the size's, or 8)")
-    about = "experts that compute each token (default: the size's, or 2)"
-    group.add_argument("--experts_per_token", type=arguments.positive, help=about)
+    group.add_argument("--experts_per_token", type=arguments.positive, help="per token (default: the size's, or 2)")
     group.add_argument("--dense", action="store_true", help="from scratch: a dense model of as many active parameters")
     group.add_argument("--balance", **arguments.one_of(experts.BALANCE, "what balances the experts (default: bias)"))
     about = "step of the bias, or factor of the balancing loss (default: 0.01; the bias of a pretrained mixture: 0.001)"
@@ -94,6 +93,7 @@ def evaluate(run, model):
 def train(args, run, model, optimizer, batches, router):
     """The loop: the micro-batches of a global batch, then one update."""
     accelerator = run.accelerator
+    run.evaluations.repeat(evaluate, model)  # of a resumed run, if a stop has ended it
     for batch in batches:
         rate = learning_rate(batch.update, args.lr_schedule, args.learning_rate, args.num_updates, args.warmup_updates)
         set_learning_rate(optimizer, rate)
@@ -113,7 +113,7 @@ def train(args, run, model, optimizer, batches, router):
         else:
             skip_step(accelerator, optimizer)
         balance = router.end_update(is_finite, run.news)
-        figures = {"learning_rate": rate} | balance | (evaluate(run, model) if run.evaluation_is_due() else {})
+        figures = {"learning_rate": rate} | balance | run.evaluations.after_update(evaluate, model)
         if run.end_update(batch, **figures):
             break
 

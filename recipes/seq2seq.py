@@ -8,9 +8,8 @@ several GPUs   accelerate launch --config_file accelerate_configs/multi_gpu.yaml
 rehearsal      the same with --dry_run, on any machine
 continue       the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in another mode
 
-A row has a source (--source_column), which is read, and a target (--target_column), which is learned: a translation, a
-summary, an answer. Without data it learns to write the first line of a docstring from its function.
-The model is of T5's shape from scratch, or any that transformers has for sequence to sequence (T5, BART, Marian, ...).
+A row has a source (--source_column) and a target (--target_column), such as a translation or a summary. The default
+data is functions and the first lines of their docstrings. The model is a new T5, or any pretrained encoder-decoder.
 """
 
 import sys
@@ -98,6 +97,7 @@ def evaluate(run, model):
 def train(args, run, model, optimizer, batches):
     """The loop: the micro-batches of a global batch, then one update."""
     accelerator = run.accelerator
+    run.evaluations.repeat(evaluate, model)  # of a resumed run, if a stop has ended it
     for batch in batches:
         rate = learning_rate(batch.update, args.lr_schedule, args.learning_rate, args.num_updates, args.warmup_updates)
         set_learning_rate(optimizer, rate)
@@ -115,7 +115,7 @@ def train(args, run, model, optimizer, batches):
             optimizer.zero_grad()
         else:
             skip_step(accelerator, optimizer)
-        figures = {"learning_rate": rate} | (evaluate(run, model) if run.evaluation_is_due() else {})
+        figures = {"learning_rate": rate} | run.evaluations.after_update(evaluate, model)
         if run.end_update(batch, **figures):
             break
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForImageClassification
 
 from common.data import image_files, images
 from common.models import image_classifier, norms
-from common.models.classifiers import describe_new_weights
+from common.models.classifiers import HEAD_RATE_HELP, describe_new_weights
 from common.parallel.ending import user_mistakes_end_here
 from common.report.predictions import draw_confusion, loss_and_accuracy, measure
 from common.run import Run
@@ -50,14 +50,13 @@ def parse_arguments():
     group.add_argument("--dataset_name", help="hub name, or what save_to_disk wrote; validation or test is held out")
     group.add_argument("--dataset_config", help="the data set's configuration, where it has several")
     group.add_argument("--label_column", help="column with the classes (default: the data set's first such column)")
-    group.add_argument(
-        "--image_size", type=arguments.positive, metavar="N", help="scale images to N x N (default: as is)"
-    )
+    group.add_argument("--image_size", type=arguments.positive, metavar="N", help="scale to N x N (default: as is)")
     group.add_argument("--augment", nargs="+", default=["shift"], **arguments.one_of(images.AUGMENTATIONS))
     arguments.add_model_arguments(parser)
     group = parser.add_argument_group("image model")
     group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: convnet)"))
     group.add_argument("--norm", **arguments.one_of(norms.NORMS))
+    group.add_argument("--head_learning_rate", type=arguments.positive_float, metavar="X", help=HEAD_RATE_HELP)
     args = parser.parse_args()
     arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=5e-5)
     return args
@@ -94,6 +93,7 @@ def evaluate(run, model):
 def train(args, run, model, optimizer, batches):
     """The loop: the micro-batches of a global batch, then one update."""
     accelerator = run.accelerator
+    run.evaluations.repeat(evaluate, model)  # of a resumed run, if a stop has ended it
     for batch in batches:
         rate = learning_rate(batch.update, args.lr_schedule, args.learning_rate, args.num_updates, args.warmup_updates)
         set_learning_rate(optimizer, rate)
@@ -111,7 +111,7 @@ def train(args, run, model, optimizer, batches):
             optimizer.zero_grad()
         else:
             skip_step(accelerator, optimizer)
-        figures = {"learning_rate": rate} | (evaluate(run, model) if run.evaluation_is_due() else {})
+        figures = {"learning_rate": rate} | run.evaluations.after_update(evaluate, model)
         if run.end_update(batch, **figures):
             break
 
@@ -124,11 +124,10 @@ def main():
     run.begin(config, None, train_set, held_out, *flags, model_class=AutoModelForImageClassification)
     model, new_weights = image_classifier.make_model(args, config, new_head)
     name, more = image_classifier.describe_class(model, preprocessing)
-    if new_weights:
-        run.accelerator.print(describe_new_weights(new_weights))
-    optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
+    head = {"head": new_weights, "head_learning_rate": args.head_learning_rate}
+    optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay, **head)
     collate = partial(images.collate_images, preprocessing=preprocessing)
-    lines = norms.describe_norm(args, run.accelerator.num_processes)
+    lines = norms.describe_norm(args, run.accelerator.num_processes) | describe_new_weights(**head)
     lines |= {} if held_out else {"held out": "none; name a --validation_dir to measure"}
     model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, **lines)
     with run.training(config, preprocessing) as batches:

@@ -19,12 +19,12 @@ from accelerate.state import AcceleratorState, GradientState
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from changes import UNDO, change, checkpoints, failures, numbers, observations, waits, work  # noqa: E402
+from changes import UNDO, change, checkpoints, failures, made, numbers, observations, waits, work  # noqa: E402
 
 from common.parallel import ending  # noqa: E402
 from common.training.stopping import STOPPED  # noqa: E402
 
-SUBJECTS = (checkpoints, failures, numbers, observations, waits, work)
+SUBJECTS = (checkpoints, failures, made, numbers, observations, waits, work)
 CHANGES = dict(pair for subject in SUBJECTS for pair in inspect.getmembers(subject, inspect.isfunction))
 
 

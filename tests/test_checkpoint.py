@@ -33,12 +33,12 @@ from common.checkpoint.format import (
     DIGESTS,
     DTYPE_NAMES,
     FORMAT,
-    TrainingState,
     find_best,
     find_damage,
     hash_of,
     list_checkpoints,
 )
+from common.checkpoint.training_state import TrainingState
 from common.training.optimizers import learning_rate
 
 LM = [*launch_command("cpu"), "recipes/lm.py"]
@@ -425,7 +425,7 @@ def test_a_signal_ends_the_update_and_leaves_a_checkpoint(case, functions_file, 
             target.send_signal(number)
         (status,) = started.wait(120)
     printed = started.output()
-    assert f"{number.name}: stopping after this update or the next" in printed
+    assert f"{number.name}: saving and stopping" in printed
     if config:  # `accelerate launch` reports 1, whatever the script's status is
         assert status == 1 and re.search(r"exit status 75|exitcode *: 75", printed), printed
     else:

@@ -205,7 +205,7 @@ def test_the_model_that_a_run_leaves_gives_the_figures_that_it_printed(one_proce
     assert results["macro_f1"] == pytest.approx(np.mean(f1))
     assert results["majority_share"] == max(map(true.count, true)) / 13
     for part in (
-        "a new head: classifier.bias, classifier.weight",
+        "new head  classifier.bias, classifier.weight",
         f"accuracy {results['accuracy']:.1%}",
         "3: does, raises, ret",
     ):
@@ -344,12 +344,60 @@ def test_class_names_of_a_data_set_are_the_labels(kind, tmp_path):
         classifiers.choose_labels(unnamed, names, False)
 
 
+def write_labels(path, values):
+    """A file of texts with these labels, of the kind that its name says; returns it as a source."""
+    rows = datasets.Dataset.from_dict({"text": [f"text {n}" for n in range(len(values))], "label": values})
+    if path.suffix == ".parquet":
+        rows.to_parquet(path)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        rows.to_csv(path, index=False, sep="\t" if path.suffix == ".tsv" else ",", na_rep="nan")
+    return Source(files=(str(path),))
+
+
+KINDS = ("jsonl", "csv", "tsv", "parquet")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("values", [[1, 0, -1], [10, 2, -10, -2], [10.0, 2.0, -1.0], [2.5, -1.5, 10.5]], ids=str)
+def test_numbers_are_classes_in_their_order(values, kind, tmp_path):
+    _, examples, _ = labels.read_examples(write_labels(tmp_path / f"a.{kind}", values * 2), None, "label")
+    assert [float(name) for name in labels.label_names(examples)] == sorted(values)
+    assert labels.encode_labels(examples, labels.label_names(examples)).max() == len(values) - 1
+
+
+def test_numbers_come_before_names_that_are_sorted_as_text(tmp_path):
+    source = write_labels(tmp_path / "a.jsonl", ["b", "10", "nan", "a", "-2", "2"] * 2)
+    _, examples, _ = labels.read_examples(source, None, "label")
+    assert labels.label_names(examples) == ["-2", "2", "10", "a", "b", "nan"]  # as a language's code, nan is a name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("missing", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("values", [[0.0, 1.0], [0.5, 1.5]], ids=["classes", "numbers"])
+def test_a_label_that_is_no_finite_number_is_named(values, missing, kind, tmp_path):
+    source = write_labels(tmp_path / f"a.{kind}", [*values * 5, missing])
+    with pytest.raises(UserError, match=r"a.\w+, (line|row) 1[12]: .*label.* (nan|inf|'-?nan'|-?inf|'-?inf').*; mend"):
+        _, examples, _ = labels.read_examples(source, None, "label")
+        labels.encode_labels(examples, None if labels.is_regression(examples) else labels.label_names(examples))
+    source = write_labels(tmp_path / f"a.{kind}", values * 5)  # the control
+    assert len(labels.read_examples(source, None, "label")[1]) == 10
+
+
+def test_a_number_beyond_float32_is_named(tmp_path):
+    _, examples, _ = labels.read_examples(write_labels(tmp_path / "a.jsonl", [0.5, 1e300]), None, "label")
+    with pytest.raises(UserError, match=r"line 2: the label 1e\+300 is not a finite number"):
+        labels.encode_labels(examples, None)
+
+
 # --- mistakes --------------------------------------------------------------------------------------------------------
 
 MISTAKES = {
     "no_label": ('{"text": "a", "kind": "x"}\n', ["no column label; there are: text, kind"]),
     "no_text": ('{"body": "a", "label": "x"}\n', ["no column text; there are: body, label"]),
     "null": ('{"text": "a", "label": "x"}\n{"text": "b", "label": null}\n', ["line 2: column label is null"]),
+    "nan": ('{"text": "a", "label": 1}\n{"text": "b", "label": NaN}\n', ["line 2: column label is nan"]),
     "list": ('{"text": "a", "label": ["x"]}\n', ["line 1: column label is of type list"]),
     "one": ('{"text": "a", "label": "x"}\n' * 3, ["all 3 rows have the label 'x'"]),
     "own": ("".join(f'{{"text": "a", "label": {n}}}\n' for n in range(9)), ["each of the 9 rows", "--task regression"]),
@@ -386,13 +434,13 @@ def test_a_head_for_other_labels(one_process, files, tmp_path):
     arguments = flags(files, model, tmp_path / "run", *more)
     assert_mistake(recipe(*arguments), r"head \(does, raises, returns\) are not the data's \(numbers\)", "--new_head")
     result = recipe(*arguments, "--new_head", "--dry_run")
-    assert result.returncode == 0 and "a new head: classifier.bias, classifier.weight start at random" in result.stdout
+    assert result.returncode == 0 and "new head  classifier.bias, classifier.weight start at random" in result.stdout
     other = (files / "train.jsonl").read_text().replace('"label": "does"', '"label": "acts"')
     (tmp_path / "other.jsonl").write_text(other)
     own = ["--train_file", tmp_path / "other.jsonl", "--validation_file", tmp_path / "other.jsonl", "--new_head"]
     own += ["--num_updates", 1, "--learning_rate", 1e-30]
     result = recipe(*flags(files, model, tmp_path / "run", *own))
-    assert "a new head: classifier.bias, classifier.weight start at random" in result.stdout
+    assert "new head  classifier.bias, classifier.weight start at random" in result.stdout
     weights = [load_file(path / "model/model.safetensors") for path in (one_process[0], tmp_path / "run")]
     assert not torch.equal(*(one["classifier.weight"] for one in weights))
     rows = [line for line in (files / "train.jsonl").read_text().splitlines() if '"label": "does"' not in line]

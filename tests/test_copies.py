@@ -27,10 +27,11 @@ EVERY = """
     plan.rehearsal plan.shortage plan.tape redaction report.curves report.model_card report.profiling report.progress
     report.settings report.tracking run training.accumulation training.activation_checkpointing
     training.activation_offload training.batching training.clipping training.cutting training.degrees training.epochs
-    training.optimizers training.out_of_memory training.precision training.stopping training.token_budget versions
+    training.handover training.optimizers training.out_of_memory training.precision training.stopping
+    training.token_budget versions
 """
-TEXT = "data.cache data.columns data.formats data.mixed data.readers data.rows data.sources data.standard_library"
-TEXT += " data.tokenizer training.mixing"
+TEXT = "data.cache data.columns data.compressed data.formats data.mixed data.readers data.rows data.sources"
+TEXT += " data.standard_library data.tokenizer training.mixing"
 TOKENS = "data.chats data.text training.linear_cross_entropy training.losses training.output_head"
 PREDICTED = "models.classifiers report.predictions"
 OURS = {

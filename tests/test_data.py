@@ -20,7 +20,10 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
+import zstandard
 from conftest import ROOT, TEXTS, source_of, write_jsonl
 
 from common.arguments import text_sources
@@ -52,6 +55,15 @@ def test_the_split_is_by_name_disjoint_and_the_same_in_every_process():
     assert seen.split() == [str(len(validation)), validation[0][0]]
 
 
+def test_written_as_files_the_corpus_is_the_same_text(tmp_path):
+    """In the same order, whole: the way in which a run goes on under another version of Python."""
+    subprocess.run([sys.executable, "-m", "common.data.standard_library", tmp_path], cwd=ROOT, check=True, timeout=100)
+    for part in ("train", "validation"):
+        source = Source(files=(str(tmp_path / part / "**/*.txt"),))
+        own, files = (open_source(one).rows(("text",), True) for one in (Source(embedded=part), source))
+        assert [row[1:] for row in own if row.values["text"]] == [row[1:] for row in files]
+
+
 def test_functions_are_the_outermost_ones_with_decorators():
     text = "import x\n@x\ndef f():\n    def g(): pass\n    return g\n\x0c\n"
     text += "class A:\n    async def m(self):\n        return '\x0c'\n"
@@ -66,18 +78,31 @@ def test_functions_are_the_outermost_ones_with_decorators():
 
 # --- files and datasets ---
 
+SKIPPED = b"\x50\x2a\x4d\x18\x04\0\0\0" + bytes(4)  # a frame without contents, which other programs put in
+COMPRESS = {
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+    "zst": lambda content: zstandard.ZstdCompressor().compress(content) + SKIPPED,
+}
+
 
 def test_all_kinds_of_files_give_the_same_samples(tokenizer, tmp_path, cache):
     rows = [{"id": i, "text": text} for i, text in enumerate(TEXTS)]
     jsonl = "".join(json.dumps(row) + "\n" for row in rows).encode()
     table = io.StringIO(newline="")
     csv.writer(table).writerows([("id", "text"), *((row["id"], row["text"]) for row in rows)])
+    tabs = io.StringIO(newline="")
+    csv.writer(tabs, delimiter="\t").writerows([("id", "text"), *((row["id"], row["text"]) for row in rows)])
     contents = {"jsonl": jsonl, "json": json.dumps(rows, indent=1).encode(), "csv": table.getvalue().encode()}
+    contents["tsv"] = tabs.getvalue().encode()
     for name, content in contents.items():
         (tmp_path / f"a.{name}").write_bytes(content)
-        (tmp_path / f"a.{name}.gz").write_bytes(gzip.compress(content))
-        (tmp_path / f"a.{name}.bz2").write_bytes(bz2.compress(content))
-        (tmp_path / f"a.{name}.xz").write_bytes(lzma.compress(content))
+        for extension, compress in COMPRESS.items():
+            (tmp_path / f"a.{name}.{extension}").write_bytes(compress(content))
+            # Parts that were compressed apart, as parallel programs and appending do it; one of them is empty.
+            parts = [content[:9], b"", content[9:20], content[20:]]
+            (tmp_path / f"parts.{name}.{extension}").write_bytes(b"".join(map(compress, parts)))
     (tmp_path / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + jsonl)
     table = datasets.Dataset.from_list(rows)
     table.to_parquet(tmp_path / "a.parquet")
@@ -90,7 +115,7 @@ def test_all_kinds_of_files_give_the_same_samples(tokenizer, tmp_path, cache):
     for half, part in zip(halves, (rows[:2], rows[2:]), strict=True):
         write_jsonl(half, part)
     sources = {path.name: Source(files=(str(path),)) for path in tmp_path.glob("*.*") if path not in halves}
-    assert len(sources) == 14
+    assert len(sources) == 4 + 2 * 4 * 4 + 2
     sources["several"] = Source(files=tuple(map(str, halves)))
     sources["glob"] = Source(files=(str(tmp_path / "half*.jsonl"), str(halves[0])))  # none is read twice
     sources["saved"] = Source(dataset_name=str(tmp_path / "saved"))
@@ -116,10 +141,11 @@ def test_all_kinds_of_files_give_the_same_samples(tokenizer, tmp_path, cache):
 
 
 def test_text_that_looks_like_something_else_stays_text(tmp_path):
-    texts = ["2020-01-01", "003", "NA", "", "null"]
+    texts = ["2020-01-01", "003", "NA", "", "null", "nan", "1e400"]
     write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
     (tmp_path / "a.csv").write_text("text,n\n" + "".join(f"{text},1\n" for text in texts))
-    for name in ("a.jsonl", "a.csv"):
+    (tmp_path / "index.csv").write_text(",text\n" + "".join(f"{n},{text}\n" for n, text in enumerate(texts)))
+    for name in ("a.jsonl", "a.csv", "index.csv"):
         rows = open_source(Source(files=(str(tmp_path / name),))).rows(("text",), False)
         assert [row.values["text"] for row in rows] == texts
     # the control: what the library's reader makes of it
@@ -157,6 +183,17 @@ BROKEN = {
     "cut.txt.gz": (gzip.compress(os.urandom(9999).hex().encode())[:-99], r"cut.txt.gz: cannot be read or unpacked"),
     "no.txt.gz": (b"plain", r"no.txt.gz: cannot be read or unpacked"),
     "no.txt.xz": (b"plain", r"no.txt.xz: cannot be read or unpacked"),
+    "no.txt.zst": (b"plain", r"no.txt.zst: cannot be read or unpacked"),
+    "cut.txt.zst": (COMPRESS["zst"](os.urandom(300_000).hex().encode())[:-99], r"cut.txt.zst: cannot be .* unpacked"),
+    "cut.txt.bz2": (bz2.compress(os.urandom(9999).hex().encode())[:-99], r"cut.txt.bz2: cannot be read or unpacked"),
+    "cut.txt.xz": (lzma.compress(os.urandom(9999).hex().encode())[:-99], r"cut.txt.xz: cannot be read or unpacked"),
+    "twice.csv": (b"text,n,text\na,1,b\n", r"twice.csv: the header has the column text twice; rename"),
+    "twice.tsv": (b"text\tn\ttext\na\t1\tb\n", r"twice.tsv: the header has the column text twice; rename"),
+    "nameless.csv": (b"text,,n\na,1,b\n", r"nameless.csv: column 2 has no name in the header"),
+    "wide.tsv": (b"text\tn\nhello\t2\na\tb\tc\n", r"wide.tsv, line 3: the row has not 2 fields .* check tabs"),
+    "twice.jsonl": (LINE + b'{"text": "a", "text": "b"}\n', r"twice.jsonl, line 2: .* has the key 'text' twice"),
+    "twice.json": (b'[{"text": "a", "text": "b"}]', r"twice.json: .* has the key 'text' twice"),
+    "inside.jsonl": (b'{"text": "a", "more": [{"role": 1, "role": 2}]}', r"has the key 'role' twice"),
     "nothing.txt.gz": (gzip.compress(b""), r"nothing.txt.gz: the file holds no row"),
     "no.parquet": (b"plain", r"no.parquet: cannot be read as Parquet"),
     "a.parquet.gz": (b"x", r"a.parquet.gz: a Parquet file .* unpack it"),
@@ -189,6 +226,9 @@ def test_broken_rows_of_parquet_and_datasets(tokenizer, tmp_path, cache):
             tokenize(missing, tokenizer, 50, None, cache)
         good = Source(files=source.files, dataset_name=source.dataset_name, text_column="body")
         assert tokenize(good, tokenizer, 50, None, cache).meta["documents"] == 2
+    pyarrow.parquet.write_table(pyarrow.table([["a"], ["b"]], names=["text", "text"]), tmp_path / "twice.parquet")
+    with pytest.raises(UserError, match="twice.parquet: the header has the column text twice"):
+        tokenize(Source(files=(str(tmp_path / "twice.parquet"),)), tokenizer, 50, None, cache)
 
 
 def test_all_problems_are_told_together(tmp_path):

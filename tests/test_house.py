@@ -14,6 +14,7 @@ LAYERS = [
     "memory",
     "familiar",
     "versions",
+    "launcher",
     "export_dtype",
     "adapter_files",
     "training",
@@ -24,7 +25,7 @@ LAYERS = [
     "checkpoint",
     "plan",
 ]
-LAYERS += ["checks", "arguments", "run"]
+LAYERS += ["checks", "arguments", "evaluation", "run"]
 LARGEST = {"file": 400, ast.ClassDef: 200, ast.FunctionDef: 60}  # lines
 
 

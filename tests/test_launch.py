@@ -138,6 +138,19 @@ CASES = {
     "the same without a launcher": Case(
         launcher=("python",), environment={"WORLD_SIZE": 2, "RANK": 1}, refused="WORLD_SIZE is set without MASTER_ADDR"
     ),
+    **{
+        f"left over of mpirun: {size}": Case(
+            "cpu", environment={size: 4, rank: 1} | where, refused=f"{size} is set .*; unset {rank} {size}, and use"
+        )
+        for size, rank, where in (
+            ("PMI_SIZE", "PMI_RANK", {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29533}),
+            ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", {}),
+            ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", {}),
+        )
+    },
+    "left over of mpirun beside processes of torchrun": Case(
+        "multi_cpu", environment={"PMI_RANK": 1, "PMI_SIZE": 4}, runs=("DDP", 2, FLOAT32)
+    ),
     "accumulation in a flag": Case("cpu", ("--gradient_accumulation_steps", 4), refused="accumulation follows from"),
     "accumulation in the environment": Case(
         "cpu", environment={"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": 4}, refused="the environment sets .* to 4"

@@ -1,12 +1,14 @@
 """The language-model recipe, run as a user runs it: `accelerate launch` with the shipped configs."""
 
 import json
+import platform
 
 import numpy as np
 import pytest
 import torch
 from conftest import (
     ROOT,
+    assert_mistake,
     assert_same_losses,
     assert_same_update,
     example_flags,
@@ -16,10 +18,14 @@ from conftest import (
     read_metrics,
     relative_difference,
     run_in_float64,
+    run_recipe_alone,
     run_specs,
 )
 from safetensors.torch import load_file
+from test_checkpoint import change_manifest
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common.data.standard_library import write_files
 
 SMALL = ["--sequence_length", 64, "--num_updates", 4, "--global_batch_size", 8, "--micro_batch_tokens", 128]
 
@@ -88,6 +94,20 @@ def test_the_command_without_flags_of_its_own_trains_on_the_standard_library(tmp
     result = launch("--num_updates", 2, "--output_dir", tmp_path / "run")
     for part in ("held-out loss", "perplexity", "bits per byte", "gzip -9", "xz -9", "the model writes"):
         assert part in result.stdout, part
+    # Continued under another Python, whose library is another text: a checkpoint that says so. And the control.
+    checkpoint = tmp_path / "run/checkpoints/update-000002"
+    identity = json.loads((checkpoint / "manifest.json").read_text())["identity"]
+    assert identity["standard_library"] == platform.python_version()
+    resumed = ["--num_updates", 2, "--output_dir", tmp_path / "run", "--resume", "--dry_run"]
+    change_manifest(checkpoint, identity=identity | {"tokenizer": "0" * 16})
+    assert_mistake(run_recipe_alone("lm.py", *resumed), "another tokenizer: .* another one in each version of Python")
+    change_manifest(checkpoint, identity=identity | {"tokenizer": "0" * 16, "standard_library": "3.8.2"})
+    assert_mistake(run_recipe_alone("lm.py", *resumed), f"{platform.python_version()}, and the run began with 3.8.2")
+    # The way that the message names: the first run's text, as files.
+    change_manifest(checkpoint, identity=identity | {"standard_library": "3.8.2"})
+    write_files(tmp_path / "library")
+    files = [f"--{part}_file={tmp_path}/library/{part}/**/*.txt" for part in ("train", "validation")]
+    assert run_recipe_alone("lm.py", *resumed, *files).returncode == 0
 
 
 @pytest.mark.parametrize("optimizer", ["adamw8bit", "adafactor", "sgd"])

@@ -10,9 +10,9 @@ MOST_LINES = 150
 # How the lines of the language model's `main` begin that all have, and those of them that a recipe has otherwise.
 SHARED = ("args = ", "tokenizer, config, ", "optimizer = ", "with run.training(", "train(args, ", "results |= ")
 OWN = {
-    "classify.py": ("tokenizer, config, ", "results |= "),
+    "classify.py": ("tokenizer, config, ", "optimizer = ", "results |= "),
     "dpo.py": ("results |= ",),
-    "vision.py": ("tokenizer, config, ", "with run.training(", "results |= "),
+    "vision.py": ("tokenizer, config, ", "optimizer = ", "with run.training(", "results |= "),
 }
 # What moe.py says of its own in the shared parts: it balances the experts.
 BALANCE = {

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import shutil
+import weakref
 
 import datasets
 import numpy as np
@@ -219,7 +220,7 @@ def test_a_head_for_other_classes_is_replaced(names, is_new, data, convnet_dir, 
     more = ["--model_name_or_path", tmp_path / "model", "--num_updates", 1, "--learning_rate", 1e-30]
     result = recipe(*flags(data, tmp_path / "run", *more))
     assert result.returncode == 0, result.stderr
-    assert ("a new head: classifier.bias, classifier.weight start at random" in result.stdout) == is_new
+    assert ("new head  classifier.bias, classifier.weight start at random" in result.stdout) == is_new
     before, after = (load_file(path / "model/model.safetensors") for path in (tmp_path, tmp_path / "run"))
     assert torch.equal(before["features.0.weight"], after["features.0.weight"])
     assert torch.equal(before["classifier.weight"], after["classifier.weight"]) != is_new
@@ -260,6 +261,45 @@ def test_pixels_are_normalised_to_mean_zero_and_deviation_one(data):
     pixels = images.collate_images([samples[i] for i in range(42)], preprocessing)["pixel_values"]
     assert pixels.shape == (42, 1, 8, 8)
     assert abs(pixels.mean()) < 1e-5 and abs(pixels.std(correction=0) - 1) < 1e-5
+
+
+def test_large_images_are_looked_at_one_at_a_time_and_small(tmp_path, monkeypatch):
+    """The statistics are nearly those of whole images."""
+    generator, opened, sizes = np.random.default_rng(0), [], []
+    for number in range(6):
+        coarse = generator.integers(0, 256, (6, 8, 3), np.uint8)
+        path = tmp_path / f"train/{'ab'[number % 2]}/{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        exif = Image.Exif()
+        exif[274] = 6 if number == 5 else 1
+        Image.fromarray(coarse).resize((640, 480), Image.Resampling.BICUBIC).save(path, quality=95, exif=exif)
+    open_image = images.open_image
+
+    def open_counted(*args):
+        assert sum(one() is not None for one in opened) <= 1  # the one before this
+        image = open_image(*args)
+        opened.append(weakref.ref(image))
+        sizes.append(image.size)
+        return image
+
+    monkeypatch.setattr(images, "open_image", open_counted)
+    found = image_files.folder(tmp_path / "train")
+    small = images.preprocess(found, (30, 30))
+    assert set(sizes) == {(80, 60), (60, 80)}
+    monkeypatch.setattr(images, "open_image", lambda images, number, *_: open_image(images, number))
+    whole = images.preprocess(found, (30, 30))
+    np.testing.assert_allclose((small.mean, small.std), (whole.mean, whole.std), rtol=1e-2)
+    assert images.ImageSamples(found, small)[0][0].shape == (3, 30, 30)
+
+
+def test_gray_images_among_others_have_the_statistics_of_three_equal_channels(tmp_path):
+    for name, image in {"a/1": Image.new("L", (4, 4), 51), "b/2": Image.new("RGB", (4, 4), (102, 0, 255))}.items():
+        (tmp_path / name).parent.mkdir()
+        image.save(tmp_path / f"{name}.png")
+    found = image_files.folder(tmp_path)
+    np.testing.assert_allclose(images.preprocess(found).mean, (0.3, 0.1, 0.6))
+    with pytest.raises(UserError, match="has colours, but the model takes gray images"):
+        images.preprocess(found, channels=1)
 
 
 def test_images_of_every_mode_are_read(tmp_path):

@@ -9,6 +9,7 @@ from common.checkpoint.format import find_best, find_damage, list_checkpoints
 from common.checkpoint.push import push
 from common.errors import CommandParser, UserError
 from common.export_dtype import EXPORT_DTYPES
+from common.report.runs import describe_killed
 
 
 def main() -> None:
@@ -47,6 +48,8 @@ def main() -> None:
             print(f"{path}: {manifest['mode']}, {world} process{'es' * (world > 1)}, {size:,} bytes{loss}, {state}")
         for line in problems:
             print(line)
+        if how := describe_killed(args.output_dir):
+            print(f"{args.output_dir}: the run was {how}")
         if not found and not problems:
             raise UserError(f"{args.output_dir} has no checkpoint; name the --output_dir of a run that has saved one")
         sys.exit(1 if problems or any(damages.values()) else 0)

@@ -4,7 +4,6 @@ import argparse
 import os
 import socket
 import tempfile
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -15,8 +14,7 @@ from accelerate import Accelerator
 
 from common.errors import UserError
 from common.files import PARTIAL, disk_line
-
-SHARED_TIMEOUT = 10  # seconds in which a new file must be seen on all hosts: network file systems keep old listings
+from common.parallel.liveness import is_soon
 
 
 class Agreement:
@@ -41,6 +39,13 @@ class Agreement:
         if self.world > 1:
             torch.distributed.all_reduce(sums, group=self.group)
         return sums.tolist()
+
+    def share(self, value: Any) -> Any:
+        """Returns the main rank's value on all ranks."""
+        told = [value]
+        if self.world > 1:
+            torch.distributed.broadcast_object_list(told, src=0, group=self.group)
+        return told[0]
 
     def together(self, action: Callable[[], Any], only_main: bool = False) -> None:
         """Runs it on all ranks, or on the main one; raises UserError on all if it failed on any."""
@@ -89,14 +94,11 @@ class Agreement:
                 told[0] = (str(self.output_dir), above / Path(token.name).name, socket.gethostname())
 
         self.together(write, only_main=True)
-        torch.distributed.broadcast_object_list(told, src=0, group=self.group)
-        args.output_dir, written, host = told[0]
+        args.output_dir, written, host = self.share(told[0])
         self.output_dir = Path(args.output_dir)
         if written is None:
             return
-        deadline = time.monotonic() + SHARED_TIMEOUT
-        while not (is_seen := written.exists()) and time.monotonic() < deadline:
-            time.sleep(0.2)
+        is_seen = is_soon(written.exists)
         line = (
             f"--output_dir {self.output_dir}: what rank 0 on host {host} writes there is not seen on host "
             f"{socket.gethostname()}; name a directory that all hosts share, by its whole path"

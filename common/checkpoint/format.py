@@ -10,14 +10,12 @@ Nothing in it is ever executed, whoever wrote it: what is read is checked for it
 not name are not looked at, and links are not followed.
 """
 
-import argparse
 import hashlib
 import json
 import math
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import _TYPES as DTYPES
 
 from common.checkpoint.random_states import check_random_states
+from common.checkpoint.training_state import TrainingState
 from common.errors import UserError, one_line
 from common.files import PAGE, PARTIAL
 
@@ -35,41 +34,9 @@ DIGESTS = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}  # of files; S
 MANIFEST = "manifest.json"
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MASTER_DTYPES = (torch.float32, torch.float64)  # of what is trained, whatever computes
+STATEFUL = ("adamw", "adamw8bit", "adafactor", "sgd")  # the optimizers of the recipes, which all keep a state
+UNIFORM = ("AdamW", "SGD", "DeepSpeedCPUAdam")  # classes that keep the same for every weight
 CHUNK = 16 << 20  # bytes written and hashed at a time
-
-
-@dataclass
-class TrainingState:
-    """Where a run stands, and what it counts; the same on all ranks."""
-
-    update: int = 0  # updates done: the number of the next one
-    samples: int = 0  # that these updates consumed
-    skipped_updates: int = 0
-    skipped_in_a_row: int = 0
-    best_validation_loss: float | None = None
-    validation_loss: float | None = None  # where the last update ended with an evaluation
-    evaluations_since_best: int = 0
-    tracker_runs: dict[str, str] = field(default_factory=dict)  # by which a tracker continues its own run
-
-    def measured(self, validation_loss: float) -> None:
-        """The last update ended with an evaluation. A loss that is not finite is never the best one."""
-        self.validation_loss, best = validation_loss, self.best_validation_loss
-        if math.isfinite(validation_loss) and (best is None or validation_loss < best):
-            self.best_validation_loss, self.evaluations_since_best = validation_loss, 0
-        else:
-            self.evaluations_since_best += 1
-
-    def end(self, args: argparse.Namespace) -> int:
-        """How many updates the run makes in all, as far as it is known: --num_updates, unless --patience is over."""
-        is_over = args.patience is not None and self.evaluations_since_best >= args.patience
-        return self.update if is_over else args.num_updates
-
-    def describe_patience(self, args: argparse.Namespace) -> dict[str, str]:
-        """For the first printed block of a run that goes on: how far --patience has come."""
-        count = self.evaluations_since_best
-        text = f"{count} of {args.patience} evaluations in a row without a lower validation loss"
-        text += "; nothing is left to train" if self.end(args) < args.num_updates else ""
-        return {"patience": text} if args.patience and count else {}
 
 
 def safetensors_header(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
@@ -143,6 +110,11 @@ def is_number(value: Any, least: int = 0) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def _is_total(value: Any) -> bool:
+    numbers = value if isinstance(value, list) else [value]
+    return all(isinstance(one, int | float) and 0 <= one < math.inf for one in numbers)
+
+
 def _check_manifest(manifest: dict[str, Any]) -> None:
     """Its hash shows that it is whole, not who wrote it: raises an error where a part is not of the form expected."""
     for name, least in {"format": 1, "update": 0, "world_size": 1}.items():
@@ -155,13 +127,15 @@ def _check_manifest(manifest: dict[str, Any]) -> None:
         digests = [facts[name] for name in DIGESTS if name in facts]
         is_sound = is_number(facts["bytes"]) and len(digests) == 1 and isinstance(digests[0], str)
         require(is_sound, f"{MANIFEST} is malformed: its files")
-    state, identity = TrainingState(**manifest["position"]), manifest["identity"]
+    state, identity = TrainingState.of(manifest), manifest["identity"]
     is_sound = state.update == manifest["update"] and is_number(state.samples)
+    is_sound &= is_number(state.validation_since) and isinstance(identity.get("validation"), str | None)
     is_sound &= is_number(state.skipped_updates) and is_number(state.skipped_in_a_row)
     for loss in (state.best_validation_loss, state.validation_loss):
         is_sound &= loss is None or isinstance(loss, float)
     is_sound &= all(isinstance(run, str) for run in state.tracker_runs.values())
     is_sound &= all(isinstance(value, bool | int | float) for value in manifest["scaler"].values())
+    is_sound &= all(_is_total(value) for value in state.training.values())
     is_sound &= all(isinstance(name, str) for name in manifest.get("untrained", []))
     is_sound &= all(isinstance(identity[name], dict) for name in ("model", "settings"))
     is_sound &= all(isinstance(identity[name], str) for name in ("tokenizer", "dataset"))
@@ -208,8 +182,13 @@ def list_checkpoints(output_dir: Path) -> tuple[list[tuple[Path, dict[str, Any]]
 
 
 def find_best(found: Iterable[tuple[Path, dict[str, Any]]]) -> Path | None:
-    """The checkpoint of the lowest validation loss, or None where none was measured; a NaN is no measure."""
-    losses = {path: manifest["position"]["validation_loss"] for path, manifest in found}
+    """The checkpoint of the lowest validation loss, or None where none was measured; a NaN is no measure.
+
+    Losses of other held-out data than the newest one's do not count.
+    """
+    positions = {path: manifest["position"] for path, manifest in found}
+    since = max((position.get("validation_since", 0) for position in positions.values()), default=0)
+    losses = {path: one["validation_loss"] for path, one in positions.items() if one["update"] > since or not since}
     measured = [path for path, loss in losses.items() if loss is not None and math.isfinite(loss)]
     return min(measured, key=losses.__getitem__, default=None)
 
@@ -267,6 +246,7 @@ class Reader:
         self.ranks: list[dict[str, Any]] = []
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self.scalar_state: dict[str, Any] = {}
+        self.scalar_dtypes: dict[str, str] = {}
         self._where: dict[str, list[_Range]] = {}
         self._open: dict[str, Any] = {}
         for number in range(manifest["world_size"]):
@@ -292,23 +272,32 @@ class Reader:
         elif self.manifest["mode"] != "FSDP":  # as written before this was: only there a state could be missing
             trained &= kept.keys()
         every = set().union(*kept.values())
-        is_uniform = self.manifest["identity"]["settings"].get("optimizer") in ("adamw", "sgd")
+        optimizer, state = self.manifest["identity"]["settings"].get("optimizer"), TrainingState.of(self.manifest)
+        # An optimizer of the user's own may keep other states for some weights.
+        is_uniform = optimizer in ("adamw", "sgd") and self.manifest.get("optimizer", UNIFORM[0]) in UNIFORM
+        # Older versions also saved without any state: if no update was made, and if a wrapping optimizer hid it.
+        if not kept and "training" not in self.manifest:
+            is_lost = state.update > state.skipped_updates and optimizer in STATEFUL
+            trained = trained if is_lost else set()
         for name in sorted(trained):
             dtype = self.tensors[f"weight/{name}"][0]
             require(dtype in MASTER_DTYPES, f"weight/{name} is {DTYPE_NAMES[dtype]}, where what is trained is F32")
             missing = sorted(every - kept.get(name, set())) if is_uniform or name not in kept else []
             require(not missing, f"weight/{name} is there without its {', '.join(missing)}")
+            require(name in kept, f"weight/{name} is there without its optimizer state")
 
     def _add_rank(self, name: str) -> None:
         listed = self.manifest["files"]
         require({f"{name}.json", f"{name}.safetensors"} <= listed.keys(), "the manifest does not name its files")
         rank = json.loads(own_file(self.directory, f"{name}.json").read_text())
         for number, value in rank["numbers"].items():
-            require(isinstance(value, int | float), f"{number} is no number")
+            require(value is None or isinstance(value, int | float), f"{number} is no number")
             is_step = number.startswith("optimizer.step/")
-            require(not is_step or 0 <= value <= self.manifest["update"] + 1, f"{number} is {value}")
+            require(not is_step or value is None or 0 <= value <= self.manifest["update"] + 1, f"{number} is {value}")
         self.ranks.append(rank)
         self.scalar_state |= rank["numbers"]
+        require(set(rank.get("number_dtypes", {}).values()) <= DTYPES.keys(), "a dtype of its numbers")
+        self.scalar_dtypes |= rank.get("number_dtypes", {})
         for tensor, one in rank["tensors"].items():
             facts = (DTYPES[one["dtype"]], tuple(one["shape"]))
             sizes = (*facts[1], one["start"], one["elements"])

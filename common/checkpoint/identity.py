@@ -3,13 +3,16 @@
 import argparse
 import hashlib
 import json
+import platform
 from collections.abc import Iterator
 from typing import Any
 
 from accelerate import Accelerator
 
 from common.checkpoint import adapter
+from common.errors import refuse
 from common.models.adapters import FLAGS, flags, with_default_alpha
+from common.parallel.liveness import decided_by_main
 
 # What an update depends on besides samples and weights; another value than the checkpoint's is refused. False: also
 # with --allow_changed, since the saved state would not fit.
@@ -20,23 +23,39 @@ SETTINGS = {
     "drop_last_window": True,
     "optimizer": False,
     "learning_rate": True,
+    "head_learning_rate": True,
     "weight_decay": True,
     "warmup_updates": True,
     "lr_schedule": True,
     "max_grad_norm": True,
     "mixed_precision": True,
 }
-CHANGEABLE = ("dataset", *(name for name, can_change in SETTINGS.items() if can_change))
+SUBJECTS = {
+    "model": "the model's configuration",
+    "tokenizer": "the tokenizer",
+    "dataset": "the training data",
+    "validation": "the held-out data",
+    "settings": "the settings",
+    "base": "the base of the adapter",
+    "reference": "the reference model",
+}
+CHANGEABLE = ("dataset", "validation", *(name for name, can_change in SETTINGS.items() if can_change))
 
 
 def identify(
-    args: argparse.Namespace, accelerator: Accelerator, config: Any, tokenizer: Any, samples: Any, *own_flags: str
+    args: argparse.Namespace,
+    accelerator: Accelerator,
+    config: Any,
+    tokenizer: Any,
+    samples: Any,
+    held_out: Any,
+    *own_flags: str,
 ) -> dict:
     """What must be the same when a run is continued.
 
     Args:
         config: the model's configuration. tokenizer: of transformers, or None. samples: `training.batching.Samples`,
-            perhaps with an `identity` of their own beside their fingerprint.
+            perhaps with an `identity` of their own beside their fingerprint. held_out: the same, or None.
         own_flags: names of the recipe's own flags that an update depends on.
     """
     model = {
@@ -56,9 +75,43 @@ def identify(
         "model": model,
         "tokenizer": hashlib.sha256(words.encode()).hexdigest()[:16],
         "dataset": samples.fingerprint,
+        "validation": None if held_out is None else held_out.fingerprint,
         "settings": settings,
     }
-    return identity | adapter.identity(args) | getattr(samples, "identity", {})
+    return identity | _standard_library(args) | adapter.identity(args) | getattr(samples, "identity", {})
+
+
+def _standard_library(args: argparse.Namespace) -> dict[str, str]:
+    """Which Python's standard library is the training text; empty where data are named."""
+    given = vars(args)
+    is_default = "train_file" in given and not (given["train_file"] or given["dataset_name"])
+    return {"standard_library": platform.python_version()} if is_default else {}
+
+
+def _other_library(saved: dict, now: dict) -> str | None:
+    """One line if the text is another one because another Python runs; None for all else."""
+    here, then = now.get("standard_library"), saved.get("standard_library")
+    is_other = [saved["tokenizer"], saved["dataset"]] != [now["tokenizer"], now["dataset"]]
+    if not (here and then and here != then and is_other):
+        return None
+    return (
+        f"other training text: without --train_file it is the standard library of the Python that runs, {here}, and "
+        f"the run began with {then}; resume with Python {then}, or, where rows are plain text, give --train_file "
+        "'DIR/train/**/*.txt' --validation_file 'DIR/validation/**/*.txt' with the files of the first run, which "
+        f"`python -m common.data.standard_library DIR` writes under Python {then}"
+    )
+
+
+def refuse_other_views(identity: dict) -> None:
+    """Raises UserError, a line each, if this rank's view differs from rank 0's: other files, or an old listing."""
+    main = decided_by_main("identity", lambda: identity)
+    mine = json.loads(json.dumps(identity))
+    texts = [{name: json.dumps(one.get(name), sort_keys=True) for name in main | mine} for one in (main, mine)]
+    refuse(
+        f"{SUBJECTS.get(name, name)}: this rank and rank 0 see different ones; give all hosts the same files"
+        for name, text in texts[0].items()
+        if text != texts[1][name]
+    )
 
 
 def differences(saved: dict, now: dict, args: argparse.Namespace) -> Iterator[str]:
@@ -72,10 +125,13 @@ def differences(saved: dict, now: dict, args: argparse.Namespace) -> Iterator[st
     ]:
         more = f"; {len(different) - 3} more differ" if len(different) > 3 else ""
         yield f"another model: {'; '.join(different[:3])}{more}; give the run's own model"
-    if saved["tokenizer"] != now["tokenizer"]:
+    if line := _other_library(saved, now):
+        yield line
+    elif saved["tokenizer"] != now["tokenizer"]:
         yield (
             f"another tokenizer: its fingerprint is {now['tokenizer']}, the checkpoint's is {saved['tokenizer']}; give "
-            "the run's own; one that was trained on the text needs the same text (on another text, train what "
+            "the run's own; one that was trained on the text needs the same text, and the text that a run without "
+            "--train_file reads is another one in each version of Python (on another text, train what "
             "`python -m common.checkpoint export` makes, with --model_name_or_path)"
         )
     # Older checkpoints have of image files what stands before the hyphen: names and sizes.
@@ -92,6 +148,13 @@ def differences(saved: dict, now: dict, args: argparse.Namespace) -> Iterator[st
                 f"other training data: their fingerprint is {now['dataset']}, the checkpoint's is {saved['dataset']}; "
                 f"give the same files{' and '.join(['', *cut_by])}, or --allow_changed dataset to go on with these"
             )
+    was = saved.get("validation", now["validation"])  # older checkpoints do not say
+    if was != now["validation"] and saved["tokenizer"] == now["tokenizer"] and "validation" not in allowed:
+        is_now, was = (one["validation"] or "that of none" for one in (now, saved))
+        yield (
+            f"other held-out data: their fingerprint is {is_now}, the checkpoint's is {was}; give the same files"
+            f"{' and '.join(['', *cut_by])}, or --allow_changed validation: --keep_best and --patience then begin anew"
+        )
     if saved.get("base") and now.get("base") and saved["base"] != now["base"]:
         yield (
             f"another base of the adapter, or its files have changed: their fingerprint is {now['base']}, the "
@@ -102,7 +165,14 @@ def differences(saved: dict, now: dict, args: argparse.Namespace) -> Iterator[st
             f"another reference model: its fingerprint is {now.get('reference')}, the checkpoint's is "
             f"{saved.get('reference')}; give the model that the run began with, or of one from scratch the --seed"
         )
+    yield from _different_settings(saved, now, allowed)
+
+
+def _different_settings(saved: dict, now: dict, allowed: list[str]) -> Iterator[str]:
+    """One line for each setting that is not what the checkpoint was made with."""
     was_given, is_given = (with_default_alpha(one["settings"]) for one in (saved, now))
+    if is_given.get("head_learning_rate"):  # older runs trained a new head at the rate of all
+        was_given = {"head_learning_rate": was_given["learning_rate"]} | was_given
     own_flags = dict.fromkeys(sorted(now["settings"].keys() - SETTINGS.keys()), False)
     if ("lora_rank" in was_given) != ("lora_rank" in is_given):  # the others follow from it
         own_flags = {name: False for name in ("lora_rank", *own_flags) if name not in FLAGS}

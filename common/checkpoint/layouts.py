@@ -17,11 +17,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from common.checkpoint.format import DTYPE_NAMES, DTYPES
+from common.checkpoint.optimizer_state import OptimizerState, counts_in_tensors
 from common.models.adapters import has_adapter
 from common.parallel.groups import group_of
 from common.parallel.loading import without_wrapper
 from common.training.clipping import Share
 from common.training.degrees import running
+from common.training.optimizers import inner_optimizer, is_wrapper
 
 
 class Piece(NamedTuple):
@@ -50,13 +53,6 @@ class _Part:
     columns: tuple[int, int] | None = None
 
 
-def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer that keeps the state, below the wrappers of Accelerate and DeepSpeed."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
 # Where DeepSpeed's optimizers keep the groups of parameters, and this rank's stretch of each in float32. Its public
 # `safe_get_local_fp32_param` and `safe_get_local_optimizer_state` cannot serve: they refuse all but ZeRO-3 (assertion),
 # and there the state before a first step, which a resume must set (KeyError), and they copy to the device.
@@ -69,7 +65,7 @@ ZERO_NAMES = (
 
 def _zero_optimizer(optimizer: Any) -> Any | None:
     """DeepSpeed's ZeRO optimizer among the wrappers, or None."""
-    while hasattr(optimizer, "optimizer"):
+    while is_wrapper(optimizer):
         optimizer = optimizer.optimizer
         if any(hasattr(optimizer, groups) for groups, _ in ZERO_NAMES):
             return optimizer
@@ -205,20 +201,20 @@ def pieces(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> 
 
     Where an adapter is trained, without its frozen base, which no update changes.
     """
-    inner, is_adapter = inner_optimizer(optimizer), has_adapter(without_wrapper(model))
+    state, is_adapter = OptimizerState(optimizer), has_adapter(without_wrapper(model))
     for part in _parts(accelerator, model, optimizer):
         if is_adapter and part.holder is None:
             continue
         yield Piece(f"weight/{part.name}", part.weight, part.start, part.shape, part.is_owner, part.columns)
-        yield from _state_pieces(part, inner.state.get(part.holder, {}))
+        yield from _state_pieces(part, state.of(part.holder))
     yield from _buffers(accelerator, model)
 
 
 def scalar_state(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
     """The optimizer state that is a number (a count of steps), by "optimizer.KEY/NAME", of what this rank writes."""
-    inner, found = inner_optimizer(optimizer), {}
+    state, found = OptimizerState(optimizer), {}
     for part in _parts(accelerator, model, optimizer):
-        for key, value in inner.state.get(part.holder, {}).items():
+        for key, value in state.of(part.holder).items():
             if part.is_owner and not (torch.is_tensor(value) and value.ndim):
                 found[f"optimizer.{key}/{part.name}"] = value
     on_device = [name for name, value in found.items() if torch.is_tensor(value)]
@@ -228,14 +224,34 @@ def scalar_state(accelerator: Accelerator, model: torch.nn.Module, optimizer: An
     return found
 
 
-def untrained(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> list[str]:
-    """Names of the parameters without optimizer state: frozen ones, and those that never had a gradient.
+def scalar_dtypes(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> dict[str, str]:
+    """The dtype of those of `scalar_state` that are tensors."""
+    state, found = OptimizerState(optimizer), {}
+    for part in _parts(accelerator, model, optimizer):
+        for key, value in state.of(part.holder).items():
+            if part.is_owner and torch.is_tensor(value) and not value.ndim:
+                found[f"optimizer.{key}/{part.name}"] = DTYPE_NAMES[value.dtype]
+    return found
 
+
+def holders(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> dict[str, torch.Tensor | None]:
+    """The tensor that the optimizer knows, by the parameter's name; None if it is not trained."""
+    found = {part.name: part.holder for part in _parts(accelerator, model, optimizer)}
+    zero = _zero_optimizer(optimizer)
+    if zero is not None and not hasattr(zero, "fp16_partitioned_groups"):  # also those in other ranks' stretches
+        names = {id(p): name for name, p in without_wrapper(model).named_parameters()}
+        found |= {names[id(p)]: flat for group, flat in _zero_groups(zero) for p in group}
+    return found
+
+
+def untrained(found: dict[str, torch.Tensor | None], model: torch.nn.Module, optimizer: Any) -> list[str]:
+    """Names of the parameters without optimizer state.
+
+    They are frozen, never had a gradient, or the optimizer keeps no state for them. found: of `holders`.
     On all ranks together: the stages of a pipeline tell each other theirs.
     """
-    state = inner_optimizer(optimizer).state
-    holders = {part.name: part.holder for part in _parts(accelerator, model, optimizer)}
-    names = [name for name, holder in holders.items() if holder is None or (state and holder not in state)]
+    state = OptimizerState(optimizer)
+    names = [name for name, holder in found.items() if not state.of(holder)]
     if not hasattr(without_wrapper(model), "pipeline_stages"):
         return names
     told: list[Any] = [None] * running().pipeline
@@ -249,23 +265,24 @@ def make_state(
     optimizer: Any,
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]],
     saved_scalars: dict[str, Any],
+    saved_dtypes: dict[str, str] | None,
 ) -> None:
     """Makes the optimizer's state, which a new optimizer has not yet, so that `pieces` has where to read it into.
 
     Args:
         tensors: dtype and shape of the whole of every tensor that was saved, by the names of `pieces`.
-        saved_scalars: as `scalar_state` gave them.
+        saved_scalars, saved_dtypes: as `scalar_state` and `scalar_dtypes` gave them; older checkpoints have no dtypes.
     """
-    inner = inner_optimizer(optimizer)
+    state_of, inner = OptimizerState(optimizer), inner_optimizer(optimizer)
     by_parameter: dict[str, dict[str, Any]] = {}
     for name, value in (tensors | saved_scalars).items():
         kind, _, parameter = name.partition("/")
         if kind.startswith("optimizer."):
             by_parameter.setdefault(parameter, {})[kind.removeprefix("optimizer.")] = value
-    is_torchs = type(inner).__module__.startswith("torch.optim")
     for part in _parts(accelerator, model, optimizer):
-        if part.holder is None or part.holder in inner.state:
+        if part.holder is None or state_of.of(part.holder):
             continue
+        keeper, group = state_of.keeper(part.holder)
         state: dict[str, Any] = {}
         for key, value in by_parameter.get(part.name, {}).items():
             if isinstance(value, tuple):
@@ -274,14 +291,32 @@ def make_state(
                     state[key] = torch.zeros_like(part.holder, dtype=dtype, requires_grad=False)
                 else:
                     state[key] = torch.zeros(shape, dtype=dtype, device=part.holder.device)
-            elif key == "step" and is_torchs:  # torch counts in a tensor, others (DeepSpeed's CPU Adam) in an int
-                state[key] = torch.tensor(float(value), dtype=torch.float32, device=part.holder.device)
+            elif dtype := _scalar_dtype(key, part.name, keeper, saved_dtypes):
+                # As torch loads a step. (ZeRO-3's groups are empty between steps, and keep it on the device.)
+                on_device = key != "step" or not group or group.get("fused") or group.get("capturable")
+                device = part.holder.device if on_device else "cpu"
+                state[key] = torch.tensor(value, dtype=dtype, device=device)
             else:
                 state[key] = int(value) if key == "step" else value
         if state:
-            inner.state[part.holder] = state
+            keeper.state[part.holder] = state
     if hasattr(inner, "ds_opt_adam"):
         _replay_steps(inner)
+
+
+def _scalar_dtype(
+    key: str, name: str, keeper: torch.optim.Optimizer, saved: dict[str, str] | None
+) -> torch.dtype | None:
+    """The dtype of a number of the state that the optimizer keeps in a tensor; None for a plain number.
+
+    torch counts steps in a tensor, others (DeepSpeed's CPU Adam) in an int.
+    """
+    if key == "step" and counts_in_tensors(keeper):
+        return torch.float32
+    if hasattr(keeper, "ds_opt_adam"):  # the mode may have changed since
+        return None
+    dtype = (saved or {}).get(f"optimizer.{key}/{name}")
+    return DTYPES[dtype] if dtype else None
 
 
 def _replay_steps(cpu_adam: Any) -> None:

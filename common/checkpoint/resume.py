@@ -2,7 +2,10 @@
 
 import argparse
 import hashlib
+import os
+import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +14,59 @@ from accelerate import Accelerator
 
 from common.checkpoint import layouts
 from common.checkpoint.agreement import Agreement
-from common.checkpoint.format import FORMAT, Reader, find_damage, is_number, list_checkpoints, newer_line
+from common.checkpoint.format import (
+    FORMAT,
+    MANIFEST,
+    Reader,
+    find_damage,
+    is_number,
+    list_checkpoints,
+    newer_line,
+    read_manifest,
+)
 from common.checkpoint.identity import differences
 from common.checkpoint.random_states import restore_random_states
+from common.checkpoint.training_state import TrainingState
 from common.errors import UserError, refuse
 from common.parallel.connect import seed_everything
-from common.parallel.liveness import wait_for_all
+from common.parallel.liveness import decided_by_main, is_soon, wait_for_all
+
+
+def list_on_main(ranks: Agreement) -> tuple[list[tuple[Path, dict[str, Any]]], list[str]]:
+    """`list_checkpoints` as rank 0 sees the directory, on all ranks: they go on from the same checkpoint."""
+
+    def listed() -> Any:
+        found, problems = list_checkpoints(ranks.output_dir)
+        return [(str(path), manifest) for path, manifest in found], problems
+
+    found, problems = decided_by_main("checkpoints", listed)
+    return [(Path(path), manifest) for path, manifest in found], problems
+
+
+def _require_seen(path: Path, manifest: dict[str, Any], ranks: Agreement) -> None:
+    """Raises UserError on all ranks if one of them does not see what rank 0 sees of a checkpoint."""
+    names = [MANIFEST, *manifest["files"]]
+    there = decided_by_main(f"files of {path}", lambda: [name for name in names if os.path.exists(path / name)])
+
+    def is_seen() -> bool:
+        with suppress(UserError):
+            is_same = read_manifest(path)["sha256"] == manifest["sha256"]
+            return is_same and all(os.path.exists(path / name) for name in there)
+        return False
+
+    line = (
+        f"--resume {path}: chosen by rank 0, and rank {ranks.rank} on host {socket.gethostname()} does not see it, or "
+        "sees another one; see that all hosts share the directory, and start again"
+    )
+    ranks.raise_first(None if is_soon(is_seen) else line)
 
 
 def is_sound(path: Path, manifest: dict[str, Any], ranks: Agreement) -> bool:
-    """Whether all files are what the manifest says; each rank looks at its share, and tells what it finds."""
+    """Whether all files are what the manifest says; each rank looks at its share, and tells what it finds.
+
+    Raises UserError: a rank does not see it as rank 0 does.
+    """
+    _require_seen(path, manifest, ranks)
     problem = find_damage(path, manifest, ranks.rank, ranks.world)
     if problem:
         print(f"{path}: {problem}", file=sys.stderr, flush=True)
@@ -32,7 +78,7 @@ def find_sound(ranks: Agreement, damaged: set[Path]) -> Reader:
 
     Raises UserError: there is none, or it is of a newer format.
     """
-    found, problems = list_checkpoints(ranks.output_dir)
+    found, problems = list_on_main(ranks)
     for path, manifest in found:
         if manifest["format"] > FORMAT:
             raise UserError(f"--resume {path}: {newer_line(manifest)}")
@@ -63,6 +109,23 @@ def keep_warmup(args: argparse.Namespace, manifest: dict[str, Any], identity: di
     return f"{text} of it; --warmup_updates with --allow_changed changes that"
 
 
+def begin_state(reader: Reader | None, identity: dict[str, Any], allowed: list[str]) -> tuple[TrainingState, str]:
+    """The state to go on from, a new one without a checkpoint; and a line to print, or nothing.
+
+    The losses of other held-out data, which --allow_changed accepts, are forgotten.
+    """
+    if reader is None:
+        return TrainingState(), ""
+    state, saved = TrainingState.of(reader.manifest), reader.manifest["identity"]
+    is_known = "validation" in saved
+    if "validation" not in allowed or (is_known and saved["validation"] == identity["validation"]):
+        return state, ""
+    state.best_validation_loss = state.validation_loss = None
+    state.evaluations_since_best, state.validation_since = 0, state.update
+    what = "other held-out data" if is_known else "the checkpoint does not say which held-out data it had"
+    return state, f"{what}: --keep_best and --patience begin anew after update {state.update}\n"
+
+
 def check_is_own(reader: Reader, args: argparse.Namespace, identity: dict[str, Any]) -> None:
     """Raises UserError, a line for each thing that is not what the run began with."""
     path, manifest = reader.directory, reader.manifest
@@ -77,7 +140,7 @@ def check_is_own(reader: Reader, args: argparse.Namespace, identity: dict[str, A
 @torch.no_grad()
 def load_state(reader: Reader, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> None:
     """Weights, buffers and optimizer state from a checkpoint of any mode and world size; each rank reads its part."""
-    layouts.make_state(accelerator, model, optimizer, reader.tensors, reader.scalar_state)
+    layouts.make_state(accelerator, model, optimizer, reader.tensors, reader.scalar_state, reader.scalar_dtypes)
     for piece in layouts.pieces(accelerator, model, optimizer):
         if piece.name not in reader.tensors or reader.tensors[piece.name][1] != tuple(piece.shape):
             saved = reader.tensors.get(piece.name, (None, "not there"))[1]

@@ -8,7 +8,6 @@ A checkpoint is a directory of safetensors and JSON; format.py says what is in i
 
 import argparse
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,11 @@ from torch.profiler import record_function
 from common.checkpoint import layouts, resume
 from common.checkpoint.agreement import Agreement
 from common.checkpoint.architecture import class_name
-from common.checkpoint.format import DTYPE_NAMES, FORMAT, Reader, TrainingState, find_best, list_checkpoints
+from common.checkpoint.format import DTYPE_NAMES, FORMAT, Reader, find_best
+from common.checkpoint.identity import refuse_other_views
+from common.checkpoint.optimizer_state import OptimizerState, watch_steps
 from common.checkpoint.random_states import random_states
+from common.checkpoint.training_state import TrainingState
 from common.checkpoint.write import Writer
 from common.errors import UserError
 from common.files import PARTIAL, lock_output_dir, remove
@@ -29,6 +31,7 @@ from common.parallel.loading import without_wrapper
 from common.parallel.mode import running_mode
 from common.parallel.sharding import offload_devices
 from common.training.degrees import running
+from common.training.optimizers import inner_optimizer
 from common.training.stopping import StopRequests
 
 
@@ -43,6 +46,7 @@ class Checkpoints:
         self.ranks = Agreement(accelerator, Path(args.output_dir))
         self.writer = Writer(self.ranks, accelerator.device, args.keep_last, args.keep_best)
         self.last_saved = -1  # update
+        self.stepped: set[torch.Tensor] = set()  # what the optimizer has moved
         self.cannot = _cannot_save(accelerator)
         self.ranks.share_output_dir(args)
 
@@ -54,9 +58,11 @@ class Checkpoints:
         Raises UserError: another process writes there, nothing to resume, a line for each thing that is not what the
             run began with, or a state that cannot be saved.
         """
-        if self.cannot and (self.args.resume or 0 < self.args.save_every <= self.args.num_updates):
+        is_asked = 0 < self.args.save_every <= self.args.num_updates or self.args.keep_best
+        if self.cannot and (self.args.resume or is_asked):
             raise UserError(self.cannot)
         wait_for_all()  # one may have tokenised for hours what others had in their caches
+        refuse_other_views(identity)
         self.identity = identity
         if not self.args.resume:
             return None
@@ -75,6 +81,7 @@ class Checkpoints:
 
         Call it last before the loop: what draws random numbers after it would shift the stream.
         """
+        self.stepped = watch_steps(optimizer)
         if reader is not None:
             resume.load_state(reader, self.accelerator, model, optimizer)
             resume.restore_scaler(reader.manifest["scaler"], self.accelerator, optimizer)
@@ -121,13 +128,15 @@ class Checkpoints:
     def update_done(self, state: TrainingState, model: torch.nn.Module, optimizer: Any, news: dict[str, float]) -> bool:
         """Ends an update: a checkpoint where one is due. True if any rank was asked to stop; it is complete then.
 
+        Due: every --save_every updates, on a request to stop, and with --keep_best at each new lowest validation loss.
         news: `news` summed over the ranks, so that all of them do the same.
         """
         if news["failed"]:
             self.ranks.raise_first(self.writer.failure())
         if news["written"] * running().copies == self.ranks.world:
             self.writer.commit_soon()
-        if news["asked"] or (self.args.save_every and state.update % self.args.save_every == 0):
+        is_due = self.args.save_every and state.update % self.args.save_every == 0
+        if news["asked"] or is_due or (self.args.keep_best and state.is_best):
             self.save(state, model, optimizer)
         if news["asked"]:
             self.writer.finish()
@@ -138,7 +147,7 @@ class Checkpoints:
 
         in_place: without the copy and its memory; the call waits until it is written.
 
-        Raises UserError: the disk has no room for it, or refused the one before.
+        Raises UserError: the disk has no room for it, or refused the one before; a part of the state would be missing.
         """
         if state.update == self.last_saved:
             return
@@ -146,9 +155,13 @@ class Checkpoints:
             raise UserError(self.cannot)
         self.writer.finish()  # one at a time
         whole = (self.accelerator, model, optimizer)
+        holders = layouts.holders(*whole)
+        problem = next(OptimizerState(optimizer).problems(holders, self.stepped), None)
+        self.ranks.raise_first(problem and f"no checkpoint can be saved: {problem}")
         owned = [piece for piece in layouts.pieces(*whole) if piece.is_owner]
         rank_facts = {
             "numbers": layouts.scalar_state(*whole),
+            "number_dtypes": layouts.scalar_dtypes(*whole),
             "random": random_states(self.accelerator.device),
             "tensors": {
                 piece.name: {
@@ -165,15 +178,16 @@ class Checkpoints:
             "format": FORMAT,
             "update": state.update,
             "samples": state.samples,
-            "position": asdict(state),
+            **state.facts(),
             "mode": running_mode(self.accelerator),
             "world_size": self.ranks.world,
             "scaler": resume.scaler_state(self.accelerator, optimizer),
-            "untrained": layouts.untrained(*whole),
+            "optimizer": type(inner_optimizer(optimizer)).__name__,
+            "untrained": layouts.untrained(holders, model, optimizer),
             "identity": self.identity,
             **self.facts,
         }
-        self.writer.start(manifest, rank_facts, owned, layouts.inner_optimizer(optimizer), in_place)
+        self.writer.start(manifest, rank_facts, owned, inner_optimizer(optimizer), in_place)
         self.last_saved = state.update
 
     def training_done(self, state: TrainingState, model: torch.nn.Module, optimizer: Any) -> None:
@@ -182,7 +196,7 @@ class Checkpoints:
             self.save(state, model, optimizer, in_place=True)
         self.writer.finish()
 
-    def best_at_end(self, model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+    def best_at_end(self, state: TrainingState, model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
         """With --keep_best, the best checkpoint as the run's results name it; call it after `training_done`.
 
         With --load_best_at_end the model has its weights from here on: they are measured and written in the place of
@@ -191,7 +205,7 @@ class Checkpoints:
         if not self.args.keep_best:
             return {}
         load_best = self.args.load_best_at_end
-        found = dict(list_checkpoints(self.ranks.output_dir)[0])
+        found = dict(resume.list_on_main(self.ranks)[0])
         path = find_best(found.items())
         while (
             load_best and path and not resume.is_sound(path, found[path], self.ranks)
@@ -202,9 +216,13 @@ class Checkpoints:
             return {"best": None}
         if load_best:
             resume.load_state(Reader(path, found[path]), self.accelerator, model, optimizer)
-        state = found[path]["position"]
-        is_model = load_best or state["update"] == self.last_saved
-        return {"best": {"checkpoint": str(path), "loss": state["validation_loss"], "is_model": is_model}}
+        best = found[path]["position"]
+        facts = {"checkpoint": str(path), "loss": best["validation_loss"]}
+        facts["is_model"] = load_best or best["update"] == state.update
+        lowest = state.best_validation_loss
+        if lowest is not None and lowest < best["validation_loss"]:  # measured without --keep_best, or damaged since
+            facts["lowest_measured"] = lowest
+        return {"best": facts}
 
 
 def _cannot_save(accelerator: Accelerator) -> str | None:

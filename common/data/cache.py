@@ -1,21 +1,22 @@
 """How is work done once and kept? By one process while the others wait; complete, or not there."""
 
+import errno
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from common.data.rows import Row
 from common.errors import UserError, one_line
-from common.files import complete_or_absent
+from common.files import PARTIAL, complete_or_absent, remove
 
-FORMAT = 3  # raise it when the meaning of a file in the cache changes
+FORMAT = 4  # raise it when the meaning of a file in the cache changes
 
 
 def cached(kind: str, identity: list[Any], write: Callable[[Path], None], cache_dir: str | Path | None = None) -> Path:
@@ -25,10 +26,15 @@ def cached(kind: str, identity: list[Any], write: Callable[[Path], None], cache_
     else ~/.cache/accelerate_recipes.
     """
     directory = place_of(kind, identity, cache_dir)
+    _remove_unfinished(directory.parent)
     with _only_one(directory):
         if not directory.exists():
-            with complete_or_absent(directory, "start again, or set XDG_CACHE_HOME to another disk") as partial:
-                write(partial)
+            try:
+                with complete_or_absent(directory, "start again, or set XDG_CACHE_HOME to another disk") as partial:
+                    write(partial)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise  # else another host has filled it, and an old listing hid that: it is the same
     return directory
 
 
@@ -51,6 +57,14 @@ def _only_one(directory: Path) -> AbstractContextManager:
         raise UserError(
             f"cache {directory.parent}: cannot be written ({one_line(error)}); set XDG_CACHE_HOME"
         ) from error
+
+
+def _remove_unfinished(root: Path) -> None:
+    """Removes what killed processes have left half written; what a process still writes is locked, and stays."""
+    for path in root.glob(f"*{PARTIAL}"):
+        name = path.name.removesuffix(PARTIAL).removesuffix(".old")
+        with suppress(Timeout, OSError), FileLock(root / f"{name}.lock", timeout=0):
+            remove(path)
 
 
 def hash_files(directory: Path) -> str:

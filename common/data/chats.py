@@ -1,8 +1,10 @@
 """Which tokens of a conversation are learned? The chat template writes it; the assistant's turns are targets."""
 
+import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from common.data.columns import messages_of, utf8_length
+from common.data.columns import utf8_length
+from common.data.messages import Chat, Message, arguments_of, function_names, read_chat, with_json_arguments
 from common.data.rows import Row
 from common.data.tokenizer import encode_plain
 from common.errors import UserError, one_line
@@ -45,12 +48,16 @@ def with_end_of_text(ids: list[int], eos: int) -> list[int]:
     return ids if ids[-1:] == [eos] else [*ids, eos]
 
 
+Spans = list[tuple[int, int]]
+Render = Callable[..., tuple[str, Spans]]
+
+
 def encode_chats(
     batch: list[Row], tokenizer: PreTrainedTokenizerBase, counts: Counter, column: str = "messages"
 ) -> Iterator[Encoded]:
-    """The tokenizer's chat template decides every token; the targets are those that lie in the assistant's turns.
+    """The tokenizer's chat template decides every token; the targets are the tokens of the assistant's turns.
 
-    `counts` gets, by its number, the token with which each turn ends.
+    `counts` gets, by its number, the token with which each turn ends, and what `chat_notes` reports.
     """
     if not tokenizer.chat_template:
         raise UserError(
@@ -59,14 +66,15 @@ def encode_chats(
         )
     if not tokenizer.is_fast:
         raise UserError(f"{type(tokenizer).__name__} does not tell where a token lies in a text; use a fast tokenizer")
-    chats = [_render(row, tokenizer, column) for row in batch]
-    encoded = encode_plain(tokenizer, [text for text, _ in chats], return_offsets_mapping=True)
-    for row, (text, spans), ids, offsets in zip(
-        batch, chats, encoded["input_ids"], encoded["offset_mapping"], strict=True
+    chats = [read_chat(row, column, counts) for row in batch]
+    written = [_write(chat, tokenizer, counts) for chat in chats]
+    encoded = encode_plain(tokenizer, [text for text, _ in written], return_offsets_mapping=True)
+    for chat, (text, spans), ids, offsets in zip(
+        chats, written, encoded["input_ids"], encoded["offset_mapping"], strict=True
     ):
+        ids, starts, ends = _without_crossing(tokenizer, text, spans, ids, offsets)
         is_target = np.zeros(len(ids), bool)
-        starts = np.array([start for start, _ in offsets])
-        for start, end in spans:  # a token that begins before the turn belongs to what the model is given
+        for start, end in spans:
             turn = (starts >= start) & (starts < end)
             is_target |= turn
             tokens = [ids[place] for place in np.flatnonzero(turn)]
@@ -76,41 +84,203 @@ def encode_chats(
                 counts[tokens[-1]] += 1
         counts["empty"] += any(
             message["role"] == "assistant" and not (message.get("content") or message.get("tool_calls"))
-            for message in messages_of(row, column)
+            for message in chat.messages
         )
+        _count_answers(chat, text, starts[1:][is_target[1:]], ends[1:][is_target[1:]], counts)
         yield ids, is_target.tolist(), text
 
 
-def _render(row: Row, tokenizer: PreTrainedTokenizerBase, column: str) -> tuple[str, list[tuple[int, int]]]:
-    """The conversation as text, and the spans of characters that the assistant says.
+def _without_crossing(
+    tokenizer: PreTrainedTokenizerBase, text: str, spans: Spans, ids: list[int], offsets: Spans
+) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """(ids, starts, ends) with no token that begins before a turn and ends in it.
 
-    A template says itself which these are with {% generation %}. Without that: a turn is what its rendering adds to the
-    rendering of the turns before it together with the prompt for an answer.
+    When the model is used, the prompt is tokenised without its answer: such a token would never be seen there. The
+    parts are tokenised apart; with a tokenizer for which this is a different text, the token belongs to the turn.
     """
-    messages = messages_of(row, column)
-    template = tokenizer.get_chat_template()
-    cannot = f"{row.where}: the chat template cannot be used"
+    starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+    crossing = {start: (starts < start) & (ends > start) for start, _ in spans}
+    if not any(tokens.any() for tokens in crossing.values()):
+        return ids, starts, ends
+    cuts = [0, *sorted(start for start in crossing if 0 < start < len(text)), len(text)]
+    parts = encode_plain(tokenizer, [text[a:b] for a, b in pairwise(cuts)], return_offsets_mapping=True)
+    apart = [token for part in parts["input_ids"] for token in part]
+    if tokenizer.decode(apart) == tokenizer.decode(ids):
+        moved = [
+            np.array(o, np.int64).reshape(-1, 2) + cut for o, cut in zip(parts["offset_mapping"], cuts, strict=False)
+        ]
+        return apart, *np.concatenate(moved).T
+    for start, tokens in crossing.items():
+        starts[tokens] = start
+    return ids, starts, ends
 
-    def render(messages: list[dict[str, Any]], **options: Any) -> tuple[str, list[tuple[int, int]]]:
+
+def _count_answers(chat: Chat, text: str, starts: np.ndarray, ends: np.ndarray, counts: Counter) -> None:
+    """Counts the answers, those of which no token is a target, and those of which few are.
+
+    starts, ends: of the targets, in characters. What stands nowhere in the text was rewritten or left out by the
+    template; `_count_unwritten` counts what was left out.
+    """
+    place = 0
+    for message, is_learned in zip(chat.messages, chat.is_learned, strict=True):
+        pieces = [piece for piece in (str(message.get("content") or "").strip(), *function_names(message)) if piece]
+        if not (is_learned and pieces):
+            continue
+        counts["answers"] += 1
+        learned = [_learned_part(text, piece, place, starts, ends) for piece in pieces]
+        place = max(place, *(end for end, _ in learned))
+        shares = [share for piece, (_, share) in zip(pieces, learned, strict=True) if piece in text]
+        counts["lost" if not any(shares) else "partly"] += any(share < 1 / 2 for share in shares)
+
+
+def _learned_part(text: str, piece: str, place: int, starts: np.ndarray, ends: np.ndarray) -> tuple[int, float]:
+    """(end, share of targets) of the first occurrence behind `place` that has a target; (0, 0) without one."""
+    while (following := int(np.searchsorted(ends, place, side="right"))) < len(ends):
+        at = text.find(piece, max(place, int(starts[following]) - len(piece) + 1))
+        if at < 0:
+            break
+        lengths = np.minimum(ends, at + len(piece)) - np.maximum(starts, at)
+        if covered := int(lengths[lengths > 0].sum()):
+            return at + len(piece), covered / len("".join(piece.split()))
+        place = at + 1
+    return 0, 0.0
+
+
+def _write(chat: Chat, tokenizer: PreTrainedTokenizerBase, counts: Counter) -> tuple[str, Spans]:
+    """The conversation as text, and the spans of characters that are learned of it."""
+    cannot = f"{chat.where}: the chat template cannot be used"
+    try:
+        template = tokenizer.get_chat_template(tools=chat.tools)
+    except ValueError as error:
+        raise UserError(f"{cannot}: {one_line(error)}") from error
+    marks = bool(GENERATION_TAG.search(template))
+
+    def render(messages: list[Message], tools: list[dict[str, Any]] | None = chat.tools, prompt: bool = False) -> Any:
+        options = {"return_assistant_tokens_mask": True} if marks else {"add_generation_prompt": prompt}
         try:
             texts, spans = render_jinja_template(
-                [messages], chat_template=template, **options, **tokenizer.special_tokens_map
+                [messages], tools=tools, chat_template=template, **options, **tokenizer.special_tokens_map
             )
         except Exception as error:  # templates raise jinja2's errors, and what Python raises for a missing key
             raise UserError(f"{cannot}: {one_line(error)}; mend the messages, or the --chat_template") from error
-        utf8_length(texts[0], row.where)
+        utf8_length(texts[0], chat.where)
         return texts[0], spans[0] if spans else []
 
-    if GENERATION_TAG.search(template):
-        return render(messages, return_assistant_tokens_mask=True)
-    text, spans = render(messages)[0], []
-    for turn, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before = render(messages[:turn], add_generation_prompt=True)[0]
-            after = render(messages[: turn + 1])[0]
-            if not (after.startswith(before) and text.startswith(after)):
-                raise UserError(
-                    f"{cannot}: what the assistant says is not a plain addition; mark it with {{% generation %}}"
-                )
-            spans.append((len(before), len(after)))
-    return text, spans
+    chat, text, spans = _as_the_template_takes_it(chat, render)
+    _count_unwritten(chat, text, render, counts)
+    return text, (_marked_turns if marks else _added_turns)(chat, text, spans, render, cannot)
+
+
+def _as_the_template_takes_it(chat: Chat, render: Render) -> tuple[Chat, str, Spans]:
+    """The conversation with the arguments of its tool calls as objects, or as JSON if the template needs a text."""
+    arguments = arguments_of(chat.messages)
+    if not arguments:
+        return chat, *render(chat.messages)
+    as_json = chat._replace(messages=with_json_arguments(chat.messages))
+    try:
+        text, spans = render(chat.messages)
+    except UserError as error:
+        try:
+            return as_json, *render(as_json.messages)
+        except UserError:
+            raise error from None
+    # Without a filter for JSON, Jinja writes an object as Python does.
+    if any(str(one) in text and str(one) != json.dumps(one, ensure_ascii=False) for one in arguments):
+        return as_json, *render(as_json.messages)
+    return chat, text, spans
+
+
+def _added_turns(chat: Chat, text: str, _: Spans, render: Render, cannot: str) -> Spans:
+    """A turn is what its rendering adds to the rendering of the turns before it with the prompt for an answer."""
+    spans = []
+    for turn in (number for number, is_learned in enumerate(chat.is_learned) if is_learned):
+        before = render(chat.messages[:turn], prompt=True)[0]
+        after = render(chat.messages[: turn + 1])[0]
+        if not (after.startswith(before) and text.startswith(after)):
+            raise UserError(
+                f"{cannot}: what the assistant says is not a plain addition; mark it with {{% generation %}}"
+            )
+        spans.append((len(before), len(after)))
+    return spans
+
+
+def _marked_turns(chat: Chat, _: str, spans: Spans, render: Render, __: str) -> Spans:
+    """What the template marks with {% generation %}, without the turns that are only context.
+
+    These are found by their number: a turn has the marks that its rendering adds to those of the turns before it.
+    """
+    left_out = set()
+    for turn, (message, is_learned) in enumerate(zip(chat.messages, chat.is_learned, strict=True)):
+        if message["role"] == "assistant" and not is_learned:
+            before = len(render(chat.messages[:turn])[1]) if turn else 0
+            left_out |= set(range(before, len(render(chat.messages[: turn + 1])[1])))
+    return [span for number, span in enumerate(spans) if number not in left_out]
+
+
+def _count_unwritten(chat: Chat, text: str, render: Render, counts: Counter) -> None:
+    """Counts what the template leaves out: without it, or with a different content, it writes the same text."""
+
+    def is_same(messages: list[Message], *tools: None) -> bool:
+        try:
+            return render(messages, *tools)[0] == text
+        except UserError:
+            return False
+
+    def changed(numbers: list[int], key: str) -> list[Message]:
+        """The messages, of which these have no such key, or, as every message has one, a different content."""
+        return [
+            message if number not in numbers
+            else message | {key: f"{message[key]} x"} if key == "content"
+            else {name: value for name, value in message.items() if name != key}
+            for number, message in enumerate(chat.messages)
+        ]  # fmt: skip
+
+    if chat.tools and is_same(chat.messages, None):
+        counts["unwritten", "tools", "rows"] += 1
+    places: dict[str, list[int]] = {}
+    for number, message in enumerate(chat.messages):
+        content = message.get("content")
+        for key in message:
+            if key != "role" and not (key == "content" and (not content or str(content).strip() in text)):
+                places.setdefault(key, []).append(number)
+    for key, numbers in places.items():
+        if not is_same(changed(numbers, key)):
+            numbers = [one for one in numbers if is_same(changed([one], key))] if len(numbers) > 1 else []
+        counts["unwritten", key, "messages"] += len(numbers)
+        counts["lost"] += sum(chat.is_learned[one] for one in numbers) if key == "content" else 0
+
+
+def chat_notes(counts: Counter) -> list[str]:
+    """A line for each way in which something of the messages is not learned."""
+    unwritten = sorted((key[1:], n) for key, n in counts.items() if isinstance(key, tuple) and n)
+    notes = []
+    if unwritten:
+        told = ", ".join(f"{key} ({n:,} {unit})" for (key, unit), n in unwritten)
+        notes.append(f"the chat template does not write {told}: the model does not see them")
+    if counts["lost"]:
+        notes.append(
+            f"{counts['lost']:,} of {counts['answers']:,} answers have no target of their own: the chat template "
+            "leaves them out, or does not mark them with {% generation %}; nothing is learned of them but their ends"
+        )
+    if counts["partly"]:
+        notes.append(
+            f"{counts['partly']:,} of {counts['answers']:,} answers are targets in part only: the template marks less"
+        )
+    if counts["learned in vain"]:
+        notes.append(
+            f"{counts['learned in vain']:,} messages of others have weight 1: only the assistant's are learned"
+        )
+    if counts["nulls"]:
+        notes.append(
+            f"{counts['nulls']:,} nulls inside of messages and tools left out: Arrow adds the keys of other rows"
+        )
+    return notes
+
+
+def check_answers(counts: Counter, name: str) -> None:
+    """Raises UserError, one line, if no answer of the whole source is learned."""
+    if counts["lost"] and counts["lost"] >= counts["answers"]:
+        raise UserError(
+            f"{name}: none of its {counts['answers']:,} answers has a target of its own; mend the chat template, which "
+            "leaves them out or does not mark them with {% generation %}, or name one with --chat_template"
+        )

@@ -1,10 +1,11 @@
 """Which columns of a row hold the text, and is what they hold text?"""
 
+import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from dataclasses import replace
 
 from common.data.rows import Corpus, Row, Source
-from common.errors import UserError, missing_column
+from common.errors import UserError, missing_column, shorten
 
 PAIR = ("prompt", "completion")
 # What other data sets call these two.
@@ -12,6 +13,25 @@ PAIRS_ELSEWHERE = (
     ("prompt", "instruction", "question", "query", "problem", "input", "user", "source"),
     ("completion", "output", "response", "answer", "solution", "chosen", "assistant", "target"),
 )
+# Columns to which other tools give a meaning, and what it is that a run without them does not learn from.
+MEANINGS = {
+    **dict.fromkeys(("system", "system_prompt"), "its text is not in the samples"),
+    "history": "earlier turns are not in the samples",
+    **dict.fromkeys(("instruction", "input", "question", "query", "context"), "its text is not in the samples"),
+    **dict.fromkeys(("tools", "functions"), "which functions may be called is not in the samples"),
+    "documents": "they are not in the samples",
+    **dict.fromkeys(("weight", "weights", "sample_weight", "loss_weight"), "all rows count alike"),
+    **dict.fromkeys(("train", "loss", "mask", "loss_mask", "completion_mask", "assistant_masks"), "it masks nothing"),
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text is learned"),
+    **dict.fromkeys(("reasoning", "reasoning_content", "thinking"), "the reasoning is not learned"),
+    **dict.fromkeys(("score", "score_chosen", "score_rejected", "margin", "rating", "reward"), "all rows count alike"),
+    "label": "good and bad rows are learned alike",
+    "rejected": "nothing is learned of what was rejected",
+    **dict.fromkeys(
+        ("chat_template", "chat_template_kwargs"), "the template and its settings are the same for all rows"
+    ),
+    **dict.fromkeys(("messages", "conversations", "prompt", "completion"), "another form of the row is read"),
+}
 BATCH_CHARACTERS = 1 << 20  # text handed to the tokenizer at once: it needs some 100 bytes a token for the time being
 
 
@@ -38,6 +58,35 @@ def check_columns(corpus: Corpus, wanted: tuple[str, ...], flags: str = "") -> N
     """Raises UserError, one line that names the `flags` to give, if the corpus has not all wanted columns."""
     if missing := [column for column in wanted if column not in corpus.columns]:
         raise UserError(missing_column(corpus.name, missing, corpus.columns) + (f" ({flags})" if flags else ""))
+
+
+def watched(corpus: Corpus, used: tuple[str, ...], optional: tuple[str, ...] = ()) -> Corpus:
+    """The corpus, which notes in `unused` the columns that hold something and are neither `used` nor `optional`.
+
+    An optional column is read if there is one. A column that only later rows have is noted when they are read.
+    """
+    known = {*used, *optional}
+
+    def rows(_: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
+        wanted = (*used, *(name for name in optional if name in corpus.columns and name not in used))
+        unread = dict.fromkeys(name for name in corpus.columns if name not in known)
+        for row in corpus.rows(wanted, whole_files):
+            for name in row.values.keys() - known:
+                unread.pop(name, None)
+                corpus.unused[name] += row.values[name] not in (None, "", [], {})
+            yield row
+        corpus.unused.update(dict.fromkeys(unread, 1))  # a Parquet file's, of which only the wanted columns are read
+
+    return replace(corpus, rows=rows)
+
+
+def unused_columns(corpus: Corpus) -> str:
+    """Names the columns of which nothing is used, those with a meaning elsewhere first; empty if all are used."""
+    names = sorted(
+        (name for name, number in corpus.unused.items() if number), key=lambda name: (name not in MEANINGS, name)
+    )
+    told = [f"{name} ({MEANINGS[name]})" if name in MEANINGS else name for name in names]
+    return f"columns not used: {shorten(told)}" if told else ""
 
 
 def _hint(columns: tuple[str, ...]) -> str:
@@ -78,15 +127,13 @@ def utf8_length(text: str, where: str) -> int:
         raise UserError(f"{where}: half a surrogate pair ({half}) is not text; mend or remove the row") from error
 
 
-def texts_of(row: Row, columns: tuple[str, ...]) -> list[str]:
-    texts = []
-    for column in columns:
-        if column != "messages" and not isinstance(row.values.get(column), list):
-            texts.append(text_of(row, column))
-        else:
-            contents = [message.get("content") for message in messages_of(row, column)]
-            texts += [content for content in contents if isinstance(content, str)]
-    return texts
+def by_number(name: str) -> tuple[bool, float, str]:
+    """By what classes are sorted: numbers by size, "-1" and "2.0" too, and before all others."""
+    try:
+        number = int(name) if name.lstrip("-").isdecimal() else float(name)
+    except ValueError:
+        number = math.nan
+    return (False, number, name) if math.isfinite(number) else (True, 0, name)
 
 
 def batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
@@ -100,25 +147,3 @@ def batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def messages_of(row: Row, column: str = "messages") -> list[dict[str, Any]]:
-    messages = row.values.get(column)
-    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise UserError(f'{row.where}: column {column} is not a list of {{"role": ..., "content": ...}}; mend the row')
-    # Parquet gives every message the keys of all; templates ask whether a key is there.
-    present = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    if empty := next((message for message in present if message.keys() == {"role"}), None):
-        raise UserError(f"{row.where}: column {column} has a message of {empty['role']} without content; mend the row")
-    return [message | _joined(message, f"{row.where}: column {column}") for message in present]
-
-
-def _joined(message: dict[str, Any], where: str) -> dict[str, str]:
-    """The content of a message that has it in parts, as one text: many templates would write a list as Python does."""
-    parts = message.get("content")
-    if not isinstance(parts, list):
-        return {}
-    texts = [one.get("text") for one in parts if isinstance(one, dict) and one.get("type") == "text"]
-    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
-        raise UserError(f"{where} has a message with parts that are no text; leave the row out, or write them as text")
-    return {"content": "".join(texts)}

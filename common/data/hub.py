@@ -4,32 +4,82 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.errors import UserError, one_line
+from common.files import fingerprint, weight_files
+from common.parallel.liveness import decided_by_main, is_soon
+
+
+class Place(NamedTuple):
+    """Where a model or a data set is, as rank 0 has found out for all ranks."""
+
+    is_here: bool  # in a directory
+    problem: str | None  # why it cannot be fetched from the hub now, or used
+    revision: str | None  # on the hub, or in its cache: the commit that all ranks load
 
 
 @cache
-def hub_problem(name: str, repo_type: str) -> str | None:
-    """Why `name` cannot be fetched from the hub now, or None. repo_type: "model" or "dataset".
+def locate(name: str, repo_type: str) -> Place:
+    """Rank 0 looks, and asks the hub; all ranks go by what it finds. repo_type: "model" or "dataset".
 
-    One request with a time limit, once in a process. The libraries' own loaders try again for 20 to 50 s before they
-    say that there is no network. If the hub does not answer, this process goes offline: the loaders then look into
-    their caches, at once.
+    Once in a process. If the hub does not answer, all processes go offline: the loaders then look into their caches, at
+    once.
+
+    Raises UserError: this rank does not see a directory that rank 0 sees, or the other way round.
     """
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import constants
+
+    path = Path(name).expanduser()
+
+    def find() -> list[Any]:
+        if path.is_dir() or (repo_type == "model" and path.is_file()):
+            return [path.is_dir(), _local_problem(path, repo_type), None, constants.HF_HUB_OFFLINE]
+        return [False, *_ask_hub(name, repo_type), constants.HF_HUB_OFFLINE]
+
+    *found, constants.HF_HUB_OFFLINE = decided_by_main(f"{repo_type} {name}", find)
+    place = Place(*found)
+    if not is_soon(lambda: path.is_dir() == place.is_here):
+        seen, other = ("a directory", "none") if place.is_here else ("no directory", "one")
+        raise UserError(f"{name}: rank 0 sees {seen} of this name, and here is {other}; give one that all hosts have")
+    return place
+
+
+def _local_problem(path: Path, repo_type: str) -> str | None:
+    if path.is_file():
+        return "it is a file; give the directory of a model"
+    if repo_type == "model" and (path / "run.json").exists():
+        return f"it is a run's --output_dir; give {path / 'model'}"
+    if repo_type == "model" and (path / "manifest.json").exists():
+        return f"it is a checkpoint; make a model of it: python -m common.checkpoint export {path} DIR"
+    return None
+
+
+def _ask_hub(name: str, repo_type: str) -> tuple[str | None, str | None]:
+    """Why it cannot be fetched from the hub now, or None; and the commit to load, which an earlier run may have cached.
+
+    One request with a time limit. The libraries' own loaders try again for 20 to 50 s before they say that there is no
+    network.
+    """
+    from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     try:
-        HfApi().repo_info(name, repo_type=repo_type, timeout=10)
+        commit = HfApi().repo_info(name, repo_type=repo_type, timeout=10).sha
     except HFValidationError:
-        return "it is neither a directory here nor a valid name of the hub; correct the path"
+        return "it is neither a directory here nor a valid name of the hub; correct the path", None
     except RepositoryNotFoundError:
-        return "it is neither a directory here nor known to the hub (if it is private or gated, log in: hf auth login)"
+        why = "it is neither a directory here nor known to the hub (if it is private or gated, log in: hf auth login)"
+        return why, None
     except Exception as error:  # whatever the HTTP library calls it: there is no answer
         constants.HF_HUB_OFFLINE = True
-        return f"no such directory here, and the hub does not answer ({one_line(error)}); give a local directory"
-    return None
+        config = try_to_load_from_cache(name, "config.json", repo_type=repo_type)
+        why = f"no such directory here, and the hub does not answer ({one_line(error)}); give a local directory"
+        return why, Path(config).parent.name if isinstance(config, str) else None
+    if repo_type == "model":
+        with suppress(Exception):  # as of no file of this name; notes the commit for a later run without a network
+            commit = Path(hf_hub_download(name, "config.json")).parent.name
+    return None, commit
 
 
 def locate_pretrained(name_or_path: str) -> tuple[dict[str, Any], str | None]:
@@ -38,15 +88,31 @@ def locate_pretrained(name_or_path: str) -> tuple[dict[str, Any], str | None]:
     A local directory, with ~ for the user's, or a hub name: of which the cache may have it although the hub does not
     answer.
     """
-    path, problem = Path(name_or_path).expanduser(), None
-    if path.is_dir():
-        if (path / "run.json").exists():
-            problem = f"it is a run's --output_dir; give {path / 'model'}"
-        elif (path / "manifest.json").exists():
-            problem = f"it is a checkpoint; make a model of it: python -m common.checkpoint export {path} DIR"
-        return {"pretrained_model_name_or_path": str(path)}, problem
-    problem = "it is a file; give the directory of a model" if path.is_file() else hub_problem(name_or_path, "model")
-    return {"pretrained_model_name_or_path": name_or_path, "local_files_only": problem is not None}, problem
+    place = locate(name_or_path, "model")
+    if place.is_here:
+        return {"pretrained_model_name_or_path": str(Path(name_or_path).expanduser())}, place.problem
+    where = {"pretrained_model_name_or_path": name_or_path, "local_files_only": place.problem is not None}
+    return where | ({"revision": place.revision} if place.revision else {}), place.problem
+
+
+def identify_pretrained(name_or_path: str) -> str:
+    """What a pretrained model is known by: a hash of its directory's weights, or a name on the hub with its commit.
+
+    Rank 0 alone reads the weights for it: they may be as large as the hosts' disks are slow.
+
+    Raises UserError: the files here are of other names or sizes.
+    """
+    place, path = locate(name_or_path, "model"), Path(name_or_path).expanduser()
+    if not place.is_here:
+        return f"{name_or_path}@{place.revision}"
+
+    def sizes() -> list[Any]:
+        return [[file.name, file.stat().st_size] for file in weight_files(path)]
+
+    known_by, expected = decided_by_main(f"weights of {path}", lambda: [fingerprint(path), sizes()])
+    if not is_soon(lambda: sizes() == expected):
+        raise UserError(f"{path}: its weights here are not those that rank 0 sees; give all hosts the same files")
+    return known_by
 
 
 def is_saved(path: Path) -> bool:
@@ -61,13 +127,18 @@ def held_out_splits(name: str, config: str | None) -> Iterator[str]:
     """
     from datasets import get_dataset_split_names, load_from_disk
 
-    path, splits = Path(name).expanduser(), []
-    with suppress(Exception):  # of a dozen types
-        if (path / "dataset_dict.json").exists():
-            splits = load_from_disk(str(path))
-        elif not is_saved(path) and (path.is_dir() or not hub_problem(name, "dataset")):
-            splits = get_dataset_split_names(name, config)  # else there is one split, saved by itself
-    yield from (split for split in ("validation", "test") if split in splits)
+    place, path = locate(name, "dataset"), Path(name).expanduser()
+
+    def splits() -> list[str]:
+        with suppress(Exception):  # of a dozen types
+            if (path / "dataset_dict.json").exists():
+                return list(load_from_disk(str(path)))
+            if not is_saved(path) and (place.is_here or not place.problem):
+                return list(get_dataset_split_names(name, config, revision=place.revision))
+        return []  # among them of one split, saved by itself
+
+    found = decided_by_main(f"splits of {name}", splits)
+    yield from (split for split in ("validation", "test") if split in found)
 
 
 def load_split(name: str, config: str | None, split: str) -> Any:
@@ -77,14 +148,13 @@ def load_split(name: str, config: str | None, split: str) -> Any:
     """
     from datasets import Dataset, load_dataset, load_from_disk
 
-    path = Path(name).expanduser()
-    is_here, saved = path.is_dir(), is_saved(path)
-    problem = None if is_here else hub_problem(name, "dataset")
+    path, (is_here, problem, revision) = Path(name).expanduser(), locate(name, "dataset")
+    saved = is_saved(path)
     try:
         if saved:
             data = load_from_disk(str(path))
         else:
-            data = load_dataset(str(path) if is_here else name, config, split=split)
+            data = load_dataset(str(path) if is_here else name, config, split=split, revision=revision)
     except Exception as error:
         what = "what save_to_disk wrote" if saved else f"the files of the directory for split {split}"
         told = f"{what} cannot be read ({one_line(error.__cause__ or error)}); mend or replace them"

@@ -92,22 +92,25 @@ def preprocess(images: Images, size: tuple[int, int] | None = None, channels: in
     Raises UserError: they have different sizes, and none was given; or they have colours, and the model has one
     channel; or one cannot be decoded.
     """
-    looked_at = [(number, open_image(images, number)) for number in evenly_spaced(len(images.labels))]
-    first_number, first = looked_at[0]
-    height, width = size or (first.height, first.width)
-    for number, image in looked_at:
-        if size is None and image.size != first.size:
-            raise UserError(_sizes_differ(images, number, image, (width, height), images.where(first_number)))
+    looked_at = evenly_spaced(len(images.labels))
+    totals, all_gray = np.zeros((2, 3)), True
+    for number in looked_at:  # one at a time: of large ones a thousand do not fit in memory
+        image = open_image(images, number, size)
+        if number == looked_at[0]:
+            height, width = size or (image.height, image.width)
+        if size is None and image.size != (width, height):
+            raise UserError(_sizes_differ(images, number, image, (width, height), images.where(looked_at[0])))
         if channels == 1 and image.mode != "L":  # AutoImageProcessor would not make it gray
             raise UserError(
                 f"{images.where(number)}: has colours, but the model takes gray images; save them gray, or take a "
                 "model of 3 channels"
             )
-    channels = channels or (1 if all(image.mode == "L" for _, image in looked_at) else 3)
-    totals = np.zeros((2, channels))
-    for _, image in looked_at:
-        pixels = to_array(image, height, width, channels).reshape(channels, -1) / 255
+        all_gray = all_gray and image.mode == "L"
+        colours = 1 if all_gray else 3  # the three of a gray image are the same
+        pixels = to_array(image, height, width, colours).reshape(colours, -1) / 255
         totals += pixels.mean(1), np.square(pixels).mean(1)
+    channels = channels or (1 if all_gray else 3)
+    totals = totals[:, :channels]
     mean, square = totals / len(looked_at)
     std = np.sqrt(np.maximum(square - mean * mean, 1e-6))  # a channel that never changes is not blown up
     return Preprocessing(height, width, tuple(mean.tolist()), tuple(std.tolist()), is_scaled=size is not None)
@@ -190,8 +193,13 @@ class ImageSamples:
         self.num_target_tokens = len(images.labels)
 
     @property
+    def labels(self) -> np.ndarray:
+        """Class numbers."""
+        return self.images.labels
+
+    @property
     def fingerprint(self) -> str:
-        """Equal where all images and labels are; the training data's is asked for, and held-out files are not read."""
+        """Equal where all images and labels are; of many files it reads the beginnings of a thousand."""
         return fingerprint_of([self.images.fingerprint, self.images.classes, self.shape]) + self.images.contents()
 
     def of_epoch(self, epoch: int) -> "ImageSamples":

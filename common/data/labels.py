@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from common.data.columns import check_columns, filled_text
+from common.data.columns import by_number, check_columns, filled_text, unused_columns, watched
 from common.data.rows import Source
 from common.data.sources import open_source
 from common.data.tokenizer import no_more_threads
@@ -41,7 +41,8 @@ class Example(NamedTuple):
 def read_examples(
     source: Source, pair_column: str | None, label_column: str
 ) -> tuple[str, list[Example], list[str] | None]:
-    """A source's name, its rows, and the classes in the order of their numbers, where the data have such numbers.
+    """A source's name with the columns that are not used; its rows; and the classes in the order of their numbers, if
+    the data have such numbers.
 
     Raises UserError with file and row for a missing column, text or label.
     """
@@ -49,28 +50,35 @@ def read_examples(
     text_columns = (source.text_column, pair_column) if pair_column else (source.text_column,)
     wanted = (*text_columns, label_column)
     check_columns(corpus, wanted, "--text_column, --pair_column, --label_column")
-    examples = []
+    examples, corpus = [], watched(corpus, wanted)
     for row in corpus.rows(wanted, False):
         texts = tuple(filled_text(row, column) for column in text_columns)
         if label_column not in row.values:
             raise UserError(missing_column(row.where, [label_column], tuple(row.values)))
         label = row.values[label_column]
-        if not isinstance(label, str | int | float) or label == "":
-            found = "null" if label in (None, "") else f"of type {type(label).__name__}"
+        is_missing = label in (None, "") or (isinstance(label, float) and not math.isfinite(label))
+        if is_missing or not isinstance(label, str | int | float):
+            found = "null" if label in (None, "") else label if is_missing else f"of type {type(label).__name__}"
             raise UserError(
                 f"{row.where}: column {label_column} is {found}, not a name or a number; mend or remove the row"
             )
         examples.append(Example(row.where, texts, label))
-    return corpus.name, examples, corpus.classes.get(label_column)
+    unused = unused_columns(corpus)
+    return corpus.name + (f" ({unused})" if unused else ""), examples, corpus.classes.get(label_column)
 
 
 def _number(label: Any) -> float | None:
-    """The label as a finite number, or None."""
+    """The label as a number that is finite in float32, or None."""
     try:
         number = math.nan if isinstance(label, bool) else float(label)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= float(np.finfo(np.float32).max) else None
+
+
+def _is_not_finite(name: str) -> bool:
+    """Whether a label is the text nan or inf, as a missing number is written in CSV."""
+    return name.strip().lstrip("+-").lower() in ("nan", "inf", "infinity")
 
 
 def is_regression(examples: list[Example]) -> bool:
@@ -89,8 +97,17 @@ def _name(label: Any) -> str:
 
 
 def label_names(examples: list[Example]) -> list[str]:
-    """The labels, whole numbers by size and before all others. Raises UserError unless there are at least two."""
+    """The labels, numbers by size and before all others.
+
+    Raises UserError: there is one only, or each row has its own, or nan among numbers (among names it is a name).
+    """
     names = {_name(example.label) for example in examples}
+    missing = {name for name in names if _is_not_finite(name)}
+    if missing < names and missing and all(_number(name) is not None for name in names - missing):
+        where, label = next((example.where, example.label) for example in examples if example.label in missing)
+        raise UserError(
+            f"{where}: the label {label!r} is not a finite number, as the others are; mend or remove the row"
+        )
     if len(names) == 1:
         raise UserError(
             f"all {len(examples)} rows have the label {names.pop()!r}; a classifier needs two or more: name another "
@@ -101,7 +118,7 @@ def label_names(examples: list[Example]) -> list[str]:
             f"each of the {len(examples)} rows has a label of its own, such as {examples[0].label!r}; name another "
             "--label_column, or give --task regression"
         )
-    return sorted(names, key=lambda name: (0, int(name), name) if name.isdecimal() else (1, 0, name))
+    return sorted(names, key=by_number)
 
 
 def encode_labels(examples: list[Example], names: list[str] | None) -> np.ndarray:
@@ -215,6 +232,11 @@ class LabelledTexts:
     def num_targets(self, ids: np.ndarray) -> np.ndarray:
         """One target a text."""
         return np.ones(len(ids), np.int64)
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Class numbers, or the numbers of a regression."""
+        return self.targets
 
     @property
     def fingerprint(self) -> str:

@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from common.data.cache import cached, hash_files, with_progress
-from common.data.columns import batches, check_columns, filled_text
+from common.data.columns import batches, check_columns, filled_text, unused_columns, watched
 from common.data.mixed import Mixed
 from common.data.rows import Corpus, Row, Source
 from common.data.sources import open_source
@@ -57,6 +57,7 @@ def tokenize_pairs(
     if source.embedded:
         corpus = docstring_corpus(corpus, source.text_column, columns)
     check_columns(corpus, columns, "--source_column, --target_column")
+    corpus = watched(corpus, columns)
     lengths = (source_length, target_length)
     directory = cached(
         "pairs",
@@ -144,6 +145,7 @@ def _write_pairs(
     if not counts["pairs"]:
         raise UserError(f"{corpus.name}: no pair of {' and '.join(columns)} in it; give other data")
     facts = {"name": corpus.name, "columns": columns, "lengths": lengths, "content": hash_files(directory)}
+    facts["unused"] = unused_columns(corpus)
     (directory / "meta.json").write_text(json.dumps(facts | counts, indent=1))
 
 
@@ -201,7 +203,7 @@ class Pairs:
         for number, name in enumerate(("sources", "targets")):
             if meta[f"{name}_cut"]:
                 line += f"; {meta[f'{name}_cut']:,} {name} cut at {meta['lengths'][number]}"
-        return line
+        return line + (f"\n{'':12}{meta['unused']}" if meta["unused"] else "")
 
 
 def collate_pairs(

@@ -22,8 +22,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from common.data.cache import cached, hash_files, with_progress
-from common.data.chats import Encoded, encode_chats
-from common.data.columns import batches, check_columns, messages_of
+from common.data.chats import Encoded, chat_notes, check_answers, encode_chats
+from common.data.columns import batches, check_columns, unused_columns, watched
+from common.data.messages import history_of, messages_of, with_system
 from common.data.rows import Corpus, Row, Source
 from common.data.sources import open_source
 from common.data.standard_library import parse_function
@@ -33,6 +34,8 @@ from common.errors import UserError
 from common.training.batching import round_up
 
 ANSWERS = ("chosen", "rejected")
+CONTEXT = ("system", "history", "tools")  # of messages, in columns of their own
+PROMPTS = ("instruction", "question", "query", "problem", "input")  # names of the prompt in other data sets
 
 
 def columns_of(source: Source) -> tuple[str, ...] | None:
@@ -72,6 +75,7 @@ def tokenize_preferences(
         corpus = embedded_preferences(corpus, source.text_column)
     check_columns(corpus, ANSWERS)
     columns = tuple(name for name in ("prompt", *ANSWERS) if name in corpus.columns)
+    corpus = watched(corpus, columns, CONTEXT if "prompt" in columns else (*CONTEXT, *PROMPTS))
     directory = cached(
         "preferences",
         [corpus.identity, columns, tokenizer_identity(tokenizer), length],
@@ -113,6 +117,7 @@ def _check_row(row: Row, columns: tuple[str, ...]) -> None:
     if not lists and row.values.get("prompt") and "prompt" not in columns:
         raise UserError(f"{row.where}: has a prompt, and the first row has none; give all rows one, or none")
     if not lists:
+        _check_context(row)
         return
     if set(ANSWERS) & set(texts):
         raise UserError(
@@ -137,6 +142,35 @@ def _check_row(row: Row, columns: tuple[str, ...]) -> None:
         )
 
 
+def _check_context(row: Row) -> None:
+    """Raises UserError if answers that are texts have columns that only messages can follow."""
+    if given := [name for name in CONTEXT if row.values.get(name)]:
+        raise UserError(
+            f"{row.where}: {', '.join(given)} cannot be put before a prompt that is a text; write prompt, chosen and "
+            'rejected as messages, [{"role": "user", "content": ...}]'
+        )
+
+
+def _unsaid_prompts(row: Row, columns: tuple[str, ...]) -> list[str]:
+    """The columns in which other data sets have the prompt, if their text is not in an answer that comes without one.
+
+    Raises UserError if nothing is left of the prompt.
+    """
+    chosen = row.values[ANSWERS[0]]
+    is_chat = isinstance(chosen, list)
+    said = "\n".join(str(one.get("content")) for one in chosen) if is_chat else str(chosen)
+    texts = {name: row.values.get(name) for name in PROMPTS if "prompt" not in columns}
+    unsaid = [
+        name for name, text in texts.items() if isinstance(text, str) and text.strip() and text.strip() not in said
+    ]
+    if unsaid and not (is_chat and any(one["role"] == "user" for one in chosen)):
+        raise UserError(
+            f"{row.where}: there is no prompt, and chosen does not contain the text of column {unsaid[0]}; name that "
+            "column prompt, or write its text in chosen and rejected"
+        )
+    return unsaid
+
+
 def _encode(
     batch: list[Row], columns: tuple[str, ...], answer: str, tokenizer: PreTrainedTokenizerBase, counts: Counter
 ) -> Iterator[Encoded]:
@@ -149,7 +183,10 @@ def _encode(
         # A prompt that is a text is said in the messages too; one of messages is in some data sets, and not in others.
         given = messages_of(row, "prompt") if isinstance(row.values.get("prompt"), list) else []
         is_said = messages[: len(given)] == given
-        rows.append(row._replace(values={answer: messages if is_said else given + messages}))
+        messages = messages if is_said else given + messages
+        first = messages[:1] if messages[0]["role"] in ("system", "developer") else []
+        whole = with_system(row, [*first, *history_of(row), *messages[len(first) :]])
+        rows.append(row._replace(values={answer: whole, "tools": row.values.get("tools")}))
     return encode_chats(rows, tokenizer, counts, answer)
 
 
@@ -165,9 +202,14 @@ def _write(
         for batch in batches(with_progress(corpus.rows(columns, False), corpus.name)):
             for row in batch:
                 _check_row(row, columns)
+                corpus.unused.update(_unsaid_prompts(row, columns))
             is_chat = isinstance(batch[0].values.get(ANSWERS[0]), list)
             both = [_encode(batch, columns, answer, tokenizer, counts) for answer in ANSWERS]
             for chosen, rejected in zip(*both, strict=True):
+                if chosen[0][:1] != rejected[0][:1]:  # nothing comes before a first token, so that it cannot count
+                    eos = tokenizer.eos_token_id
+                    chosen, rejected = (([eos, *ids], [False, *mask]) for ids, mask, _ in (chosen, rejected))
+                counts["part early"] += _part_early(chosen, rejected)
                 pair, num_cut = part_answers(chosen[:2], rejected[:2], sequence_length)
                 if not any((stored >= 0).any() for stored in pair):
                     counts["dropped"] += 1
@@ -185,15 +227,26 @@ def _write(
             f"{corpus.name}: no pair of answers that differ within --sequence_length {sequence_length} "
             f"({counts['dropped']} rows); give other data, or raise it"
         )
+    check_answers(counts, corpus.name)
     ends = [token for token, _ in counts.most_common() if isinstance(token, int)]
+    early = f"{counts['part early']:,} pairs part before their answers: what differs there is not compared"
     names = ("pairs", "tokens", "truncated", "dropped", "empty", "max_length")
     meta = {name: counts[name] for name in names} | {
         "name": corpus.name,
         "columns": columns,
+        "notes": [*chat_notes(counts), *filter(None, [early * bool(counts["part early"]), unused_columns(corpus)])],
         "end_tokens": ends if is_chat else [tokenizer.eos_token_id],
         "content": hash_files(directory),
     }
     (directory / "meta.json").write_text(json.dumps(meta, indent=1))
+
+
+def _part_early(*pair: Encoded) -> bool:
+    """Whether the first tokens that differ are no targets."""
+    for one, other in zip(*(zip(ids, mask, strict=True) for ids, mask, *_ in pair), strict=False):
+        if one[0] != other[0]:
+            return not (one[1] and other[1])
+    return False
 
 
 def part_answers(
@@ -291,7 +344,8 @@ class Preferences:
         line += f"{meta['tokens'] / len(self) / 2 - 1:,.0f} tokens on average, at most {meta['max_length']}"
         line += f"; {meta['truncated']:,} answers cut at {self.sequence_length}" if meta["truncated"] else ""
         line += f"; {meta['dropped']:,} left out, which do not differ within that length" if meta["dropped"] else ""
-        return line + (f"; {meta['empty']:,} answers are empty: only their end counts" if meta["empty"] else "")
+        line += f"; {meta['empty']:,} answers are empty: only their end counts" if meta["empty"] else ""
+        return f"\n{'':12}".join([line, *meta["notes"]])
 
 
 def collate_preferences(

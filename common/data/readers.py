@@ -1,4 +1,4 @@
-"""How is one file read as rows? .txt, .jsonl, .json, .csv, .parquet, and these under gzip, bzip2, xz and Zstandard."""
+"""How is one file read as rows? .txt, .jsonl, .json, .csv, .tsv, .parquet, and all but the last one compressed."""
 
 import codecs
 import csv
@@ -6,10 +6,11 @@ import itertools
 import json
 import lzma
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
+from common.data.compressed import open_binary
 from common.data.rows import Row, file_type
 from common.errors import UserError, missing_column, one_line
 
@@ -17,7 +18,24 @@ if TYPE_CHECKING:
     import pyarrow  # else where a Parquet file is read: few runs have one, and it takes its time
 
 PIECE_BYTES = 1 << 18  # a document in a .txt file is handed on in pieces of this size, each cut at a line's end
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
 MAX_CSV_FIELD_BYTES = 64 << 20  # csv's own 128 KiB is too little for a document; an unclosed quote must still end
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Python itself would keep the last of two values without a word."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = repeated(name for name, _ in pairs)
+        raise ValueError(f"an object has the key {', '.join(map(repr, names))} twice")
+    return values
+
+
+JSON = json.JSONDecoder(object_pairs_hook=_unique)
+
+
+def repeated(names: Iterable[str]) -> list[str]:
+    return [name for name, count in Counter(names).items() if count > 1]
 
 
 def read_file(path: str, text_column: str, wanted: tuple[str, ...] | None, whole_files: bool) -> Iterator[Row]:
@@ -27,8 +45,8 @@ def read_file(path: str, text_column: str, wanted: tuple[str, ...] | None, whole
         reader = _read_pieces(path, text_column) if whole_files else _read_lines(path, text_column)
     elif extension == ".parquet":
         reader = _read_parquet(path, wanted)
-    elif extension == ".csv":
-        reader = _read_csv(path)
+    elif extension in DELIMITERS:
+        reader = _read_csv(path, DELIMITERS[extension])
     else:
         reader = _read_json(path)
     row = None
@@ -41,19 +59,6 @@ def read_file(path: str, text_column: str, wanted: tuple[str, ...] | None, whole
         raise UserError(f"{path}: the file holds no row; leave it out or fill it")
 
 
-@contextmanager
-def _open(path: str) -> Iterator[IO[bytes]]:
-    compression = file_type(path)[1]
-    with open(path, "rb") as raw:
-        if compression is None:
-            yield raw
-            return
-        from fsspec.compression import compr  # here because few files are compressed
-
-        with compr[compression](raw, mode="rb") as file:
-            yield file
-
-
 def _decoded(path: str, size: int | None = None) -> Iterator[str]:
     """The text of a file by lines with their ends, or in pieces of some `size` bytes, which end with a line that ends.
 
@@ -61,7 +66,7 @@ def _decoded(path: str, size: int | None = None) -> Iterator[str]:
     """
     decoder = codecs.getincrementaldecoder("utf-8-sig")()  # it drops the byte order mark that Windows editors put first
     position = 0
-    with _open(path) as file:
+    with open_binary(path) as file:
         pieces = iter(lambda: file.read(size) + file.readline(size), b"") if size else file
         for raw in itertools.chain(pieces, [b""]):
             position += len(raw)
@@ -95,7 +100,7 @@ def _read_lines(path: str, text_column: str) -> Iterator[Row]:
 
 def _read_json(path: str) -> Iterator[Row]:
     """JSON Lines, or one array of objects."""
-    with _open(path) as file:
+    with open_binary(path) as file:
         is_array = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
     if is_array and file_type(path)[0] == ".json":
         yield from _read_json_array(path)
@@ -105,7 +110,7 @@ def _read_json(path: str) -> Iterator[Row]:
             continue
         where = f"{path}, line {number}"
         try:
-            values = json.loads(line)
+            values = JSON.decode(line)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{where}: malformed JSON ({one_line(error)}); each line is one object") from error
         yield Row(where, _object(values, where))
@@ -113,7 +118,7 @@ def _read_json(path: str) -> Iterator[Row]:
 
 def _read_json_array(path: str) -> Iterator[Row]:
     try:
-        items = json.loads("".join(_decoded(path, PIECE_BYTES)))  # held in memory: Python cannot stream an array
+        items = JSON.decode("".join(_decoded(path, PIECE_BYTES)))  # held in memory: Python cannot stream an array
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: malformed JSON ({one_line(error)}); correct it or write JSON Lines") from error
     for number, values in enumerate(items, 1):
@@ -127,19 +132,32 @@ def _object(values: Any, where: str) -> dict[str, Any]:
     return values
 
 
-def _read_csv(path: str) -> Iterator[Row]:
+def _read_csv(path: str, delimiter: str) -> Iterator[Row]:
     csv.field_size_limit(MAX_CSV_FIELD_BYTES)
-    reader = csv.DictReader(_decoded(path), strict=True)
+    reader = csv.DictReader(_decoded(path), delimiter=delimiter, strict=True)
     try:
+        _check_header(path, reader.fieldnames or ())
         for values in reader:
             where = f"{path}, line {reader.line_num}"
             if None in values or None in values.values():
                 fields = len(reader.fieldnames or ())
-                raise UserError(f"{where}: the row has not {fields} fields as the header has; check commas and quotes")
+                between = "commas" if delimiter == "," else "tabs"
+                raise UserError(
+                    f"{where}: the row has not {fields} fields as the header has; check {between} and quotes"
+                )
             yield Row(where, values)
     except csv.Error as error:
         where = f"{path}, in the row after line {reader.line_num}"
         raise UserError(f"{where}: malformed CSV ({error}); check the quotes") from error
+
+
+def _check_header(path: str, names: Sequence[str]) -> None:
+    """Raises UserError for a column that no name tells from the others."""
+    if twice := [name for name in repeated(names) if name]:
+        raise UserError(f"{path}: the header has the column {', '.join(twice)} twice; rename one or remove it")
+    if "" in names[1:]:  # the first one: the row numbers that pandas writes
+        number = names.index("", 1) + 1
+        raise UserError(f"{path}: column {number} has no name in the header; name the column or remove it")
 
 
 def _read_parquet(path: str, wanted: tuple[str, ...] | None) -> Iterator[Row]:
@@ -150,6 +168,7 @@ def _read_parquet(path: str, wanted: tuple[str, ...] | None) -> Iterator[Row]:
         # pre_buffer would read whole row groups ahead, and some writers make a file one row group
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
             names = file.schema_arrow.names
+            _check_header(path, names)
             if missing := [name for name in wanted or () if name not in names]:
                 raise UserError(missing_column(path, missing, names))
             classes = parquet_classes(file.schema_arrow)

@@ -1,11 +1,12 @@
 """What is a source of text, and what is one that was opened? Rows of named columns, each with its place."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-FILE_TYPES = (".txt", ".jsonl", ".json", ".parquet", ".csv")
+FILE_TYPES = (".txt", ".jsonl", ".json", ".parquet", ".csv", ".tsv")
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 
 
@@ -13,7 +14,7 @@ COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 class Source:
     """Where text comes from: exactly one of `files`, `dataset_name`, `embedded` and `parts`.
 
-    files: paths or globs of .txt, .jsonl, .json, .parquet, .csv; all but .parquet also with .gz, .bz2, .xz or .zst.
+    files: paths or globs of of FILE_TYPES; all but .parquet also with the extensions of COMPRESSIONS.
     dataset_name: a name on the hub (`dataset_config` is its configuration), or a directory: what `save_to_disk` wrote,
         or a folder of files. `split` is the split of any of these.
     embedded: "train" or "validation": the source files of the running Python's standard library.
@@ -52,6 +53,7 @@ class Corpus:
     place of the number, and None in the place of -1, a label that is hidden.
 
     rows(wanted, whole_files) yields Rows; a wanted column that a row does not hold is for the caller to report.
+    unused: by its name, in how many rows a column holds something that nothing reads (`columns.watched`).
     whole_files: a .txt file is one document and so is a file of the embedded corpus; otherwise each line that is not
     blank, or each function, is a row.
     """
@@ -61,6 +63,7 @@ class Corpus:
     columns: tuple[str, ...]
     rows: Callable[[tuple[str, ...], bool], Iterator[Row]]
     classes: dict[str, list[str]] = field(default_factory=dict)
+    unused: Counter[str] = field(default_factory=Counter)
 
 
 def file_type(path: str) -> tuple[str, str | None]:

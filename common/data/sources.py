@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+from common.data.compressed import can_unpack
 from common.data.hub import is_saved, load_split
 from common.data.readers import file_classes, read_file, with_class_names
 from common.data.rows import COMPRESSIONS, FILE_TYPES, Corpus, Row, Source, file_type
@@ -77,17 +78,11 @@ def _file_problem(path: str) -> str | None:
         return f"unknown extension; there are {' '.join(FILE_TYPES)}, and {' '.join(COMPRESSIONS)} behind these"
     if extension == ".parquet" and compression:
         return "a Parquet file is read from its end and is compressed inside; unpack it"
-    if compression and not _can_unpack(compression):
+    if compression and not can_unpack(compression):
         return f"this Python cannot unpack {Path(path).suffix}; pip install zstandard, or unpack the file"
     if Path(path).stat().st_size == 0:
         return "the file is empty; leave it out or fill it"
     return None
-
-
-def _can_unpack(compression: str) -> bool:
-    from fsspec.compression import available_compressions  # here because few files are compressed
-
-    return compression in available_compressions()
 
 
 def _open_files(paths: list[str], source: Source) -> Corpus:

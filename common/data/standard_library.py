@@ -4,6 +4,7 @@ import ast
 import hashlib
 import json
 import os
+import sys
 import sysconfig
 import textwrap
 import tokenize as python_tokenize
@@ -123,3 +124,19 @@ def parse_function(function: str) -> ast.FunctionDef | ast.AsyncFunctionDef | No
             return ast.parse(function).body[0]
         except SyntaxError:  # indented text inside a string defeats the removal of the indent
             return None
+
+
+def write_files(directory: str) -> None:
+    """Writes the corpus as .txt files, train/ and validation/: the same text for a run under another Python."""
+    for part in ("train", "validation"):
+        for name, text in _read_texts(embedded_files(part)):
+            if text:  # an empty file is refused, and holds nothing to learn
+                path = Path(directory, part, f"{name}.txt")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8", newline="\n")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m common.data.standard_library DIRECTORY")
+    write_files(sys.argv[1])

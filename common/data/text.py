@@ -21,8 +21,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from common.data.cache import cached, hash_files, with_progress
-from common.data.chats import Encoded, encode_chats, with_end_of_text
-from common.data.columns import batches, choose_columns, text_of
+from common.data.chats import Encoded, chat_notes, check_answers, encode_chats, with_end_of_text
+from common.data.columns import batches, choose_columns, text_of, unused_columns, watched
 from common.data.formats import with_known_format
 from common.data.mixed import Mixed
 from common.data.rows import Corpus, Row, Source
@@ -71,7 +71,8 @@ def encode_texts(
 
     The text, or the prompt, as `tokenizer(text)` makes it: what this puts before a text is no target. Prompt and
     completion are tokenised apart: when the model is used, the prompt is tokenised without the completion, so a token
-    that reaches over the boundary would never be seen there.
+    that reaches over the boundary would never be seen there. Before a completion without a prompt comes eos, if nothing
+    else does.
     """
     before, behind = special_tokens_around(tokenizer)
     texts = [[text_of(row, column) for row in batch] for column in columns]
@@ -80,7 +81,8 @@ def encode_texts(
         text = "".join(column[number] for column in texts)
         given, learned = before, ids[0][number] + behind
         if len(columns) == 2:
-            given, learned = before + ids[0][number] + behind, ids[1][number]
+            # Nothing comes before a first token, so that it could not be learned.
+            given, learned = before + ids[0][number] + behind or [tokenizer.eos_token_id], ids[1][number]
             counts["empty"] += bool(text) and not texts[1][number]
         learned = with_end_of_text(learned, tokenizer.eos_token_id) if text else []
         yield given + learned, [False] * len(given) + [True] * len(learned), text
@@ -111,8 +113,10 @@ def tokenize(
         return Mixed({part.files[0]: tokenize(part, *how) for part in source.parts}, source.weights)
     check_end_of_text(tokenizer)
     tokenizer.chat_template = source.chat_template or tokenizer.chat_template
-    corpus = with_known_format(open_source(source), source, shape, bool(tokenizer.chat_template))
+    opened = open_source(source)
+    corpus = with_known_format(opened, source, shape, bool(tokenizer.chat_template))
     shape, columns = choose_columns(corpus, source, shape)
+    corpus = watched(corpus, columns) if corpus is opened else corpus
     if source.chat_template and columns != ("messages",):
         logger.warning("%s: --chat_template has no effect on it, for its rows hold no messages", corpus.name)
     directory = cached(
@@ -160,6 +164,7 @@ def _write_samples(
             f"{corpus.name}: no sample with a target in it ({counts['dropped']} rows were empty or all prompt); "
             "give more text, or raise --sequence_length"
         )
+    check_answers(counts, corpus.name)
     ends = [token for token, _ in counts.most_common() if isinstance(token, int)]
     is_compressed = measure_compression and is_text and len(whole_text) <= COMPRESSED_BYTES
     names = ("documents", "tokens", "targets", "bytes", "truncated", "dropped", "empty", "max_length")
@@ -172,6 +177,7 @@ def _write_samples(
         "name": corpus.name,
         "shape": shape,
         "columns": columns,
+        "notes": [*chat_notes(counts), *filter(None, [unused_columns(corpus)])],
         "gzip_bytes": len(gzip.compress(whole_text, 9)) if is_compressed else None,
         "xz_bytes": len(lzma.compress(whole_text, preset=9)) if is_compressed else None,
         "content": hash_files(directory),
@@ -301,4 +307,5 @@ class Samples:
             lines.append(f"{meta['empty']:,} rows have an empty completion: nothing but its end is learned of it")
         if not meta["end_tokens"]:
             lines.append("no answer ends with a token of its own: the model will not know where to stop")
+        lines += meta["notes"]
         return f"\n{'':12}".join(lines)

@@ -1,5 +1,6 @@
-"""Which labels has a model's head, which of its weights start at random, and does padding change its answer?"""
+"""Labels of a model's head, weights and learning rate of a new head, and the check that padding changes no answer."""
 
+import argparse
 import copy
 import inspect
 from typing import Any
@@ -11,10 +12,26 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import UserError, shorten
 from common.models.load import build_model, gathered
-from common.parallel.loading import are_imagined, without_wrapper
+from common.parallel.loading import are_imagined, decided_once, without_wrapper
 from common.training.batching import Collate, Samples
 
 HEAD = "ForSequenceClassification"  # how transformers' classes end that have a head for labels
+# A new head starts at random beside weights that need small steps: DeepLab (arXiv:1606.00915) trains its last layer at
+# 10 times the rate of the pretrained ones.
+HEAD_RATIO = 10
+HEAD_RATE_HELP = f"peak rate of a new head (default: {HEAD_RATIO} x --learning_rate, or the same beside an adapter)"
+
+
+def resolve_head_rate(args: argparse.Namespace, is_new: bool) -> None:
+    """Fills in --head_learning_rate if the head is new.
+
+    Raises UserError: the flag has no effect, because the model keeps its head or has no pretrained weights.
+    """
+    if is_new:
+        ratio = 1 if getattr(args, "lora_rank", None) else HEAD_RATIO
+        args.head_learning_rate = args.head_learning_rate or ratio * args.learning_rate
+    elif args.head_learning_rate:
+        raise UserError("--head_learning_rate has no effect without a new head on a pretrained model; remove it")
 
 
 def choose_labels(
@@ -128,7 +145,7 @@ def build_classifier(
         kept = set(_head_parameters(config, trust_remote_code, model_class)) - new_weights
         _draw_again(model, kept)
         new_weights |= kept
-    return model, sorted(new_weights)
+    return model, decided_once(lambda: sorted(new_weights))  # by the ranks that have read the files
 
 
 def _head_parameters(config: PreTrainedConfig, trust_remote_code: bool, model_class: Any) -> list[str]:
@@ -154,6 +171,7 @@ def _draw_again(model: PreTrainedModel, names: set[str]) -> None:
             model._init_weights(module)
 
 
-def describe_new_weights(names: list[str]) -> str:
-    """One line for people."""
-    return f"a new head: {shorten(names)} start at random"
+def describe_new_weights(head: list[str], head_learning_rate: float | None) -> dict[str, str]:
+    """A line of the first printed block, if there are any."""
+    rate = f", learning rate {head_learning_rate:g}" if head_learning_rate else ""
+    return {"new head": f"{shorten(head)} start at random{rate}"} if head else {}

@@ -9,7 +9,7 @@ from transformers import AutoModelForImageClassification, PreTrainedConfig, PreT
 from common.data import images
 from common.data.image_files import Images, with_classes
 from common.errors import UserError
-from common.models.classifiers import build_classifier, choose_classes
+from common.models.classifiers import build_classifier, choose_classes, resolve_head_rate
 from common.models.image_models import ConvNet, ConvNetConfig, NormResNet, NormResNetConfig
 from common.models.load import build_model, empty_model, load_config
 from common.models.norms import settle_norm
@@ -57,6 +57,7 @@ def choose_model(
         # transformers' ViT takes what transformers' pipelines give: three channels, of gray images too.
         preprocessing = images.preprocess(train, size, channels=3 if args.model_config == "vit" else None)
         config = make_config(args, preprocessing)
+    resolve_head_rate(args, is_new=new_head)
     config.id2label = dict(enumerate(train.classes))
     config.label2id = {name: number for number, name in config.id2label.items()}
     with torch.device("meta"):

@@ -75,8 +75,9 @@ def load_config(
     Raises UserError: there is none, or `model_class` has no model of its type.
     """
     where, problem = locate_pretrained(name_or_path)
+    name, revision = where["pretrained_model_name_or_path"], where.get("revision")
     try:
-        is_adapter = find_adapter_config_file(where["pretrained_model_name_or_path"], local_files_only=bool(problem))
+        is_adapter = find_adapter_config_file(name, revision=revision, local_files_only=bool(problem))
         config = None if is_adapter else AutoConfig.from_pretrained(**where, trust_remote_code=trust_remote_code)
     except Exception as error:  # a dozen types, by what is missing
         reason = problem or f"its config.json cannot be loaded: {one_line(error)}"

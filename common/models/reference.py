@@ -16,10 +16,12 @@ import transformers
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from common.data.cache import cached, place_of
-from common.files import identify_pretrained
+from common.data.cache import cached, hash_files, place_of
+from common.data.hub import identify_pretrained
+from common.errors import UserError
 from common.models import adapters
 from common.parallel import loading
+from common.parallel.liveness import decided_by_main
 from common.parallel.mode import running_mode
 
 FILE = "reference.npy"
@@ -79,6 +81,8 @@ def _add(run: Any, model: nn.Module, what: str, loader: Any, order: list[int]) -
     if accelerator.reduce(is_missing.long(), reduction="sum"):  # all take part, or none
         values = _compute(run, model, loader)
     directory = cached("reference", identity, lambda partial: np.save(partial / FILE, values))
+    if decided_by_main(f"reference of {what}", lambda: hash_files(directory)) != hash_files(directory):
+        raise UserError(f"{directory}: another reference than rank 0's; remove it on all hosts, and start again")
     samples.take_reference(directory / FILE)
     if values is not None:
         seconds = time.perf_counter() - started

@@ -21,17 +21,28 @@ from common.data.mixed import Mixed
 from common.data.rows import Source
 from common.data.tokenizer import load_tokenizer, train_tokenizer
 from common.errors import refuse, shorten
-from common.models.classifiers import choose_labels, set_labels
+from common.models.classifiers import HEAD, choose_labels, describe_new_weights, resolve_head_rate, set_labels
 from common.models.load import check_model, load_config
+from common.training.fine_tuning_rate import default_rate
 
+# BERT of base and large size is fine-tuned at 2e-5 to 5e-5 (arXiv:1810.04805, appendix A.3), its smallest versions and
+# ELECTRA-small at up to 3e-4 (github.com/google-research/bert; arXiv:2003.10555). In between, the rate follows the
+# parameters of a layer, which grow with the square of the width; measured in results/fine-tuning-rates-cpu.md.
+BASE_RATE, BASE_WIDTH, LOWEST_RATE, HIGHEST_RATE = 5e-5, 768, 2e-5, 3e-4
+RATE_RULE = (
+    f"{BASE_RATE:g} x ({BASE_WIDTH} / width)^2, from {LOWEST_RATE:g} to {HIGHEST_RATE:g}, as in the papers of BERT and "
+    "ELECTRA; 10 times as much for an adapter"
+)
+ABOUT_RATE = f"Default of --learning_rate for a pretrained model: {RATE_RULE}."
 SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
 
 
 class Rows(NamedTuple):
-    """The rows of each source, by a name for messages; the weights of mixed sources, as in `Source`."""
+    """The rows of each source, by its name; the weights of mixed sources, as in `Source`; names for messages."""
 
     sources: dict[str, list[Example]]
     weights: tuple[int, ...] = ()
+    titles: tuple[str, ...] = ()
 
     def all(self) -> list[Example]:
         return [row for rows in self.sources.values() for row in rows]
@@ -43,7 +54,27 @@ def _read(args: argparse.Namespace, source: Source) -> tuple[Rows, list[str] | N
     names = [part.files[0] for part in source.parts] or [read[0][0]]
     classes = [one for _, _, one in read]
     sources = {name: rows for name, (_, rows, _) in zip(names, read, strict=True)}
-    return Rows(sources, source.weights), classes[0] if all(one == classes[0] for one in classes) else None
+    rows = Rows(sources, source.weights, tuple(title for title, _, _ in read))
+    return rows, classes[0] if all(one == classes[0] for one in classes) else None
+
+
+def fine_tuning_rate(args: argparse.Namespace) -> float:
+    """The learning rate for the full model that --model_name_or_path names: lower, the wider it is.
+
+    Raises UserError: there is no such model.
+    """
+    config = load_config(args.model_name_or_path, args.trust_remote_code, AutoModelForSequenceClassification)
+    width = getattr(config.get_text_config(), "hidden_size", BASE_WIDTH)
+    rate = min(max(BASE_RATE * (BASE_WIDTH / width) ** 2, LOWEST_RATE), HIGHEST_RATE)
+    return float(f"{rate:.1g}")
+
+
+def describe_rate(args: argparse.Namespace) -> dict[str, str]:
+    """A line of the first printed block on the default learning rate of a pretrained model, if the run uses it."""
+    if not args.model_name_or_path:
+        return {}
+    default = default_rate(args, fine_tuning_rate)
+    return {"rate": f"{default:g} by default: {RATE_RULE}"} if args.learning_rate == default else {}
 
 
 def check_arguments(args: argparse.Namespace) -> Iterator[str]:
@@ -94,8 +125,11 @@ def choose_model(
     if args.model_name_or_path:
         config = load_config(args.model_name_or_path, args.trust_remote_code, AutoModelForSequenceClassification)
         tokenizer = load_tokenizer(args.model_name_or_path, args.trust_remote_code, needs_end_of_text=False)
+        has_head = any(name.endswith(HEAD) for name in config.architectures or ())
         names = choose_labels(config, names, args.new_head, classes)
+        resolve_head_rate(args, is_new=args.new_head or not has_head)
     else:
+        resolve_head_rate(args, is_new=False)
         *shape, vocabulary = sizes[args.model_config][:5]
         tokenizer = train_tokenizer(source, vocabulary)
         tokenizer.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]"})
@@ -118,14 +152,17 @@ def label(
 ) -> LabelledTexts | Mixed:
     """Rows as samples: tokenised, with the number of their label in `names`, or with the number that they are."""
     parts = {
-        name: LabelledTexts(name, examples, encode_labels(examples, names), tokenizer, sequence_length)
-        for name, examples in rows.sources.items()
+        name: LabelledTexts(title, examples, encode_labels(examples, names), tokenizer, sequence_length)
+        for (name, examples), title in zip(rows.sources.items(), rows.titles or rows.sources, strict=True)
     }
     return Mixed(parts, rows.weights) if rows.weights or len(parts) > 1 else next(iter(parts.values()))
 
 
-def describe_task(names: list[str] | None) -> dict[str, str]:
+def describe_task(
+    args: argparse.Namespace, names: list[str] | None, head: list[str], head_learning_rate: float | None
+) -> dict[str, str]:
     """For the block that is printed before a run."""
-    if names is None:
-        return {"loss": "squared error", "labels": "numbers"}
-    return {"loss": "cross-entropy", "labels": f"{len(names)}: {shorten(names)}"}
+    lines = {"loss": "squared error", "labels": "numbers"}
+    if names is not None:
+        lines = {"loss": "cross-entropy", "labels": f"{len(names)}: {shorten(names)}"}
+    return lines | describe_rate(args) | describe_new_weights(head, head_learning_rate)

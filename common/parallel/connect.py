@@ -15,7 +15,7 @@ from accelerate.utils import DeepSpeedPlugin, set_seed
 from common.errors import UserError, main_logger
 from common.parallel import deepspeed_files, deepspeed_flags, liveness, parallelism, sharding
 from common.parallel.groups import AveragedByPeers
-from common.parallel.launch import Launch, names_threads, runs_on_cpu, started_world_size
+from common.parallel.launch import Launch, mpi_variables, names_threads, runs_on_cpu, started_world_size
 from common.parallel.mode import running_mode
 from common.redaction import redact
 from common.training.degrees import running, set_running
@@ -46,6 +46,8 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs) -> Acce
     Raises UserError: the mode, world size or precision that runs is not the one that was asked.
     """
     set_running(launch.degrees)
+    for name in mpi_variables():  # they have no effect here, but would have in a process that this one starts
+        del os.environ[name]
     liveness.start(args.connect_timeout)
     is_sharded_on_cpu = runs_on_cpu(launch) and launch.mode in ("FSDP", "DeepSpeed")
     _name_device(launch, is_sharded_on_cpu)

@@ -1,5 +1,6 @@
 """How a run ends: finished, stopped, by a user's mistake or by an error; all ranks together."""
 
+import errno
 import gc
 import io
 import multiprocessing
@@ -10,13 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from accelerate import Accelerator
 
 import common
 from common.errors import UserError, reported_in_one_line
-from common.files import FULL_OR_BROKEN, disk_error_number, disk_line
+from common.files import FULL_OR_BROKEN, disk_error_number, disk_line, find_lost_directory, lost_line
 from common.parallel import liveness
 from common.parallel.liveness import wait_for_all
 from common.redaction import print_exception, redact
@@ -69,8 +70,14 @@ def user_mistakes_end_here() -> Iterator[None]:
     except UserError as error:
         _end_data_workers()
         exit_with_mistakes(str(error).splitlines())
+    except KeyboardInterrupt:
+        _end_data_workers()
+        _end_interrupted()
     except BaseException as error:
         _end_data_workers()
+        lost = find_lost_directory()
+        if lost is not None and isinstance(error, Exception):
+            exit_with_mistakes([lost_line(lost)])
         if disk_error_number(error) in FULL_OR_BROKEN:
             where = Path(getattr(error, "filename", None) or ".")
             advice = "start again; a run goes on from its last checkpoint with --resume"
@@ -84,13 +91,32 @@ def user_mistakes_end_here() -> Iterator[None]:
     liveness.leave()
 
 
+def _end_interrupted() -> NoReturn:
+    """Ends the process by SIGINT, as programs do that Ctrl-C ends: a shell then ends the script that started it."""
+    kept = "nothing was saved" if liveness.update is None else "--resume continues from the last checkpoint"
+    if _is_first_of_host():
+        print(f"\ninterrupted {liveness.describe_place()}; {kept}", file=sys.stderr, flush=True)
+    liveness.leave("interrupted by SIGINT")
+    sys.stdout.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
+    os._exit(128 + signal.SIGINT)  # where it is blocked
+
+
 class _Outliving(io.FileIO):
-    """A stream that goes nowhere once its reader is gone."""
+    """A stream that goes nowhere once its reader, or the terminal that shows it, is gone."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.is_terminal = self.isatty()
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError as error:
+            is_closed_terminal = self.is_terminal and error.errno == errno.EIO
+            if not is_closed_terminal and not isinstance(error, BrokenPipeError):
+                raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
@@ -124,11 +150,16 @@ def _end_data_workers() -> None:
         worker.kill()
 
 
+def _is_first_of_host() -> bool:
+    """Whether this process is the one of its host that reports a problem of all of them."""
+    # Without torch's launcher there are no others on this host, whatever variables are left in the environment.
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0 or "TORCHELASTIC_RUN_ID" not in os.environ
+
+
 def exit_with_mistakes(problems: list[str]) -> None:
     """Prints each problem on a line of stderr, once on each host, and ends the process with status 2."""
     problems = [redact(problem) for problem in problems]
-    # Without torch's launcher there are no others on this host, whatever variables are left in the environment.
-    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0 or "TORCHELASTIC_RUN_ID" not in os.environ
+    is_first = _is_first_of_host()
     if is_first:
         print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr, flush=True)
     liveness.leave("\n".join(problems), liveness.MISTAKE_STATUS)

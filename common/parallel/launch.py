@@ -21,9 +21,12 @@ from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import parse_flag_from_env
 
+from common.launcher import find_launch_words
 from common.parallel import deepspeed_files, deepspeed_flags, parallelism, sharding
 from common.training.degrees import Degrees
 
+# Accelerate's numbers of processes on a CPU where WORLD_SIZE is not set; with each, how names of its kind begin.
+MPI = {"PMI_SIZE": ("PMI_", "MPI_LOCAL"), "OMPI_COMM_WORLD_SIZE": ("OMPI_",), "MV2_COMM_WORLD_SIZE": ("MV2_COMM_",)}
 ALONE = "TRAINING_ALONE"  # in the environment of a process that computes alone, below a launch that is not its own
 
 
@@ -84,11 +87,8 @@ def find_launch() -> Launch:
             command = process.cmdline()
         except psutil.Error:  # ended, or another user's
             continue
-        for at, part in enumerate(command):
-            if part.endswith("accelerate") and command[at + 1 : at + 2] == ["launch"]:
-                return parse_launch(command[at + 2 :], process.environ())
-            if part.endswith("accelerate-launch") or part == "accelerate.commands.launch":
-                return parse_launch(command[at + 1 :], process.environ())
+        if (words := find_launch_words(command)) is not None:
+            return parse_launch(words, process.environ())
     return Launch(mode="DDP" if started_world_size() > 1 else "plain")
 
 
@@ -215,7 +215,16 @@ def check_environment(launch: Launch) -> list[str]:
         return ["WORLD_SIZE is set in the environment, of another launch; unset WORLD_SIZE RANK LOCAL_RANK"]
     if started_world_size() > 1 and "MASTER_ADDR" not in os.environ:
         return ["WORLD_SIZE is set without MASTER_ADDR; unset WORLD_SIZE RANK LOCAL_RANK, or use accelerate launch"]
+    size = next((name for name in MPI if name in os.environ), None)
+    if size and os.environ[size] != "1" and "WORLD_SIZE" not in os.environ and runs_on_cpu(launch):
+        names = " ".join(mpi_variables())
+        return [f"{size} is set in the environment, by mpirun or srun; unset {names}, and use accelerate launch"]
     return []
+
+
+def mpi_variables() -> list[str]:
+    """The names of the variables that mpirun, or srun, has left in this process's environment."""
+    return sorted(name for name in os.environ if name.startswith(tuple(one for kind in MPI.values() for one in kind)))
 
 
 def check_launch(launch: Launch, args: argparse.Namespace) -> list[str]:

@@ -24,6 +24,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -44,6 +45,7 @@ LATE = 3.0  # seconds between two turns of the thread, after which it was this p
 # of a process waiting in the loop: a library that holds Python's lock, a host that swaps. A launcher ends the stopped
 # process 30 seconds later, so that the launch ends within 50.
 SILENCE = 15.0
+SHARED_TIMEOUT = 10  # seconds in which a new file must be seen on all hosts: network file systems keep old listings
 update: int | None = None  # the update that this process is at; the loop sets it
 # Whether it is in the loop, which sets it: before and after, a library may hold Python's lock for as long as it reads
 # or writes a model, and silence means nothing.
@@ -53,6 +55,7 @@ OPTIONAL_TIMEOUT = 30.0  # seconds that a rank with an error in an `optional` bl
 note_failure: Callable[[str], None] | None = None
 _watch: "_Watch | None" = None
 _num_watches = _num_waits = _num_optional = 0
+_num_asked: Counter[str] = Counter()
 
 
 def start(timeout: float) -> None:
@@ -97,6 +100,33 @@ def wait_for_all() -> None:
     while num_here < _watch.world_size:  # torch's own barrier of a store does not hear Ctrl-C until all have come
         time.sleep(pause)
         num_here, pause = _watch.store.add(key, 0), min(0.5, 2 * pause)
+
+
+def decided_by_main(question: str, answer: Callable[[], Any]) -> Any:
+    """What `answer` returns on rank 0, as JSON has it, on all ranks: from each a disk or the hub may look different.
+
+    Every rank asks the same questions. It waits however long rank 0 works before, as in `wait_for_all`.
+    """
+    if _watch is None:
+        return json.loads(json.dumps(answer()))
+    _num_asked[question] += 1
+    key, pause = f"{_watch.key}-{question}-{_num_asked[question]}", 0.01
+    if _watch.rank == 0:
+        _watch.store.set(key, json.dumps(answer()))
+    while not _watch.store.check([key]):
+        time.sleep(pause)
+        pause = min(0.5, 2 * pause)
+    return json.loads(_watch.store.get(key))
+
+
+def is_soon(condition: Callable[[], bool]) -> bool:
+    """Whether it comes true within `SHARED_TIMEOUT`: as what rank 0 sees on a disk should be seen by this rank."""
+    deadline = time.monotonic() + SHARED_TIMEOUT
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
 
 
 @contextmanager
@@ -171,7 +201,7 @@ def _note(reason: str) -> None:
     global note_failure
     note, note_failure = note_failure, None
     if note is not None:
-        where = "before the first update" if update is None else f"at update {update}"
+        where = describe_place()
         with suppress(OSError):  # of a full disk perhaps; what failed is told all the same
             note(f"failed {where}: {reason.splitlines()[0]}")
 
@@ -187,9 +217,15 @@ def _record(reason: str) -> None:
             json.dump({"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}, file)
 
 
+def describe_place() -> str:
+    """Where in the run this process is, in words."""
+    return "before the first update" if update is None else f"at update {update}"
+
+
 def _tell_user(lines: list[str]) -> None:
     if lines:  # the first newline ends a progress bar's line, which the main thread may be writing just now
-        os.write(sys.stderr.fileno(), ("".join(f"\nerror: {line}" for line in lines) + "\n").encode())
+        with suppress(OSError):  # the terminal or the reader of a pipe may be gone
+            os.write(sys.stderr.fileno(), ("".join(f"\nerror: {line}" for line in lines) + "\n").encode())
 
 
 def _exit(lines: list[str], status: int) -> None:
@@ -344,7 +380,7 @@ class _Watch:
         rank, host, reason, status = (message[key] for key in ("rank", "host", "reason", "status"))
         if self.rank == 0:
             self._tell(message | {"status": LOST_STATUS} if status != MISTAKE_STATUS else message)
-        where = "before the first update" if update is None else f"at update {update}"
+        where = describe_place()
         who = f"rank {rank}{stage_of(rank)} on host {host}"
         if status == MISTAKE_STATUS:
             lines = [f"{who}: {line}" for line in reason.splitlines()]

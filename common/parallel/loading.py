@@ -26,6 +26,7 @@ from common.parallel import sequence, tensor
 from common.parallel.liveness import wait_for_all
 from common.training import token_budget
 from common.training.degrees import Degrees, running
+from common.training.optimizers import check_rate
 
 
 def has_one_copy() -> bool:
@@ -115,7 +116,32 @@ def decided_once(decide: Callable[[], Any]) -> Any:
 def prepare(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """`accelerator.prepare` of a model that `models.load.build_model` made; call it on all ranks together."""
+    """`accelerator.prepare` of a model that `models.load.build_model` made; call it on all ranks together.
+
+    Groups and state stay the objects that they were: an optimizer that wraps others shares these with them.
+
+    Raises UserError: the learning rate would not reach an optimizer that another one wraps.
+    """
+    inner, groups, state = optimizer, optimizer.param_groups, optimizer.state
+    model, optimizer = _prepare(accelerator, model, optimizer)
+    if vars(inner).get("param_groups", groups) is not groups:  # Accelerate has loaded a copy of the optimizer's state
+        for group, new in zip(groups, inner.param_groups, strict=True):
+            if new is not group:
+                group.clear()
+                group.update(new)
+        inner.param_groups = groups
+    if vars(inner).get("state", state) is not state:
+        new = dict(inner.state)
+        state.clear()
+        state.update(new)
+        inner.state = state
+    check_rate(optimizer)
+    return model, optimizer
+
+
+def _prepare(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     weights = {name: p.detach() for name, p in model.named_parameters()} if has_one_copy() and holds_weights() else {}
     sequence.share_sequences(model, running())
     tensor.cut_model(model, optimizer, running())

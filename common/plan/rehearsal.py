@@ -12,6 +12,7 @@ import os
 import pickle
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -178,11 +179,20 @@ class Rehearsal:
             self.news = {name: torch.zeros(getattr(one, "shape", ())) for name, one in own_news.items()}
         return True
 
-    def evaluation_is_due(self) -> bool:
+    @property
+    def evaluations(self) -> "Rehearsal":
+        """Of which `after_update` and `repeat` are called."""
+        return self
+
+    def repeat(self, *_: Any) -> None:
+        """Nothing was resumed."""
+
+    def after_update(self, evaluate: Callable[[Any, torch.nn.Module], dict], model: torch.nn.Module) -> dict:
         """Where there are held-out samples."""
-        if self.evaluates:
-            self._begin("evaluation")
-        return self.evaluates
+        if not self.evaluates:
+            return {}
+        self._begin("evaluation")
+        return evaluate(self, model)
 
     def end_update(self, *_: Any, **__: Any) -> bool:
         """One is enough: a later one is the same, with the optimizer's state from its beginning on."""

@@ -28,8 +28,9 @@ FIGURES = {
     "r2": "R²",
     "chrf": "chrF",
     "exact": "exact matches",
-    "tokens_per_second": "tokens a second",
-    "training_seconds": "seconds of training",
+    "tokens_per_second": "tokens per second of training",
+    "training_seconds": "seconds of training, over all starts",
+    "repeated_seconds": "of these for updates that were made again",
     "peak_memory_bytes": "most memory of a process, GiB",
 }
 # That say nothing about the model: where and how the run was kept.
@@ -58,7 +59,9 @@ def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> 
         what = f"`{json.loads((directory / 'config.json').read_text())['architectures'][0]}`"
     units = {"peak_memory_bytes": 2**30}
     figures = {
-        words: results[key] / units.get(key, 1) for key, words in FIGURES.items() if results.get(key) is not None
+        words: results[key] / units.get(key, 1)
+        for key, words in FIGURES.items()
+        if results.get(key) is not None and (key != "repeated_seconds" or results[key])
     }
     apart = [one["source"] for one in run.get("held_out_sources") or []]
     losses = {source: results.get(f"validation_loss/{source}") for source in apart}

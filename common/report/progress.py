@@ -1,6 +1,7 @@
 """The bar and metrics.jsonl: an update after the other, as it is shown and recorded."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,10 +14,17 @@ from accelerate import Accelerator
 from tqdm.auto import tqdm
 
 from common.errors import UserError, reported_in_one_line, with_location
-from common.files import disk_line
+from common.files import PARTIAL, disk_line, find_lost_directory, lost_line
 from common.parallel import liveness
-from common.report import curves
+from common.report import chance, curves
+from common.report.totals import Totals
 from common.report.tracking import describe_sources, memory_in_use_bytes, peak_memory_bytes, to_json_line
+
+
+def _for_trackers(record: dict[str, Any]) -> dict[str, float]:
+    """Its numbers. The name of a source may be a pattern, whose * some trackers (MLflow) refuse."""
+    numbers = {key: value for key, value in record.items() if isinstance(value, int | float)}
+    return {re.sub(r"[^\w./ -]", "_", name): value for name, value in numbers.items()}
 
 
 class Progress:
@@ -28,33 +36,32 @@ class Progress:
 
     def __init__(self, accelerator: Accelerator, output_dir: Path, num_updates: int, state: Any, work: Any = None):
         self.accelerator, self.is_main, self.state = accelerator, accelerator.is_main_process, state
-        self.output_dir, self.work, self.flops = output_dir, work, 0.0
+        self.output_dir, self.work, self.totals = output_dir, work, Totals(state.training)
         hidden = {} if self.is_main else {"disable": True}  # else TQDM_DISABLE decides
         self.bar = tqdm(total=num_updates, initial=state.update, unit="update", smoothing=0.1, **hidden)
         # Line buffered: a killed run leaves whole lines.
         self.file = open(output_dir / "metrics.jsonl", "a", buffering=1) if self.is_main else None
         self.memory_at_start = memory_in_use_bytes(accelerator.device)
-        self.waited = 0.0
+        self.waited = self.waited_before = 0.0
         self.started = self.last = time.perf_counter()
-        self.ended: float | None = None
-        self.num_tokens = self.num_processed = 0
+        self.num_updates = 0  # of this start
         self.unit = "tokens"
         self.held_out = ""
         self.per_epoch: int | None = 1  # updates; None: mixed sources, each with epochs of its own
-        self.rank_work: Any = 0
         self.drawing: subprocess.Popen | None = None
+        self.chance: chance.ChanceCheck | None = None
 
     def batches(self, loader):
         """The loader's global batches, with the time that the loop waits for each."""
         self.unit = loader.dataset.samples.unit
         self.per_epoch = len(loader.dataset) if loader.dataset.mixing is None else None
+        self.chance = self.chance or chance.ChanceCheck(loader.dataset.samples, self.bar.total)
         iterator = iter(loader)
         while True:
             before = time.perf_counter()
             batch = next(iterator, None)
             self.waited += time.perf_counter() - before
             if batch is None:
-                self.ended = time.perf_counter()  # what comes now, a checkpoint, is no training
                 return
             liveness.update = batch.update
             yield batch
@@ -64,16 +71,16 @@ class Progress:
         now = time.perf_counter()
         seconds, self.last = now - self.last, now
         tokens_per_second = batch.num_tokens / seconds
-        self.num_tokens += batch.num_tokens
-        self.num_processed += batch.num_processed
-        self.rank_work = self.rank_work + batch.rank_work
-        if not self.is_main:
+        self.num_updates += 1
+        if not self.is_main:  # whose totals go into a checkpoint
             return
         flops = self.work.of(batch) if self.work else 0.0
-        self.flops += flops
+        self.totals.add(batch, seconds=seconds, waited=self.waited - self.waited_before, flops=flops)
+        self.waited_before = self.waited
         memory = peak_memory_bytes(self.accelerator.device)
         record |= {
             "target_tokens": batch.num_targets,
+            "seconds": seconds,
             "tokens_per_second": tokens_per_second,
             **(self.work.figures(flops, seconds) if self.work else {}),
             "peak_memory_bytes": memory,
@@ -81,18 +88,20 @@ class Progress:
             "skipped_updates": self.state.skipped_updates,
             "sample_digest": batch.sample_digest,
         }
+        if (lost := find_lost_directory()) is not None:
+            raise UserError(lost_line(lost))
         try:
             self.file.write(to_json_line(record))
         except OSError as error:
             what, where = f"{self.file.name} could not be written after update {record['update']}", Path(self.file.name)
             raise UserError(disk_line(error, what, where.parent, 0, "start again with --resume")) from error
-        numbers = {key: value for key, value in record.items() if isinstance(value, int | float)}
-        # The name of a source may be a pattern, whose * some trackers (MLflow) refuse.
-        logged = {re.sub(r"[^\w./ -]", "_", name): value for name, value in numbers.items()}
-        self._log(logged, record["update"])
+        self._log(_for_trackers(record), record["update"])
         if "validation_loss" in record:
             self._tell_evaluation(record)
             self.draw()
+        if line := self.chance.note(self.state.update, record["loss"]):
+            self.bar.write(line)
+            sys.stdout.flush()
         self.bar.set_postfix_str(
             f"loss {record['loss']:.3f}, {self.held_out}{tokens_per_second:,.0f} {self.unit}/s, "
             f"{memory / 2**30:.2f} GiB, waiting {self.waiting_share:.0%}"
@@ -113,6 +122,27 @@ class Progress:
                 self.accelerator.trackers.remove(tracker)
                 self.bar.write(f"--report_to {tracker.name}: stopped at update {update}: {with_location(error)}")
 
+    def add_evaluation(self, figures: dict[str, float]) -> None:
+        """Writes the figures of an evaluation into the line of the last update, which a stop has left without them."""
+        if not self.is_main:
+            return
+        path = self.output_dir / "metrics.jsonl"
+        *lines, last = path.read_text().splitlines(keepends=True) or [""]
+        record = json.loads(last) if last else {}
+        if record.get("update") != self.state.update - 1:
+            return  # lost with a damaged line
+        own = list(record)
+        at = own.index("target_tokens")
+        record = {name: record[name] for name in own[:at]} | figures | {name: record[name] for name in own[at:]}
+        unfinished = path.with_name(path.name + PARTIAL)
+        unfinished.write_text("".join([*lines, to_json_line(record)]))
+        os.replace(unfinished, path)
+        self.file.close()
+        self.file = open(path, "a", buffering=1)
+        self._log(_for_trackers(figures), record["update"])
+        self._tell_evaluation(record)
+        self.draw()
+
     def draw(self, now: bool = False) -> None:
         """Lets curves.png be drawn, while the training goes on, or `now`."""
         is_free = self.drawing is None or now or self.drawing.poll() is not None
@@ -126,7 +156,6 @@ class Progress:
 
     def end_early(self, patience: int) -> None:
         """The updates end here, all `patience` evaluations after the best one."""
-        self.ended = time.perf_counter()
         best = self.state.best_validation_loss
         lower = "a finite validation loss" if best is None else f"a lower validation loss than {best:.4f}"
         if self.is_main:  # a bar that is not shown writes all the same
@@ -142,9 +171,7 @@ class Progress:
         self.held_out = f"held out {loss:.3f}, "
         line = f"update {self.state.update}: validation loss {loss:.4f}"
         line += f", accuracy {record['accuracy']:.2%}" if "accuracy" in record else ""
-        self.bar.write(
-            line + describe_sources(record) + (", the lowest so far" if loss == self.state.best_validation_loss else "")
-        )
+        self.bar.write(line + describe_sources(record) + (", the lowest so far" if self.state.is_best else ""))
         sys.stdout.flush()
 
     @property
@@ -153,25 +180,22 @@ class Progress:
         return self.waited / max(time.perf_counter() - self.started, 1e-9)
 
     def results(self) -> dict[str, Any]:
-        """What the training took, for the summary."""
-        seconds = (self.ended or time.perf_counter()) - self.started
+        """What the training took over all starts, for the summary; memory is that of this start."""
         results = {
             "updates": self.state.update,
-            "training_seconds": seconds,
             "unit": self.unit,
-            "tokens_per_second": self.num_tokens / seconds,
-            **(self.work.figures(self.flops, seconds) if self.work else {}),
-            # Of the tokens that all ranks processed; and how much more work the busiest of them had than the idlest.
-            "padding_share": 1 - self.num_tokens / self.num_processed if self.num_processed else 0.0,
-            "work_difference": float(self.rank_work.max() / self.rank_work.min() - 1) if self.num_tokens else 0.0,
-            "waiting_for_data": self.waiting_share,
+            **self.totals.figures(),
             "skipped_updates": self.state.skipped_updates,
             "skipped_at_end": self.state.skipped_in_a_row,
             "peak_memory_bytes": peak_memory_bytes(self.accelerator.device),
             # Over what the loaded model held. (On a CPU an upper bound: a peak before the loop counts too.)
             "memory_growth_bytes": peak_memory_bytes(self.accelerator.device) - self.memory_at_start,
         }
-        if self.is_main and not self.num_tokens:  # nothing was left to train: what it took is as it was told then
+        if self.work and (seconds := self.totals.get("seconds")):
+            results |= self.work.figures(self.totals.get("flops"), seconds)
+            if self.num_updates < self.totals.get("updates"):  # of other starts, perhaps on other devices
+                results.pop("share_of_rate", None)
+        if self.is_main and not self.num_updates:  # nothing was left to train: what it took is as it was told then
             before = json.loads((self.output_dir / "run.json").read_text()).get("results", {})
             results |= {name: before[name] for name in results if name in before}
         return results

@@ -3,12 +3,14 @@
 import json
 import math
 import os
+import socket
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, refuse
+from common.files import LOCK, is_locked
 from common.report import curves
 
 
@@ -19,13 +21,13 @@ class RecordedRun:
     Attributes:
         name: the end of its path, as far as it tells the run from the others.
         facts: run.json. lines: of metrics.jsonl, one an update; the last also has the held-out figures of the end.
-        written: when the last one was.
+        killed: of a run that was killed, a line that says so.
     """
 
     name: str
     facts: dict[str, Any]
     lines: list[dict[str, float]]
-    written: datetime
+    killed: str | None
 
     @property
     def results(self) -> dict[str, Any]:
@@ -36,9 +38,44 @@ class RecordedRun:
         return os.path.basename(self.facts["command"][0])
 
     def status(self) -> str:
-        """How it ended. A process that was killed could not write so: then the time of its last line tells."""
-        status = self.facts["status"]
-        return f"running, or killed after {self.written:%Y-%m-%d %H:%M}" if status == "running" else status
+        """How it ended. A process that was killed could not write so: `describe_killed`."""
+        return self.killed or self.facts["status"]
+
+
+def describe_killed(output_dir: Path, is_over: bool = False) -> str | None:
+    """Returns how far a run came that could not write its own end: it was killed, as by SIGKILL or a memory limit.
+
+    Its run.json says that it runs, and no process holds its lock; a lock may not be seen from another host.
+    is_over: whether this process holds the lock, so that the run of run.json cannot be alive.
+
+    Returns None if the run has ended otherwise, still runs, or cannot be read.
+    """
+    try:
+        run = json.loads((output_dir / "run.json").read_bytes())
+        if run["status"] != "running" or (not is_over and is_locked(output_dir / LOCK)):
+            return None
+        last = _read_last(output_dir / "metrics.jsonl")
+    except (OSError, ValueError, TypeError, LookupError):
+        return None
+    how = "killed before its first update"
+    if last:
+        how = f"killed after update {last['update'] + 1}, peak memory {last['peak_memory_bytes'] / 2**30:.2f} GiB"
+    if not is_over and run.get("host") not in (None, socket.gethostname()):
+        return f"running on host {run['host']}, or {how}"
+    return how
+
+
+def _read_last(path: Path) -> dict[str, Any] | None:
+    """Returns the last complete line of metrics.jsonl, or None if there is none."""
+    with open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
+        lines = file.read().splitlines(keepends=True)
+    for line in reversed(lines):
+        with suppress(ValueError):
+            record = json.loads(line)
+            if line.endswith(b"\n") and isinstance(record, dict) and {"update", "peak_memory_bytes"} <= record.keys():
+                return record
+    return None
 
 
 def read_runs(directories: list[Path]) -> list[RecordedRun]:
@@ -69,9 +106,8 @@ def _read_run(directory: Path, places: list[Path]) -> RecordedRun:
         is_sound = False
     if not is_sound:
         raise UserError(f"{record}: not as a run writes it; mend it, or leave this run out")
-    written = datetime.fromtimestamp(metrics.stat().st_mtime).astimezone()
     lines = curves.with_end(_read_metrics(metrics), facts.get("results") or {})
-    return RecordedRun(_short_name(directory.resolve(), places), facts, lines, written)
+    return RecordedRun(_short_name(directory.resolve(), places), facts, lines, describe_killed(directory))
 
 
 def _read_metrics(path: Path) -> list[dict[str, float]]:

@@ -80,11 +80,17 @@ def score(predictions: np.ndarray, targets: np.ndarray) -> dict[str, float]:
     return {"r2": float(r2_score(targets, predictions)), "pearson": float(pearson)}
 
 
-def describe_scores(results: dict[str, float]) -> str:
-    """The figures beside what needs no model."""
+def describe_scores(results: dict[str, float]) -> list[str]:
+    """A line with the metrics next to baselines, if there is a held-out set."""
     if "r2" in results:
-        return f"R2 {results['r2']:.3f} (0: always the mean), Pearson {results['pearson']:.3f}"
-    return (
+        return [f"R2 {results['r2']:.3f} (0: always the mean), Pearson {results['pearson']:.3f}"]
+    if "accuracy" not in results:
+        return []
+    line = (
         f"accuracy {results['accuracy']:.1%}, macro-F1 {results['macro_f1']:.1%}; always the most frequent label: "
         f"accuracy {results['majority_share']:.1%}"
     )
+    if "tfidf_accuracy" in results:
+        line += f"; TF-IDF and logistic regression on {results['tfidf_texts']:,} texts: {results['tfidf_accuracy']:.1%}"
+        line += f" of {results['tfidf_held_out_texts']:,}"
+    return [line]

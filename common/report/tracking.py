@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+import socket
 import sys
 from fractions import Fraction
 from functools import partial
@@ -26,6 +27,9 @@ from common.parallel.rates import advise
 from common.redaction import redact
 from common.report import curves
 from common.report.model_card import write_model_card
+from common.report.runs import describe_killed
+from common.report.totals import Totals
+from common.report.totals import describe as describe_totals
 from common.training.batching import GlobalBatches
 from common.training.degrees import running
 from common.versions import versions
@@ -71,8 +75,11 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
     batches = run.loader.dataset
     if accelerator.is_main_process:
         before = read_earlier(output_dir)
+        if how := describe_killed(output_dir, is_over=True):
+            print(f"{output_dir}: the run before this start was {how}", flush=True)
         launcher = run.asked.command or ["python"] * (accelerator.num_processes == 1)
-        cut_metrics(output_dir / "metrics.jsonl", state.update)
+        totals = Totals(state.training)
+        totals.add_repeated(cut_metrics(output_dir / "metrics.jsonl", state.update), before.get("repeated", {}))
         is_cuda = accelerator.device.type == "cuda"
         earlier = before.get("earlier_data", [])
         if "dataset" in args.allow_changed:
@@ -86,9 +93,11 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
             "mixed_precision": accelerator.mixed_precision,
             "device": torch.cuda.get_device_name() if is_cuda else accelerator.device.type,
             "versions": versions(),
+            "host": socket.gethostname(),
             "slurm_job": os.environ.get("SLURM_JOB_ID"),
             "status": "running",
             "resumed_at": state.update,
+            "repeated": totals.repeated(),
             "model": config.to_dict(),
             "data": batches.samples.describe(),
             "sources": _sources(batches, args.num_updates * args.global_batch_size, earlier),
@@ -158,25 +167,30 @@ def _end_failed(output_dir: Path, status: str) -> None:
         write_run(output_dir, run | {"status": status})
 
 
-def cut_metrics(path: Path, num_updates: int) -> None:
-    """Leaves the lines of the first `num_updates` updates: those after the checkpoint are made once more."""
+def cut_metrics(path: Path, num_updates: int) -> list[dict[str, Any]]:
+    """Leaves the lines of the first `num_updates` updates; returns those after the checkpoint, which are made again."""
     if path.exists() and not path.is_file():
         raise UserError(f"disk: {path} is no file; move it away, then start again with --resume")
     kept: dict[int, str] = {}
+    removed: list[dict[str, Any]] = []
     text = path.read_text(errors="replace") if path.is_file() else ""
     for line in text.splitlines(keepends=True):
         try:
-            update = json.loads(line)["update"]
+            record = json.loads(line)
+            update = record["update"]
         except (ValueError, TypeError, KeyError):  # torn or damaged, after a power cut
             continue
         if line.endswith("\n") and update in range(num_updates):
             kept.setdefault(update, line)
+        else:
+            removed.append(record)
     if lost := [update for update in range(num_updates) if update not in kept]:
         lines = f"line of update {lost[0]}" + (f" and {len(lost) - 1} more" if len(lost) > 1 else "")
         print(f"{path}: the {lines} before update {num_updates} are lost or damaged", flush=True)
     unfinished = path.with_name(path.name + ".partial")
     unfinished.write_text("".join(kept[update] for update in sorted(kept)))
     os.replace(unfinished, path)
+    return removed
 
 
 def end_early(accelerator: Accelerator, output_dir: Path, state: Any) -> None:
@@ -281,6 +295,8 @@ def describe_best(best: dict[str, Any] | None, output_dir: Path) -> str:
     if best is None:
         return "best       no checkpoint was measured: model/ is the last one"
     line = f"best       {best['checkpoint']}, validation loss {best['loss']:.4f}: "
+    if (lowest := best.get("lowest_measured")) is not None:
+        line = line[:-2] + f" (the lowest measured loss, {lowest:.4f}, has no sound checkpoint): "
     if best["is_model"]:
         return line + f"{output_dir / 'model'} is this one"
     return line + (
@@ -326,8 +342,8 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, i
         print("\nnothing was left to train; the figures of the training are those of the finished run")
     if results["tokens_per_second"]:
         print(
-            f"\ntrained in {results['training_seconds']:.0f} s, {results['tokens_per_second']:,.0f} "
-            f"{results['unit']}/s without padding; padding {results['padding_share']:.1%} of what was computed; the "
+            f"\n{describe_totals(results, len(run['commands']))}; "
+            f"padding {results['padding_share']:.1%} of what was computed; the "
             f"busiest process computed {results['work_difference']:.1%} more than the idlest; waiting for data "
             f"{results['waiting_for_data']:.1%}"
         )

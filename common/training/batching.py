@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from common.training.cutting import cut_global_batch, longest_of, row_work
 from common.training.degrees import Degrees
-from common.training.stopping import ignore_signals
+from common.training.handover import hand_over, raise_file_limit, start_worker
 
 
 class Samples(Protocol):
@@ -344,6 +344,8 @@ def make_loader(
 
     attention_length: the length at which attention costs as much as all else, by which the ranks get equal work.
     """
+    if args.num_workers:
+        raise_file_limit()
     rank = accelerator.process_index
     size = {
         "global_batch_size": args.global_batch_size,
@@ -372,6 +374,7 @@ def make_loader(
         batch_size=None,  # an item is a whole global batch
         num_workers=args.num_workers,
         pin_memory=accelerator.device.type == "cuda",
-        worker_init_fn=ignore_signals,  # a signal to all processes stops the run, which then stops its workers
+        collate_fn=hand_over,
+        worker_init_fn=start_worker,  # a signal to all processes stops the run, which then stops its workers
         generator=torch.Generator().manual_seed(args.seed),  # else each iterator draws from the model's random stream
     )

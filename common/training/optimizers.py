@@ -8,10 +8,13 @@ Make the optimizer before `accelerator.prepare`, from the plain model, and set t
 """
 
 import math
+import sys
 import warnings
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from common.errors import UserError
@@ -50,8 +53,13 @@ SCHEDULES = {
 }
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module, weight_decay: float, head: Collection[str] = (), head_ratio: float = 1.0
+) -> list[dict[str, Any]]:
     """Splits the trainable parameters into those that weight decay pulls towards 0 and those that it leaves alone.
+
+    head: names of weights with a learning rate of their own, `head_ratio` times that of the others. They are in groups
+    of their own if the ratio is not 1.
 
     Decayed: matrices, convolutions, stacked expert weights and embeddings. Not decayed: everything in a norm layer,
     biases, and what is at most a vector (scales, gates, a class token). Embeddings are decayed as in nanoGPT and
@@ -62,8 +70,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     partitioned (ZeRO-3 makes the model in pieces) tell theirs in `ds_shape`.
 
     Returns:
-        One dict each for `decay` and `no_decay`, with keys `name`, `params` (in the model's order) and `weight_decay`.
-        A group without parameters is left out, because DeepSpeed cannot flatten it.
+        One dict each for `decay`, `no_decay`, `head_decay` and `head_no_decay`, with keys `name`, `params` (in the
+        model's order), `weight_decay` and `rate_ratio`. A group without parameters is left out, because DeepSpeed
+        cannot flatten it.
     Raises UserError: the model has no trainable parameter.
     """
     decayed: dict[nn.Parameter, bool] = {}
@@ -75,11 +84,28 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         raise UserError(
             "the model has no trainable parameter: unfreeze some (requires_grad) before the optimizer is made"
         )
+    new = _head_parameters(model, head) if head_ratio != 1 else set()
     groups = [
-        {"name": "decay", "params": [p for p in decayed if decayed[p]], "weight_decay": weight_decay},
-        {"name": "no_decay", "params": [p for p in decayed if not decayed[p]], "weight_decay": 0.0},
+        {
+            "name": f"{prefix}{'decay' if is_decayed else 'no_decay'}",
+            "params": [p for p in decayed if decayed[p] == is_decayed and (p in new) == is_new],
+            "weight_decay": weight_decay if is_decayed else 0.0,
+            "rate_ratio": ratio,
+        }
+        for prefix, is_new, ratio in (("", False, 1.0), ("head_", True, head_ratio))
+        for is_decayed in (True, False)
     ]
     return [group for group in groups if group["params"]]
+
+
+def _head_parameters(model: nn.Module, names: Collection[str]) -> set[nn.Parameter]:
+    """The parameters of these names; peft trains a copy of a module, under a longer name, beside an adapter."""
+    found = set()
+    for name, parameter in model.named_parameters():
+        module, _, weight = name.partition(".modules_to_save.default.")
+        if name in names or f"{module}.{weight}" in names:
+            found.add(parameter)
+    return found
 
 
 def _is_decayed(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
@@ -99,8 +125,17 @@ def _is_decayed(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
     return sum(size > 1 for size in shape) > 1
 
 
-def make_optimizer(name: str, model: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
-    """Makes one of `OPTIMIZERS` over the two groups of `parameter_groups`. Call it before `accelerator.prepare`.
+def make_optimizer(
+    name: str,
+    model: nn.Module,
+    learning_rate: float,
+    weight_decay: float,
+    head: Collection[str] = (),
+    head_learning_rate: float | None = None,
+) -> torch.optim.Optimizer:
+    """Makes one of `OPTIMIZERS` over the groups of `parameter_groups`. Call it before `accelerator.prepare`.
+
+    The weights named in `head` are trained at `head_learning_rate` while the others are at `learning_rate`.
 
     Weight decay is decoupled: an update takes learning_rate x weight_decay of each decayed parameter away
     (arXiv:1711.05101). Only in sgd it is added to the gradient, and so passes through the momentum.
@@ -108,8 +143,9 @@ def make_optimizer(name: str, model: nn.Module, learning_rate: float, weight_dec
     Raises UserError: nothing to train, or no bitsandbytes.
     """
     assert name in OPTIMIZERS, name
-    groups = parameter_groups(model, weight_decay)
-    if weight_decay > 0 and groups[0]["name"] != "decay":
+    ratio = head_learning_rate / learning_rate if head_learning_rate else 1.0
+    groups = parameter_groups(model, weight_decay, head, ratio)
+    if weight_decay > 0 and not any(group["weight_decay"] for group in groups):
         warnings.warn(
             f"--weight_decay {weight_decay} has no effect: only norms, biases and vectors train", stacklevel=2
         )
@@ -175,7 +211,63 @@ def learning_rate(update: int, schedule: str, peak: float, num_updates: int, war
     return peak
 
 
+def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that the recipe made (or DeepSpeed from it), below the wrappers of Accelerate and DeepSpeed."""
+    while is_wrapper(optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def is_wrapper(optimizer: Any) -> bool:
+    """Whether it is a wrapper of Accelerate or DeepSpeed. A recipe's own optimizer may also have an `optimizer`."""
+    if isinstance(optimizer, AcceleratedOptimizer):
+        return True
+    deepspeed = sys.modules.get("deepspeed.runtime.base_optimizer")
+    return deepspeed is not None and isinstance(optimizer, deepspeed.DeepSpeedOptimizer)
+
+
+def wrapped_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that an optimizer holds in its attributes, also in lists and dicts; innermost last."""
+    found = [optimizer]
+    for outer in found:
+        for value in vars(outer).values():
+            values = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            )
+            found += [one for one in values if isinstance(one, torch.optim.Optimizer) and one not in found]
+    return found[1:]
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Sets the rate of every parameter group; `optimizer` may be what `accelerator.prepare` returned."""
+    """Sets the learning rate; `optimizer` may be the object that `accelerator.prepare` returned.
+
+    A group keeps its ratio to the others: `rate_ratio` of the group or, in an optimizer from elsewhere, the group's own
+    rate divided by the optimizer's, as they are at the first call.
+    """
     for group in optimizer.param_groups:
-        group["lr"] = value
+        if "rate_ratio" not in group:
+            own = getattr(inner_optimizer(optimizer), "defaults", {}).get("lr") or group["lr"]
+            group["rate_ratio"] = group["lr"] / own if own else 1.0
+        group["lr"] = value * group["rate_ratio"]
+
+
+def check_rate(optimizer: torch.optim.Optimizer) -> None:
+    """Checks that `set_learning_rate` reaches every group that trains. optimizer: of `accelerator.prepare`.
+
+    Raises UserError: an optimizer inside another one has groups of its own.
+    """
+    inner = inner_optimizer(optimizer)
+    groups = [(one, group) for one in (inner, *wrapped_optimizers(inner)) for group in one.param_groups]
+    before = [group["lr"] for _, group in groups]
+    set_learning_rate(optimizer, probe := 0.12345)
+    missed = [
+        one for one, group in groups if group["params"] and group["lr"] != probe * group.get("rate_ratio", math.nan)
+    ]
+    for (_, group), rate in zip(groups, before, strict=True):
+        group["lr"] = rate
+    if missed:
+        raise UserError(
+            f"optimizer {type(inner).__name__}: the learning rate does not reach the "
+            f"{type(missed[0]).__name__} inside; share the groups: "
+            "self.param_groups = [*first.param_groups, *second.param_groups]"
+        )

@@ -1,18 +1,21 @@
-"""Asked to stop: SIGTERM, SIGINT or SIGUSR1 lets the current update end; then a checkpoint is written.
+"""Asked to stop: SIGTERM, SIGINT, SIGUSR1 or SIGHUP lets the current update end; then a checkpoint is written.
 
-The ranks agree once an update, after its last backward: a request that comes later lets the next update end too.
+The ranks agree once an update, after its last backward: a request that comes later lets the next update end too. In an
+evaluation, which may take much longer, they agree about once a second, and break it off.
 """
 
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-import psutil
+from common import launcher
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 # The status of a run that was asked to stop and can be continued with --resume: EX_TEMPFAIL of sysexits.h, "try again".
 # Not 0 (finished), 1 (failed), 2 (a mistake in the command), and not 128 + n (ended by a signal, nothing saved).
@@ -33,6 +36,15 @@ def keep_requests() -> None:
     signal.signal(signal.SIGUSR1, _note_early)
 
 
+def _ignores_hangup() -> bool:
+    """Returns whether this process was started to survive the end of its terminal, as by nohup.
+
+    torchrun ends its processes on SIGHUP even if it was started by nohup: what then comes from it is a request to stop.
+    """
+    handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGHUP") if "TORCHELASTIC_RUN_ID" in os.environ else ""
+    return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and "SIGHUP" not in handled
+
+
 class StopRequests:
     """A `with` block in which the signals only set `asked`. The third of the same signal acts as it would outside.
 
@@ -43,17 +55,12 @@ class StopRequests:
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}
         self.before: dict[int, Any] = {}
-        self.launcher: int | None = None
         self.keeps = signal.getsignal(signal.SIGUSR1) == _note_early
 
     def __enter__(self) -> "StopRequests":
-        parent = psutil.Process().parent()
-        try:
-            if parent is not None and any("accelerate" in part or "torchrun" in part for part in parent.cmdline()):
-                self.launcher = parent.pid
-        except psutil.Error:  # ended meanwhile, or another user's
-            pass
         for number in SIGNALS:
+            if number == signal.SIGHUP and _ignores_hangup():
+                continue
             self.before[number] = signal.signal(number, self._note)
             if self.before[number] == _note_early:
                 self.before[number] = signal.SIG_DFL
@@ -78,14 +85,42 @@ class StopRequests:
             signal.signal(number, self.before[number])
             again = "; the third one ends it at once" if self.before[number] != signal.SIG_IGN else ""
         # Not print: the signal may have come in the middle of another one.
-        line = f"{signal.Signals(number).name}: stopping after this update or the next{again}\n"
+        line = f"{signal.Signals(number).name}: saving and stopping{again}\n"
         with suppress(OSError):  # the reader of a pipe may have ended by the same signal
             os.write(sys.stderr.fileno(), line.encode())
 
     @property
     def asked(self) -> bool:
         """Whether this rank was asked, or its launcher is gone; the other ranks may not know."""
-        return bool(self.counts) or (self.launcher is not None and os.getppid() != self.launcher)
+        return bool(self.counts) or launcher.has_died()
+
+
+class StopVotes:
+    """Lets the ranks agree, between the micro-batches of an evaluation, that it ends; called alike on all of them.
+
+    The ranks sum their requests about once per `SECONDS`: how many micro-batches that is follows from numbers that all
+    of them have.
+    """
+
+    SECONDS = 1.0
+
+    def __init__(self, requests: StopRequests, sum_over_ranks: Callable[..., list[float]], num_ranks: int):
+        """sum_over_ranks: sums each of its arguments over the ranks, without waiting for a device."""
+        self.requests, self.sum_over_ranks, self.num_ranks = requests, sum_over_ranks, num_ranks
+        self.interval = self.left = 1  # micro-batches between two sums, and until the next one
+        self.last = time.monotonic()
+
+    def are_for_stop(self, now: bool = False) -> bool:
+        """Returns whether any rank is to stop, as far as the ranks have exchanged it; `now`: they exchange it."""
+        self.left -= 1
+        if self.left > 0 and not now:
+            return False
+        milliseconds = int(1000 * (time.monotonic() - self.last))
+        num_asked, total = self.sum_over_ranks(self.requests.asked, milliseconds)
+        fitting = int(self.interval * self.SECONDS / max(1e-3, total / 1000 / self.num_ranks))
+        self.interval = self.left = max(1, min(2 * self.interval, fitting))
+        self.last = time.monotonic()
+        return num_asked > 0
 
 
 def ignore_signals(_: int) -> None:

@@ -1,5 +1,6 @@
 """Saving and resuming: what a run goes on from and forgets, a disk that fails or is slow, a kill within a save."""
 
+import contextlib
 import errno
 import itertools
 import json
@@ -16,7 +17,9 @@ import torch
 from changes import RANK, after, before, change
 from common import files
 from common.checkpoint import layouts, resume, save, write
+from common.data import hub
 from common.files import PAGE
+from common.parallel import liveness
 from common.training import batching, optimizers
 
 
@@ -55,6 +58,38 @@ def forget(what):
             return sample_ids(update - min(first[1:] or [update]), *args, **settings)
 
         change(batching, "sample_ids_of", from_start)
+
+
+def hide(how):
+    """[rank, pattern, whole]: that rank sees no file of such a name when it lists a directory; if whole, in no way."""
+    rank, pattern, whole = how
+    if RANK != rank:
+        return
+    listdir, scandir, stat = os.listdir, os.scandir, os.stat
+
+    def is_hidden(path):
+        return isinstance(path, str | os.PathLike) and re.fullmatch(pattern, os.path.basename(path)) is not None
+
+    @contextlib.contextmanager
+    def scan(path="."):
+        with scandir(path) as entries:
+            yield (entry for entry in entries if not is_hidden(entry.name))
+
+    def look(path, *args, **kwargs):
+        if is_hidden(path):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return stat(path, *args, **kwargs)
+
+    change(os, "listdir", lambda path=".": [name for name in listdir(path) if not is_hidden(name)])
+    change(os, "scandir", scan)
+    if whole:
+        change(os, "stat", look)
+        change(liveness, "SHARED_TIMEOUT", 1)
+
+
+def note_reads_of_base(file):
+    """Every rank that hashes the weights of a base leaves FILE-RANK."""
+    before(hub, "fingerprint", lambda *_: Path(f"{file}-{RANK}").touch())
 
 
 def memory_of_rank(how):

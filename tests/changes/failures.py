@@ -3,6 +3,7 @@
 import ctypes
 import importlib
 import os
+import shutil
 import signal
 import time
 from datetime import timedelta
@@ -12,12 +13,13 @@ from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker
 
 from changes import RANK, after, before, before_reduce, change
+from common import checks, run
 from common.checkpoint import resume, save
 from common.data import text
 from common.parallel import connect, ending, liveness, loading
 from common.report import settings, tracking
 from common.report.progress import Progress
-from common.training import accumulation
+from common.training import accumulation, stopping
 
 END_RUN = ending.end_run  # which tests/run_recipe.py replaces
 
@@ -38,6 +40,45 @@ def signal_at(when):
         before(Progress, "update", send)
     else:
         before(accumulation, "loss_scale", send)
+
+
+def signal_in_evaluation(when):
+    """[update, micro-batch, rank, signal]: sent in the evaluation after the update, before it computes a micro-batch.
+
+    update: "end" for the evaluation after the loop. The ranks agree before each micro-batch.
+    """
+    update, number, rank, name = when
+    counts = {}
+
+    def send(*_, **__):
+        if torch.is_grad_enabled():
+            return
+        place = liveness.update if liveness.in_loop else "end"
+        counts[place] = counts.get(place, 0) + 1
+        if (place, counts[place], RANK) == (update, number, rank):
+            os.kill(os.getpid(), getattr(signal, name))
+
+    before(run, "send_to_device", send)
+    change(stopping.StopVotes, "SECONDS", 0.0)
+
+
+def start_together(how):
+    """[path, number]: a run takes its output directory when so many are about to; each adds a byte to the file."""
+    path, number = how
+
+    def wait(*_, **__):
+        with open(path, "ab") as file:
+            file.write(b".")
+        while os.path.getsize(path) < number:
+            time.sleep(0.01)
+
+    before(checks, "make_output_dir", wait)
+
+
+def default_output_dir(path):
+    """The default of --output_dir, as if all runs began in one second."""
+    strftime = time.strftime
+    change(time, "strftime", lambda how, *when: path if how.startswith("runs/") else strftime(how, *when))
 
 
 def silence(seconds):
@@ -140,3 +181,14 @@ def no_redaction(_):
     """Secrets are written and printed as they come."""
     for module in (connect, ending, tracking, settings):
         change(module, "redact", lambda value: value)
+
+
+def lose_output_dir(how):
+    """[directory, update, new path]: somebody moves it while rank 0 computes the update; deletes it without a path."""
+    directory, update, target = how
+
+    def lose(_, number):
+        if (number, RANK) == (update, 0):
+            shutil.move(directory, target) if target else shutil.rmtree(directory)
+
+    before_reduce(lose)

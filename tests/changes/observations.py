@@ -18,9 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from changes import RANK, UNDO, after, before_reduce, change
 from common import run
-from common.checkpoint import layouts
 from common.parallel import connect, loading, tensor
 from common.report.progress import Progress
+from common.training import optimizers
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_COUNTED = {  # by torch: functions of shapes
@@ -172,7 +172,7 @@ def measure_state(path):
         return tensor.numel() * tensor.element_size()
 
     def measure(accelerator, _):
-        optimizer = layouts.inner_optimizer(accelerator._optimizers[0])
+        optimizer = optimizers.inner_optimizer(accelerator._optimizers[0])
         states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
         weights = accelerator.unwrap_model(accelerator._models[0]).parameters()
         # ZeRO-3 leaves nothing in a parameter but its share beside it.
@@ -287,3 +287,14 @@ def note_attention(path):
 
     UNDO.callback(torch._dynamo.reset)
     change(torch.nn.Module, "compile", lambda self, **options: original(self, backend=backend, **options))
+
+
+def expect_status(expected):
+    """[output directory, status]: how the run must have ended, by its run.json; the launch fails if it has not."""
+    directory, status = expected
+
+    def look():
+        found = json.loads(Path(directory, "run.json").read_text())["status"]
+        assert found == status, f"{directory}: {found}, not {status}"
+
+    UNDO.callback(look)

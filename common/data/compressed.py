@@ -1,0 +1,66 @@
+"""How is a compressed file read? Every member and frame of it, and one that is cut off is an error."""
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import IO
+
+from common.data.rows import file_type
+
+PIECE_BYTES = 1 << 16  # that are unpacked at once
+
+
+def can_unpack(compression: str) -> bool:
+    """Whether this Python has the module for a value of `rows.COMPRESSIONS`."""
+    if compression == "zstd":
+        return find_spec("zstandard") is not None
+    from fsspec.compression import available_compressions  # here because few files are compressed
+
+    return compression in available_compressions()
+
+
+@contextmanager
+def open_binary(path: str) -> Iterator[IO[bytes]]:
+    """The bytes of a file, unpacked as its extension says. Reading raises EOFError where the file is cut off."""
+    compression = file_type(path)[1]
+    with open(path, "rb") as raw:
+        if compression is None:
+            yield raw
+        elif compression == "zstd":
+            yield io.BufferedReader(_ZstandardFrames(raw), PIECE_BYTES)
+        else:
+            from fsspec.compression import compr
+
+            with compr[compression](raw, mode="rb") as file:
+                yield file
+
+
+class _ZstandardFrames(io.RawIOBase):
+    """The contents of all frames; the reader of `zstandard`, also fsspec's, takes a file that is cut off as whole."""
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        import zstandard
+
+        self.raw, self.unpacked, self.error = raw, memoryview(b""), zstandard.ZstdError
+        self.unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # as `zstd --long=31` writes
+        self.frame, self.packed = None, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        while not self.unpacked and (packed := self.packed or self.raw.read(PIECE_BYTES)):
+            self.frame = self.frame or self.unpacker.decompressobj()
+            try:
+                self.unpacked = memoryview(self.frame.decompress(packed))
+            except self.error as error:
+                raise OSError(str(error)) from error
+            self.packed = self.frame.unused_data
+            if self.frame.eof:
+                self.frame = None
+        if not self.unpacked and self.frame is not None:
+            raise EOFError("Compressed file ended before the end of a frame")
+        size = min(len(buffer), len(self.unpacked))
+        buffer[:size], self.unpacked = self.unpacked[:size], self.unpacked[size:]
+        return size

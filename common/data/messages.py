@@ -1,0 +1,190 @@
+"""Which messages does a row hold, which of them are learned, and which functions may they call?
+
+Data sets write the same conversation in several ways; here it gets one form. Arrow (Parquet, `datasets`) gives each
+object the keys of all others, as nulls: these are left out. Arguments of a tool call are objects, also if they were
+written as JSON. A system text and earlier turns in columns of their own become messages.
+"""
+
+import json
+from collections import Counter
+from typing import Any, NamedTuple
+
+from common.data.columns import text_of
+from common.data.rows import Row
+from common.errors import UserError
+
+Message = dict[str, Any]
+# Keys by which other tools say whether a turn is learned: OpenAI (weight), axolotl (train, training), ms-swift (loss).
+TRAINING_KEYS = ("weight", "train", "training", "loss", "loss_mask")
+
+
+class Chat(NamedTuple):
+    """A conversation: its messages without TRAINING_KEYS, whether each is learned, and the functions it may call."""
+
+    where: str
+    messages: list[Message]
+    is_learned: list[bool]
+    tools: list[dict[str, Any]] | None
+
+
+def read_chat(row: Row, column: str, counts: Counter) -> Chat:
+    """The conversation in a column, and in `tools` its functions. `counts` gets what is left out of them."""
+    messages, is_learned = messages_of(row, column, counts), []
+    for message in messages:
+        said = _is_wanted(message, f"{row.where}: column {column}")
+        is_learned.append(message["role"] == "assistant" and said is not False)
+        counts["learned in vain"] += bool(said) and message["role"] != "assistant"
+    plain = [{key: one for key, one in message.items() if key not in TRAINING_KEYS} for message in messages]
+    return Chat(row.where, plain, is_learned, _tools_of(row, counts))
+
+
+def _is_wanted(message: Message, where: str) -> bool | None:
+    """Whether the message says that it is learned; None if it does not say."""
+    found = {key: message[key] for key in TRAINING_KEYS if key in message}
+    told = f"{where} has a message of {message['role']} with " + " and ".join(f"{k} {v!r}" for k, v in found.items())
+    if any(value not in (0, 1) for value in found.values()):
+        raise UserError(f"{told}; only 0 (context) and 1 (learned) are known: write one of them, or remove the key")
+    if len(set(map(bool, found.values()))) > 1:
+        raise UserError(f"{told}, which contradict each other; keep one of them")
+    return bool(next(iter(found.values()))) if found else None
+
+
+def messages_of(row: Row, column: str = "messages", counts: Counter | None = None) -> list[Message]:
+    messages = row.values.get(column)
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise UserError(f'{row.where}: column {column} is not a list of {{"role": ..., "content": ...}}; mend the row')
+    # Its own nulls say nothing: Parquet gives every message the keys of all; templates ask whether a key is there.
+    present = [
+        {key: _without_nulls(value, counts) for key, value in message.items() if value is not None}
+        for message in messages
+    ]
+    if empty := next((one for one in present if one.keys() - TRAINING_KEYS == {"role"}), None):
+        raise UserError(f"{row.where}: column {column} has a message of {empty['role']} without content; mend the row")
+    return [message | _joined(message, f"{row.where}: column {column}") | _called(message) for message in present]
+
+
+def _without_nulls(value: Any, counts: Counter | None) -> Any:
+    """Without the keys of objects, at any depth, whose value is null."""
+    if isinstance(value, list):
+        return [_without_nulls(one, counts) for one in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {key: _without_nulls(one, counts) for key, one in value.items() if one is not None}
+    if counts is not None:
+        counts["nulls"] += len(value) - len(kept)
+    return kept
+
+
+def _joined(message: Message, where: str) -> dict[str, str]:
+    """The content of a message that has it in parts, as one text: many templates would write a list as Python does."""
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return {}
+    texts = [one.get("text") for one in parts if isinstance(one, dict) and one.get("type") == "text"]
+    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+        raise UserError(f"{where} has a message with parts that are no text; leave the row out, or write them as text")
+    return {"content": "".join(texts)}
+
+
+def _from_json(value: Any, kind: type) -> Any:
+    """A value that was written as JSON of this kind; any other as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        read = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return read if isinstance(read, kind) else value
+
+
+def _called(message: Message) -> Message:
+    """The message's tool calls as objects, where they or their arguments were written as JSON."""
+    calls = _from_json(message.get("tool_calls"), list)
+    if not isinstance(calls, list):
+        return {}
+
+    def read(call: Any) -> Any:
+        if not isinstance(call, dict):
+            return call
+        inner = {"function": read(call["function"])} if isinstance(call.get("function"), dict) else {}
+        own = {"arguments": _from_json(call["arguments"], dict)} if "arguments" in call else {}
+        return call | inner | own
+
+    return {"tool_calls": [read(call) for call in calls]}
+
+
+def arguments_of(messages: list[Message]) -> list[dict[str, Any]]:
+    """The arguments, as objects, of all tool calls."""
+    calls = (call for message in messages for call in message.get("tool_calls") or () if isinstance(call, dict))
+    functions = (call["function"] if isinstance(call.get("function"), dict) else call for call in calls)
+    return [one["arguments"] for one in functions if isinstance(one.get("arguments"), dict)]
+
+
+def with_json_arguments(messages: list[Message]) -> list[Message]:
+    """The messages with the arguments of tool calls as JSON, for templates that join them to a text."""
+
+    def write(value: Any) -> Any:
+        if isinstance(value, list):
+            return [write(one) for one in value]
+        if not isinstance(value, dict):
+            return value
+        return {
+            key: json.dumps(one, ensure_ascii=False) if key == "arguments" and isinstance(one, dict) else write(one)
+            for key, one in value.items()
+        }
+
+    return [
+        message | ({"tool_calls": write(message["tool_calls"])} if "tool_calls" in message else {})
+        for message in messages
+    ]
+
+
+def function_names(message: Message) -> list[str]:
+    """The names of the functions that a message calls."""
+    calls = message.get("tool_calls")
+    calls = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    functions = (call["function"] if isinstance(call.get("function"), dict) else call for call in calls)
+    return [one["name"] for one in functions if isinstance(one.get("name"), str)]
+
+
+def _tools_of(row: Row, counts: Counter) -> list[dict[str, Any]] | None:
+    tools = _from_json(row.values.get("tools"), list)
+    if tools is None or tools in ("", []):
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UserError(f"{row.where}: column tools is neither a list of functions nor JSON of one; mend the row")
+    return _without_nulls(tools, counts)
+
+
+def with_system(row: Row, messages: list[Message]) -> list[Message]:
+    """The messages behind the row's text in its column `system`, if there is one."""
+    if row.values.get("system") in (None, ""):
+        return messages
+    system = text_of(row, "system")
+    if messages and isinstance(messages[0], dict) and messages[0].get("role") in ("system", "developer"):
+        if messages[0].get("content") == system:
+            return messages
+        raise UserError(f"{row.where}: has a system text in column system and another in its messages; keep one")
+    return [{"role": "system", "content": system}, *messages]
+
+
+def history_of(row: Row) -> list[Message]:
+    """The turns before the row's own, from its column `history`: pairs of a question and its answer."""
+    rounds = row.values.get("history") or []
+    if not isinstance(rounds, list) or not all(
+        isinstance(one, list | tuple) and len(one) == 2 and all(isinstance(text, str) for text in one) for one in rounds
+    ):
+        raise UserError(f"{row.where}: column history is not a list of pairs, [question, answer]; mend the row")
+    roles = ("user", "assistant")
+    return [{"role": role, "content": text} for one in rounds for role, text in zip(roles, one, strict=True)]
+
+
+def texts_of(row: Row, columns: tuple[str, ...]) -> list[str]:
+    texts = []
+    for column in columns:
+        if column != "messages" and not isinstance(row.values.get(column), list):
+            texts.append(text_of(row, column))
+        else:
+            contents = [message.get("content") for message in messages_of(row, column)]
+            texts += [content for content in contents if isinstance(content, str)]
+    return texts

@@ -1,0 +1,43 @@
+"""The launcher of this process, recorded when `common` is first imported: it may end long before the loop begins."""
+
+import os
+from pathlib import PurePath
+
+import psutil
+
+
+def find_launch_words(command: list[str]) -> list[str] | None:
+    """Returns the words after `accelerate launch` in the command line of a process, or None if it runs no launch."""
+    for at, word in enumerate(command):
+        name = PurePath(word).name
+        if name == "accelerate" and command[at + 1 : at + 2] == ["launch"]:
+            return command[at + 2 :]
+        if name == "accelerate-launch" or word == "accelerate.commands.launch":
+            return command[at + 1 :]
+    return None
+
+
+def is_launcher(command: list[str]) -> bool:
+    """Returns whether a command line is that of `accelerate launch` or `torchrun`."""
+    is_torchrun = any(
+        PurePath(word).name == "torchrun" or word in ("torch.distributed.run", "torch.distributed.launch")
+        for word in command
+    )
+    return is_torchrun or find_launch_words(command) is not None
+
+
+def _find_parent() -> int | None:
+    """Returns the process ID of the parent if it is a launcher."""
+    try:
+        parent = psutil.Process().parent()
+        return parent.pid if parent is not None and is_launcher(parent.cmdline()) else None
+    except psutil.Error:  # it has ended, or is another user's
+        return None
+
+
+LAUNCHER = _find_parent()
+
+
+def has_died() -> bool:
+    """Returns whether the launcher that started this process has ended."""
+    return LAUNCHER is not None and os.getppid() != LAUNCHER

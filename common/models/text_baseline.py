@@ -1,0 +1,52 @@
+"""A baseline for classified texts: TF-IDF of their tokens with logistic regression, in seconds on one process."""
+
+import warnings
+
+import numpy as np
+from scipy.sparse import csr_matrix
+
+from common.training.batching import Samples
+
+# Limits of its time and memory, whatever the data: rows, rows x labels, weights, tokens of a text, iterations.
+MOST_ROWS, MOST_ANSWERS, MOST_WEIGHTS, MOST_TOKENS, MOST_ITERATIONS = 10_000, 500_000, 1_000_000, 512, 100
+
+
+def measure(train: Samples, held_out: Samples, num_labels: int, seed: int) -> dict[str, float]:
+    """Held-out accuracy and the number of texts that it was trained and measured on.
+
+    It reads the tokens that the model reads, at most the first `MOST_TOKENS` of a text, and a random part of the texts
+    if there are many. Without two labels among them it returns nothing. No random number of the run is drawn.
+    """
+    from sklearn.exceptions import ConvergenceWarning  # here because it takes seconds
+    from sklearn.feature_extraction.text import TfidfTransformer
+    from sklearn.linear_model import LogisticRegression
+
+    rng, most_rows = np.random.default_rng(seed), min(MOST_ROWS, max(MOST_ANSWERS // num_labels, 1))
+    (texts, labels), (held_out_texts, expected) = (_read(one, most_rows, rng) for one in (train, held_out))
+    if len(np.unique(labels)) < 2:
+        return {}
+    size = max(max(int(ids.max()) for ids in one) for one in (texts, held_out_texts)) + 1
+    counts, held_out_counts = (_count(one, size) for one in (texts, held_out_texts))
+    kept = np.argsort(-counts.getnnz(axis=0), kind="stable")[: max(MOST_WEIGHTS // num_labels, 1)]
+    weigh, model = TfidfTransformer(sublinear_tf=True), LogisticRegression(C=10, max_iter=MOST_ITERATIONS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # a baseline may stop early
+        model.fit(weigh.fit_transform(counts[:, kept]), labels)
+    accuracy = model.score(weigh.transform(held_out_counts[:, kept]), expected)
+    return {"tfidf_accuracy": float(accuracy), "tfidf_texts": len(labels), "tfidf_held_out_texts": len(expected)}
+
+
+def _read(samples: Samples, most: int, rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
+    """Token ids and labels of all samples, or of a random `most`."""
+    total = len(samples)
+    rows = np.arange(total) if total <= most else np.sort(rng.choice(total, most, replace=False))
+    read = [samples[int(row)] for row in rows]
+    return [ids[:MOST_TOKENS] for ids, *_ in read], np.array([target for *_, target in read])
+
+
+def _count(texts: list[np.ndarray], size: int) -> csr_matrix:
+    """How often each text has each token, (texts, size)."""
+    ends = np.cumsum([0, *map(len, texts)])
+    counts = csr_matrix((np.ones(ends[-1]), np.concatenate(texts), ends), shape=(len(texts), size))
+    counts.sum_duplicates()
+    return counts

@@ -1,0 +1,57 @@
+"""Detects a classifier or regression whose training loss stays at that of a constant answer."""
+
+import math
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+CHECKED_AT = 100  # updates; a shorter run is checked at its end
+WINDOW = 50  # updates, whose losses are averaged
+FEWEST = 20  # losses to average
+MARGIN = 0.97  # of the constant answer's loss; below it the model has begun to use its inputs
+
+
+def constant_loss(samples: Any) -> float | None:
+    """Mean loss of the best answer that is the same for all samples; None for samples without labels.
+
+    It is the entropy of the labels, at most ln(number of labels), or the variance of the numbers of a regression.
+    Mixed sources count by their weights.
+    """
+    parts = list(samples.parts.values()) if hasattr(samples, "parts") else [samples]
+    labels = [getattr(part, "labels", None) for part in parts]
+    if any(one is None for one in labels):
+        return None
+    mixing = getattr(samples, "mixing", None)
+    shares = mixing.weights if mixing else [len(one) for one in labels]
+    weights = np.concatenate([np.full(len(one), share / len(one)) for one, share in zip(labels, shares, strict=True)])
+    weights, values = weights / weights.sum(), np.concatenate(labels)
+    if values.dtype.kind == "f":
+        return float(weights @ (values - weights @ values) ** 2)
+    frequencies = np.bincount(values, weights=weights)
+    frequencies = frequencies[frequencies > 0]
+    return float(-frequencies @ np.log(frequencies))
+
+
+class ChanceCheck:
+    """Looks once at the losses of a run, which are on the host already."""
+
+    def __init__(self, samples: Any, num_updates: int) -> None:
+        self.constant = constant_loss(samples)
+        self.due, self.losses = min(CHECKED_AT, num_updates), deque(maxlen=WINDOW)
+
+    def note(self, update: int, loss: float) -> str | None:
+        """Takes the loss of an update, of which `update` are done; a line to print if the loss stays at chance."""
+        if not self.constant or not math.isfinite(loss):
+            return None
+        self.losses.append(loss)
+        if update < self.due or len(self.losses) < FEWEST:
+            return None
+        constant, self.constant = self.constant, None
+        mean = sum(self.losses) / len(self.losses)
+        if mean < MARGIN * constant:
+            return None
+        return (
+            f"update {update}: the training loss is still at chance: {mean:.4f} over the last {len(self.losses)} "
+            f"updates, {constant:.4f} for the best constant answer; try a higher --learning_rate, or check the labels"
+        )

@@ -1,0 +1,80 @@
+"""What the training of a run took, summed over all its starts.
+
+Each update counts once, in the start whose result the run kept. A start that is killed loses the updates after its
+last checkpoint: they are made again, and their time and tokens are summed apart, from the lines of metrics.jsonl that
+the resumed run removes. The totals are saved in every checkpoint, next to the position.
+"""
+
+from typing import Any
+
+import torch
+
+
+class Totals:
+    """The totals of a run. `saved` is the dict that a checkpoint holds; it is empty in checkpoints of older versions.
+
+    All values are sums over updates: their number, seconds, tokens, computed tokens with padding, FLOPs of the model,
+    seconds of waiting for data, work per rank; repeated_*: of updates that were made again.
+    """
+
+    def __init__(self, saved: dict[str, Any]):
+        self.saved = saved
+
+    def get(self, name: str) -> float:
+        return self.saved.get(name, 0)
+
+    def add(self, batch: Any, **sums: float) -> None:
+        """Counts one update. Work per rank is only summed while the number of ranks stays the same."""
+        sums |= {"updates": 1, "tokens": int(batch.num_tokens), "processed": int(batch.num_processed)}
+        for name, value in sums.items():
+            self.saved[name] = self.get(name) + value
+        work = torch.tensor(self.saved.get("rank_work", []), dtype=torch.float64)
+        work = work + batch.rank_work if len(work) == len(batch.rank_work) else batch.rank_work
+        self.saved["rank_work"] = work.tolist()
+
+    def repeated(self) -> dict[str, float]:
+        """The part that run.json keeps: a start that is killed before its first checkpoint saves no totals."""
+        return {name: value for name, value in self.saved.items() if name.startswith("repeated_")}
+
+    def add_repeated(self, lines: list[dict[str, Any]], known: dict[str, float]) -> None:
+        """Counts the removed lines of metrics.jsonl. Lines of older versions have no seconds.
+
+        known: the sums of the starts before, as run.json has them.
+        """
+        for name, value in known.items():
+            self.saved[name] = max(self.get(name), value)
+        for line in lines:
+            if isinstance(seconds := line.get("seconds"), int | float):
+                self.saved["repeated_seconds"] = self.get("repeated_seconds") + seconds
+                tokens = seconds * (line.get("tokens_per_second") or 0)
+                self.saved["repeated_tokens"] = self.get("repeated_tokens") + tokens
+                self.saved["repeated_updates"] = self.get("repeated_updates") + 1
+
+    def figures(self) -> dict[str, Any]:
+        """For the results."""
+        seconds = self.get("seconds") + self.get("repeated_seconds")
+        tokens, processed = self.get("tokens"), self.get("processed")
+        work = self.saved.get("rank_work", [])
+        return {
+            "training_seconds": seconds,
+            "tokens_per_second": (tokens + self.get("repeated_tokens")) / seconds if seconds else 0.0,
+            "timed_updates": self.get("updates"),
+            "repeated_updates": self.get("repeated_updates"),
+            "repeated_seconds": self.get("repeated_seconds"),
+            # Of the tokens that all ranks processed; and how much more work the busiest of them had than the idlest.
+            "padding_share": 1 - tokens / processed if processed else 0.0,
+            "work_difference": max(work) / min(work) - 1 if work else 0.0,
+            "waiting_for_data": self.get("waited") / self.get("seconds") if self.get("seconds") else 0.0,
+        }
+
+
+def describe(results: dict[str, Any], num_starts: int) -> str:
+    """The time, what it covers, and the throughput, in words."""
+    text = f"trained in {results['training_seconds']:.0f} s"
+    parts = [f"{num_starts} starts"] if num_starts > 1 else []
+    if repeated := results.get("repeated_updates"):
+        parts.append(f"{results['repeated_seconds']:.0f} s for {repeated:,} updates that were made again")
+    if (timed := results.get("timed_updates", results["updates"])) < results["updates"]:
+        parts.append(f"{timed:,} of {results['updates']:,} updates: an older version did not save the time of the rest")
+    text += f" ({'; '.join(parts)})" if parts else ""
+    return f"{text}, {results['tokens_per_second']:,.0f} {results['unit']}/s without padding"

@@ -1,0 +1,101 @@
+"""How does a data worker hand a global batch over? As one block of bytes, however many micro-batches there are.
+
+Each tensor that is shared between processes takes a file descriptor, of which a process has 1,024 by default. Where a
+block does not fit the shared memory, or no descriptor is left, it goes through the pipe between the processes.
+"""
+
+import io
+import multiprocessing.queues
+import os
+import pickle
+import resource
+import traceback
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.utils.data import get_worker_info
+
+from common.training.stopping import ignore_signals
+
+ALIGNMENT = 64  # bytes, as torch aligns a tensor of its own
+MOST_FILES = 65536  # a limit without end lets some programs try each number
+
+
+def hand_over(batch: Any) -> Any:
+    """A DataLoader's collate_fn: what arrives in the training process is the batch itself, with the same bits."""
+    return batch if get_worker_info() is None else _Packed(batch)
+
+
+def start_worker(number: int) -> None:
+    """A DataLoader's worker_init_fn. A batch that cannot be sent ends the worker, and with it the run.
+
+    Python would print the error and drop the batch, for which the training process would wait for ever.
+    """
+    ignore_signals(number)
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_worker)
+
+
+def _end_worker(error: BaseException, _: Any) -> None:
+    traceback.print_exception(error)
+    os._exit(1)
+
+
+def raise_file_limit() -> None:
+    """As many open files as the system lets this process have, without rights of an administrator."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with suppress(OSError, ValueError):  # macOS has a lower limit that it does not tell
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+class _Packed:
+    """A batch on its way: all its tensors in one block. It is unpickled as the batch."""
+
+    def __init__(self, batch: Any) -> None:
+        file = io.BytesIO()
+        packer = _Packer(file)
+        packer.dump(batch)
+        self.rest, self.block = file.getvalue(), torch.empty(packer.size, dtype=torch.uint8)
+        with suppress(RuntimeError):
+            self.block.share_memory_()
+        for start, tensor in packer.tensors:
+            self.block[start : start + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpack, (self.rest, self.block if self.block.is_shared() else bytearray(self.block.numpy()))
+
+
+class _Packer(pickle.Pickler):
+    """Pickles all but the tensors, of which it writes where in the block they are."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[tuple[int, torch.Tensor]] = []
+        self.size = 0
+
+    def persistent_id(self, value: Any) -> tuple[int, torch.dtype, tuple[int, ...]] | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        start = self.size
+        self.tensors.append((start, value))
+        self.size += -(-value.nbytes // ALIGNMENT) * ALIGNMENT
+        return start, value.dtype, tuple(value.shape)
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, rest: bytes, block: torch.Tensor) -> None:
+        super().__init__(io.BytesIO(rest))
+        self.block = block
+
+    def persistent_load(self, place: tuple[int, torch.dtype, tuple[int, ...]]) -> torch.Tensor:
+        start, dtype, shape = place
+        size = torch.Size(shape).numel() * dtype.itemsize
+        return self.block[start : start + size].view(dtype).view(shape)
+
+
+def _unpack(rest: bytes, block: torch.Tensor | bytearray) -> Any:
+    return _Unpacker(
+        rest, block if isinstance(block, torch.Tensor) else torch.frombuffer(block, dtype=torch.uint8)
+    ).load()

@@ -1,0 +1,125 @@
+"""Optimizers that a user may put in the place of the recipe's."""
+
+import itertools
+
+import torch
+from transformers.optimization import Adafactor
+
+from changes import change
+from common.training import optimizers
+
+
+class AdamWithMean(torch.optim.AdamW):
+    """Also keeps a mean of each weight, and a number of its own in a tensor."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for p in itertools.chain(*(group["params"] for group in self.param_groups)):
+            if state := self.state.get(p):
+                state.setdefault("mean", torch.zeros_like(p)).lerp_(p, 0.1)
+                state["weight_sum"] = state.get("weight_sum", torch.zeros((), dtype=torch.float64)) + 0.1
+                p.mul_(1 - 1e-3 * state["weight_sum"].item()).add_(state["mean"], alpha=1e-3)
+
+
+class OwnSGD(torch.optim.SGD):
+    pass
+
+
+class OwnNAdam(torch.optim.NAdam):
+    """With a product of momenta in a tensor."""
+
+
+class OwnAdafactor(torch.optim.Adafactor):
+    pass
+
+
+class OwnTransformersAdafactor(Adafactor):
+    pass
+
+
+class Two(torch.optim.Optimizer):
+    """Muon for the hidden matrices and AdamW for the rest; their groups are shared, and their state is or is not."""
+
+    def __init__(self, groups, lr, shares="all"):
+        matrices = [p for group in groups for p in group["params"] if p.ndim == 2 and max(p.shape) < 1000]
+        others = [p for group in groups for p in group["params"] if not any(p is one for one in matrices)]
+        self.inside = [torch.optim.Muon(matrices, lr=lr), torch.optim.AdamW(others, lr=lr)]
+        super().__init__([*matrices, *others], {"lr": lr})
+        if shares != "nothing":
+            self.param_groups = [group for one in self.inside for group in one.param_groups]
+        if shares == "all":
+            for one in self.inside:
+                one.state = self.state
+
+    def step(self, closure=None):
+        for one in self.inside:
+            one.step()
+
+
+class Hidden(torch.optim.Optimizer):
+    """Keeps its momentum where nobody looks."""
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, {"lr": lr})
+        self.momenta = {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum = self.momenta.setdefault(id(p), torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+                p.sub_(momentum, alpha=group["lr"])
+
+
+class OnlyMatrices(torch.optim.Optimizer):
+    """Momentum for what is decayed; the rest has none."""
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.ndim > 1:
+                    moved = self.state[p].setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+                else:
+                    moved = p.grad
+                p.sub_(moved, alpha=group["lr"])
+
+
+def _own_8bit(groups, lr):
+    import bitsandbytes
+
+    class Own(bitsandbytes.optim.AdamW8bit):
+        pass
+
+    return Own(groups, lr=lr, betas=(0.9, 0.95))
+
+
+MADE = {
+    "mean": AdamWithMean,
+    "sgd": lambda groups, lr: OwnSGD(groups, lr=lr, momentum=0.9),
+    "no_state": lambda groups, lr: OwnSGD(groups, lr=lr),
+    "nadam": OwnNAdam,
+    "adafactor": OwnAdafactor,
+    "transformers": lambda groups, lr: OwnTransformersAdafactor(
+        groups, lr=lr, scale_parameter=False, relative_step=False, warmup_init=False
+    ),
+    "8bit": _own_8bit,
+    "two": Two,
+    "two_states": lambda groups, lr: Two(groups, lr, "groups"),
+    "apart": lambda groups, lr: Two(groups, lr, "nothing"),
+    "hidden": Hidden,
+    "matrices": OnlyMatrices,
+}
+
+
+def own_optimizer(name):
+    """A user's optimizer, by its name in MADE."""
+
+    def make(_, model, learning_rate, weight_decay):
+        return MADE[name](optimizers.parameter_groups(model, weight_decay), lr=learning_rate)
+
+    change(optimizers, "make_optimizer", make)
