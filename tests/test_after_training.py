@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT, read_metrics, run_recipe_alone, run_specs, told, write_rows
+from conftest import BIN, ROOT, read_metrics, run, run_recipe_alone, run_specs, told, write_rows
 from safetensors.torch import load_file, save_file
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py"))
@@ -155,6 +155,7 @@ def test_a_run_that_made_no_update_has_failed_also_after_a_resume(rows, nan_mode
     resume = ("--resume", "--allow_changed", "num_updates")
     for updates, more in ((2, ()), (4, resume), (4, resume)):  # the last one has nothing left to train
         result = run_recipe_alone("lm.py", *flags, "--num_updates", updates, *more)
+        assert f"/{updates} [" in result.stderr  # the bar
         assert result.returncode == 1 and "Traceback" not in result.stderr, told(result)
         assert result.stdout.splitlines()[-1].startswith(
             "failed     no update was made: loss or gradient was not finite"
@@ -174,3 +175,10 @@ def test_a_rate_that_spoils_the_weights_and_a_single_skip(rows, tmp_path):
     result = run_specs("lm", [(one, {"nan_loss": [0, 2]}), (one, {})][:1], tmp_path)
     assert "\nskipped    1 of 4 updates, whose loss or gradient was not finite\n" in result.stdout
     assert "failed" not in result.stdout and status_of(tmp_path / "one") == "finished"
+
+
+def test_tqdm_disable_silences_the_bar(rows, tmp_path):
+    """In a Python of its own: tqdm reads its variables when it is imported."""
+    command = [BIN / "python", "recipes/lm.py", *text_flags(rows, tmp_path / "run")]
+    result = run(command, CUDA_VISIBLE_DEVICES="", TQDM_DISABLE=1)
+    assert result.returncode == 0 and "/1 [" not in result.stderr, told(result)

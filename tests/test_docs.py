@@ -22,6 +22,7 @@ from conftest import (
 )
 
 from common import familiar
+from common.checkpoint.export import export
 
 sys.path.append(str(ROOT / "benchmarks"))
 import first_run
@@ -213,7 +214,7 @@ def test_a_broken_command_is_noticed(broken, place):
 # --- the worked example of docs/new_recipe.md
 
 
-DIFF, AUXILIARY = ROOT / "docs/masked.diff", ROOT / "docs/auxiliary.diff"
+DIFF, AUXILIARY, AVERAGE = (ROOT / f"docs/{name}.diff" for name in ("masked", "auxiliary", "average"))
 
 
 def changed(directory, diff):
@@ -283,3 +284,23 @@ def test_an_auxiliary_loss_needs_no_second_forward_and_its_flag_no_second_line(p
     again = ("--resume", "--num_updates", "6", "--allow_changed", "num_updates", "--micro_batch_size", "4")
     result, _ = run_example(place, recipe, "penalty-4", *again, "--penalty", "0.1")
     assert_refused(result, "--penalty is 0.1, the checkpoint's is 0.5; give 0.5")
+
+
+@pytest.mark.parametrize("config", [("cpu",), ("fsdp2", "--mixed_precision", "no")], ids=lambda config: config[0])
+def test_a_state_of_ones_own_is_resumed_bit_for_bit(config, place, tmp_path):
+    """An average of the weights is in the checkpoint, and in model/. Control: it is not the weights."""
+    recipe = changed(tmp_path, AVERAGE)
+    flags = ("--num_updates", "4", "--save_every", "2", "--keep_last", "9", "--average_decay", "0.8")
+    written = []
+    for more in ((), ("--resume",)):
+        result, output_dir = run_example(place, recipe, f"average-{config[0]}", *flags, *more, config=config)
+        assert result.returncode == 0, result.stderr
+        written.append((output_dir / "model/model.safetensors").read_bytes())
+        last = output_dir / "checkpoints/update-000004"
+        names = {name for path in last.glob("rank-*.json") for name in json.loads(path.read_text())["tensors"]}
+        weights = {name.partition("/")[2] for name in names if name.startswith("weight/")}
+        assert weights and {f"optimizer.average/{name}" for name in weights} <= names
+        export(last, tmp_path / f"last-{len(written)}")
+        shutil.rmtree(last)
+    assert written[0] == written[1] != (tmp_path / "last-1/model.safetensors").read_bytes()
+    assert (tmp_path / "last-1/model.safetensors").read_bytes() == (tmp_path / "last-2/model.safetensors").read_bytes()
