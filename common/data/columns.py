@@ -61,21 +61,14 @@ def check_columns(corpus: Corpus, wanted: tuple[str, ...], flags: str = "") -> N
 
 
 def watched(corpus: Corpus, used: tuple[str, ...], optional: tuple[str, ...] = ()) -> Corpus:
-    """The corpus, which notes in `unused` the columns that hold something and are neither `used` nor `optional`.
-
-    An optional column is read if there is one. A column that only later rows have is noted when they are read.
-    """
-    known = {*used, *optional}
+    """The corpus, which notes in `unused` the columns that hold something and are neither `used` nor `optional`."""
+    known = (*used, *(name for name in optional if name not in used))
 
     def rows(_: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
-        wanted = (*used, *(name for name in optional if name in corpus.columns and name not in used))
-        unread = dict.fromkeys(name for name in corpus.columns if name not in known)
-        for row in corpus.rows(wanted, whole_files):
+        for row in corpus.rows(known, whole_files):
             for name in row.values.keys() - known:
-                unread.pop(name, None)
                 corpus.unused[name] += row.values[name] not in (None, "", [], {})
             yield row
-        corpus.unused.update(dict.fromkeys(unread, 1))  # a Parquet file's, of which only the wanted columns are read
 
     return replace(corpus, rows=rows)
 

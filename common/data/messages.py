@@ -170,7 +170,7 @@ def with_system(row: Row, messages: list[Message]) -> list[Message]:
 
 def history_of(row: Row) -> list[Message]:
     """The turns before the row's own, from its column `history`: pairs of a question and its answer."""
-    rounds = row.values.get("history") or []
+    rounds = _from_json(row.values.get("history"), list) or []  # CSV has it as JSON
     if not isinstance(rounds, list) or not all(
         isinstance(one, list | tuple) and len(one) == 2 and all(isinstance(text, str) for text in one) for one in rounds
     ):

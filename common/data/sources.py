@@ -10,6 +10,7 @@ a datetime, the CSV field "003" as 3 and "NA" as None) and names neither the fil
 
 import glob
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,13 +92,27 @@ def _open_files(paths: list[str], source: Source) -> Corpus:
     stats = [(str(Path(path).resolve()), Path(path).stat()) for path in paths]
     identity = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
     name = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
-    columns = tuple(next(read_file(paths[0], source.text_column, None, True)).values)
+    columns, unused = tuple(next(read_file(paths[0], source.text_column, None, True)).values), Counter()
 
     def rows(wanted: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
         for path in paths:
-            yield from read_file(path, source.text_column, wanted, whole_files)
+            yield from read_file(path, source.text_column, _present(path, wanted, unused), whole_files)
 
-    return Corpus(name, identity, columns, rows, file_classes(paths[0]))
+    return Corpus(name, identity, columns, rows, file_classes(paths[0]), unused)
+
+
+def _present(path: str, wanted: tuple[str, ...], unused: Counter[str]) -> tuple[str, ...]:
+    """The wanted columns that a Parquet file has, or all if it has none. `unused` gets those that are never read."""
+    if file_type(path)[0] != ".parquet":
+        return wanted
+    import pyarrow.parquet
+
+    try:
+        names = pyarrow.parquet.read_schema(path).names
+    except (OSError, pyarrow.ArrowException):  # reported by the reader
+        return wanted
+    unused.update(dict.fromkeys(set(names) - set(wanted), 1))
+    return tuple(name for name in wanted if name in names) or wanted
 
 
 def _open_dataset(source: Source) -> Corpus:
@@ -110,15 +125,21 @@ def _open_dataset(source: Source) -> Corpus:
     where = f"{name}[{source.split}]"
     classes = {column: kind.names for column, kind in dataset.features.items() if isinstance(kind, ClassLabel)}
 
+    unused: Counter[str] = Counter()
+
     def rows(wanted: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
-        columns = dataset.select_columns(list(wanted))  # leave images and the like on the disk
+        unused.update(dict.fromkeys(set(dataset.column_names) - set(wanted), 1))
+        columns = dataset.select_columns(
+            [name for name in wanted if name in dataset.column_names]
+        )  # leave images and the like on the disk
         for start in range(0, len(columns), 64):
             batch = columns[start : start + 64]
             for offset, values in enumerate(zip(*batch.values(), strict=True)):
                 row = dict(zip(batch, values, strict=True))
                 yield Row(f"{where}[{start + offset}]", with_class_names(row, classes))
 
-    return Corpus(where, [where, dataset._fingerprint, len(dataset)], tuple(dataset.column_names), rows, classes)
+    identity = [where, dataset._fingerprint, len(dataset)]
+    return Corpus(where, identity, tuple(dataset.column_names), rows, classes, unused)
 
 
 def _folder_files(path: Path, source: Source) -> list[str]:

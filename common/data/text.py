@@ -83,7 +83,7 @@ def encode_texts(
         if len(columns) == 2:
             # Nothing comes before a first token, so that it could not be learned.
             given, learned = before + ids[0][number] + behind or [tokenizer.eos_token_id], ids[1][number]
-            counts["empty"] += bool(text) and not texts[1][number]
+            counts["empty"] += bool(text) and not learned
         learned = with_end_of_text(learned, tokenizer.eos_token_id) if text else []
         yield given + learned, [False] * len(given) + [True] * len(learned), text
 
