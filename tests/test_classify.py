@@ -1,5 +1,6 @@
 """The classification recipe: its updates, figures, checkpoints and mistakes, run as a user runs it."""
 
+import argparse
 import csv
 import functools
 import json
@@ -17,7 +18,9 @@ from conftest import (
     assert_mistake,
     assert_same_update,
     launch,
+    launch_command,
     make_model_dir,
+    read_metrics,
     relative_difference,
     results_of,
     run,
@@ -26,6 +29,9 @@ from conftest import (
     stdlib_functions,
 )
 from safetensors.torch import load_file
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoConfig,
@@ -43,14 +49,17 @@ from transformers import (
     XLNetConfig,
 )
 
+from common.checkpoint.identity import differences
 from common.data import labels
 from common.data.rows import Source
 from common.data.tokenizer import train_tokenizer
 from common.errors import UserError
-from common.models import classifiers
+from common.models import classifiers, text_baseline, text_classifier
 from common.models.load import check_model
 from common.report import scores
+from common.report.chance import ChanceCheck, constant_loss
 from common.report.predictions import draw_confusion
+from common.training.fine_tuning_rate import default_rate
 
 SCRIPT = "recipes/classify.py"
 recipe = functools.partial(run_recipe_alone, "classify.py")
@@ -204,8 +213,14 @@ def test_the_model_that_a_run_leaves_gives_the_figures_that_it_printed(one_proce
     assert results["accuracy"] == np.mean([p == t for p, t in zip(predicted, true, strict=True)])
     assert results["macro_f1"] == pytest.approx(np.mean(f1))
     assert results["majority_share"] == max(map(true.count, true)) / 13
+    tokens = functools.partial(tokenizer, truncation=True, max_length=64)
+    vectorizer = TfidfVectorizer(analyzer=lambda text: tokens(text).input_ids, sublinear_tf=True)
+    baseline = make_pipeline(vectorizer, LogisticRegression(C=10))
+    baseline.fit([text for text, *_ in rows[:48]], [label for _, label, _ in rows[:48]])
+    assert results["tfidf_accuracy"] == baseline.score([text for text, *_ in rows[48:]], true)
     for part in (
-        "new head  classifier.bias, classifier.weight",
+        f"TF-IDF and logistic regression on 48 texts: {results['tfidf_accuracy']:.1%} of 13",
+        "new head  classifier.bias, classifier.weight start at random, learning rate 0.01",
         f"accuracy {results['accuracy']:.1%}",
         "3: does, raises, ret",
     ):
@@ -438,8 +453,9 @@ def test_a_head_for_other_labels(one_process, files, tmp_path):
     other = (files / "train.jsonl").read_text().replace('"label": "does"', '"label": "acts"')
     (tmp_path / "other.jsonl").write_text(other)
     own = ["--train_file", tmp_path / "other.jsonl", "--validation_file", tmp_path / "other.jsonl", "--new_head"]
-    own += ["--num_updates", 1, "--learning_rate", 1e-30]
+    own += ["--num_updates", 20, "--learning_rate", 1e-30]
     result = recipe(*flags(files, model, tmp_path / "run", *own))
+    assert result.stdout.count("update 20: the training loss is still at chance") == 1
     assert "new head  classifier.bias, classifier.weight start at random" in result.stdout
     weights = [load_file(path / "model/model.safetensors") for path in (one_process[0], tmp_path / "run")]
     assert not torch.equal(*(one["classifier.weight"] for one in weights))
@@ -447,6 +463,69 @@ def test_a_head_for_other_labels(one_process, files, tmp_path):
     (tmp_path / "two.jsonl").write_text("\n".join(rows))
     result = recipe(*flags(files, model, tmp_path / "two", "--train_file", tmp_path / "two.jsonl", "--dry_run"))
     assert result.returncode == 0 and "3: does, raises, returns" in result.stdout and "new head" not in result.stdout
+    assert_mistake(
+        recipe(*flags(files, model, tmp_path / "no", "--head_learning_rate", 1e-3)),
+        "--head_learning_rate has no effect",
+    )
+
+
+@pytest.mark.parametrize("config", ["fsdp2", "zero3"])
+def test_a_new_head_keeps_its_rate_in_every_mode(config, one_process, files, encoder, tmp_path):
+    """Control: the head at the rate of the others is a different run."""
+    command = launch_command(config, "--mixed_precision", "no")
+    assert run([*command, SCRIPT, *flags(files, encoder, tmp_path / "run")]).returncode == 0
+    losses = [[line["loss"] for line in read_metrics(out)] for out in (one_process[0], tmp_path / "run")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_an_older_checkpoint_of_a_new_head_is_continued_at_its_rate_or_refused():
+    """Its head was trained at the rate of all weights."""
+    settings = {"learning_rate": 1e-3, "lr_schedule": "cosine"}
+    saved = {"model": {}, "tokenizer": "", "dataset": "", "settings": settings}
+    args = argparse.Namespace(allow_changed=[])
+    for rate, expected in ((1e-3, []), (None, []), (1e-2, ["--head_learning_rate is 0.01, the checkpoint's is 0.001"])):
+        now = saved | {"settings": settings | {"head_learning_rate": rate}}
+        lines = list(differences(saved, now, args))
+        assert [line.partition(";")[0] for line in lines] == expected
+
+
+@pytest.mark.parametrize("width, rate", [(32, 3e-4), (384, 2e-4), (768, 5e-5), (1024, 3e-5), (4096, 2e-5)])
+def test_the_default_rate_falls_with_the_width(width, rate, tmp_path):
+    BertConfig(hidden_size=width, num_attention_heads=4).save_pretrained(tmp_path)
+    args = argparse.Namespace(model_name_or_path=str(tmp_path), trust_remote_code=False, lora_rank=None)
+    assert text_classifier.fine_tuning_rate(args) == default_rate(args, text_classifier.fine_tuning_rate) == rate
+    args.learning_rate = rate
+    assert text_classifier.describe_rate(args)["rate"].startswith(f"{rate:g} by default: 5e-05 x (768 / width)^2")
+    args.lora_rank = 8
+    assert default_rate(args, text_classifier.fine_tuning_rate) == 10 * rate
+    assert text_classifier.describe_rate(args) == {}  # it is not the default of an adapter
+
+
+def test_a_loss_at_chance_is_reported_once():
+    """Control: a loss that has fallen is not."""
+    samples = types.SimpleNamespace(labels=np.array([0] * 30 + [1] * 10))
+    entropy = -(0.75 * np.log(0.75) + 0.25 * np.log(0.25))
+    assert constant_loss(samples) == pytest.approx(entropy)
+    mixed = types.SimpleNamespace(parts={"a": samples, "b": types.SimpleNamespace(labels=np.array([1]))})
+    mixed.mixing = types.SimpleNamespace(weights=(2, 1))
+    assert constant_loss(mixed) == pytest.approx(np.log(2))
+    assert constant_loss(types.SimpleNamespace(labels=np.array([1.0, 3.0]))) == 1.0
+    assert constant_loss(object()) is None
+    for level, expected in ((1.02, [100]), (0.9, [])):
+        check = ChanceCheck(samples, 1000)
+        reported = [update for update in range(1, 301) if check.note(update, level * entropy)]
+        assert reported == expected
+
+
+def test_the_baseline_is_bounded(monkeypatch):
+    """A random part of many texts, the same for a seed, and the run's random streams are left alone."""
+    texts = [(np.array([number % 7, number % 2]), None, number % 2) for number in range(400)]
+    monkeypatch.setattr(text_baseline, "MOST_ANSWERS", 100)
+    before = np.random.get_state()[1].tolist()
+    measured = [text_baseline.measure(texts, texts[:30], 2, seed=seed) for seed in (0, 0)]
+    assert measured[0] == measured[1] == {"tfidf_accuracy": 1.0, "tfidf_texts": 50, "tfidf_held_out_texts": 30}
+    assert np.random.get_state()[1].tolist() == before
+    assert text_baseline.measure(texts[:1], texts[:1], 2, seed=0) == {}
 
 
 @pytest.mark.parametrize("new_head", [False, True])

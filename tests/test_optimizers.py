@@ -305,6 +305,34 @@ def test_the_rate_reaches_every_group_through_accelerate():
     torch.testing.assert_close(before - model.bias.detach(), torch.full((4,), 0.125))
 
 
+def test_a_new_head_has_groups_of_its_own_and_keeps_its_ratio():
+    """Also beside an adapter, where peft trains a copy under a longer name. Control: an equal rate has no such group."""
+    model = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 2)})
+    names = ["head.weight", "head.bias"]
+    optimizer = make_optimizer("adamw", model, 1e-3, 0.1, names, 1e-2)
+    groups = {group["name"]: [tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups}
+    assert groups == {"decay": [(4, 4)], "no_decay": [(4,)], "head_decay": [(2, 4)], "head_no_decay": [(2,)]}
+    prepared = Accelerator(cpu=True).prepare(optimizer)
+    for rate in (0.5, 0.125):
+        set_learning_rate(prepared, rate)
+        assert [group["lr"] for group in optimizer.param_groups] == [rate, rate, 10 * rate, 10 * rate]
+    assert [group["name"] for group in parameter_groups(model, 0.1, names)] == ["decay", "no_decay"]
+    adapted = nn.Module()
+    adapted.score = nn.ModuleDict({"modules_to_save": nn.ModuleDict({"default": nn.Linear(4, 2)})})
+    assert [group["name"] for group in parameter_groups(adapted, 0.1, ["score.weight", "score.bias"], 10.0)] == [
+        "head_decay",
+        "head_no_decay",
+    ]
+
+
+def test_an_optimizer_from_elsewhere_keeps_the_ratio_of_its_groups():
+    body, head = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([{"params": body.parameters()}, {"params": head.parameters(), "lr": 0.5}], lr=0.125)
+    for rate in (1.0, 0.25):
+        set_learning_rate(optimizer, rate)
+        assert [group["lr"] for group in optimizer.param_groups] == [rate, 4 * rate]
+
+
 def test_help_can_be_printed():
     """A per cent sign in it would be argparse's format code."""
     parser = arguments.recipe_parser("")
