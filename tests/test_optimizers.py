@@ -306,7 +306,7 @@ def test_the_rate_reaches_every_group_through_accelerate():
 
 
 def test_a_new_head_has_groups_of_its_own_and_keeps_its_ratio():
-    """Also beside an adapter, where peft trains a copy under a longer name. Control: an equal rate has no such group."""
+    """Also with an adapter, where peft trains a copy under a longer name. Control: an equal rate has no such group."""
     model = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 2)})
     names = ["head.weight", "head.bias"]
     optimizer = make_optimizer("adamw", model, 1e-3, 0.1, names, 1e-2)

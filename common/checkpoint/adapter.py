@@ -86,6 +86,10 @@ def merged(directory: Path, manifest: dict[str, Any], adapter: Path) -> Any:
     quantized, own_layers = bool(options), has_own_layers(adapter)
     # The run's configuration, whatever has become of the base's; and its head, whatever size the base's has.
     options |= {"config": _own_config(directory, manifest), "ignore_mismatched_sizes": own_layers}
+    if quantized:
+        with torch.device("meta"):
+            empty = model_class._from_config(options["config"])
+        options["quantization_config"].llm_int8_skip_modules = quantization.find_kept(empty)
     options |= {"revision": was.partition("@")[2]} if "@" in was else {}
     try:
         model = model_class.from_pretrained(base, dtype=torch.float32, **options)

@@ -120,8 +120,12 @@ def _whole_model(directory: Path, weights: dict[str, torch.Tensor], model_class:
     config = model_class.config_class.from_pretrained(directory / "model", local_files_only=True)
     with torch.device("meta"):  # no memory, and no time, for weights that are replaced
         model = model_class._from_config(config, dtype=dtype)
-    _, unexpected = model.load_state_dict(weights, strict=False, assign=True)
-    model.tie_weights()
+    missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
+    tied = set(model.all_tied_weights_keys)
+    model.tie_weights(missing_keys=set(missing), recompute_mapping=False)  # not what was trained apart
+    if tied and not model.all_tied_weights_keys.keys() & tied:
+        for part in (model.config, model.config.get_text_config()):
+            part.tie_word_embeddings = False
     missing = sorted(name for name, p in model.named_parameters(remove_duplicate=False) if p.is_meta)
     require(not unexpected and not missing, f"unexpected: {unexpected[:3]}, missing: {missing[:3]}")
     return model

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import UserError, shorten
+from common.models import quantization
 from common.models.load import build_model, gathered
 from common.parallel.loading import are_imagined, decided_once, without_wrapper
 from common.training.batching import Collate, Samples
@@ -145,6 +146,9 @@ def build_classifier(
         kept = set(_head_parameters(config, trust_remote_code, model_class)) - new_weights
         _draw_again(model, kept)
         new_weights |= kept
+    if "quantization_config" in options:
+        layers = quantization.unquantize_new(model, new_weights)
+        _draw_again(model, {f"{layer}.weight" for layer in layers})
     return model, decided_once(lambda: sorted(new_weights))  # by the ranks that have read the files
 
 

@@ -23,11 +23,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.integrations import unset_hf_deepspeed_config
+from transformers.integrations.deepspeed import deepspeed_config
 from transformers.utils import find_adapter_config_file
 
 from common.data.hub import locate_pretrained
-from common.errors import UserError, one_line
-from common.models import quantization
+from common.errors import UserError, one_line, shorten
+from common.models import quantization, tied_weights
 from common.models.cpu_kernels import use_cpu_kernels
 from common.models.masks import decide_on_the_host
 from common.parallel import loading, sequence
@@ -92,6 +93,9 @@ def load_config(
         kind = JOBS.get(model_class, model_class.__name__)
         what = f"{config.model_type} has no {kind} in transformers; take a model of another type"
         raise UserError(f"--model_name_or_path {name_or_path}: {what}")
+    if getattr(config, "tie_word_embeddings", False):
+        model = empty_model(copy.deepcopy(config), trust_remote_code, model_class)
+        tied_weights.follow_files(config, model, tied_weights.find_untied(where, model))
     if model_class is not AutoModelForCausalLM:
         return config
     if getattr(config, "is_decoder", True) is False and type(config) in MODEL_FOR_MASKED_LM_MAPPING:
@@ -136,7 +140,7 @@ def whole_weights() -> Iterator[None]:
     Each process then holds a model from scratch for a moment. Pretrained weights are cut as they are loaded.
     """
     plugin = AcceleratorState().deepspeed_plugin if is_initialized() else None
-    if plugin is None:
+    if plugin is None or deepspeed_config() is None:  # also inside another such block
         yield
         return
     # Not the plugin's own zero3_init_context_manager(enable=False): transformers 5.23 cuts the weights all the same.
@@ -219,20 +223,42 @@ def build_model(
             else:
                 model = model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         return _ready(model)
+    asks_loaded = options.pop("output_loading_info", False)
+    model, loaded = _load_pretrained(config, name_or_path, trust_remote_code, model_class, frozen_dtype, options)
+    missing = sorted(set(loaded["missing_keys"]) & {name for name, _ in model.named_parameters(remove_duplicate=False)})
+    if missing and not asks_loaded:
+        raise UserError(
+            f"--model_name_or_path {name_or_path}: its files have no {shorten(missing)}, which would start at random; "
+            'use a model whose files are complete, or set "tie_word_embeddings": true in its config.json if a missing '
+            "head is the embedding"
+        )
+    _ready(model)
+    return (model, loaded) if asks_loaded else model
+
+
+def _load_pretrained(
+    config: PreTrainedConfig,
+    name_or_path: str,
+    trust_remote_code: bool,
+    model_class: Any,
+    frozen_dtype: torch.dtype | None,
+    options: dict[str, Any],
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model with the weights of its files, tied or not, and what `from_pretrained` says of loading them."""
     where, _ = locate_pretrained(name_or_path)
+    empty = empty_model(copy.deepcopy(config), trust_remote_code, model_class)
+    if "quantization_config" in options:
+        options["quantization_config"].llm_int8_skip_modules = quantization.find_kept(empty)
+    options = {**where, **options, "config": config, "trust_remote_code": trust_remote_code}
     try:
-        with _matrices_read_in(frozen_dtype):
-            loaded = model_class.from_pretrained(
-                **where, config=config, dtype=dtype, trust_remote_code=trust_remote_code, **options
-            )
+        with _matrices_read_in(frozen_dtype), tied_weights.keep_apart(tied_weights.find_untied(where, empty)):
+            return model_class.from_pretrained(**options, dtype=torch.get_default_dtype(), output_loading_info=True)
     except (OSError, RuntimeError, ValueError, ImportError, EOFError, UnpicklingError, SafetensorError) as error:
         # What the files provoke: torn or of other shapes, of an unknown kind, in need of a package that is not there.
         raise UserError(
             f"--model_name_or_path {name_or_path}: its weights cannot be loaded ({one_line(error)}); save the model "
             "again, or download it again"
         ) from error
-    _ready(loaded[0] if isinstance(loaded, tuple) else loaded)
-    return loaded
 
 
 def _ready(model: PreTrainedModel) -> PreTrainedModel:

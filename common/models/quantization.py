@@ -5,6 +5,7 @@ Each 64 weights of a linear layer share a scale, of 8 bits; each 256 scales shar
 
 import argparse
 import logging
+import re
 from typing import Any
 
 import torch
@@ -59,15 +60,44 @@ def keep_weights(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
+def find_kept(model: nn.Module) -> list[str]:
+    """Patterns of the names of the linear layers that are never quantized: a head, and what shares its weight.
+
+    A head is all that a model has in addition to its base, such as a classifier's. transformers' own list has only
+    the last parameter, `classifier.bias`, of a head with a bias, and so quantizes its weight. model: without data.
+    """
+    base, head = model.base_model, model.get_output_embeddings()
+    inner = set() if base is model else set(base.modules())
+    tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
+    return [
+        f"^{re.escape(name)}$"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and (module is head or f"{name}.weight" in tied or (inner and module not in inner))
+    ]
+
+
+def unquantize_new(model: nn.Module, new_weights: set[str]) -> set[str]:
+    """Replaces quantized layers without pretrained weights (a new pooler) by linear layers; returns their names."""
+    from bitsandbytes.nn import Linear4bit
+
+    names = {name.rpartition(".")[0] for name in new_weights}
+    names = {name for name in names if isinstance(model.get_submodule(name), Linear4bit)}
+    for name in names:
+        old = model.get_submodule(name)
+        new = nn.Linear(old.in_features, old.out_features, old.bias is not None, dtype=torch.float32)
+        model.set_submodule(name, new.train(old.training))
+    return names
+
+
 def imagine(model: nn.Module, dtype: torch.dtype) -> None:
     """Gives a model without data linear layers that allocate what those in 4 bits would; their values are no use.
 
     dtype: that the layers compute in.
     """
-    from transformers.quantizers.base import get_keys_to_not_convert
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    kept = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or [])]
+    kept = [*find_kept(model), *(model._keep_in_fp32_modules or [])]
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and should_convert_module(name, kept):
             model.set_submodule(name, _Imagined(module, dtype))

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import hashlib
 import json
 import re
 import sys
@@ -250,6 +251,20 @@ def save_start(path):
             "groups": [group | {"params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups],
         }
         torch.save(start, f"{path}-{RANK}.pt")
+
+    after(loading, "prepare", save)
+
+
+def hash_start(path):
+    """Writes, from the main process, hashes of the full weights that `prepare` returned, by name."""
+
+    def save(_, accelerator, model, *__):
+        model = accelerator._models[-1] if accelerator._models else model
+        if (weights := loading.whole_weights(accelerator, model)) is not None and RANK == 0:
+            found = {
+                name: hashlib.sha256(one.detach().cpu().numpy().tobytes()).hexdigest() for name, one in weights.items()
+            }
+            torch.save({name: found[name] for name, _ in model.named_parameters(remove_duplicate=False)}, path)
 
     after(loading, "prepare", save)
 

@@ -1,0 +1,102 @@
+"""Weights that a model's configuration ties to each other although its files hold them apart: the files are right."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import get_safetensors_metadata
+from safetensors import safe_open
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import cached_file
+
+FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def find_untied(where: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
+    """Names of the weights that the model ties to another one, and for which its files hold different values.
+
+    where: names the model, as `locate_pretrained` returns it. model: without data.
+    """
+    ties = {target: source for target, source in model.all_tied_weights_keys.items() if target != source}
+    with suppress(Exception):  # of files that cannot be read: loading them reports the reason
+        return [target for target, source in ties.items() if _differ(where, target, source)] if ties else []
+    return []
+
+
+def _differ(where: Mapping[str, Any], *names: str) -> bool:
+    """Whether the files hold both weights, with different values. Downloads weights only if they hold both."""
+    files = _weight_files(where)
+    if any(name not in files for name in names):
+        return False
+    weights = []
+    for name in names:
+        path = files[name] if isinstance(files[name], Path) else _local(where, files[name], download=True)
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                weights.append(file.get_tensor(name))
+        else:
+            weights.append(torch.load(path, map_location="cpu", mmap=True, weights_only=True)[name])
+    return not torch.equal(*weights)
+
+
+def _weight_files(where: Mapping[str, Any]) -> dict[str, Path | str]:
+    """The file of each weight: its path, or its name on the hub if it is not on this machine yet."""
+    path = next((path for name in FILES if (path := _local(where, name))), None)
+    if path is None:
+        if where.get("local_files_only") or Path(where["pretrained_model_name_or_path"]).is_dir():
+            return {}
+        return dict(get_safetensors_metadata(where["pretrained_model_name_or_path"]).weight_map)
+    if path.suffix == ".json":
+        files = json.loads(path.read_text())["weight_map"]
+        return {name: _local(where, file) or file for name, file in files.items()}
+    if path.suffix == ".safetensors":
+        with safe_open(path, "pt") as file:
+            return dict.fromkeys(file.keys(), path)
+    return dict.fromkeys(torch.load(path, map_location="meta", mmap=True, weights_only=True), path)
+
+
+def _local(where: Mapping[str, Any], name: str, download: bool = False) -> Path | None:
+    """The path of a model's file; without `download`, None if it is not on this machine."""
+    options = {"local_files_only": not download or where.get("local_files_only", False)}
+    options |= dict.fromkeys(
+        ("_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors"), download
+    )
+    found = cached_file(where["pretrained_model_name_or_path"], name, **options)
+    return found and Path(found)
+
+
+@contextmanager
+def keep_apart(names: list[str]) -> Iterator[None]:
+    """Models that are loaded meanwhile do not tie these weights.
+
+    transformers compares the values too, but not under ZeRO-3, where each process holds a part of them only.
+    """
+    if not names:
+        yield
+        return
+    original = PreTrainedModel.tie_weights
+
+    def tie_others(self, missing_keys=None, recompute_mapping=True):
+        for name in names:
+            self.all_tied_weights_keys.pop(name, None)
+        original(self, missing_keys=missing_keys, recompute_mapping=False)
+
+    PreTrainedModel.tie_weights = tie_others
+    try:
+        yield
+    finally:
+        PreTrainedModel.tie_weights = original
+
+
+def follow_files(config: PreTrainedConfig, model: PreTrainedModel, untied: list[str]) -> None:
+    """Sets `tie_word_embeddings` to false if the files hold apart all that the configuration ties.
+
+    If they hold apart only a part (an encoder-decoder's head, whose two embeddings are one), it remains true, because
+    transformers would otherwise draw new embeddings; it then compares the values in the files.
+    """
+    if untied and set(untied) == set(model.all_tied_weights_keys):
+        for part in {id(part): part for part in (config, config.get_text_config())}.values():
+            part.tie_word_embeddings = False
