@@ -100,7 +100,8 @@ class Run:
         assert not unknown, f"run.begin names {unknown} as the recipe's own, and no flag is called so"
         checks.check_samples(self.args, train_set, held_out, self.asked.degrees)
         self.make_empty = make_empty = cache(partial(adapters.empty_base, self.args, config, model_class))
-        refuse(loading.check_model(config, model_class, make_empty, self.asked.degrees))
+        problems = loading.check_model(config, model_class, make_empty, self.asked.degrees)
+        refuse([*problems, *launch.check_layer_classes(self.asked, make_empty)])
         connect.check_space(self.asked, lambda: [p.numel() for p in make_empty().parameters()])
         identity = identify(self.args, self.accelerator, config, tokenizer, train_set, held_out, *own_flags)
         self.resumed = self.checkpoints.find(identity)
@@ -186,10 +187,9 @@ class Run:
         grad_norm: torch.Tensor | float,
         **own_news: torch.Tensor | float,
     ) -> bool:
-        """Whether the optimizer may step: loss and gradient are finite, on all ranks alike. Counts the update too.
+        """Whether loss and gradient are finite on all ranks, so that the optimizer may step; counts the update.
 
-        All that the ranks must agree on in an update travels in this one collective.
-
+        One collective carries all values that the ranks must agree on in an update.
         Args:
             loss_sums: this rank's, one scalar for each micro-batch. grad_norm: scalar, before clipping.
             own_news: more to sum over the ranks, of the same names and shapes on each; `news` has the sums.

@@ -8,7 +8,7 @@ compares what the launcher was told (its config file and flags) with what this p
 import argparse
 import difflib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +67,11 @@ class Launch:
         """How the processes share an update; `check_launch` says whether they can."""
         sizes = self.sizes
         return Degrees(self.num_processes, *(max(1, sizes[name]) for name in ("sp", "tp", "pp")))
+
+
+def check_layer_classes(launch: Launch, make_empty: Callable[[], torch.nn.Module]) -> Iterator[str]:
+    """A line for each layer class that the launch names and the model does not have."""
+    return sharding.check_layer_classes(launch.source, launch.settings, launch.mode, make_empty)
 
 
 def started_world_size() -> int:

@@ -5,7 +5,7 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,32 @@ def check_fsdp(source: str, settings: dict[str, Any], optimizer: str) -> Iterato
             f"{source} sets fsdp_activation_checkpointing; take it out and use --activation_checkpointing full, which "
             "works in every mode"
         )
+
+
+LAYER_SETTINGS = ("fsdp_transformer_layer_cls_to_wrap", "deepspeed_moe_layer_cls_names")
+
+
+def check_layer_classes(
+    source: str, settings: dict[str, Any], mode: str, make_empty: Callable[[], torch.nn.Module]
+) -> Iterator[str]:
+    """One line for each setting of the launcher that names a layer class which the model does not have.
+
+    mode: FSDP or DeepSpeed, whose settings count. make_empty: builds the model on the meta device.
+    """
+    for setting in LAYER_SETTINGS:
+        wanted = [name.strip() for name in str(settings.get(setting) or "").split(",") if name.strip()]
+        if not wanted or not setting.startswith(f"{mode.lower()}_"):
+            continue
+        model = make_empty()
+        found = {type(module).__name__ for module in model.modules()}
+        if missing := [name for name in wanted if name not in found]:
+            blocks = [part for module in model.modules() if isinstance(module, torch.nn.ModuleList) for part in module]
+            layers = found & set(getattr(model, "_no_split_modules", None) or ())
+            layers = layers or {type(block).__name__ for block in blocks}
+            yield (
+                f"{source}: {setting}: {type(model).__name__} has no layer {', '.join(missing)}; use "
+                f"{' or '.join(sorted(layers))}, or remove the setting"
+            )
 
 
 def prepare_rehearsal(mode: str) -> None:
