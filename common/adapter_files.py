@@ -26,14 +26,22 @@ def write_config(config: Any, directory: Path) -> None:
 
 
 def loading_call(directory: Path, model_class: str | None = None, shown: str | None = None) -> str:
-    """What loads a directory with a model or an adapter. Only a classifier's adapter has layers of its own.
+    """The call that loads a directory with a model or an adapter. Only a classifier's adapter has layers of its own.
 
-    shown: what it is called there, in the place of its path.
+    A DoRA adapter needs peft's class: transformers 5.23 initialises its magnitudes again, from the base.
+    shown: the name of the directory in the call, instead of its path.
     """
-    if not (directory / CONFIG).is_dir():
+    path, options = shown or directory, ""
+    if (directory / CONFIG).is_dir():
+        model_class = model_class or "AutoModelForSequenceClassification"
+        # The base may have a head of another size.
+        options = f', config=AutoConfig.from_pretrained("{path}", subfolder="{CONFIG}"), ignore_mismatched_sizes=True'
+    adapter = directory / ADAPTER_CONFIG
+    settings = json.loads(adapter.read_text()) if adapter.is_file() else {}
+    if settings.get("use_dora"):
+        base = settings["base_model_name_or_path"]
+        model = f'{model_class}.from_pretrained("{base}"{options})' if model_class else "base"
+        return f'PeftModel.from_pretrained({model}, "{path}")'
+    if not options:
         return f"{model_class}.from_pretrained" if model_class else "from_pretrained"
-    model_class = model_class or "AutoModelForSequenceClassification"
-    path = shown or directory
-    config = f'AutoConfig.from_pretrained("{path}", subfolder="{CONFIG}")'
-    # The base may have a head of another size.
-    return f'{model_class}.from_pretrained("{path}", config={config}, ignore_mismatched_sizes=True)'
+    return f'{model_class}.from_pretrained("{path}"{options})'

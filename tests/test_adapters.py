@@ -1,10 +1,13 @@
 """Adapters: the base at first, the gradients of a dense model's, and files that peft alone loads and merges."""
 
 import argparse
+import json
+import re
 import shutil
 
 import pytest
 import torch
+import transformers
 from bitsandbytes.functional import has_avx512bf16
 from conftest import (
     BIN,
@@ -17,12 +20,19 @@ from conftest import (
     results_of,
     run,
     run_recipe_alone,
+    run_specs,
     told,
     write_rows,
 )
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -33,6 +43,8 @@ from transformers import (
     OPTForCausalLM,
     RobertaConfig,
     RobertaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from common.checkpoint.export import export
@@ -40,6 +52,7 @@ from common.checkpoint.format import list_checkpoints
 from common.errors import UserError
 from common.models import adapters
 from common.models.adapters import base_options, build_base, with_adapter
+from common.models.classifiers import build_classifier
 from common.models.load import build_model, load_config
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -225,6 +238,37 @@ def test_peft_loads_it_in_a_fresh_process_and_it_merges(place, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
 
 
+def test_the_printed_call_loads_a_dora_adapter_as_trained(place, tmp_path):
+    """Also one with a new head. Control: transformers alone starts its magnitudes anew."""
+    out, head = tmp_path / "dora", tmp_path / "head"
+    runs = [(flags(place, out, "--use_dora"), {}, "lm")]
+    runs.append((flags(place, head, "--use_dora", "--sequence_length", 32), {}, "classify"))
+    printed = run_specs("lm", runs, tmp_path).stdout
+    calls = re.findall(r"; (PeftModel.*) loads it", printed)
+    names = {"PeftModel": PeftModel, "AutoConfig": transformers.AutoConfig}
+    names |= {kind.__name__: kind for kind in (AutoModelForCausalLM, AutoModelForSequenceClassification)}
+    model, classifier = (eval(call, names) for call in calls)
+    tokenizer = AutoTokenizer.from_pretrained(out / "model")
+    rows = [json.loads(line)["text"] for line in (place / "held_out.jsonl").read_text().splitlines()]
+    text = "".join(tokenizer.bos_token + row for row in rows) + tokenizer.eos_token
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+
+    @torch.no_grad()
+    def loss(model):
+        blocks = [ids[:, start : start + 65] for start in range(0, ids.shape[1] - 1, 64)]
+        losses = [model.float()(block, labels=block).loss * (block.shape[1] - 1) for block in blocks]
+        return (sum(losses) / (ids.shape[1] - 1)).item()
+
+    expected = results_of(out)["validation_loss"]
+    assert loss(model) == pytest.approx(expected, rel=1e-5)
+    assert abs(loss(AutoModelForCausalLM.from_pretrained(out / "model")) - expected) > 1e-4
+    loaded = [re.sub(r"\.default|\.modules_to_save|(?<=_vector)\.weight", "", name) for name in classifier.state_dict()]
+    loaded = dict(zip(loaded, classifier.state_dict().values(), strict=True))
+    saved = load_file(head / "model/adapter_model.safetensors")
+    assert any("magnitude" in name for name in saved) and any("score" in name for name in saved)
+    assert all(torch.equal(loaded[name], weight) for name, weight in saved.items())
+
+
 @pytest.mark.parametrize("config", ["fsdp2", "zero3"])
 def test_a_sharded_run_exports_what_it_wrote(place, tmp_path, config):
     """Its adapter, and merged; and a whole model. FSDP2 gives the model's class another name."""
@@ -358,6 +402,53 @@ def test_a_base_in_4_bits_is_trained_evaluated_merged_and_refused(place, tmp_pat
     expected = results_of(out)["validation_loss"]
     assert found["merged"] == pytest.approx(expected, rel=1e-5)
     assert abs(found["peft"] - expected) > 5e-5 * expected  # control: beside the base of its files it is another model
+
+
+def test_a_new_head_is_never_quantized(place, tmp_path):
+    """With every combination of flags on an encoder without a head; and what has a head of its own keeps it."""
+    sizes = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    BertModel(BertConfig(**sizes, intermediate_size=48, pad_token_id=2)).save_pretrained(tmp_path / "bert")
+    sizes = {"vocab_size": 384, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
+    config = T5Config(**sizes, pad_token_id=2, decoder_start_token_id=2, tie_word_embeddings=False)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
+    for name in ("bert", "t5"):
+        AutoTokenizer.from_pretrained(place / "base").save_pretrained(tmp_path / name)
+    switches = ["--quantize nf4", "--use_dora", "--use_rslora"]
+    chosen = [[one for number, one in enumerate(switches) if case >> number & 1] for case in range(8)]
+    small = ["--sequence_length", 32, "--num_updates", 2, "--model_name_or_path"]
+    runs = [
+        (
+            flags(place, tmp_path / f"classify-{number}", *" ".join(more).split(), *small, tmp_path / "bert"),
+            {},
+            "classify",
+        )
+        for number, more in enumerate(chosen)
+    ]
+    every = " ".join(switches).split()
+    runs.append((flags(place, tmp_path / "seq2seq", *every, "--generate", 0, *small, tmp_path / "t5"), {}, "seq2seq"))
+    runs += [(flags(place, tmp_path / name, *every, *small, place / "base"), {}, name) for name in ("lm", "dpo")]
+    run_specs("classify", runs, tmp_path)
+    for number in range(len(chosen)):
+        saved = load_file(tmp_path / f"classify-{number}/model/adapter_model.safetensors")
+        (head,) = (weight for name, weight in saved.items() if name.endswith("classifier.weight"))
+        assert head.shape == (2, 32) and head.dtype == torch.float32
+    for name in ("seq2seq", "lm", "dpo"):
+        assert results_of(tmp_path / name)["updates"] == 2
+
+
+def test_a_head_with_a_bias_is_not_quantized(place, tmp_path):
+    """As transformers' own list would have it: that has only the head's bias, its last parameter."""
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    sizes = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    BertForSequenceClassification(BertConfig(**sizes, intermediate_size=48)).save_pretrained(tmp_path)
+    args, kind = asked(quantize="nf4", model_name_or_path=str(tmp_path)), AutoModelForSequenceClassification
+    config = load_config(str(tmp_path), model_class=kind)
+    model, new = build_classifier(config, str(tmp_path), False, kind, False, **base_options(args))
+    assert not new and type(model.classifier) is torch.nn.Linear
+    assert type(model.bert.encoder.layer[0].output.dense).__name__ == "Linear4bit"
+    plain = BertForSequenceClassification(config)
+    assert "classifier" not in get_keys_to_not_convert(plain)
 
 
 @pytest.mark.skipif(not has_avx512bf16(), reason="only a CPU with AVX512-BF16 packs weights anew")

@@ -5,10 +5,21 @@ import hashlib
 import pytest
 import torch
 import transformers
-from conftest import make_model_dir, write_rows
+from conftest import (
+    ROOT,
+    assert_mistake,
+    assert_refused,
+    launch,
+    make_model_dir,
+    read_metrics,
+    run_recipe_alone,
+    run_specs,
+    write_rows,
+)
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from common.checkpoint.export import export
 from common.models.classifiers import build_classifier
 from common.models.load import build_model, load_config
 
@@ -19,6 +30,7 @@ BART = {"vocab_size": 384, "d_model": 32, "max_position_embeddings": 64, "decode
 BART |= {f"{stack}_{name}": 2 for stack in ("encoder", "decoder") for name in ("layers", "attention_heads")}
 BART |= {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
 T5 = {"vocab_size": 384, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "pad_token_id": 2}
+T5["dropout_rate"] = 0.0
 # Class, configuration, and of a model with an output head the names of head and embedding.
 LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 FAMILIES = {
@@ -113,3 +125,61 @@ def test_the_loaded_weights_are_those_of_the_file(case, models):
         if auto is AutoModelForCausalLM:  # the planner, and every mode, counts the same parameters
             assert empty.num_parameters() == model.num_parameters()
     assert_those_of_the_file(hashes(dict(model.named_parameters(remove_duplicate=False))), case, models)
+
+
+SMALL = ["--sequence_length", 32, "--num_updates", 1, "--save_every", 1, "--global_batch_size", 8]
+
+
+def run_apart(config, models, out):
+    """lm.py and seq2seq.py on models whose configuration ties what their files keep apart, in float32."""
+    cases = {"lm": "Llama-apart", "seq2seq": "T5-apart"}
+    if config == "tensor_parallel":  # lm.py only
+        del cases["seq2seq"]
+    runs = []
+    for recipe, case in cases.items():
+        flags = ["--train_file", models / "rows.jsonl", "--model_name_or_path", models / case, *SMALL]
+        flags += ["--target_length", 16] if recipe == "seq2seq" else ["--shape", "examples"]
+        runs.append(([*flags, "--output_dir", out / recipe], {"hash_start": str(out / f"{recipe}.pt")}, recipe))
+    run_specs("apart", runs, out, config, "--mixed_precision", "no")
+    return {recipe: (torch.load(out / f"{recipe}.pt"), read_metrics(out / recipe)[0]["loss"]) for recipe in cases}
+
+
+@pytest.fixture(scope="module")
+def one_process(models, tmp_path_factory):
+    return run_apart("cpu", models, tmp_path_factory.mktemp("cpu"))
+
+
+@pytest.mark.usefixtures("extensions")
+@pytest.mark.parametrize("config", ["multi_cpu", "fsdp2", "zero3", "tensor_parallel"])
+def test_every_mode_starts_and_exports_with_both_matrices(config, one_process, models, tmp_path):
+    for recipe, (digests, loss) in run_apart(config, models, tmp_path).items():
+        case = {"lm": "Llama-apart", "seq2seq": "T5-apart"}[recipe]
+        assert_those_of_the_file(digests, case, models)
+        assert digests == one_process[recipe][0] and loss == pytest.approx(one_process[recipe][1], rel=1e-5)
+        head, embedding = FAMILIES[case.split("-")[0]][2:]
+        export(tmp_path / recipe / "checkpoints/update-000001", tmp_path / f"{recipe}-exported")
+        for directory in (tmp_path / recipe / "model", tmp_path / f"{recipe}-exported"):
+            weights = load_file(directory / "model.safetensors")
+            model, loading = auto_class(case).from_pretrained(directory, output_loading_info=True)
+            assert not loading["missing_keys"] and not torch.equal(weights[head], weights[embedding])
+            assert torch.equal(model.get_output_embeddings().weight, weights[head])
+            assert torch.equal(model.get_input_embeddings().weight, weights[embedding])
+
+
+def test_files_without_a_head_are_refused(models, tmp_path):
+    """An untied head that is missing would start at random."""
+    transformers.LlamaModel(transformers.LlamaConfig(**LLAMA)).save_pretrained(tmp_path / "headless")
+    AutoTokenizer.from_pretrained(models / "plain").save_pretrained(tmp_path / "headless")
+    flags = ["--train_file", models / "rows.jsonl", "--model_name_or_path", tmp_path / "headless", *SMALL]
+    assert_mistake(run_recipe_alone("lm.py", *flags, "--output_dir", tmp_path / "out"), "files have no lm_head.weight")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_layer_class_that_the_model_does_not_have_is_named(models, tmp_path):
+    config = (ROOT / "accelerate_configs/fsdp2.yaml").read_text()
+    line = "  fsdp_transformer_layer_cls_to_wrap: Qwen2DecoderLayer\n"
+    (tmp_path / "wrong.yaml").write_text(config.replace("fsdp_config:\n", "fsdp_config:\n" + line))
+    flags = ["--train_file", models / "rows.jsonl", "--model_name_or_path", models / "plain", *SMALL]
+    result = launch(*flags, "--output_dir", tmp_path / "out", config=tmp_path / "wrong.yaml", check=False)
+    assert_refused(result, "LlamaForCausalLM has no layer Qwen2DecoderLayer; use LlamaDecoderLayer")
+    assert not (tmp_path / "out").exists()

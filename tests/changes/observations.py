@@ -264,7 +264,13 @@ def hash_start(path):
             found = {
                 name: hashlib.sha256(one.detach().cpu().numpy().tobytes()).hexdigest() for name, one in weights.items()
             }
-            torch.save({name: found[name] for name, _ in model.named_parameters(remove_duplicate=False)}, path)
+            torch.save(
+                {
+                    name: found[name]
+                    for name, _ in loading.without_wrapper(model).named_parameters(remove_duplicate=False)
+                },
+                path,
+            )
 
     after(loading, "prepare", save)
 
