@@ -3,6 +3,7 @@
 import copy
 import json
 
+import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -373,3 +374,18 @@ def test_a_weight_that_is_no_switch_ends_a_run_in_one_line(tmp_path):
         run_recipe_alone("lm.py", *flags), "line 1: column messages has a message of assistant with weight 2;"
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_parquet_files_need_not_have_the_same_columns(tokenizer, tmp_path):
+    """A second file's system text is honoured, its other columns are named. A data set on the disk says the same."""
+    rows = [{"messages": CHAT}, {"messages": CHAT, "system": "be kind", "name": "bob"}]
+    for number, row in enumerate(rows):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / f"{number}.parquet")
+    whole = [{"system": None, "name": None} | row for row in rows]
+    datasets.Dataset.from_list(whole).save_to_disk(tmp_path / "saved")
+    tokenizer.chat_template, cache = PLAIN, tmp_path / "cache"
+    expected = tokenize(source_of(tmp_path / "a.jsonl", rows), tokenizer, 500, None, cache)
+    assert "be kind" in tokenizer.decode(expected[1][0])
+    for source in (Source(files=(str(tmp_path / "?.parquet"),)), Source(dataset_name=str(tmp_path / "saved"))):
+        made = tokenize(source, tokenizer, 500, None, cache)
+        assert same_samples(made, expected) and made.meta["notes"] == ["columns not used: name"]
