@@ -61,7 +61,7 @@ class _Packed:
         with suppress(RuntimeError):
             self.block.share_memory_()
         for start, tensor in packer.tensors:
-            self.block[start : start + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
+            _tensor_in(self.block, start, tensor.dtype, tensor.shape).copy_(tensor)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpack, (self.rest, self.block if self.block.is_shared() else bytearray(self.block.numpy()))
@@ -90,9 +90,13 @@ class _Unpacker(pickle.Unpickler):
         self.block = block
 
     def persistent_load(self, place: tuple[int, torch.dtype, tuple[int, ...]]) -> torch.Tensor:
-        start, dtype, shape = place
-        size = torch.Size(shape).numel() * dtype.itemsize
-        return self.block[start : start + size].view(dtype).view(shape)
+        return _tensor_in(self.block, *place)
+
+
+def _tensor_in(block: torch.Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor of this shape that begins at byte `start` of the block; a view."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return block[start : start + size].view(dtype).view(shape)
 
 
 def _unpack(rest: bytes, block: torch.Tensor | bytearray) -> Any:
