@@ -17,25 +17,28 @@ LANGUAGE = {"lm.py", "moe.py", "long_sequence.py", "seq2seq.py", "classify.py"}
 # What a recipe may load of common/: what every one does, and what its job needs.
 EVERY = """
     adapter_files arguments checkpoint.adapter checkpoint.agreement checkpoint.architecture
-    checkpoint.format checkpoint.identity checkpoint.layouts checkpoint.random_states
-    checkpoint.resume checkpoint.save checkpoint.write checks data.hub errors export_dtype familiar files memory
-    models.adapters models.quantization
+    checkpoint.format checkpoint.identity checkpoint.layouts checkpoint.optimizer_state checkpoint.random_states
+    checkpoint.resume checkpoint.save checkpoint.training_state checkpoint.write checks data.hub errors evaluation
+    export_dtype familiar files launcher memory models.adapters models.quantization models.tied_weights
     models.cpu_kernels models.load models.masks parallel.connect parallel.deepspeed_files parallel.deepspeed_flags
     parallel.ending parallel.extensions parallel.groups parallel.launch parallel.liveness parallel.loading parallel.mode
     parallel.parallelism parallel.rates parallel.sequence parallel.sharding parallel.tensor plan.choice plan.configs
     plan.cost plan.depth plan.flops plan.forecast plan.machines plan.memory plan.plan plan.profile plan.questions
-    plan.rehearsal plan.shortage plan.tape redaction report.curves report.model_card report.profiling report.progress
-    report.settings report.tracking run training.accumulation training.activation_checkpointing
+    plan.rehearsal plan.shortage plan.tape redaction report.chance report.curves report.model_card report.profiling
+    report.progress report.runs report.settings report.totals report.tracking run training.accumulation
+    training.fine_tuning_rate training.activation_checkpointing
     training.activation_offload training.batching training.clipping training.cutting training.degrees training.epochs
     training.handover training.optimizers training.out_of_memory training.precision training.stopping
     training.token_budget versions
 """
-TEXT = "data.cache data.columns data.compressed data.formats data.mixed data.readers data.rows data.sources"
+TEXT = (
+    "data.cache data.columns data.compressed data.formats data.messages data.mixed data.readers data.rows data.sources"
+)
 TEXT += " data.standard_library data.tokenizer training.mixing"
 TOKENS = "data.chats data.text training.linear_cross_entropy training.losses training.output_head"
 PREDICTED = "models.classifiers report.predictions"
 OURS = {
-    "classify.py": f"{TEXT} {PREDICTED} data.labels models.text_classifier report.scores",
+    "classify.py": f"{TEXT} {PREDICTED} data.labels models.text_baseline models.text_classifier report.scores",
     "lm.py": f"{TEXT} {TOKENS}",
     "dpo.py": f"{TEXT} {TOKENS} data.preferences models.reference report.predictions",
     "pipeline.py": f"{TEXT} {TOKENS} parallel.pipeline parallel.stages",
