@@ -196,6 +196,7 @@ ELSEWHERE = {
     "text_column": ONE_TEXT,
     "chat_template": "dpo.py, lm.py, moe.py and pipeline.py",
     "label_column": "classify.py and vision.py",
+    "head_learning_rate": "classify.py and vision.py",
 }
 ELSEWHERE |= dict.fromkeys("completion_column prompt_column shape".split(), CAUSAL)
 ELSEWHERE |= dict.fromkeys(

@@ -95,10 +95,10 @@ def step(recipe, flags, output_dir, device, precision):
         PartialState().device = accelerator.state.device = device
         return accelerator
 
-    def make_optimizer(*args):
+    def make_optimizer(*args, **options):
         adamw = torch.optim.AdamW
         with patch("torch.optim.AdamW", lambda *args, **options: adamw(*args, **options | {"fused": False})):
-            return make(*args)
+            return make(*args, **options)
 
     def begin(*args):
         watch.enter_context(NoSlowCopies())
