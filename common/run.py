@@ -44,6 +44,7 @@ from common.evaluation import Evaluations, optional_steps
 from common.models import adapters
 from common.models.load import attention_length
 from common.parallel import connect, ending, launch, loading, mode
+from common.parallel.liveness import wait_for_all
 from common.plan import flops
 from common.plan.choice import batches_within_memory
 from common.plan.questions import predict
@@ -237,7 +238,6 @@ class Run:
 
     def write_model(self, model_class: str, *pretrained: Any) -> PreTrainedModel | None:
         """Writes model/, which `from_pretrained` loads, its card, and the results so far into run.json.
-
         model_class: name of the class that loads the model. pretrained: written next to it (a tokenizer).
         Returns the model without the mode's wrappers on the main process; None on all others.
         """
@@ -245,6 +245,7 @@ class Run:
         written = loading.write_model(self.accelerator, self.model, directory, self.args.export_dtype, *pretrained)
         if self.accelerator.is_main_process:
             self.is_again = tracking.record_results(self.results, self.output_dir, model_class)
+        wait_for_all()  # an evaluation may follow, whose collectives have a time limit
         return written
 
     def finish(self, results: dict[str, Any], *lines: str) -> None:
