@@ -234,9 +234,9 @@ def test_a_killed_run_is_read_up_to_its_last_whole_line(runs, tmp_path):
     (killed,) = read_runs([tmp_path / "killed"])
     figures = page.list_figures(killed)
     assert len(killed.lines) == 7 and figures["updates"] == "7 of 12" and "held-out loss" not in figures
-    assert figures["status"].startswith("running, or killed after 20")
+    assert figures["status"].startswith("killed after update 7, peak memory ")
     assert figures["lowest held-out loss"].endswith("(update 4)")
-    assert "running, or killed" in page.write_page([killed])
+    assert "killed after update 7" in page.write_page([killed])
     # Where the run ended there, its held-out loss is the last point.
     Path(record).write_text(json.dumps(facts | {"results": {"updates": 7, "validation_loss": 0.5}}))
     figures = page.list_figures(*read_runs([tmp_path / "killed"]))
