@@ -49,7 +49,7 @@ def main() -> None:
         for line in problems:
             print(line)
         if how := describe_killed(args.output_dir):
-            print(f"{args.output_dir}: the run was {how}")
+            print(f"{args.output_dir}: the run: {how}")
         if not found and not problems:
             raise UserError(f"{args.output_dir} has no checkpoint; name the --output_dir of a run that has saved one")
         sys.exit(1 if problems or any(damages.values()) else 0)

@@ -76,7 +76,7 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
     if accelerator.is_main_process:
         before = read_earlier(output_dir)
         if how := describe_killed(output_dir, is_over=True):
-            print(f"{output_dir}: the run before this start was {how}", flush=True)
+            print(f"{output_dir}: the run before this start: {how}", flush=True)
         launcher = run.asked.command or ["python"] * (accelerator.num_processes == 1)
         totals = Totals(state.training)
         totals.add_repeated(cut_metrics(output_dir / "metrics.jsonl", state.update), before.get("repeated", {}))
