@@ -51,6 +51,10 @@ CASES = (
     Case("packages", (), 5e-5, 5e-4),
     Case("packages", (), 2e-4, 2e-3, seed=1),
     Case("packages", ADAPTER, 2e-3, 2e-3, seed=1),
+    Case("packages", ADAPTER, 1e-3, 1e-3),
+    Case("verbs", ADAPTER, 1e-3, 1e-3),
+    Case("verbs", ADAPTER, 5e-3, 5e-3),
+    Case("verbs", (), 5e-4, 5e-3),
 )
 
 

@@ -186,6 +186,20 @@ def test_the_default_rates_are_those_that_the_page_calls_so_and_every_recipe_is_
     assert module.default_rate("lm", "large") == 3e-4  # a size that was not swept
 
 
+def test_the_page_of_the_fine_tuning_rates_is_made_from_its_measurements():
+    """The default of a width of 384 is there, and no other rate is clearly better. Control: another loss."""
+    module, path = load_benchmark("fine_tuning_rates"), ROOT / "benchmarks/results/fine-tuning-rates-cpu"
+    measured, page = json.loads(path.with_suffix(".json").read_text()), path.with_suffix(".md").read_text()
+    assert page == module.page(measured)
+    for default, trained in ((2e-4, "full model"), (2e-3, "--lora_rank 8")):
+        for task in ("packages", "verbs"):
+            runs = [r for r in measured["runs"] if (r["task"], r["trained"], r["seed"]) == (task, trained, 0)]
+            (ours,) = [r for r in runs if (r["rate"], r["head_rate"]) == (default, 2e-3)]
+            assert ours["validation_loss"] <= 1.01 * min(r["validation_loss"] for r in runs)
+    measured["runs"][0]["validation_loss"] += 1
+    assert module.page(measured) != page
+
+
 def test_the_sweep_of_the_default_rates_runs(tmp_path):
     """Two runs of two updates, through the launcher; then none, since they are there."""
     command = [sys.executable, "benchmarks/defaults.py", "--quick", "--output_dir", tmp_path, "--work_dir"]

@@ -476,6 +476,9 @@ def test_a_new_head_keeps_its_rate_in_every_mode(config, one_process, files, enc
     assert run([*command, SCRIPT, *flags(files, encoder, tmp_path / "run")]).returncode == 0
     losses = [[line["loss"] for line in read_metrics(out)] for out in (one_process[0], tmp_path / "run")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    if config == "fsdp2":
+        recipe(*flags(files, encoder, tmp_path / "equal", "--head_learning_rate", 1e-3))
+        assert read_metrics(tmp_path / "equal")[-1]["loss"] != pytest.approx(losses[0][-1], rel=1e-2)
 
 
 def test_an_older_checkpoint_of_a_new_head_is_continued_at_its_rate_or_refused():
@@ -484,7 +487,7 @@ def test_an_older_checkpoint_of_a_new_head_is_continued_at_its_rate_or_refused()
     saved = {"model": {}, "tokenizer": "", "dataset": "", "settings": settings}
     args = argparse.Namespace(allow_changed=[])
     for rate, expected in ((1e-3, []), (None, []), (1e-2, ["--head_learning_rate is 0.01, the checkpoint's is 0.001"])):
-        now = saved | {"settings": settings | {"head_learning_rate": rate}}
+        now = saved | {"validation": None, "settings": settings | {"head_learning_rate": rate}}
         lines = list(differences(saved, now, args))
         assert [line.partition(";")[0] for line in lines] == expected
 
@@ -519,7 +522,7 @@ def test_a_loss_at_chance_is_reported_once():
 
 def test_the_baseline_is_bounded(monkeypatch):
     """A random part of many texts, the same for a seed, and the run's random streams are left alone."""
-    texts = [(np.array([number % 7, number % 2]), None, number % 2) for number in range(400)]
+    texts = [(np.array([number % 7, 7 + number % 2]), None, number % 2) for number in range(400)]
     monkeypatch.setattr(text_baseline, "MOST_ANSWERS", 100)
     before = np.random.get_state()[1].tolist()
     measured = [text_baseline.measure(texts, texts[:30], 2, seed=seed) for seed in (0, 0)]
