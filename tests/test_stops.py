@@ -177,7 +177,7 @@ def test_a_closed_terminal_leaves_a_checkpoint(rows, tmp_path):
     done = num_updates(out)
     assert status_of(out) == f"stopped after update {done}"
     assert (out / f"checkpoints/update-{done:06}/manifest.json").is_file()
-    os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 75  # the last line went nowhere, and spoiled nothing
 
 
 # --- several starts at once
