@@ -94,7 +94,11 @@ def load_config(
         what = f"{config.model_type} has no {kind} in transformers; take a model of another type"
         raise UserError(f"--model_name_or_path {name_or_path}: {what}")
     if getattr(config, "tie_word_embeddings", False):
-        model = empty_model(copy.deepcopy(config), trust_remote_code, model_class)
+        try:
+            model = empty_model(copy.deepcopy(config), trust_remote_code, model_class)
+        except Exception as error:  # by what its values are
+            reason = f"transformers cannot build the model of its config.json: {one_line(error)}"
+            raise UserError(f"--model_name_or_path {name_or_path}: {reason}") from error
         tied_weights.follow_files(config, model, tied_weights.find_untied(where, model))
     if model_class is not AutoModelForCausalLM:
         return config
@@ -246,11 +250,11 @@ def _load_pretrained(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model with the weights of its files, tied or not, and what `from_pretrained` says of loading them."""
     where, _ = locate_pretrained(name_or_path)
-    empty = empty_model(copy.deepcopy(config), trust_remote_code, model_class)
-    if "quantization_config" in options:
-        options["quantization_config"].llm_int8_skip_modules = quantization.find_kept(empty)
     options = {**where, **options, "config": config, "trust_remote_code": trust_remote_code}
     try:
+        empty = empty_model(copy.deepcopy(config), trust_remote_code, model_class)
+        if "quantization_config" in options:
+            options["quantization_config"].llm_int8_skip_modules = quantization.find_kept(empty)
         with _matrices_read_in(frozen_dtype), tied_weights.keep_apart(tied_weights.find_untied(where, empty)):
             return model_class.from_pretrained(**options, dtype=torch.get_default_dtype(), output_loading_info=True)
     except (OSError, RuntimeError, ValueError, ImportError, EOFError, UnpicklingError, SafetensorError) as error:
