@@ -96,7 +96,9 @@ def test_a_resumed_runs_lines_are_those_of_one_that_went_on(one_process):
     assert per_token(read_metrics(out)) == pytest.approx(expected, rel=1e-12)
     assert expected[2] != pytest.approx(expected[0], rel=1e-9)  # other samples are other work
     rates = {round(line["model_flops_per_second"] / line["share_of_rate"]) for line in read_metrics(out)[2:]}
-    assert len(rates) == 1 and results_of(out).keys() >= {"model_flops_per_second", "share_of_rate"}
+    assert len(rates) == 1
+    # The results are those of both starts, which may have had other devices.
+    assert "model_flops_per_second" in results_of(out) and "share_of_rate" not in results_of(out)
 
 
 @pytest.mark.parametrize(

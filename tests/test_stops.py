@@ -201,11 +201,13 @@ def test_four_starts_of_one_directory_delete_nothing_of_the_one_that_was_killed(
         changes = {"slow_updates": 0.3, "start_together": [str(tmp_path / "ready"), 4]}
         start_four(started, rows, tmp_path, changes, "--output_dir", out, "--num_updates", 500, "--save_every", 2)
         wait_until(lambda: list(out.glob("checkpoints/update-??????/manifest.json")))
-        first = next(n for n in range(4) if "waiting for another process" not in started.output(n))
+        waiting = "waiting for another process"
+        wait_until(lambda: sum(waiting in started.output(n) for n in range(4)) == 3)
+        first = next(n for n in range(4) if waiting not in started.output(n))
         killed = started.processes[first]
         before = {path.name: (path / "manifest.json").read_bytes() for path in out.glob("checkpoints/update-??????")}
         killed.kill()
-        statuses = started.wait(60)
+        statuses = started.wait(120)
         for number in {*range(4)} - {first}:
             assert statuses[number] != 0
             (line,) = started.errors(number)
@@ -246,7 +248,7 @@ def test_a_killed_run_is_shown_as_killed_with_its_last_update_and_peak(rows, tmp
     out = tmp_path / "run"
     with Run(tmp_path) as started:
         given, process = killed_run(rows, out, started, tmp_path)
-        wait_for_updates(out, 6)
+        wait_until(lambda: list(out.glob("checkpoints/update-??????/manifest.json")))
         assert describe_killed(out) is None and read_runs([out])[0].status() == "running"
         process.kill()
         process.wait()

@@ -93,6 +93,12 @@ def load_config(
         kind = JOBS.get(model_class, model_class.__name__)
         what = f"{config.model_type} has no {kind} in transformers; take a model of another type"
         raise UserError(f"--model_name_or_path {name_or_path}: {what}")
+    reads_ahead = getattr(config, "is_decoder", True) is False and type(config) in MODEL_FOR_MASKED_LM_MAPPING
+    if model_class is AutoModelForCausalLM and reads_ahead:
+        raise UserError(
+            f"--model_name_or_path {name_or_path}: this {config.model_type} looks at the tokens that it is to predict; "
+            'put "is_decoder": true into its config.json, or take a causal model'
+        )
     if getattr(config, "tie_word_embeddings", False):
         try:
             model = empty_model(copy.deepcopy(config), trust_remote_code, model_class)
@@ -100,13 +106,6 @@ def load_config(
             reason = f"transformers cannot build the model of its config.json: {one_line(error)}"
             raise UserError(f"--model_name_or_path {name_or_path}: {reason}") from error
         tied_weights.follow_files(config, model, tied_weights.find_untied(where, model))
-    if model_class is not AutoModelForCausalLM:
-        return config
-    if getattr(config, "is_decoder", True) is False and type(config) in MODEL_FOR_MASKED_LM_MAPPING:
-        raise UserError(
-            f"--model_name_or_path {name_or_path}: this {config.model_type} looks at the tokens that it is to predict; "
-            'put "is_decoder": true into its config.json, or take a causal model'
-        )
     return config
 
 
