@@ -28,17 +28,12 @@ ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = """accelerate.commands.launch accelerate.utils.deepspeed bitsandbytes datasets deepspeed
     matplotlib.pyplot peft sklearn.datasets torch.distributed.checkpoint torch.distributed.fsdp torch.distributed.run
     torch.utils.tensorboard transformers.models.llama.modeling_llama""".split()
-# How the names of variables begin that launchers and tests set, and that nothing reads when it is imported.
-READ_WHEN_USED = ("ACCELERATE_", "CUDA_VISIBLE_", "FSDP_", "GROUP_", "KMP_", "LOCAL_", "MASTER_", "PARALLELISM_")
-READ_WHEN_USED += (
-    "PYTEST_",
-    "PYTHONPATH",
-    "RANK",
-    "ROLE_",
-    "TORCHELASTIC_",
-    "TORCH_NCCL_",
-    "TQDM_DISABLE",
-    "WORLD_SIZE",
+# How the names of variables begin that launchers, recipes and tests set, and that nothing reads when it is imported.
+# (DeepSpeed's accelerator is the one that it found here.)
+READ_WHEN_USED = tuple(
+    """ACCELERATE_ CUDA_VISIBLE_ DS_ACCELERATOR FSDP_ GROUP_ HF_TOKEN KMP_ LOCAL_ MASTER_ MV2_ NCCL_DEBUG OMPI_
+    PARALLELISM_ PMI_ PYTEST_ PYTHONPATH RANK ROLE_ TOKENIZERS_PARALLELISM TORCHELASTIC_ TORCH_NCCL_ TQDM_DISABLE WANDB_
+    WORLD_SIZE""".split()
 )
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys

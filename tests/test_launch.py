@@ -199,9 +199,7 @@ def test_a_launch_runs_as_what_was_asked_or_is_refused(name, functions_file, mod
     case = CASES[name]
     command = [BIN / case.launcher[0], *case.launcher[1:], *launch_options(case, tmp_path)]
     flags = ["--train_file", functions_file, "--model_name_or_path", model_dir, "--sequence_length", 64, "--dry_run"]
-    # HF_HOME: no default config file of the user's.
-    environment = {"CUDA_VISIBLE_DEVICES": "", "HF_HOME": tmp_path / "home"} | case.environment
-    result = run([*command, "recipes/lm.py", *flags], **environment)
+    result = run([*command, "recipes/lm.py", *flags], **{"CUDA_VISIBLE_DEVICES": ""} | case.environment)
     if case.refused:
         assert_refused(result, case.refused, lines=None)
         return
