@@ -92,7 +92,8 @@ def count_products(path):
         plain = sdpa_kernel(SDPBackend.MATH), torch.backends.mkldnn.flags(enabled=False)
         with begin(self, *pretrained) as batches, plain[0], plain[1], counter:
             yield batches
-        Path(path).write_text(json.dumps({"counted": counter.get_total_flops(), "told": self.progress.totals.get("flops")}))
+        told = self.progress.totals.get("flops")
+        Path(path).write_text(json.dumps({"counted": counter.get_total_flops(), "told": told}))
 
     change(run.Run, "training", training)
 
