@@ -66,6 +66,7 @@ def test_own_optimizers_resume_when_they_are_sharded(functions_file, model_dir, 
     [
         ("apart", "optimizer Two: the learning rate does not reach the Muon inside; share the groups"),
         ("hidden", "no checkpoint can be saved: optimizer Hidden keeps tensors in its momenta"),
+        ("grows", "no checkpoint can be saved: optimizer Grows changes d, k of its parameter groups"),
     ],
 )
 def test_a_state_that_would_be_lost_is_refused(name, problem, functions_file, model_dir, tmp_path):

@@ -32,15 +32,16 @@ class OptimizerState:
         """The state of a tensor; empty if there is none."""
         return {} if holder is None else self.keeper(holder)[0].state.get(holder) or {}
 
-    def problems(self, holders: dict[str, torch.Tensor | None], stepped: set[torch.Tensor]) -> Iterator[str]:
+    def problems(self, holders: dict[str, torch.Tensor | None], steps: "Steps") -> Iterator[str]:
         """A line for each kind of state that a checkpoint would lack.
 
         An optimizer may keep no state for some parameters, or for all (SGD without momentum). State is missing if it
         lies elsewhere, or if a parameter of the same group and number of dimensions has some.
 
-        holders: the tensor that the optimizer knows, by the parameter's name; None if it is not trained. stepped: the
-        tensors that an update has changed.
+        holders: the tensor that the optimizer knows, by the parameter's name; None if it is not trained.
         """
+        yield from steps.problems()
+        stepped = steps.moved
         for one in self.all:
             own = f"optimizer {type(one).__name__}"
             if one is not self.outer:
@@ -96,13 +97,44 @@ def _holds_tensor(value: Any, parameters: set[int], depth: int = 3) -> bool:
     return any(_holds_tensor(one, parameters, depth - 1) for one in values)
 
 
-def watch_steps(optimizer: Any) -> set[torch.Tensor]:
-    """The tensors that have had a gradient in a step: the set that is returned grows with the steps."""
-    stepped: set[torch.Tensor] = set()
+class Steps:
+    """Watches the steps of an optimizer: `moved` has the tensors that had a gradient in one."""
 
-    def note(one: torch.optim.Optimizer, *_: Any) -> None:
-        for group in one.param_groups:
-            stepped.update(p for p in group["params"] if p.grad is not None and p not in stepped)
+    def __init__(self, optimizer: Any = None):
+        self.moved: set[torch.Tensor] = set()
+        self.changed: dict[str, None] = {}  # entries of the groups, in the order in which they were seen
+        self._values: list[dict[str, Any]] = []
+        self.optimizer = optimizer and inner_optimizer(optimizer)
+        if self.optimizer:
+            self.all = [self.optimizer, *wrapped_optimizers(self.optimizer)]
+            self.optimizer.register_step_pre_hook(lambda *_: self._before())
+            self.optimizer.register_step_post_hook(lambda *_: self._after())
 
-    inner_optimizer(optimizer).register_step_pre_hook(note)
-    return stepped
+    def _before(self) -> None:
+        for group in self.optimizer.param_groups:
+            self.moved.update(p for p in group["params"] if p.grad is not None and p not in self.moved)
+        self._values = self._groups()
+
+    def _after(self) -> None:
+        for before, after in zip(self._values, self._groups(), strict=False):
+            self.changed |= dict.fromkeys(key for key in after if after[key] != before.get(key))
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The settings of each group, of a tensor how often it was written; the rate is set before every step."""
+        return [
+            {
+                key: value._version if isinstance(value, torch.Tensor) else value
+                for key, value in group.items()
+                if key not in ("params", "lr") and isinstance(value, torch.Tensor | int | float | tuple)
+            }
+            for one in self.all
+            for group in one.param_groups
+        ]
+
+    def problems(self) -> Iterator[str]:
+        """A line if the steps change what a checkpoint does not hold."""
+        if self.changed:
+            yield (
+                f"optimizer {type(self.optimizer).__name__} changes {', '.join(self.changed)} of its parameter groups, "
+                "which a checkpoint does not hold; keep them in its state, by parameter: self.state[parameter][NAME]"
+            )

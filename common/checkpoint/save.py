@@ -20,7 +20,7 @@ from common.checkpoint.agreement import Agreement
 from common.checkpoint.architecture import class_name
 from common.checkpoint.format import DTYPE_NAMES, FORMAT, Reader, find_best
 from common.checkpoint.identity import refuse_other_views
-from common.checkpoint.optimizer_state import OptimizerState, watch_steps
+from common.checkpoint.optimizer_state import OptimizerState, Steps
 from common.checkpoint.random_states import random_states
 from common.checkpoint.training_state import TrainingState
 from common.checkpoint.write import Writer
@@ -46,7 +46,7 @@ class Checkpoints:
         self.ranks = Agreement(accelerator, Path(args.output_dir))
         self.writer = Writer(self.ranks, accelerator.device, args.keep_last, args.keep_best)
         self.last_saved = -1  # update
-        self.stepped: set[torch.Tensor] = set()  # what the optimizer has moved
+        self.steps = Steps()  # of the optimizer
         self.cannot = _cannot_save(accelerator)
         self.ranks.share_output_dir(args)
 
@@ -81,7 +81,7 @@ class Checkpoints:
 
         Call it last before the loop: what draws random numbers after it would shift the stream.
         """
-        self.stepped = watch_steps(optimizer)
+        self.steps = Steps(optimizer)
         if reader is not None:
             resume.load_state(reader, self.accelerator, model, optimizer)
             resume.restore_scaler(reader.manifest["scaler"], self.accelerator, optimizer)
@@ -156,7 +156,7 @@ class Checkpoints:
         self.writer.finish()  # one at a time
         whole = (self.accelerator, model, optimizer)
         holders = layouts.holders(*whole)
-        problem = next(OptimizerState(optimizer).problems(holders, self.stepped), None)
+        problem = next(OptimizerState(optimizer).problems(holders, self.steps), None)
         self.ranks.raise_first(problem and f"no checkpoint can be saved: {problem}")
         owned = [piece for piece in layouts.pieces(*whole) if piece.is_owner]
         rank_facts = {

@@ -72,6 +72,21 @@ class Hidden(torch.optim.Optimizer):
                 p.sub_(momentum, alpha=group["lr"])
 
 
+class Grows(torch.optim.Optimizer):
+    """Finds its own rate, and keeps it in its groups, as Prodigy and schedule-free optimizers do."""
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, {"lr": lr, "d": 1e-3, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["d"] *= 1.1
+            group["k"] += 1
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["d"] * group["lr"])
+
+
 class OnlyMatrices(torch.optim.Optimizer):
     """Momentum for what is decayed; the rest has none."""
 
@@ -112,6 +127,7 @@ MADE = {
     "two_states": lambda groups, lr: Two(groups, lr, "groups"),
     "apart": lambda groups, lr: Two(groups, lr, "nothing"),
     "hidden": Hidden,
+    "grows": Grows,
     "matrices": OnlyMatrices,
 }
 
