@@ -26,16 +26,18 @@ def is_launcher(command: list[str]) -> bool:
     return is_torchrun or find_launch_words(command) is not None
 
 
-def _find_parent() -> int | None:
-    """Returns the process ID of the parent if it is a launcher."""
+def _find_launcher() -> int | None:
+    """Returns the process ID of the parent if it is a launcher, 0 if the launcher has died, None if there was none."""
     try:
         parent = psutil.Process().parent()
-        return parent.pid if parent is not None and is_launcher(parent.cmdline()) else None
+        if parent is None or is_launcher(parent.cmdline()):
+            return parent and parent.pid
+        return 0 if parent.pid == 1 and "TORCHELASTIC_RUN_ID" in os.environ else None
     except psutil.Error:  # it has ended, or is another user's
         return None
 
 
-LAUNCHER = _find_parent()
+LAUNCHER = _find_launcher()
 
 
 def has_died() -> bool:

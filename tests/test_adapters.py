@@ -34,6 +34,7 @@ from transformers import (
     BertForSequenceClassification,
     BertModel,
     GPT2Config,
+    GPT2ForSequenceClassification,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
@@ -161,6 +162,16 @@ def test_layers_are_found_whatever_their_kind_and_names(kind):
     assert len([name for name in trained if "lora_A" in name]) == 2 * {"gpt2": 4, "roberta": 6}[kind]
     heads = [name for name in trained if "lora_" not in name]
     assert len(heads) == len(new or ()) and not any("lora_" in name for name in trained if "classifier" in name)
+
+
+def test_a_head_that_is_trained_whole_does_not_limit_the_rank():
+    """Of three labels, over GPT-2's layers, which are no nn.Linear. Control: a rank beyond its layers."""
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "num_labels": 3, "pad_token_id": 0}
+    for new in (["score.weight"], None):  # None: without its files, as a plan builds it
+        base = GPT2ForSequenceClassification(GPT2Config(**sizes))
+        assert with_adapter(asked(lora_rank=8), base, new).transformer.h[0].attn.c_attn.r["default"] == 8
+    with pytest.raises(UserError, match="--lora_rank 33: the matrices that it adapts have a rank of 32 at most"):
+        with_adapter(asked(lora_rank=33), GPT2ForSequenceClassification(GPT2Config(**sizes)), ["score.weight"])
 
 
 @pytest.mark.parametrize("flag", [{"use_dora": True}, {"lora_dropout": 0.1}])

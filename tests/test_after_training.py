@@ -7,6 +7,10 @@ import pytest
 import torch
 from conftest import BIN, ROOT, read_metrics, run, run_recipe_alone, run_specs, told, write_rows
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSeq2SeqLM
+
+from common.errors import UserError
+from common.models.load import load_config
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py"))
 ALONE = [name for name in RECIPES if name != "pipeline"]  # which needs two processes
@@ -127,6 +131,10 @@ def test_a_models_own_generation_settings_cannot_fail_a_run(rows, model_dir, tmp
         flags = ("--model_name_or_path", model, "--generate", 2, "--target_length", 8)
         runs.append((text_flags(rows, tmp_path / f"t5-{name}", *flags), {}, "seq2seq"))
     result = run_specs("lm", runs, tmp_path)
+    for text in ("[1, 2]", '{"eos_token_id": ['):
+        (model / "generation_config.json").write_text(text)
+        with pytest.raises(UserError, match="its generation_config.json is no JSON object; remove it"):
+            load_config(str(model), model_class=AutoModelForSeq2SeqLM)
     for name in GENERATION:
         for kind, figure in (("lm", "sample"), ("t5", "chrf")):
             results = assert_whole(tmp_path / f"{kind}-{name}", "None" if name in WORKS else MISSING)

@@ -66,7 +66,9 @@ def test_own_optimizers_resume_when_they_are_sharded(functions_file, model_dir, 
     [
         ("apart", "optimizer Two: the learning rate does not reach the Muon inside; share the groups"),
         ("hidden", "no checkpoint can be saved: optimizer Hidden keeps tensors in its momenta"),
-        ("grows", "no checkpoint can be saved: optimizer Grows changes d, k of its parameter groups"),
+        ("grows", "no checkpoint can be saved: optimizer Grows changes its groups' d, its groups' k in its steps"),
+        ("counts", "no checkpoint can be saved: optimizer Counts changes its count in its steps"),
+        ("averages", "no checkpoint can be saved: optimizer Averages changes its mean in its steps"),
     ],
 )
 def test_a_state_that_would_be_lost_is_refused(name, problem, functions_file, model_dir, tmp_path):

@@ -248,6 +248,25 @@ def test_what_the_template_does_not_write_is_named(tokenizer, tmp_path):
 # --- columns beside messages and instructions
 
 
+def test_what_a_template_leaves_out_of_an_answer_is_counted(tokenizer, tmp_path):
+    """As those do that drop what comes before </think>. Control: one that writes all of it, in another place."""
+
+    def told(template, *answers):
+        rows = [{"messages": ask(one)} for one in answers]
+        return samples_of(tmp_path, tokenizer, template, "a.jsonl", *rows).describe()
+
+    last = PLAIN.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+    first = PLAIN.replace("{{ m.content }}", "{{ m.content.split('</think>')[0] }}")
+    thought, said = "<think>only thoughts</think>", "<think>deep thoughts good bad</think>yes"
+    for template in (last, first):
+        with pytest.raises(UserError, match="none of its 2 answers has a target of its own"):
+            told(template, *([thought] * 2 if template == last else ["</think>only said"] * 2))
+    assert "1 of 2 answers have no target of their own" in told(last, thought, "yes")
+    assert "1 of 2 answers are targets in part only" in told(last, said, "yes")
+    apart = "{% set parts = m.content.split('</think>') %}{{ parts[0] }} </think> {{ parts[-1] }}"
+    assert "of 2 answers" not in told(PLAIN.replace("{{ m.content }}", apart), said, said)
+
+
 def test_system_and_history_become_turns(tokenizer, tmp_path):
     system = {"role": "system", "content": "be kind"}
     row = {"instruction": "x", "output": "def f(x):", "system": "be kind", "history": [["hello ö", "zwölf 🥊"]]}
@@ -319,6 +338,13 @@ def test_preferences_have_their_context_or_are_refused(tokenizer, tmp_path):
         with pytest.raises(UserError, match=f"line 1: {problem}") as error:
             pairs(f"wrong {number}", wrong)
         assert len(str(error.value).splitlines()) == 1
+    half = {"chosen": ask("yes", weight=0), "rejected": ask("no")}
+    with pytest.raises(
+        UserError, match="chosen has an answer of weight 0, but all of an answer is compared; remove its"
+    ):
+        pairs("half", half)
+    earlier = [*ask("so", weight=0), *ask("")[:1]]
+    assert len(pairs("earlier", {"prompt": earlier} | answers)) == 1  # is context, as every earlier answer
     fine = pairs("f", {"question": "it?", "chosen": "it? yes", "rejected": "it? no", "score_chosen": 3.5})
     assert fine.describe().endswith("columns not used: score_chosen (all rows count alike)")
     said = pairs("g", {"question": "so?", "chosen": ask("yes"), "rejected": ask("no")})

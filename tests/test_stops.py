@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 from conftest import (
     BIN,
@@ -137,6 +138,39 @@ def test_a_launcher_that_dies_before_the_loop_is_missed_in_it(tmp_path):
             subprocess.run([str(part) for part in [*command, path]], stdout=file, stderr=file, cwd=ROOT)
         wait_until(lambda: "asked" in output.read_text(), 60)
         assert ("not asked" not in output.read_text()) == is_missed, command
+
+
+@pytest.mark.parametrize("updates", [0, 3])
+def test_processes_whose_launcher_is_killed_end_in_order(updates, rows, tmp_path):
+    """Before the loop within seconds, though each waits for the store that the launcher held; in the loop they save."""
+    out = tmp_path / "run"
+    given = ["--train_file", rows, *FLAGS[:8], "--sequence_length", 32, "--learning_rate", 1e-3, "--output_dir", out]
+    given += ["--num_updates", 5000, "--save_every", 0]
+    with Run(tmp_path) as started:
+        process = started.start([*launch_command("multi_cpu"), "recipes/lm.py", *given])
+        wait_until(lambda: len(ranks := psutil.Process(process.pid).children()) == 2 and all(map(environment, ranks)))
+        ranks = psutil.Process(process.pid).children()
+        if updates:
+            wait_for_updates(out, updates)
+        process.kill()
+        _, alive = psutil.wait_procs(ranks, timeout=60)
+        output = started.output()
+        assert not alive and "Traceback" not in output, output
+    if updates:
+        done = num_updates(out)
+        assert f"stopped after update {done}" in output and status_of(out) == f"stopped after update {done}"
+        assert (out / f"checkpoints/update-{done:06}/manifest.json").is_file()
+    else:
+        assert "the launcher of rank 0 was lost before the first update; this process ends" in output
+        assert not out.exists() or status_of(out) != "running"
+
+
+def environment(process):
+    """Of a process that has become its program."""
+    try:
+        return process.environ().get("RANK") and "recipes/lm.py" in process.cmdline()
+    except psutil.Error:
+        return None
 
 
 def test_a_launcher_is_known_by_its_program():

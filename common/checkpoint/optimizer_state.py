@@ -48,7 +48,7 @@ class OptimizerState:
                 own += f" in {type(self.outer).__name__}"
             lacking = [name for name, p in holders.items() if p in stepped and not self.of(p) and self._is_of(one, p)]
             kept = {self._kind(p) for p in holders.values() if self.of(p) and self._is_of(one, p)}
-            attributes = list(_tensor_attributes(one)) if lacking or self.all[1:] else []
+            attributes = _tensor_attributes(one) if lacking or self.all[1:] else {}
             if attributes:
                 yield (
                     f"{own} keeps tensors in its {', '.join(attributes)}, which a checkpoint does not hold; keep them "
@@ -56,7 +56,10 @@ class OptimizerState:
                 )
             elif missing := [name for name in lacking if self._kind(holders[name]) in kept]:
                 more = f" and {len(missing) - 1} more" if missing[1:] else ""
-                yield f"{own} has no state for the trained weight {missing[0]}{more}; keep it in self.state[parameter]"
+                yield (
+                    f"{own} has no state for the trained weight {missing[0]}{more}; keep it in self.state[parameter], "
+                    "or put the weights that need none into a parameter group of their own"
+                )
         for name, holder in holders.items():
             if holder is None:
                 continue
@@ -80,61 +83,80 @@ class OptimizerState:
         return id(self.keeper(holder)[1]), holder.ndim
 
 
-def _tensor_attributes(optimizer: torch.optim.Optimizer) -> Iterator[str]:
-    """Names of the attributes that hold tensors, except groups and state."""
+def _tensor_attributes(optimizer: torch.optim.Optimizer) -> dict[str, list[torch.Tensor]]:
+    """The tensors in each attribute that holds some, except groups and state."""
     parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for name, value in vars(optimizer).items():
-        if name not in ("param_groups", "state", "defaults") and _holds_tensor(value, parameters):
-            yield name
+    others = {
+        name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state", "defaults")
+    }
+    return {name: found for name, value in others.items() if (found := list(_tensors_in(value, parameters)))}
 
 
-def _holds_tensor(value: Any, parameters: set[int], depth: int = 3) -> bool:
+def _tensors_in(value: Any, parameters: set[int], depth: int = 3) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        return id(value) not in parameters and value.numel() > 0
-    if isinstance(value, torch.optim.Optimizer) or not depth:
-        return False
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
-    return any(_holds_tensor(one, parameters, depth - 1) for one in values)
+        if id(value) not in parameters and value.numel() > 0:
+            yield value
+    elif depth and not isinstance(value, torch.optim.Optimizer):
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+        for one in values:
+            yield from _tensors_in(one, parameters, depth - 1)
 
 
 class Steps:
-    """Watches the steps of an optimizer: `moved` has the tensors that had a gradient in one."""
+    """Watches the steps of an optimizer: what they move, and whether they change what a checkpoint does not hold.
+
+    moved: the tensors that had a gradient in a step.
+    changed: the settings of groups (Prodigy's, schedule-free ones') and the attributes that a step changed. A tensor
+    that an attribute gets in the first step may be a table that stays; it counts if a later step changes it.
+    """
 
     def __init__(self, optimizer: Any = None):
         self.moved: set[torch.Tensor] = set()
-        self.changed: dict[str, None] = {}  # entries of the groups, in the order in which they were seen
-        self._values: list[dict[str, Any]] = []
+        self.changed: dict[str, None] = {}
+        self._before: dict[str, set[Any]] = {}
         self.optimizer = optimizer and inner_optimizer(optimizer)
         if self.optimizer:
             self.all = [self.optimizer, *wrapped_optimizers(self.optimizer)]
-            self.optimizer.register_step_pre_hook(lambda *_: self._before())
-            self.optimizer.register_step_post_hook(lambda *_: self._after())
+            self.optimizer.register_step_pre_hook(lambda *_: self._begin())
+            self.optimizer.register_step_post_hook(lambda *_: self._end())
 
-    def _before(self) -> None:
+    def _begin(self) -> None:
         for group in self.optimizer.param_groups:
             self.moved.update(p for p in group["params"] if p.grad is not None and p not in self.moved)
-        self._values = self._groups()
+        self._before = self._values()
 
-    def _after(self) -> None:
-        for before, after in zip(self._values, self._groups(), strict=False):
-            self.changed |= dict.fromkeys(key for key in after if after[key] != before.get(key))
+    def _end(self) -> None:
+        for name, values in self._values().items():
+            if self._before.get(name, set()) - values:
+                self.changed[name] = None
 
-    def _groups(self) -> list[dict[str, Any]]:
-        """The settings of each group, of a tensor how often it was written; the rate is set before every step."""
-        return [
-            {
-                key: value._version if isinstance(value, torch.Tensor) else value
-                for key, value in group.items()
-                if key not in ("params", "lr") and isinstance(value, torch.Tensor | int | float | tuple)
-            }
-            for one in self.all
-            for group in one.param_groups
-        ]
+    def _values(self) -> dict[str, set[Any]]:
+        """Numbers, and of tensors which they are and how often they were written. The rate is set before every step."""
+        found: dict[str, set[Any]] = {}
+        for one in self.all:
+            for number, group in enumerate(one.param_groups):
+                for key, value in group.items():
+                    if key not in ("params", "lr"):
+                        found.setdefault(f"its groups' {key}", set()).update(
+                            (number, each) for each in _facts_of(value)
+                        )
+            for key, value in vars(one).items():
+                if not key.startswith("_") and isinstance(value, int | float):
+                    found[f"its {key}"] = {value}
+            for key, tensors in _tensor_attributes(one).items():
+                found[f"its {key}"] = {fact for tensor in tensors for fact in _facts_of(tensor)}
+        return found
 
     def problems(self) -> Iterator[str]:
         """A line if the steps change what a checkpoint does not hold."""
         if self.changed:
             yield (
-                f"optimizer {type(self.optimizer).__name__} changes {', '.join(self.changed)} of its parameter groups, "
-                "which a checkpoint does not hold; keep them in its state, by parameter: self.state[parameter][NAME]"
+                f"optimizer {type(self.optimizer).__name__} changes {', '.join(self.changed)} in its steps, which a "
+                "checkpoint does not hold; keep it in its state, by parameter: self.state[parameter][NAME]"
             )
+
+
+def _facts_of(value: Any) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        return [(id(value), value._version)]
+    return [value] if isinstance(value, int | float) else []

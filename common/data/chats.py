@@ -220,22 +220,27 @@ def _marked_turns(chat: Chat, _: str, spans: Spans, render: Render, __: str) -> 
 def _count_unwritten(chat: Chat, text: str, render: Render, counts: Counter) -> None:
     """Counts what the template leaves out: without it, or with a different content, it writes the same text."""
 
-    def is_same(messages: list[Message], *tools: None) -> bool:
+    def written(messages: list[Message], *tools: None) -> str | None:
         try:
-            return render(messages, *tools)[0] == text
+            return render(messages, *tools)[0]
         except UserError:
-            return False
+            return None
 
-    def changed(numbers: list[int], key: str) -> list[Message]:
-        """The messages, of which these have no such key, or, as every message has one, a different content."""
-        return [
-            message if number not in numbers
-            else message | {key: f"{message[key]} x"} if key == "content"
-            else {name: value for name, value in message.items() if name != key}
-            for number, message in enumerate(chat.messages)
-        ]  # fmt: skip
+    def is_unwritten(numbers: list[int], key: str) -> bool:
+        """Without the key, or, as every message has one, with a different or no content, the text is the same."""
 
-    if chat.tools and is_same(chat.messages, None):
+        def changed(content: Callable[[Message], str]) -> list[Message]:
+            return [
+                message if number not in numbers
+                else message | {key: content(message)} if key == "content"
+                else {name: value for name, value in message.items() if name != key}
+                for number, message in enumerate(chat.messages)
+            ]  # fmt: skip
+
+        longer = written(changed(lambda message: f"{message[key]} x"))
+        return longer == text or (key == "content" and written(changed(lambda _: "")) == text)
+
+    if chat.tools and written(chat.messages, None) == text:
         counts["unwritten", "tools", "rows"] += 1
     places: dict[str, list[int]] = {}
     for number, message in enumerate(chat.messages):
@@ -244,10 +249,18 @@ def _count_unwritten(chat: Chat, text: str, render: Render, counts: Counter) -> 
             if key != "role" and not (key == "content" and (not content or str(content).strip() in text)):
                 places.setdefault(key, []).append(number)
     for key, numbers in places.items():
-        if not is_same(changed(numbers, key)):
-            numbers = [one for one in numbers if is_same(changed([one], key))] if len(numbers) > 1 else []
-        counts["unwritten", key, "messages"] += len(numbers)
-        counts["lost"] += sum(chat.is_learned[one] for one in numbers) if key == "content" else 0
+        unwritten = numbers
+        if not is_unwritten(numbers, key):
+            unwritten = [one for one in numbers if is_unwritten([one], key)] if len(numbers) > 1 else []
+        counts["unwritten", key, "messages"] += len(unwritten)
+        if key != "content":
+            continue
+        counts["lost"] += sum(chat.is_learned[one] for one in unwritten)
+        for number in set(numbers) - set(unwritten):  # a part is left out, as of what comes before </think>
+            message = chat.messages[number]
+            without = written([*chat.messages[:number], message | {key: ""}, *chat.messages[number + 1 :]]) or ""
+            if len(text) - len(without) < len(str(message[key]).strip()) / 2:
+                counts["partly" if chat.is_learned[number] else ("unwritten", "half of a content", "messages")] += 1
 
 
 def chat_notes(counts: Counter) -> list[str]:
@@ -264,7 +277,8 @@ def chat_notes(counts: Counter) -> list[str]:
         )
     if counts["partly"]:
         notes.append(
-            f"{counts['partly']:,} of {counts['answers']:,} answers are targets in part only: the template marks less"
+            f"{counts['partly']:,} of {counts['answers']:,} answers are targets in part only: the chat template "
+            "leaves more than half of them out, or does not mark it"
         )
     if counts["learned in vain"]:
         notes.append(

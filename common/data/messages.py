@@ -31,14 +31,14 @@ def read_chat(row: Row, column: str, counts: Counter) -> Chat:
     """The conversation in a column, and in `tools` its functions. `counts` gets what is left out of them."""
     messages, is_learned = messages_of(row, column, counts), []
     for message in messages:
-        said = _is_wanted(message, f"{row.where}: column {column}")
+        said = is_wanted(message, f"{row.where}: column {column}")
         is_learned.append(message["role"] == "assistant" and said is not False)
         counts["learned in vain"] += bool(said) and message["role"] != "assistant"
     plain = [{key: one for key, one in message.items() if key not in TRAINING_KEYS} for message in messages]
     return Chat(row.where, plain, is_learned, _tools_of(row, counts))
 
 
-def _is_wanted(message: Message, where: str) -> bool | None:
+def is_wanted(message: Message, where: str) -> bool | None:
     """Whether the message says that it is learned; None if it does not say."""
     found = {key: message[key] for key in TRAINING_KEYS if key in message}
     told = f"{where} has a message of {message['role']} with " + " and ".join(f"{k} {v!r}" for k, v in found.items())

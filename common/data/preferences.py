@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from common.data.cache import cached, hash_files, with_progress
 from common.data.chats import Encoded, chat_notes, check_answers, encode_chats
 from common.data.columns import batches, check_columns, unused_columns, watched
-from common.data.messages import history_of, messages_of, with_system
+from common.data.messages import TRAINING_KEYS, history_of, is_wanted, messages_of, with_system
 from common.data.rows import Corpus, Row, Source
 from common.data.sources import open_source
 from common.data.standard_library import parse_function
@@ -134,12 +134,18 @@ def _check_row(row: Row, columns: tuple[str, ...]) -> None:
                 f"{row.where}: prompt is a text that no user's message of {name} has; write it as messages, "
                 'as [{"role": "user", "content": ...}]'
             )
-    parted = next((both for both in zip_longest(*answers) if both[0] != both[1]), None)
+    parting, parted = next(((n, both) for n, both in enumerate(zip_longest(*answers)) if both[0] != both[1]), (0, None))
     if parted and any(one is None or one["role"] != "assistant" for one in parted):
         raise UserError(
             f"{row.where}: chosen and rejected part before an answer of the assistant; give both the same prompt, or "
             "remove the row"
         )
+    for name, messages in zip(ANSWERS, answers, strict=True):
+        if any(is_wanted(one, f"{row.where}: column {name}") is False for one in messages[parting:]):
+            raise UserError(
+                f"{row.where}: {name} has an answer of weight 0, but all of an answer is compared; remove its "
+                f"{' or '.join(key for key in TRAINING_KEYS if any(key in one for one in messages))}"
+            )
 
 
 def _check_context(row: Row) -> None:

@@ -165,7 +165,7 @@ def _targets(args: argparse.Namespace, model: PreTrainedModel, new: list[str]) -
             elif not found:
                 known = ", ".join([*_endings(linear), *_endings(stacked, parts=2)])
                 raise UserError(f"--lora_targets {target} is no linear layer of this model; it has {known}")
-    sides = [min(one.in_features, one.out_features) for name in modules if hasattr(one := layers[name], "in_features")]
+    sides = [_most_rank(layers[name]) for name in modules]
     if args.lora_rank > max(sides, default=args.lora_rank):
         raise UserError(
             f"--lora_rank {args.lora_rank}: the matrices that it adapts have a rank of {max(sides)} at most; give less"
@@ -173,6 +173,13 @@ def _targets(args: argparse.Namespace, model: PreTrainedModel, new: list[str]) -
     others = set(_endings(layers.keys() - set(modules)))  # which peft would take for targets, by their last parts
     named = (name if (last := name.rpartition(".")[2]) in others else last for name in modules)
     return list(dict.fromkeys(named)), parameters
+
+
+def _most_rank(layer: nn.Module) -> int:
+    """The smaller side of a matrix; one in 4 bits is packed, and ZeRO-3 has cut one of GPT-2's."""
+    if isinstance(layer, nn.Linear):
+        return min(layer.in_features, layer.out_features)
+    return min(getattr(layer.weight, "ds_shape", layer.weight.shape))
 
 
 def _is_of_experts(name: str, weight: torch.Tensor) -> bool:

@@ -1,10 +1,12 @@
 """How is a model loaded or made, and does it fit its tokenizer and the data?"""
 
 import copy
+import json
 import math
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
@@ -88,6 +90,8 @@ def load_config(
             f"--model_name_or_path {name_or_path}: it is an adapter; make a whole model of it (python -m "
             "common.checkpoint export CHECKPOINT DIR --merge), or name its base"
         )
+    if not _is_object(Path(name) / "generation_config.json"):
+        raise UserError(f"--model_name_or_path {name_or_path}: its generation_config.json is no JSON object; remove it")
     remote = model_class.__name__ in (getattr(config, "auto_map", None) or {})
     if type(config) not in model_class._model_mapping and not remote:
         kind = JOBS.get(model_class, model_class.__name__)
@@ -107,6 +111,16 @@ def load_config(
             raise UserError(f"--model_name_or_path {name_or_path}: {reason}") from error
         tied_weights.follow_files(config, model, tied_weights.find_untied(where, model))
     return config
+
+
+def _is_object(path: Path) -> bool:
+    """Returns whether a file is a JSON object, or missing."""
+    try:
+        return isinstance(json.loads(path.read_bytes()), dict)
+    except OSError:
+        return True
+    except ValueError:
+        return False
 
 
 def check_model(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> Iterator[str]:

@@ -7,15 +7,18 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 from accelerate import Accelerator
 
 import common
+from common import launcher
 from common.errors import UserError, reported_in_one_line
 from common.files import FULL_OR_BROKEN, disk_error_number, disk_line, find_lost_directory, lost_line
 from common.parallel import liveness
@@ -33,7 +36,9 @@ def end_run(accelerator: Accelerator, status: int = 0) -> None:
     own end must not be able to spoil the run: gloo's threads race with it (pytorch#179291), and once in some hundred
     runs a process hung there, or was aborted.
     """
-    wait_for_all()  # rank 0 writes the model
+    with suppress(dist.DistError):  # the store has died with the launcher of rank 0; the barrier below waits as well
+        if not launcher.has_died():
+            wait_for_all()  # rank 0 writes the model
     accelerator.wait_for_everyone()
     for tracker in accelerator.trackers:
         with reported_in_one_line(f"--report_to {tracker.name}: could not be ended"):
@@ -65,6 +70,7 @@ def user_mistakes_end_here() -> Iterator[None]:
     gc.set_threshold(*common.GC_THRESHOLD)
     sys.excepthook = print_exception
     keep_requests()
+    threading.Thread(target=_end_with_launcher, daemon=True, name="launcher").start()
     try:
         yield
     except UserError as error:
@@ -89,6 +95,18 @@ def user_mistakes_end_here() -> Iterator[None]:
         liveness.leave(None if is_end else redact(f"{type(error).__name__}: {error}"))
         raise
     liveness.leave()
+
+
+def _end_with_launcher() -> None:
+    """A thread that ends this process if its launcher dies before the loop; in the loop, that is a request to stop.
+
+    The other ranks would be waited for in vain: they connect through a store that the launcher holds.
+    """
+    while liveness.update is None and not liveness.in_loop:
+        if launcher.has_died():
+            line = f"the launcher of rank {os.environ.get('RANK', 0)} was lost {liveness.describe_place()}"
+            liveness.exit_now([f"{line}; this process ends"] if _is_first_of_host() else [], liveness.LOST_STATUS)
+        time.sleep(0.5)
 
 
 def _end_interrupted() -> NoReturn:

@@ -187,7 +187,7 @@ def connecting(timeout: float) -> Iterator[None]:
 @contextmanager
 def at_most(seconds: float, lines: list[str]) -> Iterator[None]:
     """Around what may not return: past so many seconds the process tells these lines and ends, as a lost one."""
-    timer = threading.Timer(seconds, _exit, (lines, LOST_STATUS))
+    timer = threading.Timer(seconds, exit_now, (lines, LOST_STATUS))
     timer.daemon = True
     timer.start()
     try:
@@ -228,7 +228,7 @@ def _tell_user(lines: list[str]) -> None:
             os.write(sys.stderr.fileno(), ("".join(f"\nerror: {line}" for line in lines) + "\n").encode())
 
 
-def _exit(lines: list[str], status: int) -> None:
+def exit_now(lines: list[str], status: int) -> None:
     """Ends the process from any thread: the main one may sit in a collective that does not return."""
     _tell_user(lines)
     os._exit(status)

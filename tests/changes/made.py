@@ -87,6 +87,34 @@ class Grows(torch.optim.Optimizer):
                 p.sub_(p.grad, alpha=group["d"] * group["lr"])
 
 
+class Counts(torch.optim.AdamW):
+    """Keeps a count next to the state of Adam."""
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, lr=lr)
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        self.count += 1
+
+
+class Averages(torch.optim.AdamW):
+    """Keeps a tensor for each weight next to the state of Adam."""
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, lr=lr)
+        self.mean = {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.mean.setdefault(p, torch.zeros_like(p)).lerp_(p, 0.1)
+
+
 class OnlyMatrices(torch.optim.Optimizer):
     """Momentum for what is decayed; the rest has none."""
 
@@ -128,6 +156,8 @@ MADE = {
     "apart": lambda groups, lr: Two(groups, lr, "nothing"),
     "hidden": Hidden,
     "grows": Grows,
+    "counts": Counts,
+    "averages": Averages,
     "matrices": OnlyMatrices,
 }
 
