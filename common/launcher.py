@@ -28,13 +28,13 @@ def is_launcher(command: list[str]) -> bool:
 
 def _find_launcher() -> int | None:
     """Returns the process ID of the parent if it is a launcher, 0 if the launcher has died, None if there was none."""
+    parent, is_elastic = os.getppid(), "TORCHELASTIC_RUN_ID" in os.environ
     try:
-        parent = psutil.Process().parent()
-        if parent is None or is_launcher(parent.cmdline()):
-            return parent and parent.pid
-        return 0 if parent.pid == 1 and "TORCHELASTIC_RUN_ID" in os.environ else None
-    except psutil.Error:  # it has ended, or is another user's
-        return None
+        if is_launcher(psutil.Process(parent).cmdline()):
+            return parent
+    except psutil.Error:  # it is ending, or another user's
+        return parent if is_elastic else None
+    return 0 if parent == 1 and is_elastic else None
 
 
 LAUNCHER = _find_launcher()
