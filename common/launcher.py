@@ -30,10 +30,11 @@ def _find_launcher() -> int | None:
     """Returns the process ID of the parent if it is a launcher, 0 if the launcher has died, None if there was none."""
     parent, is_elastic = os.getppid(), "TORCHELASTIC_RUN_ID" in os.environ
     try:
-        if is_launcher(psutil.Process(parent).cmdline()):
-            return parent
-    except psutil.Error:  # it is ending, or another user's
-        return parent if is_elastic else None
+        command = psutil.Process(parent).cmdline()
+    except psutil.Error:  # it has just ended, or is another user's
+        command = []
+    if is_launcher(command) or (is_elastic and not command):  # a process that is ending has no command line any more
+        return parent
     return 0 if parent == 1 and is_elastic else None
 
 

@@ -38,7 +38,8 @@ def caches(tmp_path_factory):
 
 
 # The files that take longest come first, so that at the end no worker has one alone.
-LONG = "resume modes multi_node kills layouts checkpoint precision launch".split()
+LONG = """resume kills multi_node checkpoint modes benchmarks layouts plan docs slurm liveness token_budget stops
+    pipeline waits precision plan_limits adapters profile export_dtype launch""".split()
 
 
 # Of `make quick`, which skips what has not begun in time; there the long files come last.

@@ -184,6 +184,7 @@ def be_child_of(pid):
 def become(directory, paths, pid, is_unbuffered, words, cwd, env):
     """The program that a new Python with these words would be, started by a process."""
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)

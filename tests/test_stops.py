@@ -27,6 +27,7 @@ from conftest import (
     write_rows,
 )
 from filelock import FileLock
+from recipe_server import kill_all
 from running import Run, num_updates, wait_for_updates, wait_until
 
 from common import launcher
@@ -91,6 +92,15 @@ def test_a_stop_within_an_evaluation_saves_at_once_and_loses_no_figure(recipe, c
 
 # --- signals and launchers
 
+
+@pytest.fixture(scope="module", autouse=True)
+def hang_ups():
+    """The tests may run under nohup: what they start begins as without it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 REQUESTS = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
@@ -154,6 +164,7 @@ def test_processes_whose_launcher_is_killed_end_in_order(updates, rows, tmp_path
             wait_for_updates(out, updates)
         process.kill()
         _, alive = psutil.wait_procs(ranks, timeout=60)
+        kill_all(alive)
         output = started.output()
         assert not alive and "Traceback" not in output, output
     if updates:
@@ -205,9 +216,11 @@ def test_a_closed_terminal_leaves_a_checkpoint(rows, tmp_path):
         os.execve(command[0], command, base_env())
     try:
         wait_for_updates(out, 3)
-    finally:
         os.close(terminal)
-    wait_until(lambda: status_of(out).startswith("stopped after update"), 60)
+        wait_until(lambda: status_of(out).startswith("stopped after update"), 60)
+    except BaseException:
+        kill_all([psutil.Process(child)])
+        raise
     done = num_updates(out)
     assert status_of(out) == f"stopped after update {done}"
     assert (out / f"checkpoints/update-{done:06}/manifest.json").is_file()
