@@ -32,8 +32,8 @@ IMPORTED = """accelerate.commands.launch accelerate.utils.deepspeed bitsandbytes
 # (DeepSpeed's accelerator is the one that it found here.)
 READ_WHEN_USED = tuple(
     """ACCELERATE_ CUDA_VISIBLE_ DS_ACCELERATOR FSDP_ GROUP_ HF_TOKEN KMP_ LOCAL_ MASTER_ MV2_ NCCL_DEBUG OMPI_
-    PARALLELISM_ PMI_ PYTEST_ PYTHONPATH RANK ROLE_ TOKENIZERS_PARALLELISM TORCHELASTIC_ TORCH_NCCL_ TQDM_DISABLE WANDB_
-    WORLD_SIZE""".split()
+    PARALLELISM_ PATH PMI_ PYTEST_ PYTHONPATH RANK ROLE_ TOKENIZERS_PARALLELISM TORCHELASTIC_ TORCH_NCCL_ TQDM_DISABLE
+    WANDB_ WORLD_SIZE""".split()
 )
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys

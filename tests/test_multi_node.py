@@ -153,7 +153,7 @@ def test_a_network_that_does_not_connect_the_hosts_is_told(hosts, functions_file
     recipe = training(functions_file, tmp_path / "run", "--connect_timeout", 8)
     with Run(tmp_path) as run:
         launchers(run, hosts, "multi_node", *recipe, env=2 * [{"GLOO_SOCKET_IFNAME": "lo"}])
-        assert all(run.wait(60))
+        assert all(run.wait(180))
         errors = run.errors(0) + run.errors(1)
         assert errors and all("GLOO_SOCKET_IFNAME" in line for line in errors), run.output(0) + run.output(1)
 

@@ -253,7 +253,7 @@ def test_four_starts_of_one_directory_delete_nothing_of_the_one_that_was_killed(
         first = next(n for n in range(4) if waiting not in started.output(n))
         killed = started.processes[first]
         before = {path.name: (path / "manifest.json").read_bytes() for path in out.glob("checkpoints/update-??????")}
-        killed.kill()
+        kill_all([psutil.Process(killed.pid)])  # also what it started: a run whose launcher alone is killed saves
         statuses = started.wait(120)
         for number in {*range(4)} - {first}:
             assert statuses[number] != 0
@@ -297,7 +297,7 @@ def test_a_killed_run_is_shown_as_killed_with_its_last_update_and_peak(rows, tmp
         given, process = killed_run(rows, out, started, tmp_path)
         wait_until(lambda: list(out.glob("checkpoints/update-??????/manifest.json")))
         assert describe_killed(out) is None and read_runs([out])[0].status() == "running"
-        process.kill()
+        kill_all([psutil.Process(process.pid)])
         process.wait()
         wait_until(lambda: describe_killed(out), 30)
     last = read_metrics(out)[-1]
