@@ -344,6 +344,14 @@ def test_a_saved_data_set_is_read(data, tmp_path):
     assert train.classes == CLASSES and (train.labels == expected.labels).all()
     for i in (0, 41):
         assert image_files.open_image(train, i).tobytes() == image_files.open_image(expected, i).tobytes()
+    assert train.unused == expected.unused == ""
+    parts["train"].add_column("weight", [1.0] * len(train.labels)).save_to_disk(tmp_path / "weighted")
+    assert image_files.hub(str(tmp_path / "weighted"), None, "train").unused == "columns not used: weight"
+    shutil.copytree(data / "train", tmp_path / "folder")
+    for other in ("metadata.csv", f"{CLASSES[0]}/notes.txt", ".hidden"):
+        (tmp_path / "folder" / other).touch()
+    unused = image_files.folder(str(tmp_path / "folder")).unused
+    assert unused == f"files not used: metadata.csv, {CLASSES[0]}/notes.txt"
     with pytest.raises(UserError, match="no column nothing; there are: img, kind"):
         image_files.hub(name, None, "train", "nothing")
 

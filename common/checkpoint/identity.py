@@ -144,9 +144,12 @@ def differences(saved: dict, now: dict, args: argparse.Namespace) -> Iterator[st
                 "or --allow_changed dataset to go on with these"
             )
         else:
+            same = "the same files"
+            if now.get("standard_library"):
+                same = "the same installation of Python, whose standard library is the text without --train_file,"
             yield (
                 f"other training data: their fingerprint is {now['dataset']}, the checkpoint's is {saved['dataset']}; "
-                f"give the same files{' and '.join(['', *cut_by])}, or --allow_changed dataset to go on with these"
+                f"give {same}{' and '.join(['', *cut_by])}, or --allow_changed dataset to go on with these"
             )
     was = saved.get("validation", now["validation"])  # older checkpoints do not say
     if was != now["validation"] and saved["tokenizer"] == now["tokenizer"] and "validation" not in allowed:

@@ -141,8 +141,8 @@ class Steps:
                             (number, each) for each in _facts_of(value)
                         )
             for key, value in vars(one).items():
-                if not key.startswith("_") and isinstance(value, int | float):
-                    found[f"its {key}"] = {value}
+                if not key.startswith("_"):
+                    found[f"its {key}"] = set(_facts_of(value))
             for key, tensors in _tensor_attributes(one).items():
                 found[f"its {key}"] = {fact for tensor in tensors for fact in _facts_of(tensor)}
         return found
@@ -157,6 +157,7 @@ class Steps:
 
 
 def _facts_of(value: Any) -> list[Any]:
+    """Of a switch nothing: whether an optimizer has made its tables is none of its state."""
     if isinstance(value, torch.Tensor):
         return [(id(value), value._version)]
-    return [value] if isinstance(value, int | float) else []
+    return [value] if isinstance(value, int | float) and not isinstance(value, bool) else []

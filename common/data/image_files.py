@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from common.data.hub import held_out_splits, load_split
-from common.errors import UserError, one_line, refuse
+from common.errors import UserError, one_line, refuse, shorten
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 DIGITS = "scikit-learn's digits"
@@ -35,6 +35,7 @@ class Images:
     read: Callable[[int], Any]  # what PIL opens (a path, a file in memory), or an image
     where: Callable[[int], str]  # the image's name for messages
     contents: Callable[[], str] = str  # of files: makes what the fingerprint ends with, by how they begin
+    unused: str = ""  # names what the source holds besides
 
 
 def find(args: argparse.Namespace) -> tuple[Images, Images | None]:
@@ -81,8 +82,18 @@ def folder(directory: str) -> Images:
     stats = [(path.relative_to(root).as_posix(), path.stat()) for path in paths]
     fingerprint = fingerprint_of([[name, stat.st_size] for name, stat in stats])
     names, labels = [str(path) for path in paths], np.array(labels, np.int64)
-    contents = partial(_hash_beginnings, names)
-    return Images(directory, fingerprint, tuple(classes), labels, names.__getitem__, names.__getitem__, contents)
+    contents, others = partial(_hash_beginnings, names), _other_files(root)
+    unused = f"files not used: {shorten(others)}" if others else ""
+    return Images(
+        directory, fingerprint, tuple(classes), labels, names.__getitem__, names.__getitem__, contents, unused
+    )
+
+
+def _other_files(root: Path) -> list[str]:
+    """Files that are no images of a class: what another tool may read, as metadata.csv; hidden ones do not count."""
+    paths = (path.relative_to(root) for path in sorted(root.rglob("*")) if path.is_file())
+    seen = (path for path in paths if not any(part.startswith(".") for part in path.parts))
+    return [path.as_posix() for path in seen if len(path.parts) == 1 or path.suffix.lower() not in SUFFIXES]
 
 
 def _hash_beginnings(paths: list[str]) -> str:
@@ -133,6 +144,7 @@ def hub(name: str, config: str | None, split: str, label_column: str | None = No
     else:
         classes = tuple(sorted({str(value) for value in values}))
         numbers = np.array([classes.index(str(value)) for value in values], np.int64)
+    others = sorted(features.keys() - {images[0], column})
     encoded = data.select_columns([images[0]]).cast_column(images[0], datasets.Image(decode=False))
 
     def read(index: int) -> Any:
@@ -146,6 +158,7 @@ def hub(name: str, config: str | None, split: str, label_column: str | None = No
         numbers,
         read,
         lambda index: f"{where}, row {index}",
+        unused=f"columns not used: {shorten(others)}" if others else "",
     )
 
 

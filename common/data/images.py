@@ -238,8 +238,10 @@ class ImageSamples:
         colours = "gray" if channels == 1 else "RGB"
         num_classes = len(self.images.classes)
         augmented = f", augmented: {', '.join(self.augment)}" if self.augment else ""
+        unused = f"; {self.images.unused}" if self.images.unused else ""
         return (
             f"{self.images.name}: {len(self):,} images, {width} x {height} {colours}, {num_classes} classes{augmented}"
+            f"{unused}"
         )
 
 
