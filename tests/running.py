@@ -85,6 +85,11 @@ def num_updates(output_dir):
     return len(read_metrics(output_dir)) if (Path(output_dir) / "metrics.jsonl").exists() else 0
 
 
+def paths_in(directory):
+    """Returns all paths below a directory, also while a run deletes some of them, which ends Path.rglob."""
+    return {os.path.join(parent, name) for parent, *names in os.walk(directory) for name in sum(names, [])}
+
+
 def wait_for_updates(output_dir, number):
     wait_until(lambda: num_updates(output_dir) >= number)
 

@@ -25,7 +25,7 @@ from conftest import (
     run_specs,
     specs_command,
 )
-from running import Run, find_rank, wait_for_updates, wait_until
+from running import Run, find_rank, paths_in, wait_for_updates, wait_until
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -513,11 +513,6 @@ def test_a_resume_waits_for_the_run_that_still_writes_its_checkpoint(functions_f
         saved.touch()  # which ends the script
 
 
-def _files_outside_checkpoints(out):
-    """Returns the paths of a run's files, without those that a training run deletes itself."""
-    return {path for path in out.glob("*") if path.is_file() and path.suffix != ".partial"}
-
-
 def test_overwrite_deletes_nothing_of_a_run_that_still_writes(functions_file, model_dir, tmp_path):
     """Control: the same command, when nobody writes there any more."""
     out = tmp_path / "run"
@@ -525,11 +520,11 @@ def test_overwrite_deletes_nothing_of_a_run_that_still_writes(functions_file, mo
     with Run(tmp_path) as started:
         launcher = started.start([*LM, *flags(functions_file, model_dir, out, "--num_updates", 5000)])
         wait_for_updates(out, 12)
-        before = _files_outside_checkpoints(out)
+        before = {path for path in paths_in(out) if "update-0" not in path and not path.endswith(".partial")}
         result = run_specs("lm", overwriting, tmp_path, check=False)
         assert_refused(result, "another run writes there; end it, or name another directory")
         wait_for_updates(out, len(read_metrics(out)) + 2)
-        assert before <= _files_outside_checkpoints(out) and list_checkpoints(out)[0]
+        assert before <= paths_in(out) and list_checkpoints(out)[0]
         (script,) = children(launcher)
         script.send_signal(signal.SIGTERM)
         started.wait(60)

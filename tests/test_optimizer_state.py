@@ -65,7 +65,7 @@ def test_own_optimizers_resume_when_they_are_sharded(functions_file, model_dir, 
     ("name", "problem"),
     [
         ("apart", "optimizer Two: the learning rate does not reach the Muon inside; share the groups"),
-        ("hidden", "no checkpoint can be saved: optimizer Hidden (keeps tensors in|changes) its momenta"),
+        ("hidden", "no checkpoint can be saved: optimizer Hidden changes its momenta in its steps"),
         ("grows", "no checkpoint can be saved: optimizer Grows changes its groups' d, its groups' k in its steps"),
         ("counts", "no checkpoint can be saved: optimizer Counts changes its count in its steps"),
         ("averages", "no checkpoint can be saved: optimizer Averages changes its mean in its steps"),

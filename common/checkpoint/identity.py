@@ -141,7 +141,7 @@ def differences(saved: dict, now: dict, args: argparse.Namespace) -> Iterator[st
         if files == files_then:
             yield (
                 f"other weights: --train_file is mixed {weights}, the checkpoint's was {weights_then}; give the same, "
-                "or --allow_changed dataset to go on with these"
+                "or --allow_changed dataset to continue with these"
             )
         else:
             same = "the same files"
@@ -149,7 +149,7 @@ def differences(saved: dict, now: dict, args: argparse.Namespace) -> Iterator[st
                 same = "the same installation of Python, whose standard library is the text without --train_file,"
             yield (
                 f"other training data: their fingerprint is {now['dataset']}, the checkpoint's is {saved['dataset']}; "
-                f"give {same}{' and '.join(['', *cut_by])}, or --allow_changed dataset to go on with these"
+                f"give {same}{' and '.join(['', *cut_by])}, or --allow_changed dataset to continue with these"
             )
     was = saved.get("validation", now["validation"])  # older checkpoints do not say
     if was != now["validation"] and saved["tokenizer"] == now["tokenizer"] and "validation" not in allowed:

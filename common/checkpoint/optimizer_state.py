@@ -141,7 +141,7 @@ class Steps:
                             (number, each) for each in _facts_of(value)
                         )
             for key, value in vars(one).items():
-                if not key.startswith("_"):
+                if not key.startswith("_") and isinstance(value, int | float):
                     found[f"its {key}"] = set(_facts_of(value))
             for key, tensors in _tensor_attributes(one).items():
                 found[f"its {key}"] = {fact for tensor in tensors for fact in _facts_of(tensor)}

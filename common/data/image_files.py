@@ -66,34 +66,37 @@ def folder(directory: str) -> Images:
     root = Path(directory).expanduser()
     if not root.is_dir():
         raise UserError(f"{directory}: no such directory; it should have one subfolder a class")
-    classes = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    others = list(root.iterdir())
+    classes = sorted(path.name for path in others if path.is_dir() and not path.name.startswith("."))
     if not classes:
         raise UserError(f"{directory}: has no subfolder; put the images of each class into one of its own")
     paths, labels, problems = [], [], []
     for label, name in enumerate(classes):
-        found = sorted(path for path in (root / name).rglob("*") if path.suffix.lower() in SUFFIXES)
-        if not found:
+        images, rest = [], []
+        for path in sorted((root / name).rglob("*")):
+            (images if path.suffix.lower() in SUFFIXES else rest).append(path)
+        if not images:
             problems.append(
                 f"{root / name}: the class has no image ({' '.join(SUFFIXES)}); fill the folder or remove it"
             )
-        paths += found
-        labels += [label] * len(found)
+        paths += images
+        others += rest
+        labels += [label] * len(images)
     refuse(problems)
     stats = [(path.relative_to(root).as_posix(), path.stat()) for path in paths]
     fingerprint = fingerprint_of([[name, stat.st_size] for name, stat in stats])
     names, labels = [str(path) for path in paths], np.array(labels, np.int64)
-    contents, others = partial(_hash_beginnings, names), _other_files(root)
+    contents, others = partial(_hash_beginnings, names), _visible_files(root, others)
     unused = f"files not used: {shorten(others)}" if others else ""
     return Images(
         directory, fingerprint, tuple(classes), labels, names.__getitem__, names.__getitem__, contents, unused
     )
 
 
-def _other_files(root: Path) -> list[str]:
-    """Files that are no images of a class: what another tool may read, as metadata.csv; hidden ones do not count."""
-    paths = (path.relative_to(root) for path in sorted(root.rglob("*")) if path.is_file())
-    seen = (path for path in paths if not any(part.startswith(".") for part in path.parts))
-    return [path.as_posix() for path in seen if len(path.parts) == 1 or path.suffix.lower() not in SUFFIXES]
+def _visible_files(root: Path, paths: list[Path]) -> list[str]:
+    """Returns the paths that are files, relative to the root, without hidden ones and those in hidden folders."""
+    names = (path.relative_to(root) for path in sorted(paths) if path.is_file())
+    return [name.as_posix() for name in names if not any(part.startswith(".") for part in name.parts)]
 
 
 def _hash_beginnings(paths: list[str]) -> str:

@@ -27,7 +27,11 @@ class OwnSGD(torch.optim.SGD):
 
 
 class OwnNAdam(torch.optim.NAdam):
-    """With a product of momenta in a tensor."""
+    """With a product of momenta in a tensor; it also refers to a weight, which a checkpoint holds as such."""
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, lr=lr)
+        self.first = self.param_groups[0]["params"][0]
 
 
 class OwnAdafactor(torch.optim.Adafactor):
