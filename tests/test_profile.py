@@ -85,7 +85,7 @@ def test_a_profile_of_each_recipe(recipe, small, tmp_path):
 
 @pytest.mark.parametrize("config", ["multi_cpu", "fsdp2", "zero1", "pipeline", "tensor_parallel"])
 def test_communication_of_several_processes(config, small, tmp_path, request):
-    """Control: a rank that comes 0.2 s late to each update, for which the other one waits."""
+    """Control: a rank that comes a second late to each update, for which the other one waits."""
     if config == "zero1":
         request.getfixturevalue("extensions")
     recipe = "pipeline" if config == "pipeline" else "lm"
@@ -93,7 +93,7 @@ def test_communication_of_several_processes(config, small, tmp_path, request):
     runs = [
         ([*flags, tmp_path / "profiled"], {}),
         ([*flags[:-2], "--output_dir", tmp_path / "plain"], {}),
-        ([*flags, tmp_path / "late"], {"slow_phase": ["backward", 0.2, 1]}),
+        ([*flags, tmp_path / "late"], {"slow_phase": ["backward", 1, 1]}),
     ]
     runs = runs[: 2 + (config in ("multi_cpu", "fsdp2"))]
     printed = run_specs(recipe, runs, tmp_path, config, "--mixed_precision", "no").stdout
@@ -101,26 +101,25 @@ def test_communication_of_several_processes(config, small, tmp_path, request):
     assert found["phases"]["communication"] > 0
     assert_same_run(tmp_path / "profiled", tmp_path / "plain")
     if len(runs) == 3:
-        waited = profile_of(tmp_path / "late")["phases"]["communication"] - found["phases"]["communication"]
-        assert waited > 0.5
+        waited = profile_of(tmp_path / "late")["phases"]["communication"]
+        assert waited > 2 > found["phases"]["communication"]
 
 
-SLOW = {"data": 0.2, "forward": 0.05, "backward": 0.05, "clipping": 0.2, "optimizer": 0.2, "checkpoint": 0.6}
+# Seconds of each call: 3 s in three updates, so that a busy machine does not hide them.
+SLOW = {"data": 1, "forward": 0.25, "backward": 0.25, "clipping": 1, "optimizer": 1, "checkpoint": 3, "other": 1}
 
 
 def test_what_is_slow_is_the_largest_phase(small, model_dir, tmp_path):
-    """Each is delayed by 0.6 s in three updates. Control: without delay none of them takes half of it."""
+    """Each is delayed by 3 s in three updates. Control: without delay none of them takes half of it."""
     flags = [*small("lm"), "--model_name_or_path", model_dir, "--num_updates", 6, "--eval_every", 0, "--profile"]
     flags += ["--output_dir"]
-    changes = {name: {"slow_phase": [name, seconds]} for name, seconds in (SLOW | {"other": 0.2}).items()} | {
-        "none": {}
-    }
+    changes = {name: {"slow_phase": [name, seconds]} for name, seconds in SLOW.items()} | {"none": {}}
     run_specs("lm", [([*flags, tmp_path / name], change) for name, change in changes.items()], tmp_path)
     phases = {name: profile_of(tmp_path / name)["phases"] for name in changes}
     fast = phases.pop("none")
     for name, found in phases.items():
         phase = "optimizer" if name == "clipping" else name
-        assert max(found, key=found.get) == phase and found[phase] > 0.6 > 2 * fast[phase], (name, found)
+        assert max(found, key=found.get) == phase and found[phase] >= 3 > 2 * fast[phase], (name, found)
 
 
 def test_a_profile_of_a_resumed_run_begins_where_it_resumes(small, tmp_path):
