@@ -300,6 +300,10 @@ FIGURES = {
         lambda ranks, links: ranks[4]["disk"].update(write_rate=2e8, fsync_seconds=0.1, free=1e10),
         [r"^ +4 +n1 +runs .*1% of the others' free space.*10% of the others' rate.*fsync takes 100\.0 times"],
     ),
+    "a disk that is slower but fast enough": (
+        lambda ranks, links: ranks[4]["disk"].update(fsync_seconds=0.01),
+        [],
+    ),
     "one cable": (
         lambda ranks, links: links[1, 6].update(bandwidth=5e9),
         [r"^ +1 +n0 .*1 of 4 links slow, to rank 6: 25% of", r"^ +6 +n1 .*1 of 4 links slow, to rank 1: 25% of"],

@@ -16,7 +16,7 @@ from common.errors import shorten
 PRODUCTS = {"cpu": 0.5, "cuda": 0.9}  # a CPU's processes share cores and caches; GPUs of a kind differ by a few percent
 TOTAL_MEMORY, FREE_MEMORY, FREE_DISK, WRITE_RATE = 0.95, 0.5, 0.5, 0.5
 FREE_GPU = 0.9  # of its own memory: this process has hardly taken any
-FSYNC = 4.0  # times the median of the others
+FSYNC, SLOW_FSYNC = 4.0, 0.02  # times the median of the others, and seconds: below these no save gets slow
 BANDWIDTH, LATENCY = 0.5, 3.0  # of the usual link, times the usual link's
 FAR = 5e-3  # seconds, one way: machines of one hall are below 1e-3
 CLOCK = 0.5  # seconds: beyond it logs cannot be put side by side, and files seem to come from the future
@@ -122,7 +122,7 @@ def disks(machines: list[dict[str, Any]]) -> Table:
             odd.append(f"{share['free']:.0%} of the others' free space: it is full first")
         if share["write_rate"] < WRITE_RATE:
             odd.append(f"written at {share['write_rate']:.0%} of the others' rate: every save waits for it")
-        if share["fsync_seconds"] > FSYNC:
+        if share["fsync_seconds"] > FSYNC and disk["fsync_seconds"] > SLOW_FSYNC:
             odd.append(f"an fsync takes {share['fsync_seconds']:.1f} times as long as the others': every save has many")
         rate, fsync = f"{disk['write_rate'] / 1e6:.0f}", f"{disk['fsync_seconds'] * 1e3:.2f}"
         table.add(machine["rank"], machine["host"], disk["directory"], *in_gb(disk["free"]), rate, fsync, odd=odd)
