@@ -119,7 +119,7 @@ def test_what_is_slow_is_the_largest_phase(small, model_dir, tmp_path):
     fast = phases.pop("none")
     for name, found in phases.items():
         phase = "optimizer" if name == "clipping" else name
-        assert max(found, key=found.get) == phase and found[phase] >= 3 > 2 * fast[phase], (name, found)
+        assert max(found, key=found.get) == phase and found[phase] > 3 > 2 * fast[phase], (name, found)
 
 
 def test_a_profile_of_a_resumed_run_begins_where_it_resumes(small, tmp_path):

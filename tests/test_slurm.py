@@ -155,8 +155,8 @@ def test_a_job_that_is_to_check_its_nodes_first_trains_only_where_nothing_is_odd
 ):
     """By CHECK=yes of launchers/slurm.sbatch; what is odd is a package of the second node. Control: the first case.
 
-    Without it, other programs of this machine may slow down one of the nodes: then the job ends as well, and is handed
-    in again.
+    In the first case other programs of this machine may slow down a node, which is odd too: then the job is handed in
+    again.
     """
     recipe = ["recipes/lm.py", *equivalence_flags(functions_file, model_dir, tmp_path / "a run")]
     given = {"CHECK": "yes"}

@@ -16,7 +16,8 @@ from common.errors import shorten
 PRODUCTS = {"cpu": 0.5, "cuda": 0.9}  # a CPU's processes share cores and caches; GPUs of a kind differ by a few percent
 TOTAL_MEMORY, FREE_MEMORY, FREE_DISK, WRITE_RATE = 0.95, 0.5, 0.5, 0.5
 FREE_GPU = 0.9  # of its own memory: this process has hardly taken any
-FSYNC, SLOW_FSYNC = 4.0, 0.02  # times the median of the others, and seconds: below these no save gets slow
+FSYNC = 4.0  # times the median of the others
+SLOW_FSYNC = 0.02  # seconds: a faster one slows down no save, however many times the others' it is
 BANDWIDTH, LATENCY = 0.5, 3.0  # of the usual link, times the usual link's
 FAR = 5e-3  # seconds, one way: machines of one hall are below 1e-3
 CLOCK = 0.5  # seconds: beyond it logs cannot be put side by side, and files seem to come from the future
