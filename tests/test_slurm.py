@@ -161,9 +161,9 @@ def test_a_job_that_is_to_check_its_nodes_first_trains_only_where_nothing_is_odd
     recipe = ["recipes/lm.py", *equivalence_flags(functions_file, model_dir, tmp_path / "a run")]
     given = {"CHECK": "yes"}
     if odd:
-        packages = tmp_path / "packages/numpy-0.1.dist-info"
+        packages = tmp_path / "packages/datasets-0.1.dist-info"
         packages.mkdir(parents=True)
-        (packages / "METADATA").write_text("Name: numpy\nVersion: 0.1\n")
+        (packages / "METADATA").write_text("Name: datasets\nVersion: 0.1\n")
         python = tmp_path / "python"
         python.write_text(
             f'#!/bin/sh\n[ "$SLURM_NODEID" != 1 ] || export PYTHONPATH={packages.parent}\nexec {BIN}/python "$@"\n'
