@@ -41,7 +41,7 @@ sys.path.insert(1, str(ROOT))
 
 from common.checkpoint.identity import identify
 from common.checkpoint.save import Checkpoints, TrainingState
-from common.parallel.mode import running_mode
+from common.parallel.distributed_mode import running_mode
 from common.report import tracking
 from common.training.optimizers import make_optimizer
 

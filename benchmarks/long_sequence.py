@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))
 
-from common.models.recurrent import RecurrentConfig, RecurrentLM, tile_mlps
 from common.report.tracking import versions
+from common.tasks.long_sequence.recurrent import RecurrentConfig, RecurrentLM, tile_mlps
 from common.training.activation_checkpointing import apply_activation_checkpointing
 from common.training.losses import sum_token_losses
 

@@ -25,10 +25,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))
 
-from common.data.rows import Source
+from common.data.source_types import Source
 from common.data.text import tokenize
-from common.models import experts
 from common.report import tracking
+from common.tasks.moe import routing
 from common.training.batching import GlobalBatches, collate_tokens
 from common.training.losses import sum_token_losses
 
@@ -39,7 +39,7 @@ def load(directory):
     args, tokenizer = run["arguments"], AutoTokenizer.from_pretrained(directory / "model")
     model = AutoModelForCausalLM.from_pretrained(directory / "model").train()
     sum_token_losses(model)
-    router = experts.Routing(model, args["balance"], args["balance_strength"])
+    router = routing.Routing(model, args["balance"], args["balance_strength"])
     samples = tokenize(Source(embedded="train"), tokenizer, args["sequence_length"], args["shape"])
     sizes = {name: args[name] for name in ("global_batch_size", "micro_batch_size", "micro_batch_tokens", "seed")}
     batches = GlobalBatches(samples, lambda s: collate_tokens(s, tokenizer.pad_token_id), rank=0, world_size=1, **sizes)
@@ -84,7 +84,7 @@ def main():
                 "model": "dense" if run["arguments"]["dense"] else run["arguments"]["balance"],
                 "updates": run["arguments"]["num_updates"],
                 "parameters": total,
-                "active": experts.count_active(router.layers, total),
+                "active": routing.count_active(router.layers, total),
                 "held_out_loss": results["validation_loss"],
                 "bits_per_byte": results["bits_per_byte"],
                 "busiest_expert": results.get("busiest_expert"),

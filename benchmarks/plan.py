@@ -95,7 +95,7 @@ def make_inputs(directory: Path) -> None:
     """Rows that are all longer than their samples may be, and ten models of six to eight layers without a download."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from common.data.rows import Source
+    from common.data.source_types import Source
     from common.data.tokenizer import train_tokenizer
 
     if (directory / "models").is_dir():

@@ -66,13 +66,13 @@ def evaluation():
 
     import torch
 
-    from common.data.rows import Source
+    from common.data.source_types import Source
     from common.data.text import tokenize
     from common.data.tokenizer import special_token_ids, train_tokenizer
     from common.models.load import build_model
     from common.training.batching import collate_tokens, make_loader
-    from common.training.degrees import Degrees
     from common.training.losses import sum_token_losses
+    from common.training.process_grid import Degrees
     from recipes import lm
 
     *shape, vocabulary, _ = lm.MODEL_CONFIGS["tiny"]
@@ -108,7 +108,7 @@ def evaluation():
 
 def tokenising(file, arm):
     """MB a second of a JSON Lines file with a column `text`, by the recipe or by `datasets.map` with two processes."""
-    from common.data.rows import Source
+    from common.data.source_types import Source
     from common.data.text import tokenize
     from common.data.tokenizer import encode_plain, train_tokenizer
 

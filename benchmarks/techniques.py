@@ -70,7 +70,7 @@ from where_time_goes import matrix_rate
 
 from common.arguments import ArgumentParser, positive
 from common.errors import UserError
-from common.parallel.ending import user_mistakes_end_here
+from common.parallel.shutdown import user_mistakes_end_here
 from common.report.tracking import versions
 
 PAYS = 1.05  # a gain above it

@@ -24,8 +24,8 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 from common.report.tracking import peak_memory_bytes
 from common.training.activation_checkpointing import ACTIVATION_CHECKPOINTING, apply_activation_checkpointing
 from common.training.batching import collate_tokens
-from common.training.cutting import cut_global_batch
 from common.training.losses import sum_token_losses
+from common.training.micro_batch_partition import cut_global_batch
 from common.training.optimizers import ADAM_BETAS, OPTIMIZERS, make_optimizer
 
 PYTORCHS_ADAMW = "pytorch"  # as torch makes it without an option: one operator after the other

@@ -17,12 +17,12 @@ import transformers
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))
 
-from common.data.images import collate_images  # noqa: E402
-from common.data.labels import read_packages  # noqa: E402
-from common.data.pairs import docstring_corpus  # noqa: E402
-from common.data.rows import Source  # noqa: E402
+from common.data.source_types import Source  # noqa: E402
 from common.data.sources import open_source  # noqa: E402
 from common.parallel.connect import seed_everything  # noqa: E402
+from common.tasks.classify.labels import read_packages  # noqa: E402
+from common.tasks.seq2seq.pairs import docstring_corpus  # noqa: E402
+from common.tasks.vision.images import collate_images  # noqa: E402
 from common.training.batching import sample_ids_of  # noqa: E402
 
 SEED = 0

@@ -1,7 +1,7 @@
 """What the recipes share: plain functions and small dataclasses, one question a module, no recipe imported.
 
 A recipe imports it before torch: what the libraries make when they are imported is no garbage, and to look through all
-of it again and again takes half a second. `parallel.ending.user_mistakes_end_here` sets it back.
+of it again and again takes half a second. `parallel.shutdown.user_mistakes_end_here` sets it back.
 """
 
 import gc

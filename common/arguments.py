@@ -18,17 +18,17 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from common.checkpoint.identity import CHANGEABLE
 from common.data.hub import held_out_splits
 from common.errors import UserError, refuse
-from common.export_dtype import EXPORT_DTYPES
-from common.familiar import here
+from common.flag_translation import here
+from common.models.export_dtype import EXPORT_DTYPES
 from common.models.quantization import QUANTIZED
-from common.parallel.ending import exit_with_mistakes
+from common.parallel.shutdown import exit_with_mistakes
 from common.training.activation_checkpointing import ACTIVATION_CHECKPOINTING
 from common.training.epochs import EPOCHS
 from common.training.fine_tuning_rate import default_rate
 from common.training.optimizers import OPTIMIZERS, SCHEDULES, optimizers_help
 
 if TYPE_CHECKING:
-    from common.data.rows import Source
+    from common.data.source_types import Source
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -347,7 +347,7 @@ def text_sources(args: argparse.Namespace) -> "tuple[Source, Source | None]":
     """
     # Here because recipes without text need none of them.
     from common.data.mixed import held_out_files, needless_weights, training_files
-    from common.data.rows import Source
+    from common.data.source_types import Source
     from common.data.sources import check_sources, have_no_columns
 
     names = ("text_column", "prompt_column", "completion_column")

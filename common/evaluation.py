@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 import torch
 
 from common.errors import with_location
-from common.parallel import ending, liveness
+from common.parallel import liveness, shutdown
 from common.report import tracking
 from common.training import token_budget
-from common.training.stopping import STOPPED, StopRequests, StopVotes
+from common.training.stop_signals import STOPPED, StopRequests, StopVotes
 
 Evaluate = Callable[[Any, torch.nn.Module], dict[str, Any]]  # a recipe's `evaluate(run, model)`
 
@@ -110,7 +110,7 @@ class Evaluations:
         run = self.run
         self.hearing.close()
         tracking.end_early(run.accelerator, run.output_dir, run.state)
-        ending.end_run(run.accelerator, STOPPED)
+        shutdown.end_run(run.accelerator, STOPPED)
         sys.exit(STOPPED)
 
 

@@ -16,9 +16,9 @@
 
 Training state, metrics and checkpoints are kept here; forward, backward, clipping and the step stay in the recipe.
 
-A new mode of parallelism is accepted in `parallel.launch`, connected in `parallel.connect`, named in `parallel.mode`,
-applied to the model in `parallel.loading` and saved in `checkpoint.layouts`; which ranks share samples is in
-`training.degrees`; when gradients synchronise, and by what the loss is scaled, in `training.accumulation`.
+A new mode of parallelism is accepted in `parallel.launch`, connected in `parallel.connect`, named in
+`parallel.distributed_mode`, applied to the model in `models.model_setup` and saved in `checkpoint.layouts`; which ranks
+share samples is in `training.process_grid`; gradient synchronisation and loss scaling are in `training.accumulation`.
 """
 
 import argparse
@@ -35,15 +35,15 @@ import torch
 from accelerate.utils import send_to_device
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from common import checks
+from common import argument_checks
 from common.checkpoint.identity import identify
 from common.checkpoint.resume import begin_state
 from common.checkpoint.save import Checkpoints
 from common.errors import refuse
 from common.evaluation import Evaluations, optional_steps
-from common.models import adapters
+from common.models import adapters, model_setup
 from common.models.load import attention_length
-from common.parallel import connect, ending, launch, loading, mode
+from common.parallel import connect, distributed_mode, launch, shutdown
 from common.parallel.liveness import wait_for_all
 from common.plan import flops
 from common.plan.choice import batches_within_memory
@@ -53,7 +53,7 @@ from common.training import accumulation, token_budget
 from common.training.activation_checkpointing import apply_activation_checkpointing
 from common.training.batching import Collate, GlobalBatch, Samples, make_loader
 from common.training.precision import weights_cast_once
-from common.training.stopping import NOTHING_TRAINED
+from common.training.stop_signals import NOTHING_TRAINED
 
 
 class Run:
@@ -73,11 +73,11 @@ class Run:
         Raises UserError: a line for each mistake.
         """
         self.args, self.asked = args, launch.find_launch()
-        found = checks.check_arguments(args, launch.runs_on_cpu(self.asked), lengths_vary, self.asked.degrees)
+        found = argument_checks.check_arguments(args, launch.runs_on_cpu(self.asked), lengths_vary, self.asked.degrees)
         refuse([*found, *launch.check_launch(self.asked, args), *problems])
         trackers = {"log_with": args.report_to or None, "project_dir": args.output_dir}
         self.accelerator = connect.make_accelerator(self.asked, args, **trackers)
-        self.device, self.is_sharded = self.accelerator.device, mode.is_sharded(self.accelerator)
+        self.device, self.is_sharded = self.accelerator.device, distributed_mode.is_sharded(self.accelerator)
         self.checkpoints, self.is_stopped = Checkpoints(args, self.accelerator), False
         self.evaluations, self.optional_steps = Evaluations(self), partial(optional_steps, self)
 
@@ -99,16 +99,16 @@ class Run:
         """
         unknown = ", ".join(name for name in own_flags if not hasattr(self.args, name))
         assert not unknown, f"run.begin names {unknown} as the recipe's own, and no flag is called so"
-        checks.check_samples(self.args, train_set, held_out, self.asked.degrees)
+        argument_checks.check_samples(self.args, train_set, held_out, self.asked.degrees)
         self.make_empty = make_empty = cache(partial(adapters.empty_base, self.args, config, model_class))
-        problems = loading.check_model(config, model_class, make_empty, self.asked.degrees)
+        problems = model_setup.check_model(config, model_class, make_empty, self.asked.degrees)
         refuse([*problems, *launch.check_layer_classes(self.asked, make_empty)])
         connect.check_space(self.asked, lambda: [p.numel() for p in make_empty().parameters()])
         identity = identify(self.args, self.accelerator, config, tokenizer, train_set, held_out, *own_flags)
         self.resumed = self.checkpoints.find(identity)
         self.state, told = begin_state(self.resumed, identity, self.args.allow_changed)
         self.accelerator.print(told, end="", flush=True)
-        refuse(checks.check_profile(self.args, self.state.update))
+        refuse(argument_checks.check_profile(self.args, self.state.update))
         connect.seed_everything(self.args.seed)
         # Last: it also comes back in processes of its own, which are this run no more.
         self.forecast = predict(model_class, self, config, make_empty, train_set, held_out)
@@ -138,7 +138,7 @@ class Run:
         self.held_out = held_out and loader(held_out)
         held_out_batches, is_rehearsal = self.held_out and self.held_out.dataset, launch.is_rehearsal(self.asked)
         tracking.print_run(args, accelerator, model, self.loader.dataset, held_out_batches, is_rehearsal, **lines)
-        self.model, self.optimizer = loading.prepare(accelerator, model, optimizer)
+        self.model, self.optimizer = model_setup.prepare(accelerator, model, optimizer)
         connect.seed_everything(args.seed, accelerator)
         return self.model, self.optimizer
 
@@ -156,9 +156,9 @@ class Run:
             first.close()  # and with it the processes that load data
             num_left = self.state.end(self.args) - self.state.update
             settings.print_dry_run(self.args, self.asked, self.accelerator, num_left)
-            ending.end_run(self.accelerator)
+            shutdown.end_run(self.accelerator)
             sys.exit()
-        self.output_dir = checks.make_output_dir(self.args, self.accelerator, self.checkpoints.ranks.share)
+        self.output_dir = argument_checks.make_output_dir(self.args, self.accelerator, self.checkpoints.ranks.share)
         self.checkpoints.ranks.output_dir = self.output_dir
         self.checkpoints.start(config, *pretrained, model=self.model, versions=tracking.versions())
         tracking.start_run(self, config)
@@ -242,7 +242,7 @@ class Run:
         Returns the model without the mode's wrappers on the main process; None on all others.
         """
         self.model_class, directory = model_class, Path(self.output_dir) / "model"
-        written = loading.write_model(self.accelerator, self.model, directory, self.args.export_dtype, *pretrained)
+        written = model_setup.write_model(self.accelerator, self.model, directory, self.args.export_dtype, *pretrained)
         if self.accelerator.is_main_process:
             self.is_again = tracking.record_results(self.results, self.output_dir, model_class)
         wait_for_all()  # an evaluation may follow, whose collectives have a time limit
@@ -255,4 +255,4 @@ class Run:
         status = NOTHING_TRAINED if tracking.describe_failure(self.results) else 0
         if self.accelerator.is_main_process:
             tracking.print_results(self.results, self.output_dir, self.model_class, self.is_again, *lines)
-        ending.end_run(self.accelerator, status)
+        shutdown.end_run(self.accelerator, status)

@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 # Before the imports: a thread that one of them starts would take the signal. The ranks inherit it too: a request that
-# comes before they train waits until they do (see common.training.stopping).
+# comes before they train waits until they do (see common.training.stop_signals).
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup; torchrun would end the processes on it all the same
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")

@@ -23,14 +23,14 @@ from common import arguments  # isort: skip  # before torch: see common/__init__
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from common.data.labels import collate_texts, set_pipeline_inputs
-from common.models import text_baseline, text_classifier
 from common.models.adapters import base_options, with_adapter
 from common.models.classifiers import HEAD_RATE_HELP, build_classifier, check_padding, find_inputs
-from common.parallel.ending import user_mistakes_end_here
+from common.parallel.shutdown import user_mistakes_end_here
 from common.report.predictions import draw_confusion, measure
 from common.report.scores import describe_scores, score
 from common.run import Run
+from common.tasks.classify import text_baseline, text_classifier
+from common.tasks.classify.labels import collate_texts, set_pipeline_inputs
 from common.training.accumulation import loss_scale, skip_step, synchronize_gradients
 from common.training.clipping import clip_gradients
 from common.training.optimizers import learning_rate, make_optimizer, set_learning_rate

@@ -23,15 +23,15 @@ from common import arguments  # isort: skip  # before torch: see common/__init__
 from torch.nn.functional import logsigmoid
 from transformers import LlamaConfig
 
-from common.data.preferences import collate_preferences, columns_of, tokenize_preferences
 from common.data.tokenizer import load_tokenizer, special_token_ids, train_tokenizer
 from common.errors import refuse
 from common.models.adapters import build_base
 from common.models.load import check_model, describe_use, load_config
-from common.models.reference import add_reference, describe_rewards, identify_reference, of_answers
-from common.parallel.ending import user_mistakes_end_here
+from common.parallel.shutdown import user_mistakes_end_here
 from common.report.predictions import measure
 from common.run import Run
+from common.tasks.dpo.preferences import collate_preferences, columns_of, tokenize_preferences
+from common.tasks.dpo.reference import add_reference, describe_rewards, identify_reference, of_answers
 from common.training.accumulation import loss_scale, skip_step, synchronize_gradients
 from common.training.clipping import clip_gradients
 from common.training.losses import sum_token_losses

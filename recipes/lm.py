@@ -28,7 +28,7 @@ from common.data.tokenizer import load_tokenizer, special_token_ids, train_token
 from common.errors import refuse
 from common.models.adapters import build_base
 from common.models.load import check_model, describe_use, load_config, write_sample
-from common.parallel.ending import user_mistakes_end_here
+from common.parallel.shutdown import user_mistakes_end_here
 from common.report.tracking import describe_held_out
 from common.run import Run
 from common.training.accumulation import loss_scale, mean_losses, skip_step, synchronize_gradients

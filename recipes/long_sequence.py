@@ -26,12 +26,12 @@ import torch
 
 from common.data.text import tokenize
 from common.errors import refuse
-from common.models import long_sequence
 from common.models.load import build_model, check_model, describe_use
-from common.models.recurrent import RecurrentLM
-from common.parallel.ending import user_mistakes_end_here
+from common.parallel.shutdown import user_mistakes_end_here
 from common.report.tracking import describe_held_out
 from common.run import Run
+from common.tasks.long_sequence import architectures
+from common.tasks.long_sequence.recurrent import RecurrentLM
 from common.training.accumulation import loss_scale, mean_losses, skip_step, synchronize_gradients
 from common.training.batching import collate_tokens
 from common.training.clipping import clip_gradients
@@ -49,7 +49,7 @@ def parse_arguments():
     parser.set_defaults(num_updates=30, global_batch_size=1, micro_batch_size=1)
     positive, group = arguments.positive, parser.add_argument_group("long sequences")
     default = "kind of network (default: lstm, or the pretrained model's)"
-    group.add_argument("--architecture", **arguments.one_of(long_sequence.ARCHITECTURES, default))
+    group.add_argument("--architecture", **arguments.one_of(architectures.ARCHITECTURES, default))
     group.add_argument("--hidden_size", type=positive, help="width, from scratch (default: 128)")
     group.add_argument("--num_layers", type=positive, help="layers, from scratch (default: 1, a transformer 4)")
     about = "recurrent: how many segments backward recomputes; sqrt: as many as a segment has steps (default: sqrt)"
@@ -58,7 +58,7 @@ def parse_arguments():
     group.add_argument("--levels", type=positive, metavar="K", help=about)
     about = "recurrent: truncate back-propagation to N bytes; NOT the gradient of the whole sequence"
     group.add_argument("--truncate", type=positive, metavar="N", help=about)
-    about = f"transformer: positions an MLP takes at once; 0: all (default: {long_sequence.MLP_ROWS} if MLPs are found)"
+    about = f"transformer: positions an MLP takes at once; 0: all (default: {architectures.MLP_ROWS} if MLPs are found)"
     group.add_argument("--mlp_rows", type=arguments.not_negative, metavar="R", help=about)
     args = parser.parse_args()
     if args.architecture and args.model_name_or_path:
@@ -69,11 +69,11 @@ def parse_arguments():
 def load_data(args):
     """Tokenizer, the model's configuration, training samples, and held-out samples or None."""
     source, held_out_source = arguments.text_sources(args)
-    config, tokenizer = long_sequence.choose_model(args, source)
+    config, tokenizer = architectures.choose_model(args, source)
     refuse(check_model(config, tokenizer, args.sequence_length))
     tokens = partial(tokenize, tokenizer=tokenizer, sequence_length=args.sequence_length, shape="blocks")
     train_set, held_out = tokens(source), held_out_source and tokens(held_out_source, measure_compression=True)
-    long_sequence.check_segments(args, config, train_set.max_length)
+    architectures.check_segments(args, config, train_set.max_length)
     return tokenizer, config, train_set, held_out
 
 
@@ -126,9 +126,11 @@ def main():
     tokenizer, config, train_set, held_out = load_data(args)
     run.begin(config, tokenizer, train_set, held_out, "truncate")
     model = build_model(config, args.model_name_or_path, args.trust_remote_code)
-    name = "common.models.recurrent.RecurrentLM" if isinstance(model, RecurrentLM) else "AutoModelForCausalLM"
+    name = (
+        "common.tasks.long_sequence.recurrent.RecurrentLM" if isinstance(model, RecurrentLM) else "AutoModelForCausalLM"
+    )
     # From here on, model(...) is the sum of the losses of a micro-batch's targets.
-    how = long_sequence.sum_losses_in_pieces(model, args, train_set.max_length)
+    how = architectures.sum_losses_in_pieces(model, args, train_set.max_length)
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
     collate = partial(collate_tokens, pad_token_id=tokenizer.pad_token_id)
     describe_use(model, config, tokenizer, train_set.end_tokens)

@@ -23,11 +23,11 @@ import torch
 
 from common.data.text import tokenize
 from common.errors import refuse
-from common.models import experts, mixture
 from common.models.load import check_model, describe_use, write_sample
-from common.parallel.ending import user_mistakes_end_here
+from common.parallel.shutdown import user_mistakes_end_here
 from common.report.tracking import describe_held_out
 from common.run import Run
+from common.tasks.moe import moe_model, routing
 from common.training.accumulation import loss_scale, mean_losses, skip_step, synchronize_gradients
 from common.training.batching import collate_tokens
 from common.training.clipping import clip_gradients
@@ -54,19 +54,19 @@ def parse_arguments():
     group.add_argument("--num_experts", type=arguments.positive, help="experts of a layer (default: the size's, or 8)")
     group.add_argument("--experts_per_token", type=arguments.positive, help="per token (default: the size's, or 2)")
     group.add_argument("--dense", action="store_true", help="from scratch: a dense model of as many active parameters")
-    group.add_argument("--balance", **arguments.one_of(experts.BALANCE, "what balances the experts (default: bias)"))
+    group.add_argument("--balance", **arguments.one_of(routing.BALANCE, "what balances the experts (default: bias)"))
     about = "step of the bias, or factor of the balancing loss (default: 0.01; the bias of a pretrained mixture: 0.001)"
     group.add_argument("--balance_strength", type=arguments.positive_float, help=about)
     args = parser.parse_args()
     arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=2e-5)
-    mixture.settle_mixture(parser, args, MODEL_CONFIGS.get(args.model_config))
+    moe_model.settle_mixture(parser, args, MODEL_CONFIGS.get(args.model_config))
     return args
 
 
 def load_data(args):
     """Tokenizer, the model's configuration, training samples, and held-out samples or None."""
     source, held_out_source = arguments.text_sources(args)
-    config, tokenizer = mixture.choose_mixture(args, MODEL_CONFIGS, source)
+    config, tokenizer = moe_model.choose_mixture(args, MODEL_CONFIGS, source)
     refuse(check_model(config, tokenizer, args.sequence_length))
     tokens = partial(tokenize, tokenizer=tokenizer, sequence_length=args.sequence_length, shape=args.shape)
     train_set, held_out = tokens(source), held_out_source and tokens(held_out_source, measure_compression=True)
@@ -123,12 +123,12 @@ def main():
     run = Run(args)
     tokenizer, config, train_set, held_out = load_data(args)
     run.begin(config, tokenizer, train_set, held_out, "balance", "balance_strength")
-    model = mixture.build_mixture(args, config)
+    model = moe_model.build_mixture(args, config)
     how = sum_token_losses(model)  # from here on, model(...) is the sum of the losses of a micro-batch's targets
-    router = experts.Routing(model, args.balance, args.balance_strength)  # its backward: with the balancing loss
+    router = routing.Routing(model, args.balance, args.balance_strength)  # its backward: with the balancing loss
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
     collate = partial(collate_tokens, pad_token_id=tokenizer.pad_token_id)
-    experts.gather_whole_blocks(run.accelerator, router.layers)
+    routing.gather_whole_blocks(run.accelerator, router.layers)
     describe_use(model, config, tokenizer, train_set.end_tokens)
     model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, loss=how, **router.describe(model))
     router.prepared()
@@ -142,7 +142,7 @@ def main():
         if written and not run.is_sharded:
             results["sample"] = write_sample(written, tokenizer, held_out or train_set)
             lines = [f"\nthe model writes:\n{results['sample']}\n"]
-    run.finish(results, *experts.describe_results(results), *lines)
+    run.finish(results, *routing.describe_results(results), *lines)
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ from common.data.text import tokenize
 from common.data.tokenizer import load_tokenizer, special_token_ids, train_tokenizer
 from common.errors import refuse
 from common.models.load import build_model, check_model, describe_use, load_config, write_sample
-from common.parallel.ending import user_mistakes_end_here
-from common.parallel.pipeline import SCHEDULES, Pipeline
-from common.parallel.stages import check_stages
+from common.parallel.shutdown import user_mistakes_end_here
 from common.report.tracking import describe_held_out
 from common.run import Run
+from common.tasks.pipeline.schedule import SCHEDULES, Pipeline
+from common.tasks.pipeline.stages import check_stages
 from common.training.accumulation import loss_scale, mean_losses, skip_step
 from common.training.batching import collate_tokens
 from common.training.clipping import clip_gradients

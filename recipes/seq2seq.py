@@ -23,14 +23,14 @@ from common import arguments  # isort: skip  # before torch: see common/__init__
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
-from common.data.pairs import collate_pairs, tokenize_pairs
-from common.models import encoder_decoder
 from common.models.adapters import build_base
 from common.models.load import describe_use, prepare_encoder_decoder
-from common.parallel.ending import user_mistakes_end_here
+from common.parallel.shutdown import user_mistakes_end_here
 from common.report.scores import score_targets
 from common.report.tracking import describe_held_out
 from common.run import Run
+from common.tasks.seq2seq import encoder_decoder
+from common.tasks.seq2seq.pairs import collate_pairs, tokenize_pairs
 from common.training.accumulation import loss_scale, mean_losses, skip_step, synchronize_gradients
 from common.training.clipping import clip_gradients
 from common.training.optimizers import learning_rate, make_optimizer, set_learning_rate

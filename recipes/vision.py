@@ -22,12 +22,11 @@ from common import arguments  # isort: skip  # before torch: see common/__init__
 import torch
 from transformers import AutoModelForImageClassification
 
-from common.data import image_files, images
-from common.models import image_classifier, norms
 from common.models.classifiers import HEAD_RATE_HELP, describe_new_weights
-from common.parallel.ending import user_mistakes_end_here
+from common.parallel.shutdown import user_mistakes_end_here
 from common.report.predictions import draw_confusion, loss_and_accuracy, measure
 from common.run import Run
+from common.tasks.vision import batch_norm, image_classifier, image_files, images
 from common.training.accumulation import loss_scale, skip_step, synchronize_gradients
 from common.training.clipping import clip_gradients
 from common.training.optimizers import learning_rate, make_optimizer, set_learning_rate
@@ -55,7 +54,7 @@ def parse_arguments():
     arguments.add_model_arguments(parser)
     group = parser.add_argument_group("image model")
     group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: convnet)"))
-    group.add_argument("--norm", **arguments.one_of(norms.NORMS))
+    group.add_argument("--norm", **arguments.one_of(batch_norm.NORMS))
     group.add_argument("--head_learning_rate", type=arguments.positive_float, metavar="X", help=HEAD_RATE_HELP)
     args = parser.parse_args()
     arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=5e-5)
@@ -127,7 +126,7 @@ def main():
     head = {"head": new_weights, "head_learning_rate": args.head_learning_rate}
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay, **head)
     collate = partial(images.collate_images, preprocessing=preprocessing)
-    lines = norms.describe_norm(args, run.accelerator.num_processes) | describe_new_weights(**head)
+    lines = batch_norm.describe_norm(args, run.accelerator.num_processes) | describe_new_weights(**head)
     lines |= {} if held_out else {"held out": "none; name a --validation_dir to measure"}
     model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, **lines)
     with run.training(config, preprocessing) as batches:

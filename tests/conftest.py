@@ -211,13 +211,13 @@ def assert_refused(result, *patterns, lines=1):
 
 def recipe_arguments(*flags):
     """The flags that every recipe shares, as one that reads text has them when it checks its launch."""
-    from common import arguments, checks
+    from common import argument_checks, arguments
     from common.parallel.launch import started_world_size
-    from common.training.degrees import Degrees
+    from common.training.process_grid import Degrees
 
     parser = arguments.recipe_parser("")
     args = parser.parse_args([str(flag) for flag in ("--learning_rate", 1e-3, *flags)])
-    assert checks.check_arguments(args, True, True, Degrees(started_world_size())) == []
+    assert argument_checks.check_arguments(args, True, True, Degrees(started_world_size())) == []
     return args
 
 
@@ -335,7 +335,7 @@ def write_jsonl(path, rows):
 
 
 def source_of(path, rows):
-    from common.data.rows import Source
+    from common.data.source_types import Source
 
     return Source(files=(str(write_jsonl(path, rows)),))
 
@@ -368,7 +368,7 @@ TEXTS = [
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory):
     """Trained on them."""
-    from common.data.rows import Source
+    from common.data.source_types import Source
     from common.data.tokenizer import train_tokenizer
 
     path = tmp_path_factory.mktemp("tokenizer") / "a.txt"
@@ -414,7 +414,7 @@ def make_model_dir(path, text_file, **settings):
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from common.data.rows import Source
+    from common.data.source_types import Source
     from common.data.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer(Source(files=(str(text_file),)), 384)

@@ -20,7 +20,7 @@ FIRST = {
     "benchmarks/": ("benchmarks",),
     "common/arguments.py": ("bad_input",),
     "common/checkpoint/": ("checkpoint", "resume"),
-    "common/checks.py": ("bad_input",),
+    "common/argument_checks.py": ("bad_input",),
     "common/parallel/": ("modes",),
     "common/run.py": ("lm",),
     "common/training/": ("lm",),

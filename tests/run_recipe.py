@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT))
 
 from changes import UNDO, change, checkpoints, failures, made, numbers, observations, waits, work  # noqa: E402
 
-from common.parallel import ending  # noqa: E402
-from common.training.stopping import STOPPED  # noqa: E402
+from common.parallel import shutdown  # noqa: E402
+from common.training.stop_signals import STOPPED  # noqa: E402
 
 SUBJECTS = (checkpoints, failures, made, numbers, observations, waits, work)
 CHANGES = dict(pair for subject in SUBJECTS for pair in inspect.getmembers(subject, inspect.isfunction))
@@ -38,7 +38,7 @@ def main():
             UNDO.callback(GradientState._reset_state)
             UNDO.callback(AcceleratorState._reset_state, reset_partial_state=False)
             # A second process group on the launcher's store can meet the keys of the first: one serves all runs.
-            change(ending, "end_run", lambda accelerator, status=0: accelerator.wait_for_everyone())
+            change(shutdown, "end_run", lambda accelerator, status=0: accelerator.wait_for_everyone())
             change(sys, "argv", [recipe, *spec["flags"]])
             for name, value in spec.get("changes", {}).items():
                 CHANGES[name](value)

@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from common import checks
+from common import argument_checks
 from common.errors import UserError
-from common.memory import pinned_bytes
+from common.host_memory import pinned_bytes
 from common.training import activation_checkpointing, activation_offload
 from common.training.activation_checkpointing import (
     ACTIVATION_CHECKPOINTING,
@@ -35,7 +35,7 @@ from common.training.activation_checkpointing import (
     apply_activation_checkpointing,
 )
 from common.training.activation_offload import HostOffload
-from common.training.degrees import Degrees
+from common.training.process_grid import Degrees
 
 CPU = torch.device("cpu")
 VOCABULARY, BATCH, LENGTH, WIDTH, LAYERS = 100, 2, 64, 48, 3
@@ -370,7 +370,7 @@ def test_offload_gives_up_what_is_never_taken(late_streams):
 @pytest.mark.parametrize("mode", ["offload", "full"])
 def test_offload_that_nothing_compiles_is_refused(mode, on_cpu):
     args = recipe_arguments("--compile", "--activation_checkpointing", mode)
-    problems = checks.check_arguments(args, on_cpu, lengths_vary=True, degrees=Degrees(1))
+    problems = argument_checks.check_arguments(args, on_cpu, lengths_vary=True, degrees=Degrees(1))
     assert [("--compile has no effect" in problem) for problem in problems] == [True] * (
         mode == "offload" and not on_cpu
     )

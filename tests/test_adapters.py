@@ -48,13 +48,13 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from common.checkpoint.export import export
 from common.checkpoint.format import list_checkpoints
 from common.errors import UserError
 from common.models import adapters
 from common.models.adapters import base_options, build_base, with_adapter
 from common.models.classifiers import build_classifier
 from common.models.load import build_model, load_config
+from tools.checkpoint.export import export
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}

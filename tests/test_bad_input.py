@@ -12,14 +12,14 @@ import pytest
 from conftest import ROOT, assert_mistake, make_model_dir, run_recipe_alone, write_rows
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BertConfig
 
-from common.checkpoint.__main__ import main as checkpoint_command
 from common.data.hub import load_split
-from common.data.rows import Source
+from common.data.source_types import Source
 from common.data.sources import check_sources
 from common.data.tokenizer import load_tokenizer
 from common.errors import UserError
 from common.models.load import load_config
 from common.run import Run
+from tools.checkpoint.__main__ import main as checkpoint_command
 
 recipe = functools.partial(run_recipe_alone, "lm.py")
 

@@ -7,7 +7,7 @@ from conftest import assert_mistake, launch, read_metrics, run_recipe_alone, wri
 from transformers import AutoTokenizer, GenerationConfig
 
 from common.data.chats import CHATML, read_chat_template
-from common.data.rows import Source
+from common.data.source_types import Source
 from common.data.text import tokenize
 from common.data.tokenizer import train_tokenizer
 from common.errors import UserError

@@ -12,10 +12,10 @@ from conftest import BIN, ROOT, assert_mistake, assert_refused, launch_command, 
 from running import Run, free_port, give_up, need
 from test_multi_node import Hosts
 
-from common.parallel.check import rounds
-from common.parallel.check_report import report
+from tools.check.__main__ import rounds
+from tools.check.report import report
 
-MODULE = "common.parallel.check"
+MODULE = "tools.check"
 
 
 def check_alone(*flags):

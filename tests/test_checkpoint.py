@@ -192,7 +192,7 @@ def test_every_damage_is_found(kind, finished, tmp_path):
 
 
 def checkpoint_command(*arguments):
-    """The result of `python -m common.checkpoint`."""
+    """The result of `python -m tools.checkpoint`."""
     return run([BIN / "python", "-m", "common.checkpoint", *arguments])
 
 
@@ -361,7 +361,7 @@ def test_the_best_one_is_named_or_loaded_at_the_end(config, functions_file, mode
         assert results["validation_loss"] == pytest.approx(measured, rel=1e-6)
         assert f"held-out loss {measured:.4f}" in result.stdout
         (line,) = [line for line in result.stdout.splitlines() if line.startswith(f"best       {checkpoint}")]
-        told = "is this one" if name == "loaded" else f"python -m common.checkpoint export {checkpoint} {out / 'best'}"
+        told = "is this one" if name == "loaded" else f"python -m tools.checkpoint export {checkpoint} {out / 'best'}"
         assert f"validation loss {losses[best]:.4f}" in line and told in line
         for update, loss in losses.items():
             lowest = ", the lowest so far" if loss == min(losses[one] for one in losses if one <= update) else ""
@@ -460,7 +460,7 @@ def test_ctrl_c_that_also_ends_what_reads_the_output_leaves_a_checkpoint(config,
 def test_a_signal_is_kept_until_training_begins_and_the_third_one_ends_it(more, tmp_path):
     (tmp_path / "stop.py").write_text(f"""
 import os, signal
-from common.training.stopping import StopRequests
+from common.training.stop_signals import StopRequests
 signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGUSR1}})  # as launchers/meet.py leaves it
 os.kill(os.getpid(), signal.SIGUSR1)
 with StopRequests() as stop:

@@ -50,15 +50,15 @@ from transformers import (
 )
 
 from common.checkpoint.identity import differences
-from common.data import labels
-from common.data.rows import Source
+from common.data.source_types import Source
 from common.data.tokenizer import train_tokenizer
 from common.errors import UserError
-from common.models import classifiers, text_baseline, text_classifier
+from common.models import classifiers
 from common.models.load import check_model
 from common.report import scores
 from common.report.chance import ChanceCheck, constant_loss
 from common.report.predictions import draw_confusion
+from common.tasks.classify import labels, text_baseline, text_classifier
 from common.training.fine_tuning_rate import default_rate
 
 SCRIPT = "recipes/classify.py"

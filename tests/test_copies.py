@@ -11,41 +11,44 @@ from test_recipes import RECIPES
 
 from common.errors import UserError
 from common.files import complete_or_absent
-from common.parallel.ending import user_mistakes_end_here
+from common.parallel.shutdown import user_mistakes_end_here
 
 LANGUAGE = {"lm.py", "moe.py", "long_sequence.py", "seq2seq.py", "classify.py"}
 # What a recipe may load of common/: what every one does, and what its job needs.
 EVERY = """
-    adapter_files arguments checkpoint.adapter checkpoint.agreement checkpoint.architecture
-    checkpoint.format checkpoint.identity checkpoint.layouts checkpoint.optimizer_state checkpoint.random_states
-    checkpoint.resume checkpoint.save checkpoint.training_state checkpoint.write checks data.hub errors evaluation
-    export_dtype familiar files launcher memory models.adapters models.quantization models.tied_weights
-    models.cpu_kernels models.load models.masks parallel.connect parallel.deepspeed_files parallel.deepspeed_flags
-    parallel.ending parallel.extensions parallel.groups parallel.launch parallel.liveness parallel.loading parallel.mode
-    parallel.parallelism parallel.rates parallel.sequence parallel.sharding parallel.tensor plan.choice plan.configs
-    plan.cost plan.depth plan.flops plan.forecast plan.machines plan.memory plan.plan plan.profile plan.questions
-    plan.rehearsal plan.shortage plan.tape redaction report.chance report.curves report.model_card report.profiling
-    report.progress report.runs report.settings report.totals report.tracking run training.accumulation
-    training.fine_tuning_rate training.activation_checkpointing
-    training.activation_offload training.batching training.clipping training.cutting training.degrees training.epochs
-    training.handover training.optimizers training.out_of_memory training.precision training.stopping
+    argument_checks arguments checkpoint.adapter checkpoint.agreement checkpoint.architecture checkpoint.format
+    checkpoint.identity checkpoint.layouts checkpoint.optimizer_state checkpoint.random_states checkpoint.resume
+    checkpoint.save checkpoint.training_state checkpoint.write data.hub errors evaluation files flag_translation
+    host_memory launcher models.adapter_files models.adapters models.attention_masks models.cpu_kernels
+    models.export_dtype models.load models.model_setup models.quantization models.tied_weights parallel.connect
+    parallel.deepspeed_files parallel.deepspeed_flags parallel.distributed_mode parallel.extensions parallel.launch
+    parallel.liveness parallel.matmul_throughput parallel.parallelism_config parallel.process_groups
+    parallel.sequence parallel.sharding parallel.shutdown parallel.tensor plan.choice plan.configs plan.cost
+    plan.depth plan.flops plan.forecast plan.machines plan.memory plan.plan plan.profile plan.questions
+    plan.rehearsal plan.shortage plan.tape redaction report.chance report.curves report.killed_runs
+    report.model_card report.profiling report.progress report.settings report.totals report.tracking run
+    training.accumulation training.activation_checkpointing training.activation_offload training.batching
+    training.clipping training.epochs training.fine_tuning_rate training.handover training.micro_batch_partition
+    training.optimizers training.out_of_memory training.precision training.process_grid training.stop_signals
     training.token_budget versions
 """
-TEXT = (
-    "data.cache data.columns data.compressed data.formats data.messages data.mixed data.readers data.rows data.sources"
-)
-TEXT += " data.standard_library data.tokenizer training.mixing"
+TEXT = """
+    data.cache data.chat_formats data.column_selection data.compressed data.messages data.mixed data.readers
+    data.source_types data.sources data.standard_library data.tokenizer training.data_mixing
+"""
 TOKENS = "data.chats data.text training.linear_cross_entropy training.losses training.output_head"
 PREDICTED = "models.classifiers report.predictions"
 OURS = {
-    "classify.py": f"{TEXT} {PREDICTED} data.labels models.text_baseline models.text_classifier report.scores",
+    "classify.py": f"{TEXT} {PREDICTED} tasks.classify.labels tasks.classify.text_baseline "
+    "tasks.classify.text_classifier report.scores",
     "lm.py": f"{TEXT} {TOKENS}",
-    "dpo.py": f"{TEXT} {TOKENS} data.preferences models.reference report.predictions",
-    "pipeline.py": f"{TEXT} {TOKENS} parallel.pipeline parallel.stages",
-    "long_sequence.py": f"{TEXT} {TOKENS} models.long_sequence models.recurrent",
-    "moe.py": f"{TEXT} {TOKENS} models.experts models.mixture",
-    "seq2seq.py": f"{TEXT} data.pairs models.encoder_decoder report.scores",
-    "vision.py": f"{PREDICTED} data.image_files data.images models.image_classifier models.image_models models.norms",
+    "dpo.py": f"{TEXT} {TOKENS} tasks.dpo.preferences tasks.dpo.reference report.predictions",
+    "pipeline.py": f"{TEXT} {TOKENS} tasks.pipeline.schedule tasks.pipeline.stages",
+    "long_sequence.py": f"{TEXT} {TOKENS} tasks.long_sequence.architectures tasks.long_sequence.recurrent",
+    "moe.py": f"{TEXT} {TOKENS} tasks.moe.routing tasks.moe.moe_model",
+    "seq2seq.py": f"{TEXT} tasks.seq2seq.pairs tasks.seq2seq.encoder_decoder report.scores",
+    "vision.py": f"{PREDICTED} tasks.vision.image_files tasks.vision.images tasks.vision.image_classifier "
+    "tasks.vision.image_models tasks.vision.batch_norm",
 }
 # Packages that take seconds or that not everybody has.
 NOBODYS = "datasets evaluate sklearn sacrebleu bitsandbytes deepspeed matplotlib tensorboard torchvision".split()
@@ -64,7 +67,7 @@ def loaded(name, load, heavy=()):
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
 
-loaded("checkpoint", lambda: __import__("common.checkpoint.__main__"))
+loaded("checkpoint", lambda: __import__("tools.checkpoint.__main__"))
 import transformers.modeling_utils
 for recipe in sys.argv[1:]:
     loaded(recipe, lambda: runpy.run_path(f"recipes/{recipe}", run_name="imported"))

@@ -30,7 +30,7 @@ from common.arguments import text_sources
 from common.data import cache as cache_module
 from common.data import readers
 from common.data import text as text_module
-from common.data.rows import Source
+from common.data.source_types import Source
 from common.data.sources import check_sources, open_source
 from common.data.standard_library import embedded_files, python_functions
 from common.data.text import Samples, tokenize

@@ -16,7 +16,7 @@ from common.errors import UserError
 from common.parallel.deepspeed_files import flatten, read_deepspeed_config
 from common.parallel.deepspeed_flags import WIDTH_KEYS, check_deepspeed, describe_settled, settle_deepspeed
 from common.parallel.launch import check_launch, parse_launch
-from common.training.degrees import Degrees
+from common.training.process_grid import Degrees
 
 # Four steps on two processes.
 FLAGS = "--global_batch_size 16 --micro_batch_size 2 --max_grad_norm 0.5 --num_updates 40".split()

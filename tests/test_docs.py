@@ -21,8 +21,8 @@ from conftest import (
     write_rows,
 )
 
-from common import familiar
-from common.checkpoint.export import export
+from common import flag_translation
+from tools.checkpoint.export import export
 
 sys.path.append(str(ROOT / "benchmarks"))
 import first_run
@@ -66,7 +66,7 @@ def untrue(page, text):
         path = ROOT / module.replace(".", "/")
         if not (path.is_dir() or path.with_suffix(".py").is_file() or path.parent.with_suffix(".py").is_file()):
             missing.append(module)
-    theirs = {f"--{name}" for name in familiar.FLAGS} if page == "docs/coming_from.md" else set()
+    theirs = {f"--{name}" for name in flag_translation.FLAGS} if page == "docs/coming_from.md" else set()
     missing += sorted(set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - known_flags() - theirs)
     missing += [f"make {name}" for name in re.findall(r"(?:`| {4})make ([a-z]+)", text) if name not in targets]
     return missing

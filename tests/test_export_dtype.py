@@ -10,7 +10,7 @@ from test_resume import RECIPES, data  # noqa: F401  a fixture
 from transformers import AutoModelForCausalLM
 
 from common.parallel.deepspeed_flags import check_deepspeed
-from common.training.degrees import Degrees
+from common.training.process_grid import Degrees
 
 
 def weights_of(directory):

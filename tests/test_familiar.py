@@ -10,7 +10,7 @@ from conftest import ROOT
 from test_recipes import RECIPES
 
 from common.arguments import ArgumentParser
-from common.familiar import ELSEWHERE, FLAGS, VALUES, here, table
+from common.flag_translation import ELSEWHERE, FLAGS, VALUES, here, table
 
 OPTIONS = re.compile(r"--\w+")
 
@@ -36,7 +36,7 @@ def flags_here():
     found = {option for action in launch_command_parser()._actions for option in action.option_strings}
     for path in sorted((ROOT / "recipes").glob("*.py")):
         found |= set(OPTIONS.findall(path.read_text()))
-    for path in ("common/arguments.py", "common/checkpoint/__main__.py"):
+    for path in ("common/arguments.py", "tools/checkpoint/__main__.py"):
         found |= set(OPTIONS.findall((ROOT / path).read_text()))
     return found
 

@@ -14,9 +14,9 @@ LOADER = """
 import resource, sys, types
 import numpy as np, torch
 from accelerate import Accelerator
-from common.parallel.ending import user_mistakes_end_here
+from common.parallel.shutdown import user_mistakes_end_here
 from common.training import batching
-from common.training.degrees import Degrees
+from common.training.process_grid import Degrees
 
 kind, num_files = sys.argv[1], int(sys.argv[2])
 hard = num_files if kind != "error" else resource.getrlimit(resource.RLIMIT_NOFILE)[1]

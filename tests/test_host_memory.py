@@ -7,7 +7,7 @@ import psutil
 import pytest
 from conftest import ROOT
 
-from common.memory import available_memory, left_to_all, pinned_bytes
+from common.host_memory import available_memory, left_to_all, pinned_bytes
 
 GIB = 2**30
 
@@ -67,7 +67,7 @@ def test_pinned_blocks_are_powers_of_two():
 
 def told_by(program):
     """The words that a Python process of its own prints."""
-    program = f"from common.memory import available_memory, left_to_all, left_to_one\n{program}"
+    program = f"from common.host_memory import available_memory, left_to_all, left_to_one\n{program}"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
     return [float(word) for word in result.stdout.split()]
 
@@ -92,7 +92,7 @@ def test_the_most_is_that_of_the_process_itself():
     block = bytearray(GIB)
     own, handed_down = told_by("""if True:
         import resource
-        from common.memory import most_resident
+        from common.host_memory import most_resident
         print(most_resident(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     """)
     assert own < GIB / 2 < len(block) <= handed_down

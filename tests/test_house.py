@@ -11,12 +11,10 @@ LAYERS = [
     "errors",
     "redaction",
     "files",
-    "memory",
-    "familiar",
+    "host_memory",
+    "flag_translation",
     "versions",
     "launcher",
-    "export_dtype",
-    "adapter_files",
     "training",
     "parallel",
     "data",
@@ -25,7 +23,7 @@ LAYERS = [
     "checkpoint",
     "plan",
 ]
-LAYERS += ["checks", "arguments", "evaluation", "run"]
+LAYERS += ["argument_checks", "arguments", "evaluation", "run", "tasks"]
 LARGEST = {"file": 400, ast.ClassDef: 200, ast.FunctionDef: 60}  # lines
 
 
@@ -75,7 +73,11 @@ def test_imports_go_downward_and_close_no_circle():
     [
         ("common.training.batching", "from common.models.load import build_model", "batching -> common.models.load"),
         ("common.training.batching", "import common.models.load", "batching -> common.models.load"),
-        ("common.data.rows", "from common.data.text import tokenize", "common.data.rows <-> common.data.text"),
+        (
+            "common.data.source_types",
+            "from common.data.text import tokenize",
+            "common.data.source_types <-> common.data.text",
+        ),
     ],
 )
 def test_an_arrow_that_goes_upward_or_around_is_named(name, line, arrow):

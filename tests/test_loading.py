@@ -19,8 +19,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from common.data import image_files, images
-from common.models import experts, image_models
+from common.tasks.moe import routing
+from common.tasks.vision import image_files, image_models, images
 
 SMALL = "--global_batch_size 4 --micro_batch_size 2 --num_updates 2 --warmup_updates 0 --dry_run"
 TEXT = "--train_file DIR/rows.jsonl --sequence_length 32"
@@ -58,8 +58,8 @@ def directory(functions_file, tmp_path_factory):
     # A head for as many labels, of other names: loaded, and drawn again.
     labels = {"id2label": {0: "a", 1: "b"}, "label2id": {"a": 0, "b": 1}}
     labeller = AutoModelForSequenceClassification.from_pretrained(path / "plain", **labels)
-    mixture = Ernie4_5_MoeForCausalLM(experts.upcycled_config(LlamaConfig.from_pretrained(path / "plain"), 4, 2))
-    for layer in experts.find_layers(mixture):
+    mixture = Ernie4_5_MoeForCausalLM(routing.upcycled_config(LlamaConfig.from_pretrained(path / "plain"), 4, 2))
+    for layer in routing.find_layers(mixture):
         torch.nn.init.normal_(layer.bias_holder.e_score_correction_bias)  # what balancing has moved
     # 25 million parameters, 101 MB.
     large = LlamaConfig(

@@ -20,8 +20,8 @@ from conftest import (
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from common.errors import UserError
-from common.models.long_sequence import make_config, sum_losses_in_pieces
-from common.models.recurrent import CELLS, RecurrentConfig, RecurrentLM, pieces_of, tile_mlps
+from common.tasks.long_sequence.architectures import make_config, sum_losses_in_pieces
+from common.tasks.long_sequence.recurrent import CELLS, RecurrentConfig, RecurrentLM, pieces_of, tile_mlps
 from common.training.losses import sum_token_losses
 
 RECIPE = "recipes/long_sequence.py"
@@ -171,7 +171,7 @@ def test_a_run_ends_with_figures_that_are_right(functions_file, tmp_path):
     result = launch(*flags(functions_file, out, "--save_every", 4), script=RECIPE)
     assert "17 segments, computed again in backward; the gradient of the whole sequence" in result.stdout
     assert "precision  float32, whatever the launch asks for" in result.stdout
-    assert "common.models.recurrent.RecurrentLM.from_pretrained loads it)" in result.stdout
+    assert "common.tasks.long_sequence.recurrent.RecurrentLM.from_pretrained loads it)" in result.stdout
     command = [sys.executable, "-m", "common.checkpoint", "export", out / "checkpoints/update-000004", tmp_path / "m"]
     assert run(command).returncode == 0
     weights = [AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (out / "model", tmp_path / "m")]

@@ -22,13 +22,13 @@ from conftest import (
 )
 from test_batching import ListSamples
 
+from common.argument_checks import check_samples
 from common.arguments import text_sources
-from common.checks import check_samples
 from common.data.mixed import Mixed
 from common.errors import UserError
 from common.training.batching import GlobalBatches, permute, sample_ids_of
-from common.training.degrees import Degrees
-from common.training.mixing import LONGEST, Mixing, in_lowest_terms, order_of
+from common.training.data_mixing import LONGEST, Mixing, in_lowest_terms, order_of
+from common.training.process_grid import Degrees
 
 GLOBAL_BATCH = 8
 

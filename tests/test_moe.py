@@ -21,9 +21,9 @@ from conftest import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, JetMoeConfig, OlmoeConfig
 
-from common.data.rows import Source
+from common.data.source_types import Source
 from common.data.text import tokenize
-from common.models import experts
+from common.tasks.moe import routing
 from common.training.losses import sum_token_losses
 
 RECIPE = "recipes/moe.py"
@@ -43,7 +43,7 @@ def save_model(path, config, model_dir):
     """A random model with the tokenizer of `model_dir`."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-    for layer in experts.find_layers(model):
+    for layer in routing.find_layers(model):
         torch.nn.init.normal_(layer.router.weight, std=0.2)
     model.save_pretrained(path)
     AutoTokenizer.from_pretrained(model_dir).save_pretrained(path)
@@ -53,7 +53,7 @@ def save_model(path, config, model_dir):
 @pytest.fixture(scope="module")
 def moe_dir(tmp_path_factory, model_dir):
     """Two layers of width 32 with eight experts, two for a token."""
-    config = experts.moe_config(SHAPE | {"head_dim": 8}, 8, 2, 24)
+    config = routing.moe_config(SHAPE | {"head_dim": 8}, 8, 2, 24)
     return save_model(tmp_path_factory.mktemp("moe"), config, model_dir)
 
 
@@ -167,7 +167,7 @@ def test_the_exact_loss_is_the_mean_of_the_layers_losses(moe_dir):
     shares = [torch.bincount(layer.topk(2).indices.flatten(), minlength=8) / (2 * ids.numel()) for layer in logits]
     expected = sum(8 * (share * mean).sum().item() / 2 for share, mean in zip(shares, means, strict=True))
     sum_token_losses(model)
-    router = experts.Routing(model, "exact", 1.0)
+    router = routing.Routing(model, "exact", 1.0)
     router.logits, router.shares = list(logits), torch.stack(shares)
     rows = torch.arange(ids.numel())
     assert router._loss_sum(rows).item() / len(rows) == pytest.approx(expected, rel=1e-5)
@@ -179,17 +179,17 @@ def test_what_a_token_meets(model_dir, moe_dir):
     """Active parameters: all, less the experts that a token does not meet."""
     model = AutoModelForCausalLM.from_pretrained(moe_dir)
     total, one_expert = sum(p.numel() for p in model.parameters()), 3 * 32 * 24
-    layers = experts.find_layers(model)
-    assert experts.count_active(layers, total) == total - 2 * 6 * one_expert
+    layers = routing.find_layers(model)
+    assert routing.count_active(layers, total) == total - 2 * 6 * one_expert
     assert [(layer.num_experts, layer.top_k) for layer in layers] == [(8, 2)] * 2
 
 
 def test_an_upcycled_model_computes_what_the_dense_one_does(model_dir):
     """The same logits, whichever experts the routers choose. Control: without turning the heads' halves, others."""
     dense = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    model = AutoModelForCausalLM.from_config(experts.upcycled_config(dense.config, 4, 2))
+    model = AutoModelForCausalLM.from_config(routing.upcycled_config(dense.config, 4, 2))
     ids = torch.randint(0, 384, (2, 48), generator=torch.Generator().manual_seed(0))
-    experts.upcycle(dense, model)
+    routing.upcycle(dense, model)
     with torch.no_grad():
         assert (model(ids).logits - dense(ids).logits).abs().max() < 1e-5
         model.model.layers[0].self_attn.k_proj.weight.copy_(dense.model.layers[0].self_attn.k_proj.weight)
@@ -254,7 +254,7 @@ def test_deepspeed_in_bf16_leaves_the_bias_its_small_steps(moe_dir):
     """DeepSpeed casts a model, buffers too. Control: in bf16 a step of 0.001 beside 0.5 is lost."""
     model = AutoModelForCausalLM.from_pretrained(moe_dir)
     sum_token_losses(model)
-    router = experts.Routing(model, "bias", 1e-3)
+    router = routing.Routing(model, "bias", 1e-3)
     model.bfloat16()
     assert router.layers[0].bias.dtype == torch.bfloat16
     assert torch.tensor(0.5, dtype=torch.bfloat16) + 1e-3 == 0.5

@@ -10,7 +10,7 @@ from common.parallel import extensions
 from common.parallel.deepspeed_files import size_nvme_buffers
 from common.parallel.deepspeed_flags import check_deepspeed, settle_deepspeed
 from common.parallel.launch import names_threads, parse_launch
-from common.training.degrees import Degrees
+from common.training.process_grid import Degrees
 
 pytestmark = pytest.mark.usefixtures("extensions")
 

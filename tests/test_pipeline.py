@@ -36,11 +36,11 @@ from transformers import (
     Starcoder2Config,
 )
 
-from common.checks import check_arguments
+from common.argument_checks import check_arguments
 from common.parallel.launch import parse_launch
-from common.parallel.stages import check_stages, place_cuts
-from common.training import degrees
-from common.training.degrees import Degrees
+from common.tasks.pipeline.stages import check_stages, place_cuts
+from common.training import process_grid
+from common.training.process_grid import Degrees
 
 SIZES = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "pad_token_id": 2}
 SIZES |= {"bos_token_id": 0, "eos_token_id": 1, "intermediate_size": 64, "max_position_embeddings": 64}
@@ -187,10 +187,10 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_model_that_has_no_stages_is_refused(case, monkeypatch):
     config, stages, pattern = REFUSED[case]
-    monkeypatch.setattr(degrees, "_running", Degrees(stages, pipeline=stages))
+    monkeypatch.setattr(process_grid, "_running", Degrees(stages, pipeline=stages))
     (line,) = check_stages(config)
     assert re.search(pattern, line)
-    monkeypatch.setattr(degrees, "_running", Degrees(stages))
+    monkeypatch.setattr(process_grid, "_running", Degrees(stages))
     assert not [*check_stages(config)]
 
 

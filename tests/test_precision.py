@@ -7,9 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForImageClassification
 
 from common.checkpoint.format import Reader, list_checkpoints
-from common.models import experts
 from common.models.load import build_model
-from common.models.recurrent import RecurrentConfig, RecurrentLM
+from common.tasks.long_sequence.recurrent import RecurrentConfig, RecurrentLM
+from common.tasks.moe import routing
 from common.training.linear_cross_entropy import linear_cross_entropy
 
 CONFIGS = (
@@ -139,7 +139,7 @@ def test_every_image_model_trains_in_bf16(config, tmp_path):
 
 def test_inputs_that_are_whole_numbers_stay(monkeypatch):
     seen = {}
-    config = experts.moe_config(SHAPE, 4, 2, 32)
+    config = routing.moe_config(SHAPE, 4, 2, 32)
     model = build_model(config).bfloat16()
     monkeypatch.setattr(model, "forward", lambda **inputs: seen.update(inputs))
     model(input_ids=torch.arange(3)[None], inputs_embeds=torch.ones(1, 3, 32), mask=torch.ones(3, dtype=torch.bool))
@@ -178,7 +178,7 @@ def test_experts_compute_in_autocasts_type(dtype, kernel, monkeypatch):
 
     if kernel == "loop":
         monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_: False)
-    model = build_model(experts.moe_config(SHAPE, 4, 2, 32))
+    model = build_model(routing.moe_config(SHAPE, 4, 2, 32))
     products, ids = Products(), torch.arange(16)[None]
     with products, torch.autocast("cpu", dtype, enabled=dtype is not None):
         model(input_ids=ids, labels=ids).loss.backward()

@@ -1,4 +1,4 @@
-"""model/ has a card, and `python -m common.checkpoint push` uploads it, to a stand-in for the hub's HTTP API."""
+"""model/ has a card, and `python -m tools.checkpoint push` uploads it, to a stand-in for the hub's HTTP API."""
 
 import base64
 import hashlib
@@ -12,10 +12,10 @@ import pytest
 import yaml
 from conftest import BIN, launch, results_of, run, write_rows
 
-from common.checkpoint import push as checkpoint_push
 from common.errors import UserError
 from common.report import tracking
 from common.report.model_card import write_model_card
+from tools.checkpoint import push as checkpoint_push
 
 TOKEN = "hf_" + "a" * 34
 

@@ -17,9 +17,9 @@ def names_of(*changed):
     [
         ("common/training/batching.py", ["batching"]),
         ("common/data/text.py", ["text", "data"]),
-        ("common/data/image_files.py", ["vision"]),
-        ("common/models/mixture.py", ["moe"]),  # by the recipe alone, as the next one
-        ("common/models/encoder_decoder.py", ["seq2seq"]),
+        ("common/tasks/vision/image_files.py", ["vision"]),
+        ("common/tasks/moe/moe_model.py", ["moe"]),  # by the recipe alone, as the next one
+        ("common/tasks/seq2seq/encoder_decoder.py", ["seq2seq"]),
         ("common/checkpoint/agreement.py", ["checkpoint", "resume"]),
         ("common/parallel/sharding.py", ["modes", "deepspeed_files"]),
         ("recipes/classify.py", ["classify"]),
@@ -49,5 +49,5 @@ def test_a_config_has_the_tests_that_name_it():
 
 
 def test_the_first_tests_of_each_changed_file_come_first():
-    both = names_of("common/data/images.py", "common/models/recurrent.py")
+    both = names_of("common/tasks/vision/images.py", "common/tasks/long_sequence/recurrent.py")
     assert both[:2] == ["vision", "long_sequence"]

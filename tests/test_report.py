@@ -1,4 +1,4 @@
-"""`python -m common.report`: opened in a browser without a network, the page shows what real runs measured."""
+"""`python -m tools.compare`: opened in a browser without a network, the page shows what real runs measured."""
 
 import contextlib
 import json
@@ -10,9 +10,9 @@ from conftest import BIN, BROWSER, ROOT, assert_mistake, launch, need, read_metr
 from running import wait_until
 
 from common.errors import UserError
-from common.report import page
-from common.report.__main__ import MARK
-from common.report.runs import read_runs
+from tools.compare import page
+from tools.compare.__main__ import MARK
+from tools.compare.runs import read_runs
 
 # Their last names are the same, and one ends a script where it is not escaped.
 NAMES = ("</script><b>x", "other/script><b>x")

@@ -14,13 +14,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from common.data.chats import CHATML
-from common.data.labels import read_examples
-from common.data.pairs import tokenize_pairs
-from common.data.preferences import tokenize_preferences
-from common.data.rows import Source
+from common.data.source_types import Source
 from common.data.text import tokenize
 from common.data.tokenizer import train_tokenizer
 from common.errors import UserError
+from common.tasks.classify.labels import read_examples
+from common.tasks.dpo.preferences import tokenize_preferences
+from common.tasks.seq2seq.pairs import tokenize_pairs
 
 SPACED = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}</>\n{% endfor %}"

@@ -15,10 +15,8 @@ import pytest
 import torch
 from conftest import BIN, ROOT, assert_mistake, example_flags, launch, run, run_recipe_alone, run_specs, write_jsonl
 
-from common.checkpoint.__main__ import main
-from common.checkpoint.export import export
 from common.checkpoint.format import find_damage, hash_of, list_checkpoints
-from common.data.rows import Source
+from common.data.source_types import Source
 from common.data.sources import open_source
 from common.data.text import tokenize
 from common.data.tokenizer import load_tokenizer
@@ -26,6 +24,8 @@ from common.errors import UserError
 from common.files import write_file
 from common.models.load import build_model, load_config
 from common.redaction import HIDDEN, redact
+from tools.checkpoint.__main__ import main
+from tools.checkpoint.export import export
 
 
 class Payload:

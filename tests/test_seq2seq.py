@@ -34,12 +34,12 @@ from transformers import (
     T5Config,
 )
 
-from common.data.pairs import collate_pairs, docstring_corpus, split_docstring, tokenize_pairs
-from common.data.rows import Source
+from common.data.source_types import Source
 from common.data.sources import open_source
 from common.data.tokenizer import train_tokenizer
 from common.errors import UserError
 from common.models.load import build_model, prepare_encoder_decoder
+from common.tasks.seq2seq.pairs import collate_pairs, docstring_corpus, split_docstring, tokenize_pairs
 from recipes import seq2seq
 
 RECIPE = "recipes/seq2seq.py"

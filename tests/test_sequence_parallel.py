@@ -35,10 +35,10 @@ from transformers import (
     RobertaConfig,
 )
 
-from common.parallel.parallelism import SIZES as SPLIT_SIZES
-from common.parallel.parallelism import check_sizes
+from common.parallel.parallelism_config import SIZES as SPLIT_SIZES
+from common.parallel.parallelism_config import check_sizes
 from common.parallel.sequence import check_model
-from common.training.degrees import Degrees
+from common.training.process_grid import Degrees
 
 # Two processes; two groups of two; the same with all that is stored in four shards.
 LAYOUTS = [("sequence_parallel", 2), ("sequence_parallel", 4), ("fsdp2_sequence_parallel", 4)]

@@ -32,10 +32,11 @@ from recipe_server import kill_all
 from running import Run, num_updates, wait_for_updates, wait_until
 
 from common import launcher
-from common.checkpoint import __main__ as checkpoint
 from common.data.cache import cached
 from common.files import PARTIAL, is_locked
-from common.report.runs import describe_killed, read_runs
+from common.report.killed_runs import describe_killed
+from tools.checkpoint import __main__ as checkpoint
+from tools.compare.runs import read_runs
 
 FLAGS = ["--num_updates", 10, "--global_batch_size", 8, "--micro_batch_size", 2, "--warmup_updates", 2]
 FLAGS += ["--sequence_length", 32, "--eval_every", 2, "--save_every", 4, "--keep_best", "--patience", 3]
@@ -105,7 +106,7 @@ def hang_ups():
 REQUESTS = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
-from common.training.stopping import StopRequests
+from common.training.stop_signals import StopRequests
 {before}
 with StopRequests() as stop:
     {within}

@@ -36,10 +36,10 @@ from transformers import (
 
 from common.models.load import empty_model
 from common.parallel.launch import parse_launch
-from common.parallel.parallelism import SIZES as ALL_SIZES
-from common.parallel.parallelism import across_machines, check_parts
+from common.parallel.parallelism_config import SIZES as ALL_SIZES
+from common.parallel.parallelism_config import across_machines, check_parts
 from common.parallel.tensor import check_model
-from common.training.degrees import Degrees
+from common.training.process_grid import Degrees
 
 # Two processes; two groups of two; the same with what is stored of each part in two shards.
 LAYOUTS = [("tensor_parallel", 2), ("tensor_parallel", 4), ("fsdp2_tensor_parallel", 4)]

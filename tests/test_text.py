@@ -12,7 +12,7 @@ import pytest
 from conftest import TEXTS, source_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from common.data.rows import Source
+from common.data.source_types import Source
 from common.data.sources import open_source
 from common.data.text import tokenize
 from common.data.tokenizer import load_tokenizer, train_tokenizer

@@ -17,7 +17,7 @@ from transformers import (
     pipeline,
 )
 
-from common.data.rows import Source
+from common.data.source_types import Source
 from common.data.tokenizer import train_tokenizer
 
 LENGTH = 64
@@ -198,7 +198,7 @@ def test_the_held_out_loss_of_examples_is_that_of_transformers(name, runs, data)
 def test_the_held_out_loss_of_blocks_is_that_of_transformers(name, runs, data):
     root, _ = runs
     if name == "scratch-blocks":
-        from common.models import recurrent  # noqa: F401  a model of its own
+        from common.tasks.long_sequence import recurrent  # noqa: F401  a model of its own
     tokenizer, model = load(root / name)
     eos, stream = tokenizer.eos_token_id, []
     for row in rows_of(data / "texts-held-out.jsonl"):

@@ -29,9 +29,9 @@ from sklearn.datasets import load_digits
 from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
 
 from common.checkpoint.format import hash_of
-from common.data import image_files, images
 from common.errors import UserError
-from common.models.image_models import ConvNet, ConvNetConfig
+from common.tasks.vision import image_files, images
+from common.tasks.vision.image_models import ConvNet, ConvNetConfig
 from recipes import vision
 
 CLASSES = ("one", "seven", "zero")

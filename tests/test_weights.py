@@ -19,9 +19,9 @@ from conftest import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from common.checkpoint.export import export
 from common.models.classifiers import build_classifier
 from common.models.load import build_model, load_config
+from tools.checkpoint.export import export
 
 SHAPE = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 2}
 LLAMA = SHAPE | {"intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}

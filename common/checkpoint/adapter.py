@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from common import export_dtype
-from common.adapter_files import ADAPTER_CONFIG, has_own_layers, write_config
 from common.checkpoint.architecture import class_of
 from common.checkpoint.format import own_file
 from common.data.hub import identify_pretrained
 from common.errors import UserError, one_line
 from common.files import fingerprint
+from common.models import export_dtype
+from common.models.adapter_files import ADAPTER_CONFIG, has_own_layers, write_config
 
 
 def identity(args: argparse.Namespace) -> dict[str, str]:

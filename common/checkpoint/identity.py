@@ -132,7 +132,7 @@ def differences(saved: dict, now: dict, args: argparse.Namespace) -> Iterator[st
             f"another tokenizer: its fingerprint is {now['tokenizer']}, the checkpoint's is {saved['tokenizer']}; give "
             "the run's own; one that was trained on the text needs the same text, and the text that a run without "
             "--train_file reads is another one in each version of Python (on another text, train what "
-            "`python -m common.checkpoint export` makes, with --model_name_or_path)"
+            "`python -m tools.checkpoint export` makes, with --model_name_or_path)"
         )
     # Older checkpoints have of image files what stands before the hyphen: names and sizes.
     elif saved["dataset"] not in (now["dataset"], now["dataset"].partition("-")[0]) and "dataset" not in allowed:

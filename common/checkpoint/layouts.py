@@ -20,11 +20,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from common.checkpoint.format import DTYPE_NAMES, DTYPES
 from common.checkpoint.optimizer_state import OptimizerState, counts_in_tensors
 from common.models.adapters import has_adapter
-from common.parallel.groups import group_of
-from common.parallel.loading import without_wrapper
+from common.models.model_setup import without_wrapper
+from common.parallel.process_groups import group_of
 from common.training.clipping import Share
-from common.training.degrees import running
 from common.training.optimizers import inner_optimizer, is_wrapper
+from common.training.process_grid import running
 
 
 class Piece(NamedTuple):

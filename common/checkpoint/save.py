@@ -1,7 +1,7 @@
 """Checkpoints, as the training loop meets them: complete or absent, the same for every mode, resumed bit for bit.
 
-    python -m common.checkpoint list OUTPUT_DIR
-    python -m common.checkpoint export OUTPUT_DIR/checkpoints/update-000100 DIR
+    python -m tools.checkpoint list OUTPUT_DIR
+    python -m tools.checkpoint export OUTPUT_DIR/checkpoints/update-000100 DIR
 
 A checkpoint is a directory of safetensors and JSON; format.py says what is in it, and reads it.
 """
@@ -26,13 +26,13 @@ from common.checkpoint.training_state import TrainingState
 from common.checkpoint.write import Writer
 from common.errors import UserError
 from common.files import PARTIAL, lock_output_dir, remove
+from common.models.model_setup import without_wrapper
+from common.parallel.distributed_mode import running_mode
 from common.parallel.liveness import wait_for_all
-from common.parallel.loading import without_wrapper
-from common.parallel.mode import running_mode
 from common.parallel.sharding import offload_devices
-from common.training.degrees import running
 from common.training.optimizers import inner_optimizer
-from common.training.stopping import StopRequests
+from common.training.process_grid import running
+from common.training.stop_signals import StopRequests
 
 
 class Checkpoints:

@@ -24,7 +24,7 @@ from common.checkpoint.agreement import Agreement
 from common.checkpoint.format import MANIFEST, find_best, hash_of, in_chunks, list_checkpoints, safetensors_header
 from common.checkpoint.layouts import Piece
 from common.files import PAGE, PARTIAL, fsync, remove, replace_directory, write_file
-from common.memory import available_memory, most_resident, pinned_bytes
+from common.host_memory import available_memory, most_resident, pinned_bytes
 
 # On a CPU, seconds that the thread which writes rests for each second that it computes. What it computes, the updates
 # lose: so each loses a fiftieth, and not one of them a tenth.

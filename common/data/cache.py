@@ -12,7 +12,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from common.data.rows import Row
+from common.data.source_types import Row
 from common.errors import UserError, one_line
 from common.files import PARTIAL, complete_or_absent, remove
 

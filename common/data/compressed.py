@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import IO
 
-from common.data.rows import file_type
+from common.data.source_types import file_type
 
 PIECE_BYTES = 1 << 16  # that are unpacked at once
 

@@ -51,7 +51,7 @@ def _local_problem(path: Path, repo_type: str) -> str | None:
     if repo_type == "model" and (path / "run.json").exists():
         return f"it is a run's --output_dir; give {path / 'model'}"
     if repo_type == "model" and (path / "manifest.json").exists():
-        return f"it is a checkpoint; make a model of it: python -m common.checkpoint export {path} DIR"
+        return f"it is a checkpoint; make a model of it: python -m tools.checkpoint export {path} DIR"
     return None
 
 

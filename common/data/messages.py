@@ -9,8 +9,8 @@ import json
 from collections import Counter
 from typing import Any, NamedTuple
 
-from common.data.columns import text_of
-from common.data.rows import Row
+from common.data.column_selection import text_of
+from common.data.source_types import Row
 from common.errors import UserError
 
 Message = dict[str, Any]

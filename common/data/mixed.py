@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from common.data.rows import Source
+from common.data.source_types import Source
 from common.data.sources import expand
 from common.errors import UserError, refuse
 from common.training.batching import Samples
-from common.training.mixing import LONGEST, Mixing, in_lowest_terms
+from common.training.data_mixing import LONGEST, Mixing, in_lowest_terms
 
 NUMBER = re.compile(r"(?:(?:[0-9]{1,30}\.?[0-9]{0,30}|\.[0-9]{1,30})(?:e[+-]?[0-9]{1,2})?|[0-9]{1,30}/[0-9]{1,30})")
 

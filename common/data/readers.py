@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from common.data.compressed import open_binary
-from common.data.rows import Row, file_type
+from common.data.source_types import Row, file_type
 from common.errors import UserError, missing_column, one_line
 
 if TYPE_CHECKING:

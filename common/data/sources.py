@@ -17,7 +17,7 @@ from pathlib import Path
 from common.data.compressed import can_unpack
 from common.data.hub import is_saved, load_split
 from common.data.readers import file_classes, read_file, with_class_names
-from common.data.rows import COMPRESSIONS, FILE_TYPES, Corpus, Row, Source, file_type
+from common.data.source_types import COMPRESSIONS, FILE_TYPES, Corpus, Row, Source, file_type
 from common.data.standard_library import open_embedded
 from common.errors import UserError, one_line, refuse, shorten
 

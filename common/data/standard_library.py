@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from common.data.cache import cached
-from common.data.rows import Corpus, Row, Source
+from common.data.source_types import Corpus, Row, Source
 from common.errors import UserError
 
 VALIDATION_SHARE = 20  # one file in this many of the embedded corpus is held out

@@ -21,11 +21,11 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from common.data.cache import cached, hash_files, with_progress
+from common.data.chat_formats import with_known_format
 from common.data.chats import Encoded, chat_notes, check_answers, encode_chats, with_end_of_text
-from common.data.columns import batches, choose_columns, text_of, unused_columns, watched
-from common.data.formats import with_known_format
+from common.data.column_selection import batches, choose_columns, text_of, unused_columns, watched
 from common.data.mixed import Mixed
-from common.data.rows import Corpus, Row, Source
+from common.data.source_types import Corpus, Row, Source
 from common.data.sources import open_source
 from common.data.tokenizer import (
     check_end_of_text,

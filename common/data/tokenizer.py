@@ -12,11 +12,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from common.data.cache import cached
-from common.data.columns import check_columns, choose_columns, utf8_length
-from common.data.formats import with_known_format
+from common.data.chat_formats import with_known_format
+from common.data.column_selection import check_columns, choose_columns, utf8_length
 from common.data.hub import locate_pretrained
 from common.data.messages import texts_of
-from common.data.rows import Corpus, Source
+from common.data.source_types import Corpus, Source
 from common.data.sources import open_source
 from common.errors import UserError, one_line
 

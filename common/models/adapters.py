@@ -12,11 +12,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from common.errors import UserError
-from common.models import quantization
+from common.models import model_setup, quantization
 from common.models.load import build_model, empty_model
-from common.parallel import loading
-from common.training.degrees import Degrees
 from common.training.precision import is_deepspeed, is_fsdp, narrow_dtype
+from common.training.process_grid import Degrees
 
 FLAGS = ("lora_alpha", "lora_targets", "lora_dropout", "use_dora", "use_rslora", "quantize")  # beside --lora_rank
 
@@ -98,7 +97,7 @@ def with_adapter(
     from peft import LoraConfig  # here because it takes a second to import
 
     new = sorted({name.rpartition(".")[0] for name in new_weights or ()})
-    new = new if new_weights is None else loading.decided_once(lambda: new)  # by who has read the files
+    new = new if new_weights is None else model_setup.decided_once(lambda: new)  # by who has read the files
     modules, parameters = _targets(args, model, new)
     if args.quantize and any(_is_of_experts(*one) for one in model.named_parameters()):
         raise UserError(

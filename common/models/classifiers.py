@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from common.errors import UserError, shorten
 from common.models import quantization
 from common.models.load import build_model, gathered
-from common.parallel.loading import are_imagined, decided_once, without_wrapper
+from common.models.model_setup import are_imagined, decided_once, without_wrapper
 from common.training.batching import Collate, Samples
 
 HEAD = "ForSequenceClassification"  # how transformers' classes end that have a head for labels

@@ -30,10 +30,10 @@ from transformers.utils import find_adapter_config_file
 
 from common.data.hub import locate_pretrained
 from common.errors import UserError, one_line, shorten
-from common.models import quantization, tied_weights
+from common.models import model_setup, quantization, tied_weights
+from common.models.attention_masks import decide_on_the_host
 from common.models.cpu_kernels import use_cpu_kernels
-from common.models.masks import decide_on_the_host
-from common.parallel import loading, sequence
+from common.parallel import sequence
 from common.training.batching import Samples
 from common.training.precision import follow_precision
 
@@ -62,7 +62,7 @@ def prepare_encoder_decoder(model: PreTrainedModel) -> PreTrainedModel:
             )
     shared, modules = model.get_input_embeddings(), list(model.named_modules())
     # Only what holds the weights knows whether the checkpoint keeps one apart.
-    twins = loading.decided_once(
+    twins = model_setup.decided_once(
         lambda: [name for name, one in modules if isinstance(one, torch.nn.Embedding) and one.weight is shared.weight]
     )
     for parent, _, name in (twin.rpartition(".") for twin in twins):
@@ -88,7 +88,7 @@ def load_config(
     if is_adapter:
         raise UserError(
             f"--model_name_or_path {name_or_path}: it is an adapter; make a whole model of it (python -m "
-            "common.checkpoint export CHECKPOINT DIR --merge), or name its base"
+            "tools.checkpoint export CHECKPOINT DIR --merge), or name its base"
         )
     if not _is_object(Path(name) / "generation_config.json"):
         raise UserError(f"--model_name_or_path {name_or_path}: its generation_config.json is no JSON object; remove it")
@@ -228,13 +228,13 @@ def build_model(
     Raises UserError: there are no weights, they cannot be read, or they are of other shapes than the configuration's.
     """
     dtype = torch.get_default_dtype()
-    if name_or_path is not None and not loading.holds_weights():
+    if name_or_path is not None and not model_setup.holds_weights():
         model = build_model(copy.deepcopy(config), None, trust_remote_code, model_class).eval()
         if "quantization_config" in options:
             quantization.imagine(model, options["quantization_config"].bnb_4bit_compute_dtype)
         return (model, {"missing_keys": [], "mismatched_keys": []}) if "output_loading_info" in options else model
     if name_or_path is None:
-        with whole_weights(), nullcontext() if loading.holds_weights() else torch.device("meta"):
+        with whole_weights(), nullcontext() if model_setup.holds_weights() else torch.device("meta"):
             if not hasattr(model_class, "from_config"):
                 model = model_class._from_config(config, dtype=dtype)
             else:

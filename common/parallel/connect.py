@@ -13,12 +13,12 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, set_seed
 
 from common.errors import UserError, main_logger
-from common.parallel import deepspeed_files, deepspeed_flags, liveness, parallelism, sharding
-from common.parallel.groups import AveragedByPeers
+from common.parallel import deepspeed_files, deepspeed_flags, liveness, parallelism_config, sharding
+from common.parallel.distributed_mode import running_mode
 from common.parallel.launch import Launch, mpi_variables, names_threads, runs_on_cpu, started_world_size
-from common.parallel.mode import running_mode
+from common.parallel.process_groups import AveragedByPeers
 from common.redaction import redact
-from common.training.degrees import running, set_running
+from common.training.process_grid import running, set_running
 
 logger = main_logger(__name__)
 
@@ -62,7 +62,7 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs) -> Acce
         os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"
         kwargs["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=settled.config)
     if launch.degrees.data < launch.degrees.num_processes:
-        parallelism.hide_from_accelerate(parallelism.asked_sizes(launch.settings))
+        parallelism_config.hide_from_accelerate(parallelism_config.asked_sizes(launch.settings))
     threads = sharding.share_of_cores()  # before Accelerate may bind each process to some
     with liveness.connecting(args.connect_timeout):
         if is_sharded_on_cpu:
@@ -76,7 +76,7 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs) -> Acce
     sharding.configure_plugins(accelerator, args.max_grad_norm)
     if sharding.updates_on_host(accelerator) and not names_threads(launch):
         torch.set_num_threads(threads)  # of DeepSpeed's CPU Adam too: it takes torch's OpenMP
-    if across := parallelism.across_machines(launch.degrees, launch.num_machines):
+    if across := parallelism_config.across_machines(launch.degrees, launch.num_machines):
         logger.warning(across)
     if settled is not None:
         where = launch.deepspeed_config if isinstance(launch.deepspeed_config, str) else launch.source

@@ -14,8 +14,8 @@ from typing import Any
 
 from common.errors import UserError
 from common.parallel.deepspeed_files import TOP_KEYS, check_zero, flatten, read_deepspeed_config, section_of
-from common.training.degrees import Degrees
 from common.training.optimizers import ADAM_BETAS, COSINE_FLOOR, SGD_MOMENTUM
+from common.training.process_grid import Degrees
 
 # Accelerate fills these in from the width of the model.
 WIDTH_KEYS = tuple(
@@ -195,7 +195,7 @@ def _settle_precision(settled: Settled, mixed_precision: str, export_dtype: str 
     if mixed_precision != "no" and export_dtype == "float32":
         settled.problems.append(
             f"DeepSpeed keeps the weights of model/ in {mixed_precision}, not in --export_dtype float32; take it out: "
-            "python -m common.checkpoint export makes a model of the float32 weights of a checkpoint"
+            "python -m tools.checkpoint export makes a model of the float32 weights of a checkpoint"
         )
     if "bfloat16" in config:  # its old name, which Accelerate does not know
         config.setdefault("bf16", config.pop("bfloat16"))

@@ -22,8 +22,8 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import parse_flag_from_env
 
 from common.launcher import find_launch_words
-from common.parallel import deepspeed_files, deepspeed_flags, parallelism, sharding
-from common.training.degrees import Degrees
+from common.parallel import deepspeed_files, deepspeed_flags, parallelism_config, sharding
+from common.training.process_grid import Degrees
 
 # Accelerate's numbers of processes on a CPU where WORLD_SIZE is not set; with each, how names of its kind begin.
 MPI = {"PMI_SIZE": ("PMI_", "MPI_LOCAL"), "OMPI_COMM_WORLD_SIZE": ("OMPI_",), "MV2_COMM_WORLD_SIZE": ("MV2_COMM_",)}
@@ -58,9 +58,11 @@ class Launch:
     @property
     def sizes(self) -> dict[str, int]:
         """Those of `parallelism_config`: of the launcher, and the one that it does not know, of the file."""
-        asked = self.file_settings.get(parallelism.STAGES)
-        stages = {parallelism.STAGES: asked} if isinstance(asked, int) else {}  # of another kind: in `file_problems`
-        return parallelism.asked_sizes(self.settings | stages)
+        asked = self.file_settings.get(parallelism_config.STAGES)
+        stages = (
+            {parallelism_config.STAGES: asked} if isinstance(asked, int) else {}
+        )  # of another kind: in `file_problems`
+        return parallelism_config.asked_sizes(self.settings | stages)
 
     @property
     def degrees(self) -> Degrees:
@@ -160,9 +162,9 @@ def _read_config_file(launch: Launch, known: set[str]) -> None:
         for name, entry in value.items():
             setting = name if name.startswith(prefix) else prefix + name
             launch.file_settings[setting] = entry
-            if setting == parallelism.STAGES and not isinstance(entry, int):
+            if setting == parallelism_config.STAGES and not isinstance(entry, int):
                 launch.file_problems.append(f"{launch.config_file}: {name} is {entry}; give a whole number")
-            if setting not in known and setting != parallelism.STAGES:
+            if setting not in known and setting != parallelism_config.STAGES:
                 nearest = difflib.get_close_matches(setting, known, n=1)
                 hint = f"did you mean {nearest[0]}? Else take it out" if nearest else "take it out"
                 launch.file_problems.append(f"{launch.config_file}: {key} has the unknown key {name}; {hint}")
@@ -257,10 +259,10 @@ def check_asked(launch: Launch, args: argparse.Namespace) -> list[str]:
     if launch.mode == "DeepSpeed":
         problems += check_deepspeed_flags(launch)
     sizes = launch.sizes
-    problems += parallelism.check_others(launch.source, launch.settings, {*launch.given, *launch.file_settings})
-    problems += parallelism.check_sizes(launch.source, sizes, launch.mode, launch.num_processes)
+    problems += parallelism_config.check_others(launch.source, launch.settings, {*launch.given, *launch.file_settings})
+    problems += parallelism_config.check_sizes(launch.source, sizes, launch.mode, launch.num_processes)
     problems += _check_parts(launch, args)
-    problems += parallelism.check_parts(launch.source, sizes, launch.mixed_precision, args.optimizer)
+    problems += parallelism_config.check_parts(launch.source, sizes, launch.mixed_precision, args.optimizer)
     problems += _check_accumulation(launch, args)
     if getattr(args, "quantize", None) and launch.mode in ("FSDP", "DeepSpeed"):
         problems.append(

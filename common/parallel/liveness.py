@@ -34,7 +34,7 @@ from typing import Any
 import torch.distributed as dist
 
 from common.errors import UserError
-from common.training.degrees import stage_of
+from common.training.process_grid import stage_of
 
 LOST_STATUS = 3  # exit status of a process that ends because another one was lost or failed
 MISTAKE_STATUS = 2  # of a user's mistake, on all ranks alike

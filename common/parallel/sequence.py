@@ -27,9 +27,9 @@ from transformers import (
 )
 
 from common.errors import UserError
-from common.parallel.groups import group_of
-from common.training.degrees import Degrees
+from common.parallel.process_groups import group_of
 from common.training.precision import autocast_dtype
+from common.training.process_grid import Degrees
 
 # What a layer may be: all others pass something from token to token beside attention.
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}

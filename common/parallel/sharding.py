@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from common.parallel.deepspeed_files import offload_devices
 from common.parallel.extensions import build_extensions
-from common.training.degrees import Degrees
+from common.training.process_grid import Degrees
 
 
 def check_fsdp(source: str, settings: dict[str, Any], optimizer: str) -> Iterator[str]:

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from common.parallel.groups import group_of
+from common.parallel.process_groups import group_of
 from common.training.clipping import Share, Shares
-from common.training.degrees import Degrees
+from common.training.process_grid import Degrees
 
 CUT = {"colwise": 0, "rowwise": 1, "colwise_gather_output": 0, "rowwise_split_input": 1}  # which dimension of a weight
 PARTIAL = "replicated_with_grad_allreduce"  # whole on each process, between layers that are cut

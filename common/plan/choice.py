@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 
-from common.memory import left_to_all, left_to_one
+from common.host_memory import left_to_all, left_to_one
 from common.parallel.liveness import wait_for_all
 from common.plan.forecast import Forecast, Forecaster, NotPlayed, Played, Player, in_bytes
 from common.plan.machines import Machine

@@ -9,7 +9,7 @@ from common.parallel.deepspeed_files import check_optimizer
 from common.parallel.launch import Launch, check_asked, check_machines, parse_launch
 from common.plan.machines import Machine
 from common.plan.memory import Mode, mode_of
-from common.training.degrees import Degrees
+from common.training.process_grid import Degrees
 
 CONFIGS = "accelerate_configs"
 TOO_FEW = " (too few devices)"  # behind the name of a config that saves nothing on them

@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 
 from common.models.load import attention_length
-from common.parallel.rates import has_rate, multiplication_rate
+from common.parallel.matmul_throughput import has_rate, multiplication_rate
 from common.plan.tape import Tape
 from common.training.batching import GlobalBatch, GlobalBatches
 

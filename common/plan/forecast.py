@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from common.memory import available_memory
+from common.host_memory import available_memory
 from common.plan.cost import micro_batches_of
 from common.plan.depth import depths_to_play, layers_of, set_layers
 from common.plan.memory import Mode, Shape, mode_of, needs, on_host, peak, shape_of
 from common.plan.profile import Parts, Profile, pieces_of, profile_of
 from common.plan.rehearsal import Case, Recording, Rehearsal
 from common.training.batching import Samples
-from common.training.degrees import Degrees
+from common.training.process_grid import Degrees
 
 SECONDS = 120  # a process that takes longer is ended
 

@@ -17,7 +17,7 @@ from common.parallel import deepspeed_files
 from common.parallel.launch import Launch
 from common.plan.depth import layers_of
 from common.plan.profile import Parts, Profile
-from common.training.degrees import Degrees
+from common.training.process_grid import Degrees
 
 # DeepSpeed's defaults, in elements: its buckets, and what ZeRO-3 keeps whole for the next use or fetches ahead.
 REDUCE_BUCKET = 500_000_000
@@ -62,7 +62,7 @@ def shape_of(model: torch.nn.Module) -> Shape:
     groups, size = getattr(text, "num_key_value_heads", None) or heads, getattr(text, "head_dim", None)
     exchanged = 2 * (heads + groups) * (size or text.hidden_size // heads)
     shape = replace(shape, width=text.hidden_size, layers=layers_of(model.config) or 0, exchanged=exchanged)
-    stages = sys.modules.get("common.parallel.stages")  # of a recipe that has them
+    stages = sys.modules.get("common.tasks.pipeline.stages")  # of a recipe that has them
     parts = stages and stages.find_parts(model)
     return replace(shape, parts=stages.count_parts(*parts)) if parts else shape
 
@@ -193,7 +193,7 @@ def _stages(profile: Profile, shape: Shape, mode: Mode, micro_batches: int) -> I
     Beside them what it receives in an update, hidden states from the stage before it and gradients from the one behind
     it, each in float32 and in buffers that `torch.distributed.pipelining` makes once, for all micro-batches.
     """
-    from common.parallel.stages import place_cuts  # not for a recipe without stages
+    from common.tasks.pipeline.stages import place_cuts  # not for a recipe without stages
 
     parameters, products = shape.parts
     cuts, hidden = place_cuts(parameters, products, mode.pipeline), 4.0 * profile.tokens * shape.width

@@ -14,8 +14,7 @@ import psutil
 import torch
 
 from common.errors import UserError
-from common.models import adapters
-from common.parallel import loading
+from common.models import adapters, model_setup
 from common.plan import configs, machines
 from common.plan.cost import Cost, cost_of, micro_batches_of
 from common.plan.forecast import Forecaster, NotPlayed, Played, Player, in_bytes
@@ -24,7 +23,7 @@ from common.plan.memory import Mode, Shape, needs, on_host, peak, shape_of
 from common.plan.profile import Parts, Profile
 from common.plan.rehearsal import examine_head_once
 from common.training.batching import Samples
-from common.training.degrees import Degrees
+from common.training.process_grid import Degrees
 
 CHECKPOINTING = ("none", "selective", "full")
 # Of a GPU, beside what is allocated: what CUDA takes, and NCCL where there are several processes, as measured on A100s
@@ -147,8 +146,8 @@ def check_shared_model(
 ) -> list[str]:
     """What keeps a model from being shared so."""
     if degrees.pipeline == 1:
-        return loading.check_model(config, model_class, make_empty, degrees)
-    from common.parallel import stages  # not for a recipe without stages
+        return model_setup.check_model(config, model_class, make_empty, degrees)
+    from common.tasks.pipeline import stages  # not for a recipe without stages
 
     problems = list(stages.check_stages(config, degrees))
     return problems if problems or stages.find_parts(make_empty()) else ["other parts than its pipeline plan says"]

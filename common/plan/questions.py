@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from common.parallel import ending
+from common.parallel import shutdown
 from common.plan import shortage
 from common.plan.choice import choose
 from common.plan.forecast import Forecast, foresee
@@ -34,5 +34,5 @@ def predict(
         answer = partial(shortage.answer if shortage.is_asked() else plan, model_class)
     forecast = answer(run, config, make_empty, samples, held_out)
     if forecast is not None:
-        ending.explain_error = partial(shortage.explain, run, forecast.mode, memory_in_use_bytes(run.device))
+        shutdown.explain_error = partial(shortage.explain, run, forecast.mode, memory_in_use_bytes(run.device))
     return forecast

@@ -23,13 +23,13 @@ from accelerate.state import AcceleratorState, GradientState
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from common.models import load
-from common.parallel import liveness, loading, sequence, tensor
+from common.models import load, model_setup
+from common.parallel import liveness, sequence, tensor
 from common.plan.tape import Tape
 from common.training.activation_checkpointing import apply_activation_checkpointing
 from common.training.batching import Collate, GlobalBatch, Samples, longest_samples, shard_tokens
-from common.training.degrees import Degrees, set_running
 from common.training.precision import weights_cast_once
+from common.training.process_grid import Degrees, set_running
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -80,7 +80,7 @@ class Rehearsal:
         autocast = "bf16" if case.autocast == "fp16" else case.autocast  # as wide, and CPUs have it
         self.accelerator = Accelerator(cpu=True, device_placement=False, mixed_precision=autocast)
         self.device, self.is_sharded = torch.device("cpu"), False
-        loading.imagine_weights()
+        model_setup.imagine_weights()
         self.args.activation_checkpointing, self.args.optimizer = case.activation_checkpointing, case.optimizer
         self.args.dry_run = False  # it would end before the step
         self.evaluates = held_out is not None

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import torch
 
-from common.memory import left_to_one
+from common.host_memory import left_to_one
 from common.parallel.launch import ALONE
 from common.plan.configs import modes_for
 from common.plan.cost import micro_batches_of
@@ -29,9 +29,9 @@ from common.plan.plan import CHECKPOINTING, check_shared_model, run_can_checkpoi
 from common.plan.profile import Profile
 from common.report.tracking import peak_memory_bytes
 from common.training.batching import Samples
-from common.training.degrees import Degrees
 from common.training.optimizers import OPTIMIZERS
 from common.training.out_of_memory import is_out_of_memory
+from common.training.process_grid import Degrees
 
 QUESTION = "MEMORY_QUESTION"  # in the environment of the process that answers
 SECONDS = 180  # it may take

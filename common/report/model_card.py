@@ -9,7 +9,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from common.adapter_files import loading_call
+from common.models.adapter_files import loading_call
 
 # What the hub lets people try a model for, by the Auto class that loads it.
 PIPELINE_TAGS = {

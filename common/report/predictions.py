@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from common.training.accumulation import mean_losses
-from common.training.degrees import running
+from common.training.process_grid import running
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 if TYPE_CHECKING:
-    from common.data.pairs import Pairs
+    from common.tasks.seq2seq.pairs import Pairs
 
 
 def score_targets(

@@ -9,8 +9,8 @@ import torch
 from accelerate import Accelerator
 
 from common.parallel.deepspeed_files import BATCH_KEYS, flatten, read_deepspeed_config
+from common.parallel.distributed_mode import describe_mode, describe_precision
 from common.parallel.launch import Launch
-from common.parallel.mode import describe_mode, describe_precision
 from common.redaction import redact
 
 # Variables that change what a run does or where it reads and writes.

@@ -16,22 +16,22 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from common import export_dtype
-from common.adapter_files import loading_call
 from common.errors import UserError, reported_in_one_line
-from common.memory import most_resident
+from common.host_memory import most_resident
+from common.models import export_dtype
+from common.models.adapter_files import loading_call
 from common.models.quantization import describe_frozen, number_of
 from common.parallel import liveness
-from common.parallel.mode import describe_mode, describe_precision, running_mode
-from common.parallel.rates import advise
+from common.parallel.distributed_mode import describe_mode, describe_precision, running_mode
+from common.parallel.matmul_throughput import advise
 from common.redaction import redact
 from common.report import curves
+from common.report.killed_runs import describe_killed
 from common.report.model_card import write_model_card
-from common.report.runs import describe_killed
 from common.report.totals import Totals
 from common.report.totals import describe as describe_totals
 from common.training.batching import GlobalBatches
-from common.training.degrees import running
+from common.training.process_grid import running
 from common.versions import versions
 
 # How a tracker calls the name of a run that it can go on with. (The others go on in the same directory or experiment.)
@@ -300,7 +300,7 @@ def describe_best(best: dict[str, Any] | None, output_dir: Path) -> str:
     if best["is_model"]:
         return line + f"{output_dir / 'model'} is this one"
     return line + (
-        f"{output_dir / 'model'} is the last one; for this one: python -m common.checkpoint export "
+        f"{output_dir / 'model'} is the last one; for this one: python -m tools.checkpoint export "
         f"{best['checkpoint']} {output_dir / 'best'}, or --load_best_at_end next time"
     )
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from common.training import token_budget
 from common.training.batching import GlobalBatch
-from common.training.degrees import running
+from common.training.process_grid import running
 
 
 @contextmanager

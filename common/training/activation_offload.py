@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from common.memory import pinned_bytes
+from common.host_memory import pinned_bytes
 
 # Layers whose tensors may be on the device beside those in use: leaving it in forward, coming back in backward.
 AHEAD = 2

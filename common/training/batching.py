@@ -25,9 +25,9 @@ from accelerate import Accelerator
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from common.training.cutting import cut_global_batch, longest_of, row_work
-from common.training.degrees import Degrees
 from common.training.handover import hand_over, raise_file_limit, start_worker
+from common.training.micro_batch_partition import cut_global_batch, longest_of, row_work
+from common.training.process_grid import Degrees
 
 
 class Samples(Protocol):

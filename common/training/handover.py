@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from common.training.stopping import ignore_signals
+from common.training.stop_signals import ignore_signals
 
 ALIGNMENT = 64  # bytes, as torch aligns a tensor of its own
 MOST_FILES = 65536  # a limit without end lets some programs try each number

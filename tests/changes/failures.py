@@ -13,15 +13,16 @@ from accelerate import Accelerator
 from accelerate.tracking import TensorBoardTracker
 
 from changes import RANK, after, before, before_reduce, change
-from common import checks, run
+from common import argument_checks, run
 from common.checkpoint import resume, save
 from common.data import text
-from common.parallel import connect, ending, liveness, loading
+from common.models import model_setup
+from common.parallel import connect, liveness, shutdown
 from common.report import settings, tracking
 from common.report.progress import Progress
-from common.training import accumulation, stopping
+from common.training import accumulation, stop_signals
 
-END_RUN = ending.end_run  # which tests/run_recipe.py replaces
+END_RUN = shutdown.end_run  # which tests/run_recipe.py replaces
 
 
 def signal_at(when):
@@ -59,7 +60,7 @@ def signal_in_evaluation(when):
             os.kill(os.getpid(), getattr(signal, name))
 
     before(run, "send_to_device", send)
-    change(stopping.StopVotes, "SECONDS", 0.0)
+    change(stop_signals.StopVotes, "SECONDS", 0.0)
 
 
 def start_together(how):
@@ -72,7 +73,7 @@ def start_together(how):
         while os.path.getsize(path) < number:
             time.sleep(0.01)
 
-    before(checks, "make_output_dir", wait)
+    before(argument_checks, "make_output_dir", wait)
 
 
 def default_output_dir(path):
@@ -151,7 +152,7 @@ def late(at):
 
 def no_wait(_):
     """Ranks meet in collectives only."""
-    for module in (ending, resume, save, loading, run):
+    for module in (shutdown, resume, save, model_setup, run):
         change(module, "wait_for_all", lambda: None)
 
 
@@ -170,7 +171,7 @@ def slow_rank(how):
         time.sleep(seconds * (RANK == rank))
 
     if where == "write":
-        change(ending, "end_run", END_RUN)
+        change(shutdown, "end_run", END_RUN)
         after(Accelerator, "get_state_dict", lambda *_: work(0))
     else:
         before(text, "tokenize", lambda *_, **__: work(1))
@@ -179,7 +180,7 @@ def slow_rank(how):
 
 def no_redaction(_):
     """Secrets are written and printed as they come."""
-    for module in (connect, ending, tracking, settings):
+    for module in (connect, shutdown, tracking, settings):
         change(module, "redact", lambda value: value)
 
 

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from changes import RANK, UNDO, after, before, change
-from common.models.experts import Routing
-from common.parallel import connect, pipeline, sequence, sharding, stages, tensor
+from common.parallel import connect, sequence, sharding, tensor
+from common.tasks.moe.routing import Routing
+from common.tasks.pipeline import schedule as pipeline_schedule
+from common.tasks.pipeline import stages
 from common.training import accumulation, batching, losses, optimizers
 
 
@@ -175,12 +177,12 @@ def own_ends(_):
 
 def scaled_gradients(_):
     """A pipeline's gradients are divided by the number of micro-batches, as torch's schedules do by themselves."""
-    original = pipeline.Schedule1F1B
+    original = pipeline_schedule.Schedule1F1B
 
     def schedule(*args, scale_grads, **given):
         return original(*args, scale_grads=True, **given)
 
-    change(pipeline, "Schedule1F1B", schedule)
+    change(pipeline_schedule, "Schedule1F1B", schedule)
 
 
 def own_attention(_):

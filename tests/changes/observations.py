@@ -19,7 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from changes import RANK, UNDO, after, before_reduce, change
 from common import run
-from common.parallel import connect, loading, tensor
+from common.models import model_setup
+from common.parallel import connect, tensor
 from common.report.progress import Progress
 from common.training import optimizers
 
@@ -253,7 +254,7 @@ def save_start(path):
         }
         torch.save(start, f"{path}-{RANK}.pt")
 
-    after(loading, "prepare", save)
+    after(model_setup, "prepare", save)
 
 
 def hash_start(path):
@@ -261,19 +262,19 @@ def hash_start(path):
 
     def save(_, accelerator, model, *__):
         model = accelerator._models[-1] if accelerator._models else model
-        if (weights := loading.whole_weights(accelerator, model)) is not None and RANK == 0:
+        if (weights := model_setup.whole_weights(accelerator, model)) is not None and RANK == 0:
             found = {
                 name: hashlib.sha256(one.detach().cpu().numpy().tobytes()).hexdigest() for name, one in weights.items()
             }
             torch.save(
                 {
                     name: found[name]
-                    for name, _ in loading.without_wrapper(model).named_parameters(remove_duplicate=False)
+                    for name, _ in model_setup.without_wrapper(model).named_parameters(remove_duplicate=False)
                 },
                 path,
             )
 
-    after(loading, "prepare", save)
+    after(model_setup, "prepare", save)
 
 
 def measure_start(path):
@@ -290,7 +291,7 @@ def measure_start(path):
         at_first.append(resident("VmRSS"))
 
     after(connect, "seed_everything", begin)
-    after(loading, "prepare", lambda *_: Path(f"{path}-{RANK}").write_text(str(resident("VmHWM") - at_first[0])))
+    after(model_setup, "prepare", lambda *_: Path(f"{path}-{RANK}").write_text(str(resident("VmHWM") - at_first[0])))
 
 
 def note_attention(path):

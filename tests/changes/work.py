@@ -18,14 +18,15 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from changes import RANK, UNDO, after, before, before_reduce, change
 from common import run
 from common.checkpoint.save import Checkpoints
-from common.data import labels, pairs
-from common.models import load, masks
+from common.models import attention_masks, load
 from common.parallel import connect
 from common.report import profiling
 from common.report.progress import Progress
+from common.tasks.classify import labels
+from common.tasks.seq2seq import pairs
 from common.training import accumulation, batching
 
-FIND_PACKED = masks.masking_utils.find_packed_sequence_indices  # which a run replaces for good
+FIND_PACKED = attention_masks.masking_utils.find_packed_sequence_indices  # which a run replaces for good
 
 
 def cores(count):
@@ -90,10 +91,12 @@ def read_each_loss(_):
 
 def look_at_masks(_):
     """transformers looks at positions and padding masks, as it does alone; each micro-batch has such a mask."""
-    utils = masks.masking_utils
+    utils = attention_masks.masking_utils
     change(load, "decide_on_the_host", lambda: None)
     change(utils, "find_packed_sequence_indices", FIND_PACKED)
-    own = mock.patch.dict(masks.AttentionMaskInterface._global_mapping, sdpa=utils.sdpa_mask, eager=utils.eager_mask)
+    own = mock.patch.dict(
+        attention_masks.AttentionMaskInterface._global_mapping, sdpa=utils.sdpa_mask, eager=utils.eager_mask
+    )
     UNDO.enter_context(own)
 
     def add_mask(micro_batch, *_, **__):

@@ -1,0 +1,299 @@
+"""What is asked by flags, checked before anything is made: mistakes that need no model, and the output directory."""
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+from common.errors import UserError, main_logger, refuse
+from common.files import LOCK, PARTIAL, lock_output_dir, make_new_directory, remove, why_not_writable
+from common.models import adapters
+from common.parallel.launch import started_world_size
+from common.plan.machines import parse_machine
+from common.report import profiling
+from common.report.killed_runs import describe_killed
+from common.report.settings import given_flags
+from common.training import epochs
+from common.training.batching import Samples, updates_per_epoch
+from common.training.process_grid import Degrees
+
+logger = main_logger(__name__)
+MICRO_BATCHES_PER_STAGE = 4  # so that at most a fifth of the time is the pipeline's bubble
+
+
+def check_arguments(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool, degrees: Degrees) -> list[str]:
+    """One line for each mistake in the shared flags that can be seen before data or model are touched.
+
+    Fills in the defaults that depend on the machine (micro-batch, workers), which no update depends on.
+    """
+    problems = _settle_batch(args, on_cpu, lengths_vary, degrees)
+    if args.num_workers is None:
+        args.num_workers = 0 if on_cpu else 2
+    if args.num_epochs is not None:
+        if "--num_updates" in given_flags():
+            problems.append("--num_epochs and --num_updates are two answers to one question; give one")
+        args.num_updates = None  # until the data are known
+    problems += _check_updates(args)
+    if not on_cpu and args.compile and args.activation_checkpointing == "offload":  # on a CPU it is `full`
+        problems.append(
+            "--compile has no effect on layers whose inputs --activation_checkpointing offload moves; take one out"
+        )
+    for tracker in args.report_to:
+        problems += _check_tracker(tracker)
+    problems += adapters.check(args, degrees)
+    return [*problems, *_check_data(args), *_check_checkpoints(args), *_check_plan(args)]
+
+
+def _check_updates(args: argparse.Namespace) -> Iterator[str]:
+    """A line for each length that does not go with the others, of those that are updates by now.
+
+    Fills in how long the learning rate rises.
+    """
+    if args.num_updates is not None:
+        if args.warmup_updates is None:
+            if not args.resume:  # which takes it from the checkpoint
+                args.warmup_updates = args.num_updates // 20
+        elif args.warmup_updates >= args.num_updates:
+            yield f"--warmup_updates {args.warmup_updates} leaves nothing of {_how_long(args)}; lower it"
+        yield from check_profile(args)
+
+
+def _check_plan(args: argparse.Namespace) -> Iterator[str]:
+    if args.plan is None:
+        return
+    if started_world_size() > 1:
+        yield "--plan is for one process, whatever it plans for: take python in the place of accelerate launch"
+    for name in ("dry_run", "resume", "overwrite"):
+        if getattr(args, name):
+            yield f"--plan trains nothing; take --{name} out"
+    if args.plan != "here":
+        try:
+            parse_machine(args.plan)
+        except UserError as error:
+            yield str(error)
+
+
+def _settle_batch(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool, degrees: Degrees) -> list[str]:
+    """Fills in how much a device computes at once."""
+    problems, world = [], degrees.data
+    tokens = getattr(args, "micro_batch_tokens", None)  # a flag where lengths vary
+    # Without a --sequence_length, all are of one length, and no flag counts tokens.
+    longest = (getattr(args, "sequence_length", None) or 0) + getattr(args, "target_length", 0)
+    longest *= 2 if hasattr(args, "beta") else 1  # of preferences a sample is two sequences
+    default_tokens = max(1024 if on_cpu else 8192, -(-longest // degrees.sequence))
+    if not args.micro_batch_size and not tokens and (degrees.pipeline > 1 or not lengths_vary):
+        # The largest that divides, up to what a device needs to be busy, or what fills a pipeline.
+        share, most = max(1, args.global_batch_size // world), 64 if on_cpu else 256
+        if degrees.pipeline > 1:
+            most = max(1, min(share // (MICRO_BATCHES_PER_STAGE * degrees.pipeline), default_tokens // max(1, longest)))
+        args.micro_batch_size = max(size for size in range(1, min(share, most) + 1) if share % size == 0)
+    if args.micro_batch_size and tokens:
+        problems.append("--micro_batch_size and --micro_batch_tokens are two answers to one question; give one")
+    elif args.micro_batch_size:
+        if args.global_batch_size % (args.micro_batch_size * world):
+            problems.append(
+                f"--global_batch_size {args.global_batch_size} does not divide: {args.global_batch_size} / "
+                f"({args.micro_batch_size} micro x {degrees.describe()}) = "
+                f"{args.global_batch_size / (args.micro_batch_size * world):.4g} accumulation steps; "
+                f"{_nearest_batch_sizes(args.global_batch_size, args.micro_batch_size * world)}"
+            )
+        elif (steps := args.global_batch_size // (args.micro_batch_size * world)) < degrees.pipeline:
+            lower = "lower --micro_batch_size, or " if args.micro_batch_size > 1 else ""
+            problems.append(
+                f"--global_batch_size {args.global_batch_size} / ({args.micro_batch_size} micro x "
+                f"{degrees.describe()}) = {steps} micro-batch{'es' * (steps > 1)}, fewer than the {degrees.pipeline} "
+                f"stages, which would wait for each other; {lower}use --global_batch_size "
+                f"{MICRO_BATCHES_PER_STAGE * degrees.pipeline * args.micro_batch_size * world}"
+            )
+    elif not tokens:
+        args.micro_batch_tokens = default_tokens
+    return problems
+
+
+def _how_long(args: argparse.Namespace) -> str:
+    """The flag that says how long the run is."""
+    if args.num_epochs is None:
+        return f"--num_updates {args.num_updates}"
+    return f"--num_epochs {args.num_epochs:g}, which is {args.num_updates} updates"
+
+
+def check_profile(args: argparse.Namespace, num_done: int = 0) -> Iterator[str]:
+    """A line where --profile would record nothing. num_done: updates before the one to begin with."""
+    needed, left = profiling.WARMUP + profiling.RECORDED, args.num_updates - num_done
+    if args.profile and args.dry_run:
+        yield "--profile has no effect with --dry_run, which makes no update; take one of them out"
+    elif args.profile and left < needed:
+        yield (
+            f"--profile needs {needed} updates, the last {profiling.RECORDED} of which it records, and "
+            f"{_how_long(args)} leaves {left}; raise it, or take --profile out"
+        )
+
+
+def _check_data(args: argparse.Namespace) -> Iterator[str]:
+    if getattr(args, "dataset_config", None) and not args.dataset_name:
+        yield "--dataset_config has no effect without --dataset_name; take it out, or name the data set"
+    if hasattr(args, "train_file") and not (args.train_file or args.validation_file or args.dataset_name):
+        for flag in sorted(given_flags()):
+            if flag.endswith("_column"):
+                yield f"{flag} has no effect without --train_file or --dataset_name; name the data, or take it out"
+    if pair := [f"--{name}" for name in ("prompt_column", "completion_column") if getattr(args, name, None)]:
+        if args.text_column != "text" or getattr(args, "shape", None) == "blocks":
+            other = "--shape blocks" if args.text_column == "text" else f"--text_column {args.text_column}"
+            yield f"{pair[0]} and {other} are two answers to what a sample is; give one"
+
+
+def _check_checkpoints(args: argparse.Namespace) -> Iterator[str]:
+    if args.keep_last < 2:
+        yield "--keep_last 1: were the only checkpoint damaged, nothing would be left; use at least 2"
+    if args.patience and not args.eval_every:
+        yield "--patience needs --eval_every N, which makes the evaluations that it counts"
+    if args.keep_best and not args.eval_every:
+        yield "--keep_best needs --eval_every N, which measures the validation loss that it compares"
+    if args.load_best_at_end and not args.keep_best:
+        yield "--load_best_at_end needs --keep_best, which keeps that checkpoint; give both"
+    if args.allow_changed and not args.resume:
+        yield "--allow_changed has no effect without --resume; take it out"
+    if args.resume and args.overwrite:
+        yield "--resume continues the run that --overwrite deletes; give one"
+    elif args.resume:
+        # A run that has not ended may yet write its first one: `Checkpoints.find` waits for it.
+        is_main = os.environ.get("RANK", "0") == "0"  # the others go by what it finds there
+        if is_main and not any((Path(args.output_dir) / name).exists() for name in ("checkpoints", LOCK)):
+            yield (
+                f"--resume: {args.output_dir} has no checkpoints; name the --output_dir of the run to continue, "
+                "or start anew without --resume"
+            )
+    elif "--output_dir" in given_flags():
+        yield from _check_output_dir(Path(args.output_dir), args.overwrite)
+    elif not (args.dry_run or args.plan):  # a default name that exists gets a suffix
+        yield from _check_writable(Path(args.output_dir))
+
+
+def _nearest_batch_sizes(size: int, unit: int) -> str:
+    below, above = size // unit * unit, (size // unit + 1) * unit
+    return f"use --global_batch_size {above}" if below == 0 else f"use --global_batch_size {below} or {above}"
+
+
+def _check_tracker(name: str) -> list[str]:
+    if name == "none":
+        return ["--report_to none: take it out; without it no tracker gets the metrics"]
+    if name not in LOGGER_TYPE_TO_CLASS:
+        return [f"--report_to {name}: not one of {', '.join(LOGGER_TYPE_TO_CLASS)}"]
+    if name not in [str(tracker) for tracker in get_available_trackers()]:
+        return [f"--report_to {name}: its package is not installed; pip install {name}"]
+    return []
+
+
+def _check_output_dir(path: Path, overwrite: bool, is_locked: bool = False) -> list[str]:
+    """is_locked: by this process, so that no other one still writes there."""
+    if path.exists() and not path.is_dir():
+        return [f"--output_dir {path} is a file; name a directory"]
+    if path.is_dir() and any(one.name != LOCK and not one.name.endswith(PARTIAL) for one in path.iterdir()):
+        if not (path / "run.json").is_file():
+            return [f"--output_dir {path} is not empty and holds no run; name another directory"]
+        if not overwrite:
+            killed = describe_killed(path, is_over=is_locked)
+            return [
+                f"--output_dir {path} holds a run{f', {killed}' if killed else ''}; continue it with --resume, delete "
+                "it with --overwrite, or name another directory"
+            ]
+    return _check_writable(path)
+
+
+def _check_writable(path: Path) -> list[str]:
+    parent = path
+    while not parent.exists():
+        parent = parent.absolute().parent
+    if reason := why_not_writable(parent):
+        return [f"--output_dir {path} cannot be written: {reason} in {parent}; name another directory"]
+    return []
+
+
+def check_samples(args: argparse.Namespace, train: Samples, validation: Samples | None, degrees: Degrees) -> None:
+    """Whether the data make a global batch, and whether every sample fits a micro-batch; epochs become updates.
+
+    Raises UserError: a line for each way in which they do not.
+    """
+    problems = []
+    if validation is None:
+        for name in ("keep_best", "patience"):
+            if getattr(args, name):
+                problems.append(
+                    f"--{name} has nothing to measure: there are no held-out data; name some, or take it out"
+                )
+        for name in ("eval_every", "generate"):
+            if f"--{name}" in given_flags() and getattr(args, name):
+                logger.warning("--%s has no effect: there are no held-out data; name some, or take it out", name)
+    if len(train) < args.global_batch_size:
+        remedy = "lower it,"
+        if getattr(train, "is_blocks", False):  # shorter ones are more
+            remedy = "lower it, or --sequence_length,"
+        elif dropped := getattr(train, "num_dropped", 0):
+            remedy = f"lower it, raise --sequence_length ({dropped} rows have no target within it),"
+        problems.append(
+            f"the training data make {len(train)} samples, fewer than --global_batch_size {args.global_batch_size}; "
+            f"{remedy} or give more data"
+        )
+    longest = max(train.max_length, validation.max_length if validation else 0)
+    tokens = getattr(args, "micro_batch_tokens", None)  # a flag where lengths vary
+    num_parts = degrees.sequence
+    if tokens not in (None, "auto") and tokens * num_parts < longest:
+        shared = f" in {num_parts} parts" if num_parts > 1 else ""
+        problems.append(
+            f"--micro_batch_tokens {tokens} does not hold the longest sample of {longest} tokens{shared}; "
+            f"use at least {-(-longest // num_parts)}, or a lower --sequence_length"
+        )
+    refuse(problems)
+    if epochs.are_asked(args):
+        epochs.settle(args, updates_per_epoch(len(train), args.global_batch_size, args.drop_last_window))
+        refuse(_check_updates(args))
+    for name in ("eval_every", "save_every"):
+        if f"--{name}" in given_flags() and getattr(args, name) > args.num_updates:
+            much = f"{getattr(args, name)} updates, and {_how_long(args)} is the whole run"
+            logger.warning("--%s has no effect: it is %s; lower it, or take it out", name, much)
+    if args.patience and args.eval_every and args.patience >= (most := args.num_updates // args.eval_every):
+        logger.warning("--patience %s has no effect on a run of %s evaluations; lower it", args.patience, most)
+    if mixing := getattr(train, "mixing", None):
+        number = args.num_updates * args.global_batch_size
+        for name, taken in zip(train.parts, mixing.counts(number), strict=True):
+            if not taken:
+                why = "its weight is too small for one; raise it, or take the file out"
+                logger.warning("--train_file %s: none of the %s samples of this run is of it: %s", name, number, why)
+
+
+def make_output_dir(args: argparse.Namespace, accelerator: Accelerator, share: Callable[[str], str]) -> Path:
+    """Creates the output directory and takes it for this run, emptied if `--overwrite`; call it after all checks.
+
+    A default name that another run has taken meanwhile gets a suffix. What another run has left in a directory since
+    the flags were checked is no more deleted without --overwrite than what was there before.
+
+    Args:
+        share: returns on all ranks the value that the main one passes.
+
+    Raises UserError: it cannot be created, holds a run, or another run writes there, of which nothing is deleted.
+    """
+    path = Path(args.output_dir)
+    try:
+        if "--output_dir" not in given_flags() and not args.resume:
+            path = Path(share(str(make_new_directory(path)) if accelerator.is_main_process else ""))
+            if str(path) != args.output_dir:
+                accelerator.print(f"output directory {path}: another run has {args.output_dir}", flush=True)
+            args.output_dir = str(path)
+            accelerator.project_configuration.project_dir = accelerator.project_configuration.logging_dir = str(path)
+        if not accelerator.is_main_process:
+            return path
+        path.mkdir(parents=True, exist_ok=True)
+        lock_output_dir(path)
+        if not args.resume:
+            refuse(_check_output_dir(path, args.overwrite, is_locked=True))
+        if args.overwrite and (path / "run.json").is_file():
+            # What makes it a run goes last: a killed removal can be done again. The lock stays, it is this run's.
+            for one in sorted(path.iterdir(), key=lambda one: one.name == "run.json"):
+                if one.name != LOCK:
+                    remove(one)
+    except OSError as error:
+        raise UserError(f"--output_dir {path} cannot be written ({error.strerror}); name another directory") from error
+    return path

@@ -1,0 +1,225 @@
+"""FSDP2 from one copy of the weights: the main process makes the model, the others are given their shards of it.
+
+Without it, each process of a machine would hold the whole model until it is sharded. In the place of Accelerate's own
+way, which finds an optimizer's parameters by their addresses (tensors without data have none), ties weights again that
+a checkpoint keeps apart, and does not know buffers that are saved. transformers 5.23 reads the weights on every rank.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState, is_initialized
+from accelerate.utils import DistributedType, broadcast_object_list
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import distribute_tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from common.files import complete_or_absent
+from common.models import export_dtype
+from common.models.adapter_files import ADAPTER_CONFIG, write_config
+from common.parallel import sequence, tensor
+from common.parallel.liveness import wait_for_all
+from common.training import token_budget
+from common.training.optimizers import check_rate
+from common.training.process_grid import Degrees, running
+
+
+def has_one_copy() -> bool:
+    """Whether only the main process makes the weights: FSDP2 with `fsdp_cpu_ram_efficient_loading`."""
+    if not is_initialized() or AcceleratorState().distributed_type != DistributedType.FSDP:
+        return False
+    return AcceleratorState().fsdp_plugin.cpu_ram_efficient_loading
+
+
+def without_wrapper(model: nn.Module) -> nn.Module:
+    """The model that DDP or DeepSpeed wraps; any other as it is.
+
+    Not Accelerate's `unwrap_model`, which imports DeepSpeed wherever it is installed.
+    """
+    return model if isinstance(model, PreTrainedModel) else getattr(model, "module", model)
+
+
+def check_model(
+    config: PreTrainedConfig, model_class: Any, make_empty: Callable[[], nn.Module], degrees: Degrees
+) -> list[str]:
+    """A line for what keeps a model from being shared as was asked, before it is built.
+
+    model_class: an Auto class. make_empty: makes the model without data.
+    """
+    in_sequences = sequence.check_model(config, model_class, degrees)
+    return [*in_sequences, *tensor.check_model(config, make_empty, degrees)]
+
+
+def whole_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor] | None:
+    """All weights, whole, on the main process; call it on all ranks together."""
+    bare = without_wrapper(model)
+    if hasattr(bare, "pipeline_stages"):
+        return bare.pipeline_stages.whole_weights(bare)
+    return tensor.whole_state_dict(bare) if hasattr(bare, "shares") else accelerator.get_state_dict(model)
+
+
+def write_model(
+    accelerator: Accelerator, model: nn.Module, directory: Path, dtype: str | None, *pretrained: Any
+) -> PreTrainedModel | None:
+    """Writes a directory that `from_pretrained` loads, whole or not at all; `Run.write_model` tells the rest.
+
+    dtype: of the weights there, None for their own.
+    """
+    weights = whole_weights(accelerator, model)
+    if not accelerator.is_main_process:
+        return None
+    model = without_wrapper(model)
+    vars(model).pop("hf_quantizer", None)  # of a base in 4 bits: it would give its own weights to be saved, not these
+    with complete_or_absent(directory) as unfinished:
+        model.save_pretrained(unfinished, state_dict=export_dtype.cast(weights, dtype))
+        if not (unfinished / ADAPTER_CONFIG).is_file():
+            export_dtype.note(unfinished / "config.json", dtype)
+        write_config(model.config, unfinished)
+        for one in pretrained:
+            one.save_pretrained(unfinished)
+    return model
+
+
+_are_imagined = False
+
+
+def imagine_weights() -> None:
+    """From here on a model that this process makes has none, whatever the mode."""
+    global _are_imagined
+    _are_imagined = True
+
+
+def are_imagined() -> bool:
+    """Whether no model of this process has weights."""
+    return _are_imagined
+
+
+def holds_weights() -> bool:
+    """Whether a model that this process makes has weights; else it is one of the `meta` device."""
+    return not _are_imagined and (not has_one_copy() or PartialState().is_main_process)
+
+
+def decided_once(decide: Callable[[], Any]) -> Any:
+    """What `decide` returns; where only the main process has the weights to decide by, what it returned there."""
+    if not has_one_copy():
+        return decide()
+    decided = [decide() if holds_weights() else None]
+    wait_for_all()  # however long the main process read the weights
+    return broadcast_object_list(decided)[0]
+
+
+def prepare(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """`accelerator.prepare` of a model that `models.load.build_model` made; call it on all ranks together.
+
+    Groups and state stay the objects that they were: an optimizer that wraps others shares these with them.
+
+    Raises UserError: the learning rate would not reach an optimizer that another one wraps.
+    """
+    inner, groups, state = optimizer, optimizer.param_groups, optimizer.state
+    model, optimizer = _prepare(accelerator, model, optimizer)
+    if vars(inner).get("param_groups", groups) is not groups:  # Accelerate has loaded a copy of the optimizer's state
+        for group, new in zip(groups, inner.param_groups, strict=True):
+            if new is not group:
+                group.clear()
+                group.update(new)
+        inner.param_groups = groups
+    if vars(inner).get("state", state) is not state:
+        new = dict(inner.state)
+        state.clear()
+        state.update(new)
+        inner.state = state
+    check_rate(optimizer)
+    return model, optimizer
+
+
+def _prepare(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    weights = {name: p.detach() for name, p in model.named_parameters()} if has_one_copy() and holds_weights() else {}
+    sequence.share_sequences(model, running())
+    tensor.cut_model(model, optimizer, running())
+    if not has_one_copy():
+        wait_for_all()  # however long one of them read its data or its model
+        if token_budget.adjusting():
+            return _unwrapped(accelerator, model), accelerator.prepare(optimizer)
+        return accelerator.prepare(model, optimizer)
+    tied, groups, buffers, generation = decided_once(lambda: _describe(model, optimizer))
+    if generation is not None:  # of the files that only the main process has read
+        model.generation_config = generation
+    empty = _empty(model, tied, buffers)
+    for group, names in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [empty[name] for name in names]
+    plugin = accelerator.state.fsdp_plugin
+    plugin.cpu_ram_efficient_loading = False
+    try:
+        model, optimizer = accelerator.prepare(model, optimizer)  # cuts what is empty, and so copies nothing
+    finally:
+        plugin.cpu_ram_efficient_loading = True
+    _give_shards(model, tied, weights, to_host=isinstance(plugin.cpu_offload, CPUOffloadPolicy))
+    named = dict(model.named_parameters())
+    for group, names in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [named[name] for name in names]
+    return model, optimizer
+
+
+def _unwrapped(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """The model without DDP, which sums gradients while a backward runs; with the main process's weights, as DDP."""
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    if accelerator.num_processes > 1:
+        for one in (*model.parameters(), *model.buffers()):
+            dist.broadcast(one.data, src=0)
+    return model
+
+
+def _describe(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, str], list[list[str]], dict[str, torch.Tensor], Any]:
+    """What a rank without weights does not know, or knows otherwise.
+
+    Under which name each parameter comes first (tied ones have several), the optimizer's groups, the buffers, and how
+    the model generates, if it can.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    tied = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    return tied, groups, buffers, getattr(model, "generation_config", None)
+
+
+def _empty(model: nn.Module, tied: dict[str, str], buffers: dict[str, torch.Tensor]) -> dict[str, nn.Parameter]:
+    """Takes the parameters' data out of the model, gives it the buffers; the parameters by name, tied ones once."""
+    empty: dict[str, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        prefix += "." if prefix else ""
+        for name, p in module._parameters.items():
+            if p is not None:
+                new = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+                module._parameters[name] = empty.setdefault(tied[prefix + name], new)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffers[prefix + name]
+    return empty
+
+
+@torch.no_grad()
+def _give_shards(model: nn.Module, tied: dict[str, str], weights: dict[str, torch.Tensor], to_host: bool) -> None:
+    """Gives each rank its part of each parameter, one after the other; empties `weights`, the main process's."""
+    shards: dict[str, nn.Parameter] = {}
+    shares = model.shares.of if hasattr(model, "shares") else {}
+    for name, p in model.named_parameters():
+        device, share = p.device_mesh.device_type, shares.get(name)
+        shape = share.shape if share else p.shape
+        whole = weights.pop(name).to(device) if weights else torch.empty(shape, dtype=p.dtype, device=device)
+        if share:  # the ranks that have other parts of it are not in the mesh of these
+            dist.broadcast(whole, src=0)
+            whole = whole if share.dim is None else whole.narrow(share.dim, share.start, p.shape[share.dim])
+        shard = distribute_tensor(whole, p.device_mesh, p.placements)
+        shards[name] = nn.Parameter(shard.cpu() if to_host else shard, requires_grad=p.requires_grad)
+    model.load_state_dict({name: shards[first] for name, first in tied.items()}, strict=False, assign=True)

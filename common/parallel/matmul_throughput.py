@@ -1,0 +1,109 @@
+"""Measures matmul throughput per precision.
+
+`python -m common.parallel.matmul_throughput RECIPE` prints the launch flags of the fastest precision.
+
+Measured in a tenth of a second each. A CPU with AMX or AVX512-BF16 multiplies bf16 several
+times as fast as float32, any other no faster; a GPU since Ampere has bf16, one since Volta fp16.
+"""
+
+import sys
+import time
+from functools import cache
+
+import torch
+
+# Another precision speeds up only the products: below this ratio a whole update gains nothing.
+PAYS = 1.5
+SIZE = {"cpu": 768, "cuda": 4096}
+# In smaller models products are too small a part. On two cores with AMX lm.py's smallest gains all the same; those of
+# the others gain less, or are slower, or end with a higher held-out loss (benchmarks/precision.py).
+FEWEST_PARAMETERS = 5_000_000
+GAIN = ("lm",)
+
+
+def multiplication_rates(device: torch.device) -> dict[str, float]:
+    """FLOP/s of a matrix product of the device's SIZE, by precision as `--mixed_precision` names it."""
+    return {name: multiplication_rate(device, name) for name in _dtypes(device)}
+
+
+@cache
+def multiplication_rate(device: torch.device, precision: str) -> float:
+    """The same of one precision, measured once a process."""
+    size = SIZE[device.type]
+    a, b = torch.ones(2, size, size, dtype=_dtypes(device)[precision], device=device)
+    seconds: list[float] = []
+    while sum(seconds) < 0.1:
+        seconds.append(_seconds(a, b))
+    return 2 * size**3 / min(seconds)
+
+
+def has_rate(device: torch.device, precision: str) -> bool:
+    """Whether a run multiplies in a precision that is measured here."""
+    return device.type in SIZE and torch.get_default_dtype() == torch.float32 and precision in _dtypes(device)
+
+
+def sustained_rates(device: torch.device, seconds: float) -> dict[str, float]:
+    """The same, each over so many seconds and of random numbers, behind a first product.
+
+    It meets what a few products do not: a GPU that is hot or short of power, and others who take the device at times.
+    """
+    size = SIZE[device.type]
+    rates = {}
+    for name, dtype in _dtypes(device).items():
+        a, b = torch.randn(2, size, size, device=device).to(dtype)
+        _seconds(a, b)
+        num, start = 0, time.perf_counter()
+        while (passed := time.perf_counter() - start) < seconds:
+            _seconds(a, b)
+            num += 1
+        rates[name] = num * 2 * size**3 / passed
+    return rates
+
+
+def _dtypes(device: torch.device) -> dict[str, torch.dtype]:
+    has_fp16 = device.type == "cuda"  # Accelerate has none on a CPU
+    return {"no": torch.float32, "bf16": torch.bfloat16} | ({"fp16": torch.float16} if has_fp16 else {})
+
+
+def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:
+    start = time.perf_counter()
+    product = a @ b
+    if product.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def fastest(rates: dict[str, float], running: str) -> str:
+    """The precision to run in, out of those in `rates`: `running`, unless another one is PAYS times as fast."""
+    best = max(rates, key=rates.__getitem__)
+    return best if rates[best] > PAYS * rates[running] else running
+
+
+def advise(device: torch.device, running: str, num_parameters: int) -> str:
+    """What another precision than `running` would give, to end the first printed block's line; empty for nothing."""
+    is_small = device.type == "cpu" and num_parameters < FEWEST_PARAMETERS
+    if is_small or not has_rate(device, running):
+        return ""
+    rates = multiplication_rates(device)
+    if (best := fastest(rates, running)) == running:
+        return ""
+    name = "float32" if best == "no" else best
+    faster = f"{rates[best] / rates[running]:.1f} times as fast"
+    return f"; this machine multiplies {name} {faster}: before the recipe, --mixed_precision {best}"
+
+
+def main(recipe: str = "lm") -> None:
+    """Prints flags of `accelerate launch`, for `make train`, which trains the recipe's smallest model."""
+    if torch.cuda.is_available():
+        best = fastest(multiplication_rates(torch.device("cuda")), "bf16")
+        config, flags = "single_gpu", "" if best == "bf16" else f" --mixed_precision {best}"
+    else:
+        best, flags = "no", ""
+        if recipe in GAIN:
+            best = fastest(multiplication_rates(torch.device("cpu")), "no")
+        config = "cpu_bf16" if best == "bf16" else "cpu"
+    print(f"--config_file accelerate_configs/{config}.yaml{flags}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,119 @@
+"""What the launch asks for beside data parallelism: Accelerate's `parallelism_config`, in a config file.
+
+Accelerate has no size for the stages of a pipeline. Its launcher lets a key of the file pass that it does not know, and
+the recipes read it there: `parallelism_config_pp_size`.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from common.training.process_grid import Degrees
+
+SIZES = ("dp_replicate", "dp_shard", "sp", "tp", "pp", "cp")
+STAGES = "parallelism_config_pp_size"
+SPLITS = {"sp": "processes a sequence", "tp": "processes a layer", "pp": "stages of a pipeline"}
+# Of Accelerate's other ways to split a sequence.
+OTHERS = ("sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation")
+OTHERS += ("cp_backend", "cp_comm_strategy")
+
+
+def asked_sizes(settings: dict[str, Any]) -> dict[str, int]:
+    """The sizes of `parallelism_config`, in the launcher's settings; without a launcher, of Accelerate's variables."""
+    if settings.get("use_parallelism_config"):
+        given = {name: settings.get(f"parallelism_config_{name}_size") for name in SIZES}
+        return {name: 1 if size is None else int(size) for name, size in given.items()}
+    if settings or os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
+        return dict.fromkeys(SIZES, 1)
+    return {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1)) for name in SIZES}
+
+
+def check_others(source: str, settings: dict[str, Any], asked: Iterable[str]) -> Iterator[str]:
+    """One line for each setting without effect among those, `asked`, that a flag or the config file names."""
+    if not settings.get("use_parallelism_config"):
+        for name in sorted(name for name in asked if name.startswith("parallelism_config_")):
+            yield f"--{name} has no effect without a parallelism_config in the file; take sequence_parallel.yaml"
+        return
+    for name in sorted({f"parallelism_config_{name}" for name in OTHERS} & set(asked)):
+        yield f"{source} sets {name}, which has no effect on how the recipes share a sequence; take it out"
+
+
+def check_sizes(source: str, sizes: dict[str, int], mode: str, num_processes: int) -> Iterator[str]:
+    """One line for each size that no recipe runs, or that does not fit the number of processes."""
+    if sizes["cp"] != 1:
+        yield (
+            f"{source} sets parallelism_config_cp_size to {sizes['cp']}, which no recipe runs; set it to 1, and "
+            "parallelism_config_sp_size to let processes share a sequence"
+        )
+        return
+    if any(size < 1 for size in sizes.values()):
+        name = next(name for name, size in sizes.items() if size < 1)
+        yield f"{source} sets parallelism_config_{name}_size to {sizes[name]}; use at least 1"
+        return
+    split = {name: sizes[name] for name in SPLITS if sizes[name] > 1}
+    if len(split) > 1:
+        names = " and ".join(f"parallelism_config_{name}_size {size}" for name, size in split.items())
+        yield f"{source} sets {names}, which do not go together; set all but one to 1"
+        return
+    replicate, shard, shared = sizes["dp_replicate"], sizes["dp_shard"], max(split.values(), default=1)
+    product = replicate * shard * shared
+    name = f"parallelism_config_{next(iter(split), 'sp')}_size"
+    if mode == "DeepSpeed" and split and "sp" not in split:
+        instead = "pipeline.yaml" if "pp" in split else "tensor_parallel.yaml or fsdp2_tensor_parallel.yaml"
+        yield f"{source} sets {name} to {shared}, which does not go with DeepSpeed; take {instead}"
+    elif mode == "FSDP" and "pp" in split:
+        yield f"{source} sets {name} to {shared}, which does not go with FSDP; take pipeline.yaml"
+    elif mode == "FSDP" and "tp" in split and replicate > 1:
+        yield f"{source} sets {name} to {shared} and parallelism_config_dp_replicate_size to {replicate}; set one to 1"
+    elif mode == "FSDP" and product != num_processes and (replicate, shard, shared) != (1, 1, 1):
+        copies = f"{replicate} copies (parallelism_config_dp_replicate_size) in "
+        parts = f"{copies if replicate > 1 else ''}{shard} shards (parallelism_config_dp_shard_size)"
+        parts += "".join(f", {shared} {SPLITS[one]} ({name})" for one in split)
+        yield (
+            f"{source} asks for {num_processes} processes, but for {parts} = {product}; make the product the number of "
+            "processes"
+        )
+    elif mode != "FSDP" and (replicate, shard) != (1, 1):
+        yield (
+            f"{source} sets parallelism_config_dp_replicate_size {replicate} and parallelism_config_dp_shard_size "
+            f"{shard}, which have no effect without FSDP; take them out"
+        )
+    elif num_processes % shared:
+        near = max(1, num_processes // shared) * shared
+        yield (
+            f"{source} starts {num_processes} process{'es' * (num_processes > 1)}, and for {name} their number is a "
+            f"multiple of {shared}; use --num_processes {near}, or another multiple"
+        )
+
+
+def check_parts(source: str, sizes: dict[str, int], mixed_precision: str, optimizer: str) -> Iterator[str]:
+    """One line for what does not work on a part of a layer, or of a model's depth."""
+    if sizes["tp"] > 1 and optimizer not in ("adamw", "sgd"):
+        # Others look at a whole matrix, or keep their state by blocks that no other layout has.
+        yield f"--optimizer {optimizer} does not work on parts of layers; use adamw or sgd, or multi_gpu.yaml"
+    if max(sizes["tp"], sizes["pp"]) > 1 and mixed_precision == "fp16":
+        yield f"{source} asks for fp16, whose loss scale each part would lower by itself; use --mixed_precision bf16"
+
+
+def across_machines(degrees: Degrees, num_machines: int) -> str | None:
+    """A warning where the ranks of a group, which exchange in every layer, do not all lie on one machine."""
+    on_each = degrees.num_processes // num_machines
+    if degrees.group == 1 or on_each % degrees.group == 0:
+        return None
+    return (
+        f"groups of {degrees.group} processes exchange in every layer, and with {on_each} processes a machine some lie "
+        "across two of them: training may be slow; use a size that divides the processes of a machine"
+    )
+
+
+def hide_from_accelerate(sizes: dict[str, int]) -> None:
+    """Lets Accelerate see what it shards over: all ranks of a copy, those that share a sequence too.
+
+    Its own sequence parallelism is DeepSpeed's alone, and without a GPU fails to start; its tensor parallelism is for
+    models that transformers has cut while it read them, and takes neither DDP nor, in 1.15, FSDP2.
+    """
+    if sizes["dp_replicate"] == 1:  # FSDP by itself shards over all ranks
+        os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
+    else:
+        os.environ["PARALLELISM_CONFIG_SP_SIZE"] = "1"
+        os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(sizes["dp_shard"] * sizes["sp"])

@@ -1,0 +1,52 @@
+"""Describes how far a killed run came, from its run.json and metrics.jsonl."""
+
+import json
+import os
+import re
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from common.files import LOCK, is_locked
+
+
+def describe_killed(output_dir: Path, is_over: bool = False) -> str | None:
+    """Returns how far a run came that could not write its own end: it was killed, as by SIGKILL or a memory limit.
+
+    Its run.json says that it runs, and no process holds its lock; a lock may not be seen from another host. If only
+    some of its processes were killed, the others have written which one was lost.
+    is_over: whether this process holds the lock, so that the run of run.json cannot be alive.
+
+    Returns None if the run has ended otherwise, still runs, or cannot be read.
+    """
+    try:
+        run = json.loads((output_dir / "run.json").read_bytes())
+        lost = run["status"] if re.fullmatch("failed .* was lost", run["status"]) else None
+        if not lost and (run["status"] != "running" or (not is_over and is_locked(output_dir / LOCK))):
+            return None
+        last = _read_last(output_dir / "metrics.jsonl")
+    except (OSError, ValueError, TypeError, LookupError):
+        return None
+    how = lost or "killed before its first update"
+    if last:
+        how = lost or f"killed after update {last['update'] + 1}"
+        how += f", peak memory {last['peak_memory_bytes'] / 2**30:.2f} GiB"
+    if lost:
+        return how
+    if not is_over and run.get("host") not in (None, socket.gethostname()):
+        return f"running on host {run['host']}, or {how}"
+    return how
+
+
+def _read_last(path: Path) -> dict[str, Any] | None:
+    """Returns the last complete line of metrics.jsonl, or None if there is none."""
+    with open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
+        lines = file.read().splitlines(keepends=True)
+    for line in reversed(lines):
+        with suppress(ValueError):
+            record = json.loads(line)
+            if line.endswith(b"\n") and isinstance(record, dict) and {"update", "peak_memory_bytes"} <= record.keys():
+                return record
+    return None

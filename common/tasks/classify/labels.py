@@ -1,0 +1,305 @@
+"""How do texts with labels become samples? What may be a label, which ones there are, and the texts as tokens.
+
+    name, examples, _ = read_examples(Source(files=("reviews.csv",)), None, "label")
+    names = label_names(examples)
+    samples = LabelledTexts(name, examples, encode_labels(examples, names), tokenizer, sequence_length=256)
+    ids, token_types, target = samples[0]
+
+All is held in memory: a classifier's data are small beside those of a language model.
+"""
+
+import hashlib
+import math
+from collections import defaultdict
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from common.data.column_selection import by_number, check_columns, filled_text, unused_columns, watched
+from common.data.source_types import Source
+from common.data.sources import open_source
+from common.data.tokenizer import no_more_threads
+from common.errors import UserError, missing_column, shorten
+from common.training.batching import pad_rows
+
+NUM_PACKAGES = 12  # of the standard library: those with the most functions
+HELD_OUT_SHARE = 1 / 5  # of a package's functions, at most, in whole files
+TOKENISED_AT_ONCE = 1024  # texts
+
+
+class Example(NamedTuple):
+    """A row: where it stands (for messages), one text or two, and its label as the file has it."""
+
+    where: str
+    texts: tuple[str, ...]
+    label: str | int | float | bool
+
+
+def read_examples(
+    source: Source, pair_column: str | None, label_column: str
+) -> tuple[str, list[Example], list[str] | None]:
+    """A source's name with the columns that are not used; its rows; and the classes in the order of their numbers, if
+    the data have such numbers.
+
+    Raises UserError with file and row for a missing column, text or label.
+    """
+    corpus = open_source(source)
+    text_columns = (source.text_column, pair_column) if pair_column else (source.text_column,)
+    wanted = (*text_columns, label_column)
+    check_columns(corpus, wanted, "--text_column, --pair_column, --label_column")
+    examples, corpus = [], watched(corpus, wanted)
+    for row in corpus.rows(wanted, False):
+        texts = tuple(filled_text(row, column) for column in text_columns)
+        if label_column not in row.values:
+            raise UserError(missing_column(row.where, [label_column], tuple(row.values)))
+        label = row.values[label_column]
+        is_missing = label in (None, "") or (isinstance(label, float) and not math.isfinite(label))
+        if is_missing or not isinstance(label, str | int | float):
+            found = "null" if label in (None, "") else label if is_missing else f"of type {type(label).__name__}"
+            raise UserError(
+                f"{row.where}: column {label_column} is {found}, not a name or a number; mend or remove the row"
+            )
+        examples.append(Example(row.where, texts, label))
+    unused = unused_columns(corpus)
+    return corpus.name + (f" ({unused})" if unused else ""), examples, corpus.classes.get(label_column)
+
+
+def _number(label: Any) -> float | None:
+    """The label as a number that is finite in float32, or None."""
+    try:
+        number = math.nan if isinstance(label, bool) else float(label)
+    except (ValueError, OverflowError):
+        return None
+    return number if abs(number) <= float(np.finfo(np.float32).max) else None
+
+
+def _is_not_finite(name: str) -> bool:
+    """Whether a label is the text nan or inf, as a missing number is written in CSV."""
+    return name.strip().lstrip("+-").lower() in ("nan", "inf", "infinity")
+
+
+def is_regression(examples: list[Example]) -> bool:
+    """Whether the labels are numbers and one is not whole: 3.8, but not 0 and 1.
+
+    Where one in ten at most is none ("n/a", "3,8"), the others are numbers still: `encode_labels` names it.
+    """
+    numbers = [_number(example.label) for example in examples]
+    few_others = numbers.count(None) <= len(numbers) / 10
+    return few_others and any(number is not None and number % 1 for number in numbers)
+
+
+def _name(label: Any) -> str:
+    """The label as text; 1.0, as some writers of Parquet store whole numbers beside nulls, is 1."""
+    return str(int(label)) if isinstance(label, float) and label.is_integer() else str(label)
+
+
+def label_names(examples: list[Example]) -> list[str]:
+    """The labels, numbers by size and before all others.
+
+    Raises UserError: there is one only, or each row has its own, or nan among numbers (among names it is a name).
+    """
+    names = {_name(example.label) for example in examples}
+    missing = {name for name in names if _is_not_finite(name)}
+    if missing < names and missing and all(_number(name) is not None for name in names - missing):
+        where, label = next((example.where, example.label) for example in examples if example.label in missing)
+        raise UserError(
+            f"{where}: the label {label!r} is not a finite number, as the others are; mend or remove the row"
+        )
+    if len(names) == 1:
+        raise UserError(
+            f"all {len(examples)} rows have the label {names.pop()!r}; a classifier needs two or more: name another "
+            "--label_column, or give all the data"
+        )
+    if len(names) == len(examples) > 2:
+        raise UserError(
+            f"each of the {len(examples)} rows has a label of its own, such as {examples[0].label!r}; name another "
+            "--label_column, or give --task regression"
+        )
+    return sorted(names, key=by_number)
+
+
+def encode_labels(examples: list[Example], names: list[str] | None) -> np.ndarray:
+    """Targets, (N,): int64 indices into `names`, or without names float32 numbers.
+
+    Raises UserError with file and row for a label that is none of them, or no number.
+    """
+    if names is None:
+        numbers = [_number(example.label) for example in examples]
+        if None in numbers:
+            example = examples[numbers.index(None)]
+            raise UserError(
+                f"{example.where}: the label {example.label!r} is not a finite number; mend the row, or give "
+                "--task classification"
+            )
+        return np.array(numbers, np.float32)
+    index = {name: number for number, name in enumerate(names)}
+    for example in examples:
+        if _name(example.label) not in index:
+            raise UserError(
+                f"{example.where}: the label {example.label!r} is none that is learned ({shorten(names)}); mend or "
+                "remove the row, or add such rows to the training data"
+            )
+    return np.array([index[_name(example.label)] for example in examples], np.int64)
+
+
+def read_packages() -> tuple[list[Example], list[Example]]:
+    """Functions of the standard library, the package of each as its label: (training, held-out) examples.
+
+    Whole files are held out, the same on every machine with the same Python: functions of one file are often alike.
+    """
+    packages = defaultdict(lambda: defaultdict(list))
+    for part in ("train", "validation"):
+        for row in open_source(Source(embedded=part)).rows(("text",), False):
+            package, inside, _ = row.where.partition("/")
+            if inside:
+                example = Example(row.where, (row.values["text"],), package)
+                packages[package][row.where].append(example)
+    sizes = {name: sum(map(len, files.values())) for name, files in packages.items() if len(files) >= 5}
+    train, held_out = [], []
+    for package in sorted(sizes, key=lambda name: (-sizes[name], name))[:NUM_PACKAGES]:
+        left = sizes[package] * HELD_OUT_SHARE
+        for file in sorted(packages[package], key=lambda name: hashlib.blake2b(name.encode()).digest()):
+            functions = packages[package][file]
+            is_held_out = len(functions) <= left
+            (held_out if is_held_out else train).extend(functions)
+            left -= len(functions) * is_held_out
+    return train, held_out
+
+
+class LabelledTexts:
+    """Tokenised texts with a target each: `common.training.batching.Samples`.
+
+    Item i is (ids, token_types, target): int64 (length,) both, and an int, or a float where a number is learned.
+    Special tokens are put in, and what is longer than `sequence_length` is cut, as the tokenizer does it.
+    """
+
+    unit = "tokens"
+
+    def __init__(
+        self,
+        name: str,
+        examples: list[Example],
+        targets: np.ndarray,
+        tokenizer: PreTrainedTokenizerBase,
+        sequence_length: int,
+    ) -> None:
+        self.name, self.targets, self.sequence_length = name, targets, sequence_length
+        ids, types, lengths, self.num_truncated = [], [], [0], 0
+        for start in range(0, len(examples), TOKENISED_AT_ONCE):
+            texts = zip(*(example.texts for example in examples[start : start + TOKENISED_AT_ONCE]), strict=True)
+            columns = list(map(list, texts))
+            encoded = tokenizer(
+                *columns,
+                truncation=True,
+                max_length=sequence_length,
+                return_token_type_ids=True,
+                return_attention_mask=False,
+            )
+            for text_ids, text_types in zip(encoded["input_ids"], encoded["token_type_ids"], strict=True):
+                # Of a text without a character that it knows a decoder's tokenizer makes nothing at all.
+                ids.append(np.array(text_ids or [tokenizer.pad_token_id], np.int32))
+                types.append(np.array(text_types or [0], np.int8))
+                lengths.append(len(ids[-1]))
+            if encoded.encodings is None:  # a tokenizer in Python (ByT5) does not tell what it has cut
+                whole = tokenizer(*columns, return_attention_mask=False, verbose=False)["input_ids"]
+                self.num_truncated += sum(len(text) > sequence_length for text in whole)
+            else:
+                self.num_truncated += sum(bool(text.overflowing) for text in encoded.encodings)
+        self._ids, self._types = np.concatenate(ids), np.concatenate(types)
+        self._offsets = np.cumsum(lengths)
+        self.num_target_tokens = len(targets)  # one a text
+        self.max_length = max(lengths)
+        no_more_threads()
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray, int | float]:
+        part = slice(self._offsets[index], self._offsets[index + 1])
+        return self._ids[part].astype(np.int64), self._types[part].astype(np.int64), self.targets[index].item()
+
+    def dummy_sample(self) -> tuple[np.ndarray, np.ndarray, None]:
+        """The shortest text, without its target. (A whole one: some models look for its special tokens.)"""
+        return *self[int(self.lengths(np.arange(len(self))).argmin())][:2], None
+
+    def lengths(self, ids: np.ndarray) -> np.ndarray:
+        """Input tokens of each sample, int64."""
+        return self._offsets[np.asarray(ids) + 1] - self._offsets[ids]
+
+    def num_targets(self, ids: np.ndarray) -> np.ndarray:
+        """One target a text."""
+        return np.ones(len(ids), np.int64)
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Class numbers, or the numbers of a regression."""
+        return self.targets
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal where every sample is equal."""
+        digest = hashlib.blake2b(digest_size=10)
+        for array in (self._ids, self._types, self._offsets, self.targets):
+            digest.update(array.tobytes())
+        return digest.hexdigest()
+
+    def describe(self) -> str:
+        """One line for people."""
+        line = f"{self.name}: {len(self):,} texts of {len(self._ids) / len(self):,.0f} tokens on average, at most "
+        line += f"{self.max_length}"
+        return line + (f"; {self.num_truncated:,} cut at {self.sequence_length}" if self.num_truncated else "")
+
+
+def check_length(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, sequence_length: int, is_pair: bool
+) -> list[str]:
+    """One line if the tokenizer cannot cut texts to this length, or says that the model takes no such length."""
+    num_special = tokenizer.num_special_tokens_to_add(pair=is_pair)
+    if sequence_length <= num_special:
+        return [f"--sequence_length {sequence_length} holds no text beside {num_special} special tokens; raise it"]
+    longest = tokenizer.model_max_length
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    # Of RoBERTa two less than its positions. Far less is where a classifier was trained to cut, which may be raised.
+    if positions - 8 <= longest < min(sequence_length, positions):
+        return [
+            f"--sequence_length {sequence_length} is beyond the {longest} tokens of the tokenizer; use at most that"
+        ]
+    return []
+
+
+def set_pipeline_inputs(tokenizer: PreTrainedTokenizerBase, sequence_length: int, inputs: tuple[str, ...]) -> None:
+    """Makes the tokenizer, as it is saved, give a pipeline what `LabelledTexts` and `collate_texts` gave the model."""
+    tokenizer.model_max_length = sequence_length
+    tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = ["input_ids", *inputs]
+
+
+def collate_texts(
+    samples: list[tuple],
+    pad_token_id: int,
+    inputs: tuple[str, ...],
+    target_dtype: torch.dtype,
+    multiple_of: int = 1,
+) -> dict[str, torch.Tensor]:
+    """Pads texts on the right into one micro-batch.
+
+    `input_ids` (B, L), and of `attention_mask` and `token_type_ids` those that are in `inputs`, the first only where
+    there is padding; `targets` (N,), int64 for labels and float32 for numbers; `target_rows` (N,), the texts that they
+    belong to: all but a dummy sample.
+    """
+    ids, types, targets = zip(*samples, strict=True)
+    pad = partial(pad_rows, multiple_of=multiple_of)
+    tensors = {
+        "input_ids": pad(list(map(torch.from_numpy, ids)), padding_value=pad_token_id),
+        "token_type_ids": pad(list(map(torch.from_numpy, types))),
+    }
+    attention_mask = pad([torch.ones(len(one), dtype=torch.int64) for one in ids])
+    if not attention_mask.all():
+        tensors["attention_mask"] = attention_mask
+    rows = [row for row, target in enumerate(targets) if target is not None]
+    return {name: tensors[name] for name in ("input_ids", *inputs) if name in tensors} | {
+        "targets": torch.tensor([targets[row] for row in rows], dtype=target_dtype),
+        "target_rows": torch.tensor(rows, dtype=torch.int64),
+    }

@@ -1,0 +1,168 @@
+"""Texts with labels, and the model that learns them: what the flags ask for, from rows to samples."""
+
+import argparse
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForSequenceClassification, BertConfig, PreTrainedConfig, PreTrainedTokenizerBase
+
+from common.data.mixed import Mixed
+from common.data.source_types import Source
+from common.data.tokenizer import load_tokenizer, train_tokenizer
+from common.errors import refuse, shorten
+from common.models.classifiers import HEAD, choose_labels, describe_new_weights, resolve_head_rate, set_labels
+from common.models.load import check_model, load_config
+from common.tasks.classify.labels import (
+    Example,
+    LabelledTexts,
+    check_length,
+    encode_labels,
+    is_regression,
+    label_names,
+    read_examples,
+    read_packages,
+)
+from common.training.fine_tuning_rate import default_rate
+
+# BERT of base and large size is fine-tuned at 2e-5 to 5e-5 (arXiv:1810.04805, appendix A.3), its smallest versions and
+# ELECTRA-small at up to 3e-4 (github.com/google-research/bert; arXiv:2003.10555). In between, the rate follows the
+# parameters of a layer, which grow with the square of the width; measured in results/fine-tuning-rates-cpu.md.
+BASE_RATE, BASE_WIDTH, LOWEST_RATE, HIGHEST_RATE = 5e-5, 768, 2e-5, 3e-4
+RATE_RULE = (
+    f"{BASE_RATE:g} x ({BASE_WIDTH} / width)^2, from {LOWEST_RATE:g} to {HIGHEST_RATE:g}, as in the papers of BERT and "
+    "ELECTRA; 10 times as much for an adapter"
+)
+ABOUT_RATE = f"Default of --learning_rate for a pretrained model: {RATE_RULE}."
+SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+
+
+class Rows(NamedTuple):
+    """The rows of each source, by its name; the weights of mixed sources, as in `Source`; names for messages."""
+
+    sources: dict[str, list[Example]]
+    weights: tuple[int, ...] = ()
+    titles: tuple[str, ...] = ()
+
+    def all(self) -> list[Example]:
+        return [row for rows in self.sources.values() for row in rows]
+
+
+def _read(args: argparse.Namespace, source: Source) -> tuple[Rows, list[str] | None]:
+    """The rows of a source, and what `read_examples` says of its classes: of mixed sources, if all say the same."""
+    read = [read_examples(part, args.pair_column, args.label_column) for part in source.parts or (source,)]
+    names = [part.files[0] for part in source.parts] or [read[0][0]]
+    classes = [one for _, _, one in read]
+    sources = {name: rows for name, (_, rows, _) in zip(names, read, strict=True)}
+    rows = Rows(sources, source.weights, tuple(title for title, _, _ in read))
+    return rows, classes[0] if all(one == classes[0] for one in classes) else None
+
+
+def fine_tuning_rate(args: argparse.Namespace) -> float:
+    """The learning rate for the full model that --model_name_or_path names: lower, the wider it is.
+
+    Raises UserError: there is no such model.
+    """
+    config = load_config(args.model_name_or_path, args.trust_remote_code, AutoModelForSequenceClassification)
+    width = getattr(config.get_text_config(), "hidden_size", BASE_WIDTH)
+    rate = min(max(BASE_RATE * (BASE_WIDTH / width) ** 2, LOWEST_RATE), HIGHEST_RATE)
+    return float(f"{rate:.1g}")
+
+
+def describe_rate(args: argparse.Namespace) -> dict[str, str]:
+    """A line of the first printed block on the default learning rate of a pretrained model, if the run uses it."""
+    if not args.model_name_or_path:
+        return {}
+    default = default_rate(args, fine_tuning_rate)
+    return {"rate": f"{default:g} by default: {RATE_RULE}"} if args.learning_rate == default else {}
+
+
+def check_arguments(args: argparse.Namespace) -> Iterator[str]:
+    """One line for each flag that has no effect."""
+    if args.new_head and not args.model_name_or_path:
+        yield "--new_head has no effect without --model_name_or_path; take it out, or name the model"
+    if args.validation_file and not (args.train_file or args.dataset_name):
+        yield "--validation_file needs --train_file or --dataset_name; name the training data"
+
+
+def read_rows(
+    args: argparse.Namespace, source: Source, held_out_source: Source | None
+) -> tuple[Rows, Rows | None, list[str] | None, list[str] | None]:
+    """Reads all rows, and finds out what is to be learned.
+
+    Returns:
+        The training rows; the held-out rows, or None; the labels, or None where numbers are learned; where the data
+        number their classes, the names in that order, else None.
+    """
+    classes, held_out = None, None
+    if source.embedded:
+        packages = zip(("functions of the standard library", "functions of other files"), read_packages(), strict=True)
+        train, held_out = (Rows({name: rows}) for name, rows in packages)
+    else:
+        train, classes = _read(args, source)
+        if held_out_source:
+            held_out, _ = _read(args, held_out_source)
+    rows = train.all()
+    task = args.task or ("regression" if not classes and is_regression(rows) else "classification")
+    return train, held_out, label_names(rows) if task == "classification" else None, classes
+
+
+def choose_model(
+    args: argparse.Namespace,
+    sizes: dict[str, tuple],
+    source: Source,
+    names: list[str] | None,
+    classes: list[str] | None,
+) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase, list[str] | None]:
+    """Configuration, tokenizer and labels of a pretrained model, or of one of BERT's shape from scratch.
+
+    Args:
+        sizes: of models from scratch: layers, width, heads, MLP width, vocabulary, ...
+        source: the training text, on which a new tokenizer is trained. names, classes: of `read_rows`.
+
+    Raises UserError: its head is of other labels, or a line for each way in which the texts do not fit the model.
+    """
+    if args.model_name_or_path:
+        config = load_config(args.model_name_or_path, args.trust_remote_code, AutoModelForSequenceClassification)
+        tokenizer = load_tokenizer(args.model_name_or_path, args.trust_remote_code, needs_end_of_text=False)
+        has_head = any(name.endswith(HEAD) for name in config.architectures or ())
+        names = choose_labels(config, names, args.new_head, classes)
+        resolve_head_rate(args, is_new=args.new_head or not has_head)
+    else:
+        resolve_head_rate(args, is_new=False)
+        *shape, vocabulary = sizes[args.model_config][:5]
+        tokenizer = train_tokenizer(source, vocabulary)
+        tokenizer.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]"})
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[("[CLS]", tokenizer.cls_token_id), ("[SEP]", tokenizer.sep_token_id)],
+        )
+        shape = dict(zip(SHAPE, shape, strict=True), vocab_size=len(tokenizer))
+        config = BertConfig(**shape, max_position_embeddings=max(512, args.sequence_length))
+    set_labels(config, names, args.label_column, tokenizer.pad_token_id)
+    is_pair = args.pair_column is not None
+    problems = check_model(config, tokenizer, args.sequence_length)
+    refuse([*problems, *check_length(config, tokenizer, args.sequence_length, is_pair)])
+    return config, tokenizer, names
+
+
+def label(
+    rows: Rows, names: list[str] | None, tokenizer: PreTrainedTokenizerBase, sequence_length: int
+) -> LabelledTexts | Mixed:
+    """Rows as samples: tokenised, with the number of their label in `names`, or with the number that they are."""
+    parts = {
+        name: LabelledTexts(title, examples, encode_labels(examples, names), tokenizer, sequence_length)
+        for (name, examples), title in zip(rows.sources.items(), rows.titles or rows.sources, strict=True)
+    }
+    return Mixed(parts, rows.weights) if rows.weights or len(parts) > 1 else next(iter(parts.values()))
+
+
+def describe_task(
+    args: argparse.Namespace, names: list[str] | None, head: list[str], head_learning_rate: float | None
+) -> dict[str, str]:
+    """For the block that is printed before a run."""
+    lines = {"loss": "squared error", "labels": "numbers"}
+    if names is not None:
+        lines = {"loss": "cross-entropy", "labels": f"{len(names)}: {shorten(names)}"}
+    return lines | describe_rate(args) | describe_new_weights(head, head_learning_rate)

@@ -1,0 +1,121 @@
+"""The reference of a preference tuning: what the model that a run begins with thinks of each pair, computed once.
+
+Its log-probabilities are kept in the cache, so that no second model is held. They are what the model itself computes
+before its first update: in the run's own mode and precision, without dropout.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from common.data.cache import cached, hash_files, place_of
+from common.data.hub import identify_pretrained
+from common.errors import UserError
+from common.models import adapters, model_setup
+from common.parallel.distributed_mode import running_mode
+from common.parallel.liveness import decided_by_main
+
+FILE = "reference.npy"
+
+
+def identify_reference(args: argparse.Namespace) -> str:
+    """What the reference is known by: a hash of its files, a name on the hub with its commit, or a size and a seed."""
+    if not args.model_name_or_path:
+        return f"{args.model_config}, seed {args.seed}"
+    return identify_pretrained(args.model_name_or_path)
+
+
+def of_answers(model: nn.Module, micro_batch: dict[str, Tensor], loss_of: Callable[[Tensor], Any]) -> Any:
+    """What `loss_of` makes of the log-probabilities of P pairs, (P, 2): of each, the chosen and the rejected answer.
+
+    model: one that `sum_token_losses` has changed. With a gradient, `loss_of` returns a tuple, the loss first.
+    """
+
+    def of_tokens(losses: Tensor) -> Any:
+        answers = F.pad(losses, (0, 1))[micro_batch["target_places"]]  # (2 P, T), and 0 beyond an answer's end
+        return loss_of(-answers.sum(1).view(-1, 2))
+
+    tokens = {"targets": micro_batch["target_tokens"], "target_rows": micro_batch["target_rows"]}
+    return model(input_ids=micro_batch["input_ids"], **tokens, loss_of=of_tokens)
+
+
+def describe_rewards(results: dict[str, Any]) -> list[str]:
+    """A line on the held-out pairs, if there are any."""
+    if "margin" not in results:
+        return []
+    reward = f"the chosen answer has the higher reward in {results['accuracy']:.1%} of the held-out pairs"
+    return [f"{reward}, by {results['margin']:.4f} on average over all"]
+
+
+def add_reference(run: Any, model: nn.Module) -> None:
+    """Gives the pairs that a run reads, and the held-out ones, their reference; call it before a checkpoint is loaded.
+
+    run: a `common.run.Run` after `prepare`.
+    """
+    args = run.args
+    if model_setup.are_imagined() or args.dry_run:
+        return
+    loader, order = run.load(), []
+    if args.num_updates <= len(run.loader.dataset):  # within an epoch: no pair twice, and some perhaps not at all
+        loader = run.load(range(args.num_updates))
+        order = [args.num_updates, args.global_batch_size, args.seed, args.drop_last_window]
+    _add(run, model, "training", loader, order)
+    if run.held_out is not None:
+        _add(run, model, "held-out", run.held_out, [])
+
+
+def _add(run: Any, model: nn.Module, what: str, loader: Any, order: list[int]) -> None:
+    accelerator, samples, started = run.accelerator, loader.dataset.samples, time.perf_counter()
+    identity = [samples.fingerprint, samples.identity, order, *_identity(run)]
+    is_missing = torch.tensor(not (place_of("reference", identity) / FILE).is_file(), device=run.device)
+    values = None
+    if accelerator.reduce(is_missing.long(), reduction="sum"):  # all take part, or none
+        values = _compute(run, model, loader)
+    directory = cached("reference", identity, lambda partial: np.save(partial / FILE, values))
+    if decided_by_main(f"reference of {what}", lambda: hash_files(directory)) != hash_files(directory):
+        raise UserError(f"{directory}: another reference than rank 0's; remove it on all hosts, and start again")
+    samples.take_reference(directory / FILE)
+    if values is not None:
+        seconds = time.perf_counter() - started
+        number = np.count_nonzero(~np.isnan(values[:, 0]))
+        accelerator.print(f"reference: log-probabilities of {number:,} {what} pairs, in {seconds:.0f} s", flush=True)
+
+
+def _identity(run: Any) -> list[Any]:
+    """What the values depend on, besides the pairs."""
+    accelerator, args = run.accelerator, run.args
+    precision = [accelerator.mixed_precision, str(torch.get_default_dtype())]
+    # An adapter's frozen base may be held in fewer bits than the masters of a whole model.
+    base = [adapters.is_asked(args), getattr(args, "quantize", None)]
+    computed_by = [running_mode(accelerator), accelerator.device.type, *base]
+    return [*precision, *computed_by, torch.__version__, transformers.__version__]
+
+
+@torch.no_grad()
+def _compute(run: Any, model: nn.Module, loader: Any) -> np.ndarray:
+    """(pairs, 2), on all ranks, each of which computes its share; NaN for pairs that the loader does not have."""
+    model.eval()
+    numbers, values, num_pairs = [], [], 0
+    hidden = None if run.accelerator.is_main_process else True  # None: but on a terminal
+    for batch in tqdm(loader, desc="reference", unit="batch", disable=hidden):
+        num_pairs += batch.num_samples
+        for micro_batch, _ in run.micro_batches(batch):
+            values.append(of_answers(model, micro_batch, lambda answers: answers))
+            numbers.append(micro_batch["target_pairs"])
+    model.train()
+    gather, pad = run.accelerator.gather, run.accelerator.pad_across_processes
+    numbers = gather(pad(torch.cat(numbers), pad_index=-1)).cpu().numpy()  # the ranks had unequal shares
+    values = gather(pad(torch.cat(values))).cpu().numpy()[numbers >= 0]
+    numbers, first = np.unique(numbers[numbers >= 0], return_index=True)  # ranks that share a layer have the same ones
+    assert len(numbers) == num_pairs, "each pair is to have its reference"
+    whole = np.full((len(loader.dataset.samples), 2), np.nan, values.dtype)
+    whole[numbers] = values[first]
+    return whole

@@ -1,0 +1,125 @@
+"""Encoder-decoders: what a source and a target may be, and writing targets on all ranks."""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object, send_to_device
+from tokenizers.processors import TemplateProcessing
+from torch.distributed.fsdp import register_fsdp_forward_method
+from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedTokenizerBase, T5Config
+
+from common.data.source_types import Source
+from common.data.tokenizer import load_tokenizer, train_tokenizer
+from common.errors import refuse
+from common.models.adapters import has_adapter
+from common.models.load import check_model, load_config
+from common.models.model_setup import without_wrapper
+from common.parallel.distributed_mode import is_sharded
+from common.tasks.seq2seq.pairs import Pairs
+from common.training.batching import Collate, cut_global_batch
+
+SHAPE = ("num_layers", "d_model", "num_heads", "d_kv", "d_ff")
+TOKENIZERS = {
+    "bpe": "trained on your text, of the vocabulary that the size has",
+    "bytes": "each byte is a token; for short texts, spelling and numbers",
+}
+
+
+def check_arguments(args: argparse.Namespace) -> Iterator[str]:
+    """One line for each flag that has no effect."""
+    if args.tokenizer and args.model_name_or_path:
+        yield "--tokenizer is for models from scratch, a pretrained one has its own; take it out"
+    if args.validation_file and not (args.train_file or args.dataset_name):
+        yield "--validation_file needs --train_file or --dataset_name; name the training data"
+
+
+def choose_model(
+    args: argparse.Namespace, sizes: dict[str, tuple], source: Source, columns: tuple[str, str]
+) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
+    """Configuration and tokenizer of a pretrained model, or of one of T5's shape from scratch.
+
+    Args:
+        sizes: of models from scratch: layers of each stack, width, heads, a head's width, MLP width, vocabulary, ...
+        source: the training text, whose `columns` a new tokenizer is trained on.
+
+    Raises UserError: a line for each way in which the lengths do not fit the model.
+    """
+    if args.model_name_or_path:
+        config = load_config(args.model_name_or_path, args.trust_remote_code, AutoModelForSeq2SeqLM)
+        tokenizer = load_tokenizer(args.model_name_or_path, args.trust_remote_code)
+        refuse(_check_lengths(config, tokenizer, args))
+        return config, tokenizer
+    *shape, vocabulary = sizes[args.model_config][:6]
+    vocabulary = 257 if args.tokenizer == "bytes" else vocabulary  # the 256 and the end of a text
+    columns = None if source.embedded else columns
+    tokenizer = train_tokenizer(source, vocabulary, columns=columns, flags="--source_column, --target_column")
+    end = (tokenizer.eos_token, tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {end[0]}", special_tokens=[end])
+    shape = dict(zip(SHAPE, shape, strict=True), vocab_size=vocabulary, feed_forward_proj="gated-gelu")
+    tokens = {"eos_token_id": end[1], "pad_token_id": tokenizer.pad_token_id}
+    config = T5Config(**shape, **tokens, decoder_start_token_id=tokenizer.pad_token_id)
+    refuse(_check_lengths(config, tokenizer, args))
+    return config, tokenizer
+
+
+def _check_lengths(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace
+) -> Iterator[str]:
+    """One line for each way in which tokenizer, source length and target length do not fit the model."""
+    yield from check_model(config, tokenizer, args.sequence_length)
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions and 0 < positions < args.target_length:
+        yield f"--target_length {args.target_length} is beyond the model's {positions} positions; lower it"
+    num_special = tokenizer.num_special_tokens_to_add()
+    for flag, least in (("sequence_length", num_special + 1), ("target_length", max(1, num_special) + 1)):
+        if vars(args)[flag] < least:  # nothing but, say, the end token
+            yield f"--{flag} {vars(args)[flag]} holds no text beside special tokens; use at least {least}"
+    if getattr(config, "decoder_start_token_id", None) is None:
+        yield "the model's config.json has no decoder_start_token_id, with which targets begin; put it in"
+
+
+@torch.no_grad()
+def write_targets(
+    args: argparse.Namespace,
+    model: torch.nn.Module,
+    samples: Pairs,
+    collate: Collate,
+    accelerator: Accelerator,
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[int, list[int]]:
+    """What the model writes, greedily, for --generate samples from all over `samples`: {sample: tokens}, on all ranks.
+
+    The samples are cut and assigned to the ranks as a global batch is, by the longest that they could become.
+    """
+    ids = np.unique(np.linspace(0, len(samples) - 1, min(args.generate, len(samples))).astype(int))
+    lengths = np.maximum(samples.lengths(ids), [0, args.target_length])
+    budget = args.micro_batch_tokens and max(args.micro_batch_tokens, int(lengths.sum(1).max()))
+    model.eval()
+    model = without_wrapper(model)
+    register_fsdp_forward_method(model, "generate")  # gathers what FSDP2 has sharded; without FSDP2 does nothing
+    written = []
+    cut = cut_global_batch(lengths, accelerator.num_processes, args.micro_batch_size, budget)
+    for positions in cut[accelerator.process_index]:
+        # Where weights are sharded, every rank has to take part in every step: hence dummy samples, and synced_gpus.
+        micro_batch = collate([samples[i] for i in ids[positions]] or [samples.dummy_sample()])
+        batch = send_to_device(micro_batch, accelerator.device)
+        # The encoder is called by itself; beside an adapter its weights are of two precisions.
+        with accelerator.autocast() if has_adapter(model) else nullcontext():
+            tokens = model.generate(
+                batch["input_ids"],
+                attention_mask=batch.get("attention_mask", torch.ones_like(batch["input_ids"])),
+                max_new_tokens=args.target_length,
+                do_sample=False,
+                num_beams=1,
+                synced_gpus=is_sharded(accelerator),
+                # What the model's own generation_config.json may ask for: text to stop at, more than tokens.
+                tokenizer=tokenizer,
+                num_return_sequences=1,
+                return_dict_in_generate=False,
+            )
+        written += zip(ids[positions].tolist(), tokens.tolist(), strict=False)  # but for a dummy sample's
+    return dict(sorted(gather_object(written)))

@@ -1,0 +1,287 @@
+"""How do images become samples? Their size and colours, augmenting, normalising, and one micro-batch of them.
+
+    train = folder("photos/train")                       # one subfolder a class
+    preprocessing = preprocess(train)                    # size, channels, mean and standard deviation
+    samples = ImageSamples(train, preprocessing, augment=("shift",), seed=0)
+    collate = partial(collate_images, preprocessing=preprocessing)
+
+An image is decoded when its global batch is made, on the DataLoader's workers where there are any. How it is augmented
+is a function of (seed, epoch, number of the image): the update depends neither on the layout nor on where a run
+resumed.
+"""
+
+import copy
+import hashlib
+import json
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from transformers import PreTrainedConfig
+from transformers.image_processing_base import ImageProcessingMixin
+
+from common.data.hub import locate_pretrained
+from common.errors import UserError, one_line
+from common.tasks.vision.image_files import DIGITS, Images, evenly_spaced, fingerprint_of, open_image
+
+# Own code, as torchvision is optional: for a CPU build of torch the package index has no wheel. It lends what is longer
+# than a line (crop, rand); it has no shift that repeats the edge.
+AUGMENTATIONS = {
+    "none": "the images as they are",
+    "shift": "moved by up to an eighth of its size, its edge repeated; the default",
+    "flip": "mirrored, left to right, every other time: not for digits or letters",
+    "crop": "RandomResizedCrop of torchvision",
+    "rand": "RandAugment of torchvision",
+}
+NEEDS_TORCHVISION = ("crop", "rand")
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How pixels become what the model takes: (pixel / 255 - mean) / std, of images of one size."""
+
+    height: int
+    width: int
+    mean: tuple[float, ...]  # of each channel: one or three
+    std: tuple[float, ...]
+    is_scaled: bool = True  # an image of another size is scaled; else it is a UserError that names it
+    takes_rgb: bool = True  # as pipelines give it; False: a pretrained model of one channel takes gray images only
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Writes what `AutoImageProcessor.from_pretrained` reads, so that the saved model is fed the same pixels."""
+        copies = 3 // len(self.mean) if self.takes_rgb else 1  # our own models make one channel of three
+        settings = {
+            "image_processor_type": "ViTImageProcessor",  # the plain one: resize, rescale, normalise
+            "do_convert_rgb": self.takes_rgb,
+            "do_resize": True,
+            "size": {"height": self.height, "width": self.width},
+            "resample": int(Image.Resampling.BILINEAR),
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": list(self.mean) * copies,
+            "image_std": list(self.std) * copies,
+        }
+        Path(directory, "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def linear_accuracy(train: Images, validation: Images) -> float | None:
+    """Held-out accuracy of logistic regression on the digits' pixels, in a second; None for other data."""
+    if not train.name.startswith(DIGITS):
+        return None
+    from sklearn.linear_model import LogisticRegression
+
+    x, held_out = (
+        np.stack([np.asarray(one.read(i)).ravel() / 255 for i in range(len(one.labels))]) for one in (train, validation)
+    )
+    return float(LogisticRegression(max_iter=1000).fit(x, train.labels).score(held_out, validation.labels))
+
+
+def preprocess(images: Images, size: tuple[int, int] | None = None, channels: int | None = None) -> Preprocessing:
+    """Size, channels, mean and standard deviation from up to 1000 of the images, evenly spaced over all.
+
+    Args:
+        size: height and width, to which all images are scaled; None: those that all of them have.
+        channels: 1 or 3; None: 1 where all of them are gray.
+
+    Raises UserError: they have different sizes, and none was given; or they have colours, and the model has one
+    channel; or one cannot be decoded.
+    """
+    looked_at = evenly_spaced(len(images.labels))
+    totals, all_gray = np.zeros((2, 3)), True
+    for number in looked_at:  # one at a time: of large ones a thousand do not fit in memory
+        image = open_image(images, number, size)
+        if number == looked_at[0]:
+            height, width = size or (image.height, image.width)
+        if size is None and image.size != (width, height):
+            raise UserError(_sizes_differ(images, number, image, (width, height), images.where(looked_at[0])))
+        if channels == 1 and image.mode != "L":  # AutoImageProcessor would not make it gray
+            raise UserError(
+                f"{images.where(number)}: has colours, but the model takes gray images; save them gray, or take a "
+                "model of 3 channels"
+            )
+        all_gray = all_gray and image.mode == "L"
+        colours = 1 if all_gray else 3  # the three of a gray image are the same
+        pixels = to_array(image, height, width, colours).reshape(colours, -1) / 255
+        totals += pixels.mean(1), np.square(pixels).mean(1)
+    channels = channels or (1 if all_gray else 3)
+    totals = totals[:, :channels]
+    mean, square = totals / len(looked_at)
+    std = np.sqrt(np.maximum(square - mean * mean, 1e-6))  # a channel that never changes is not blown up
+    return Preprocessing(height, width, tuple(mean.tolist()), tuple(std.tolist()), is_scaled=size is not None)
+
+
+def preprocess_for(
+    name_or_path: str, config: PreTrainedConfig, images: Images, size: tuple[int, int] | None = None
+) -> Preprocessing:
+    """As `preprocess`, with size, channels, mean and standard deviation of a pretrained model, where it tells them.
+
+    Raises UserError: the model takes images of one size, and `size` is another.
+    """
+    try:
+        where, _ = locate_pretrained(name_or_path)
+        settings, _ = ImageProcessingMixin.get_image_processor_dict(**where)
+    except OSError:  # it brings none
+        settings = {}
+    sides = getattr(config, "image_size", None) or settings.get("size")
+    if isinstance(sides, dict):
+        sides = sides.get("height") or sides.get("shortest_edge"), sides.get("width") or sides.get("shortest_edge")
+    sides = (sides, sides) if isinstance(sides, int) else sides and tuple(sides)
+    if size and size != sides and getattr(config, "image_size", None):
+        raise UserError(
+            f"--image_size {size[0]}: --model_name_or_path {name_or_path} takes images of {sides[1]} x {sides[0]}; "
+            "leave it out"
+        )
+    channels = getattr(config, "num_channels", 3)
+    takes_rgb = channels == 3 or getattr(config, "turns_rgb_gray", False)
+    own = replace(preprocess(images, size or sides, channels), takes_rgb=takes_rgb)
+    mean, std = (values and values[:channels] for values in (settings.get("image_mean"), settings.get("image_std")))
+    if not settings.get("do_normalize", True):
+        mean, std = (0.0,) * len(own.mean), (1.0,) * len(own.mean)
+    return replace(own, mean=tuple(mean), std=tuple(std)) if mean and std else own
+
+
+def _sizes_differ(images: Images, number: int, image: Image.Image, size: tuple[int, int], first: str) -> str:
+    return (
+        f"{images.name}: images of different sizes, {images.where(number)} of {image.width} x {image.height} and "
+        f"{first} of {size[0]} x {size[1]}; give --image_size N, to which all are scaled"
+    )
+
+
+def scaled(image: Image.Image, height: int, width: int) -> Image.Image:
+    """The image in another size, bilinearly, without regard to its proportions."""
+    return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.BILINEAR)
+
+
+def to_array(image: Image.Image, height: int, width: int, channels: int) -> np.ndarray:
+    """uint8 (channels, height, width)."""
+    pixels = np.asarray(scaled(image, height, width).convert("L" if channels == 1 else "RGB"))
+    return pixels[None] if channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+def check_augmentations(names: Iterable[str]) -> Iterator[str]:
+    """One line for each augmentation that cannot be done here."""
+    names = list(names)
+    if "none" in names and len(names) > 1:
+        yield f"--augment {' '.join(names)}: none, and others; take out one or the other"
+    if needs := [name for name in names if name in NEEDS_TORCHVISION]:
+        try:
+            import torchvision.transforms  # noqa: F401
+        except Exception as error:  # not there, or of another torch
+            yield f"--augment {' '.join(needs)} needs torchvision ({one_line(error)}); pip install it, or use shift"
+
+
+class ImageSamples:
+    """Images as `common.training.batching.Samples`: an item is (uint8 pixels (C, H, W), label).
+
+    augment: names of `AUGMENTATIONS`, applied in their order; empty to evaluate.
+    """
+
+    unit = "images"
+    max_length = 1
+
+    def __init__(self, images: Images, preprocessing: Preprocessing, augment: Iterable[str] = (), seed: int = 0):
+        self.images, self.seed, self.is_scaled = images, seed, preprocessing.is_scaled
+        self.augment = tuple(name for name in augment if name != "none")
+        self.epoch = 0
+        self.shape = (len(preprocessing.mean), preprocessing.height, preprocessing.width)
+        self.num_target_tokens = len(images.labels)
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Class numbers."""
+        return self.images.labels
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal where all images and labels are; of many files it reads the beginnings of a thousand."""
+        return fingerprint_of([self.images.fingerprint, self.images.classes, self.shape]) + self.images.contents()
+
+    def of_epoch(self, epoch: int) -> "ImageSamples":
+        """The same images, augmented as an epoch sees them."""
+        samples = copy.copy(self)
+        samples.epoch = epoch
+        return samples
+
+    def __len__(self) -> int:
+        return len(self.images.labels)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        channels, height, width = self.shape
+        index = int(index)
+        image = open_image(self.images, index)
+        if not self.is_scaled and image.size != (width, height):
+            raise UserError(_sizes_differ(self.images, index, image, (width, height), "others"))
+        if self.augment:
+            if "crop" not in self.augment:  # which takes its part of the whole image, and scales that
+                image = scaled(image, height, width)
+            with _own_random_stream(f"{self.seed}/{self.epoch}/{index}"):
+                for name in self.augment:
+                    image = augmented(image, name, height, width)
+        return to_array(image, height, width, channels), int(self.images.labels[index])
+
+    def dummy_sample(self) -> tuple[np.ndarray, int]:
+        return np.zeros(self.shape, np.uint8), -1
+
+    def lengths(self, ids: np.ndarray) -> np.ndarray:
+        return np.ones(len(ids), np.int64)
+
+    num_targets = lengths
+
+    def describe(self) -> str:
+        channels, height, width = self.shape
+        colours = "gray" if channels == 1 else "RGB"
+        num_classes = len(self.images.classes)
+        augmented = f", augmented: {', '.join(self.augment)}" if self.augment else ""
+        unused = f"; {self.images.unused}" if self.images.unused else ""
+        return (
+            f"{self.images.name}: {len(self):,} images, {width} x {height} {colours}, {num_classes} classes{augmented}"
+            f"{unused}"
+        )
+
+
+@contextmanager
+def _own_random_stream(key: str) -> Iterator[None]:
+    """Python's and torch's random streams begin at `key`, then go on where they were: dropout is not shifted."""
+    number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
+    before = random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(number)
+        torch.default_generator.manual_seed(number)  # torch.manual_seed would seed the GPUs' streams too
+        try:
+            yield
+        finally:
+            random.setstate(before)
+
+
+def augmented(image: Image.Image, name: str, height: int, width: int) -> Image.Image:
+    """One of `AUGMENTATIONS`; draws from Python's and torch's random streams."""
+    if name == "flip":
+        return ImageOps.mirror(image) if random.random() < 0.5 else image
+    if name == "shift":
+        down, right = (random.randint(-(side // 8), side // 8) for side in (image.height, image.width))
+        rows = np.clip(np.arange(image.height) - down, 0, image.height - 1)
+        columns = np.clip(np.arange(image.width) - right, 0, image.width - 1)
+        return Image.fromarray(np.asarray(image)[rows][:, columns])
+    from torchvision import transforms  # optional, and takes seconds
+
+    transform = transforms.RandomResizedCrop((height, width)) if name == "crop" else transforms.RandAugment()
+    return transform(image)
+
+
+def collate_images(samples: list[tuple[np.ndarray, int]], preprocessing: Preprocessing) -> dict[str, torch.Tensor]:
+    """One micro-batch: `pixel_values` (B, C, H, W), `targets` (N,) and `target_rows` (N,), the rows they belong to."""
+    pixels = torch.from_numpy(np.stack([pixels for pixels, _ in samples])).to(torch.get_default_dtype())
+    mean, std = (pixels.new_tensor(values).view(-1, 1, 1) for values in (preprocessing.mean, preprocessing.std))
+    labels = np.array([label for _, label in samples], np.int64)
+    rows = np.flatnonzero(labels >= 0)  # a dummy sample has no target
+    return {
+        "pixel_values": (pixels / 255 - mean) / std,
+        "targets": torch.from_numpy(labels[rows]),
+        "target_rows": torch.from_numpy(rows),
+    }

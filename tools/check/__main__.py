@@ -1,0 +1,293 @@
+"""Is anything odd with these machines? Run it before a long run, alone on one machine or on all ranks together:
+
+    python -m tools.check
+    accelerate launch --config_file accelerate_configs/multi_node.yaml ... -m tools.check
+
+It measures, in seconds: matrix products, memory, the disk of --directory; and where there are several ranks, each
+pair's latency and bandwidth (over gloo, or NCCL on GPUs), their clocks and their versions. Rank 0 prints tables, with
+an arrow at each odd row; `check_report` has what counts as odd. Exit status: 0 nothing is odd, 1 something is, 2 a
+user's mistake. (`accelerate launch` itself ends with 1 for both.)
+"""
+
+import argparse
+import json
+import mmap
+import os
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from common.errors import CommandParser, UserError, refuse
+from common.files import disk_line, why_not_writable, write_file
+from common.host_memory import available_memory
+from common.parallel import liveness
+from common.parallel.connect import name_interface
+from common.parallel.launch import Launch, check_started, find_launch, runs_on_cpu
+from common.parallel.matmul_throughput import sustained_rates
+from common.parallel.shutdown import leave_together, user_mistakes_end_here
+from common.versions import versions
+from tools.check.report import report
+
+MULTIPLY = 0.5  # seconds for each precision
+BLOCK, MOST_BLOCKS, WRITE = 8 << 20, 32, 1.0  # bytes; how many, and the seconds after which no other begins
+NUM_FSYNCS = 20
+NUM_PINGS = 100
+# Bytes of a message: from the smallest on, times 4, until one there and back takes LONG_ENOUGH; then again and again,
+# for TRANSFER seconds in all, because on a busy machine a few messages meet others' work.
+SMALLEST, LARGEST, LONG_ENOUGH, TRANSFER = 1 << 20, {"cpu": 64 << 20, "cuda": 256 << 20}, 0.03, 0.4
+ALL_PAIRS = 64  # ranks; with more only those of the same place on their machines are paired between machines,
+MOST_ROUNDS = 63  # and each machine with so many others
+
+
+def tournament(num: int) -> list[list[tuple[int, int]]]:
+    """Rounds in which each pair of `num` players meets once, and no player twice in a round (the circle method)."""
+    even = num + num % 2  # whoever is paired with the last one of an odd number has nobody
+    rounds = []
+    for turn in range(even - 1):
+        circle = [even - 1, *((turn + place) % (even - 1) for place in range(even - 1))]
+        pairs = [sorted(pair) for pair in zip(circle[: even // 2], reversed(circle[even // 2 :]), strict=True)]
+        rounds.append([(a, b) for a, b in pairs if b < num])
+    return rounds
+
+
+def rounds(machines: list[list[int]]) -> Iterator[list[tuple[int, int]]]:
+    """Disjoint pairs of ranks, a round each: first those within the machines, then those between them.
+
+    In a round between machines each has one other machine, and all its ranks are busy: they may share a network card,
+    and then every pair of every round has the same share of it. So figures can be compared.
+
+    machines: the ranks of each.
+    """
+    width = max(map(len, machines))
+    for pairs in tournament(width):
+        yield [(ranks[a], ranks[b]) for ranks in machines for a, b in pairs if b < len(ranks)]
+    shifts = range(width) if sum(map(len, machines)) <= ALL_PAIRS else range(1)
+    for pairs in tournament(len(machines))[:MOST_ROUNDS]:
+        for shift in shifts:
+            both = [(machines[a], machines[b], place) for a, b in pairs for place in range(len(machines[a]))]
+            places = [(one[place], other, (place + shift) % width) for one, other, place in both]
+            yield [(rank, other[place]) for rank, other, place in places if place < len(other)]
+
+
+def connect(launch: Launch, timeout: float) -> torch.device:
+    """This rank's device. All ranks are connected then, as those of a recipe, but by one process group only.
+
+    Raises UserError: a rank does not come within `timeout` seconds, or they do not connect.
+    """
+    liveness.start(timeout)
+    name_interface()
+    device = torch.device("cpu")
+    if torch.cuda.is_available() and not runs_on_cpu(launch):
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")  # as recipes multiply
+    if launch.num_processes > 1:
+        with liveness.connecting(timeout):
+            if device.type == "cuda":
+                dist.init_process_group("nccl", device_id=device)
+            else:
+                dist.init_process_group("gloo")
+            dist.barrier()
+    return device
+
+
+def measure_devices(device: torch.device, num_processes: int) -> list[dict[str, Any]]:
+    """Memory (bytes, before anything is measured) and product rates (FLOP/s) of this rank's device.
+
+    Of one process alone: of each GPU that it sees, one after the other.
+    """
+    devices = [device]
+    if device.type == "cuda" and num_processes == 1:
+        devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+    found = []
+    for one in devices:
+        name, facts = f"threads: {torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}", {}
+        if one.type == "cuda":
+            name, (free, total) = torch.cuda.get_device_name(one), torch.cuda.mem_get_info(one)
+            facts["memory"] = {"free": free, "total": total}
+        found.append({"device": str(one), "name": name, **facts, "rates": sustained_rates(one, MULTIPLY)})
+    return found
+
+
+def existing_directory(directory: Path) -> Path:
+    """The directory, or the nearest one above it that is there. UserError: nothing can be written there."""
+    found = next(path for path in [directory, *directory.absolute().parents] if path.exists())
+    reason = why_not_writable(found)
+    if reason is not None:
+        host = socket.gethostname()
+        raise UserError(f"--directory {directory}: {found} on host {host} cannot be written to: {reason}; name another")
+    return found
+
+
+def measure_disk(directory: Path) -> dict[str, Any]:
+    """Bytes a second of a file that is written as a checkpoint's are, flush included; the median of an fsync."""
+    block = memoryview(mmap.mmap(-1, BLOCK))  # on whole pages
+    block[:] = os.urandom(BLOCK)  # zeros are nothing to a file system that compresses
+    start = time.perf_counter()
+
+    def blocks() -> Iterator[memoryview]:
+        for _ in range(MOST_BLOCKS):
+            if time.perf_counter() - start < WRITE:
+                yield block
+
+    try:
+        free = psutil.disk_usage(str(directory)).free
+        with tempfile.TemporaryDirectory(dir=directory, prefix=".check-") as place:
+            written = write_file(Path(place) / "large", blocks())["bytes"]
+            write_seconds = time.perf_counter() - start
+            fsync_seconds = []
+            with open(Path(place) / "small", "wb", buffering=0) as file:
+                for _ in range(NUM_FSYNCS):
+                    file.write(block[:4096])
+                    before = time.perf_counter()
+                    os.fsync(file.fileno())
+                    fsync_seconds.append(time.perf_counter() - before)
+    except OSError as error:
+        raise UserError(disk_line(error, "the disk could not be measured", directory, BLOCK, "start again")) from error
+    rate, fsync = written / write_seconds, statistics.median(fsync_seconds)
+    return {"directory": str(directory), "free": free, "write_rate": rate, "fsync_seconds": fsync}
+
+
+def measure_link(partner: int, is_first: bool, device: torch.device) -> dict[str, float] | None:
+    """What the first of two ranks finds about the other one and the way there; both call it at the same time.
+
+    latency: seconds, half of the fastest round trip. bandwidth: bytes a second of the fastest
+    message there and back. offset: seconds that the other one's clock is ahead, by the fastest round trip, as NTP has
+    it; at most `latency` off.
+    """
+    number = torch.zeros((), dtype=torch.int64, device=device)
+    message = torch.zeros(LARGEST[device.type], dtype=torch.uint8, device=device)
+
+    def receive() -> int:
+        dist.recv(number, partner)
+        return int(number)  # waits for the device
+
+    if not is_first:
+        for _ in range(NUM_PINGS):
+            receive()
+            dist.send(number.fill_(time.time_ns()), partner)
+        while size := receive():
+            dist.recv(message[:size], partner)
+            dist.send(message[:size], partner)
+        return None
+
+    fastest, offset = float("inf"), 0.0
+    for _ in range(NUM_PINGS):
+        start, clock = time.perf_counter(), time.time_ns()
+        dist.send(number, partner)
+        there = receive()
+        seconds, back = time.perf_counter() - start, time.time_ns()
+        if seconds < fastest:
+            fastest, offset = seconds, (2 * there - clock - back) / 2e9
+    bandwidth, spent, size = 0.0, 0.0, SMALLEST
+    while spent < TRANSFER:
+        dist.send(number.fill_(size), partner)
+        start = time.perf_counter()
+        dist.send(message[:size], partner)
+        dist.recv(message[:size], partner)
+        int(message[0])
+        seconds = time.perf_counter() - start
+        bandwidth, spent = max(bandwidth, 2 * size / seconds), spent + seconds
+        if seconds < LONG_ENOUGH:
+            size = min(4 * size, message.numel())
+    dist.send(number.fill_(0), partner)
+    return {"latency": fastest / 2, "bandwidth": bandwidth, "offset": offset}
+
+
+def measure_links(device: torch.device, timeout: float) -> dict[tuple[int, int], dict[str, float]]:
+    """By pair of ranks, what the lower one of them found, for the pairs of which this rank is the lower one.
+
+    A pair that gets nothing through for `timeout` seconds is named, and all ranks end.
+    """
+    rank, hosts = dist.get_rank(), [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, (rank - int(os.environ["LOCAL_RANK"]), socket.gethostname()))
+    machines: dict[int, list[int]] = {}
+    for other, (first, _) in enumerate(hosts):
+        machines.setdefault(first, []).append(other)
+    links = {}
+    for pairs in rounds(list(machines.values())):
+        for low, high in (sorted(pair) for pair in pairs if rank in pair):
+            what = f"nothing gets through between rank {low} on host {hosts[low][1]} and rank {high} on host "
+            what += f"{hosts[high][1]} within {timeout:g} s, though they have connected; look at the network there"
+            with liveness.at_most(timeout, [what] if rank == low else []):
+                found = measure_link(low + high - rank, rank == low, device)
+            if found is not None:
+                links[low, high] = found
+        dist.barrier()  # the next round would disturb this one
+    return links
+
+
+def measure(args: argparse.Namespace, launch: Launch) -> dict[str, Any] | None:
+    """All figures of all ranks, on rank 0: `ranks`, a list, and `links`, by pairs. Each phase begins on all at once."""
+    device = connect(launch, args.connect_timeout)
+    rank, is_alone = int(os.environ.get("RANK", 0)), launch.num_processes == 1
+    local_rank = 0 if is_alone else int(os.environ["LOCAL_RANK"])
+    if local_rank == 0:  # of its machine; a mistake there ends the other ranks too
+        directory = existing_directory(args.directory)
+    software = versions()
+    if device.type == "cuda":
+        software |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    mine = {"rank": rank, "machine": rank - local_rank, "host": socket.gethostname(), "versions": software}
+    mine["memory"] = {"total": psutil.virtual_memory().total, "free": available_memory()}
+    mine["devices"] = measure_devices(device, launch.num_processes)
+    if is_alone:
+        return {"ranks": [mine | {"disk": measure_disk(directory)}], "links": {}, "backend": None}
+    dist.barrier()
+    if local_rank == 0:  # the others of its machine write to the same disk
+        mine["disk"] = measure_disk(directory)
+    dist.barrier()
+    links = measure_links(device, args.connect_timeout)
+    everything: list[Any] | None = [None] * launch.num_processes if rank == 0 else None
+    dist.gather_object((mine, links), everything)
+    if everything is None:
+        return None
+    merged = {pair: link for _, found in everything for pair, link in found.items()}
+    return {"ranks": [facts for facts, _ in everything], "links": merged, "backend": dist.get_backend()}
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The flags. UserError: a wrong one."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    prog = "python -m tools.check"
+    parser = CommandParser(prog=prog, description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    about = "where checkpoints will lie, on each machine; what is not there yet is looked for above (%(default)s)"
+    parser.add_argument("--directory", type=Path, default=Path("runs"), metavar="DIR", help=about)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="writes the figures there too")
+    about = "to wait for each other, and at most for a pair of ranks (%(default)s)"
+    parser.add_argument("--connect_timeout", type=float, default=60.0, metavar="SECONDS", help=about)
+    args = parser.parse_args(argv)
+    if not args.connect_timeout > 0:
+        raise UserError(f"--connect_timeout {args.connect_timeout:g} is not above 0; give seconds")
+    if args.json and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
+        raise UserError(f"--json {args.json}: name a file in a directory that is there")
+    return args
+
+
+def main() -> None:
+    with user_mistakes_end_here():
+        args, launch = parse(), find_launch()
+        refuse(check_started(launch))
+        figures, status = measure(args, launch), [0]
+        if figures is not None:
+            text, num_odd = report(figures)
+            print(text, flush=True)
+            status = [int(num_odd > 0)]
+            if args.json:
+                links = [{"ranks": pair, **link} for pair, link in sorted(figures["links"].items())]
+                args.json.write_text(json.dumps(figures | {"links": links}, indent=1) + "\n")
+        if launch.num_processes > 1:
+            dist.broadcast_object_list(status)
+            liveness.wait_for_all()
+        leave_together(launch.num_processes, status[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""What is odd in the figures of `tools.check`, and their tables: one a question, odd rows with an arrow.
+
+A rank or machine is compared with the median of the others, so that one odd one does not move what it is measured by.
+With two, it cannot be told which is odd: only the one behind is marked.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median, median_high, median_low
+from typing import Any
+
+from common.errors import shorten
+
+# Shares of the median of the others below which a figure is odd.
+PRODUCTS = {"cpu": 0.5, "cuda": 0.9}  # a CPU's processes share cores and caches; GPUs of a kind differ by a few percent
+TOTAL_MEMORY, FREE_MEMORY, FREE_DISK, WRITE_RATE = 0.95, 0.5, 0.5, 0.5
+FREE_GPU = 0.9  # of its own memory: this process has hardly taken any
+FSYNC = 4.0  # times the median of the others
+SLOW_FSYNC = 0.02  # seconds: a faster one slows down no save, however many times the others' it is
+BANDWIDTH, LATENCY = 0.5, 3.0  # of the usual link, times the usual link's
+FAR = 5e-3  # seconds, one way: machines of one hall are below 1e-3
+CLOCK = 0.5  # seconds: beyond it logs cannot be put side by side, and files seem to come from the future
+MOST_ROWS = 64  # of more, only the odd ones are shown
+
+WAITS = "every update waits for the slowest rank"
+NAMES = {"no": "float32"}
+GB = 1e9
+
+
+@dataclass
+class Table:
+    """A title, the names of the columns, and rows: texts, and what is odd in each."""
+
+    title: str
+    columns: list[str]
+    rows: list[tuple[list[str], list[str]]] = field(default_factory=list)
+
+    def add(self, *cells: Any, odd: list[str] | None = None) -> None:
+        self.rows.append(([str(cell) for cell in cells], odd or []))
+
+    @property
+    def num_odd(self) -> int:
+        return sum(bool(odd) for _, odd in self.rows)
+
+    def __str__(self) -> str:
+        shown = self.rows if len(self.rows) <= MOST_ROWS else [row for row in self.rows if row[1]]
+        lines = [(self.columns, []), *shown]
+        widths = [max(len(cells[at]) for cells, _ in lines) for at in range(len(self.columns))]
+        texts = [self.title]
+        for cells, odd in lines:
+            text = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+            texts.append(f"  {text}" + (f"  <- {'; '.join(odd)}" if odd else ""))
+        if len(shown) < len(self.rows):
+            texts.append(f"  and {len(self.rows) - len(shown)} rows in which nothing is odd")
+        return "\n".join(texts)
+
+
+def share_of_others(values: list[float], at: int) -> float:
+    """One value as a share of the median of the others; 1 where there are none."""
+    others = values[:at] + values[at + 1 :]
+    return values[at] / median(others) if others and median(others) else 1.0
+
+
+def products(ranks: list[dict[str, Any]]) -> Table:
+    """A row a device, and its share of the others' rates."""
+    rows = [(rank, device) for rank in ranks for device in rank["devices"]]
+    precisions = list(rows[0][1]["rates"])
+    names = [NAMES.get(name, name) for name in precisions]
+    if rows[0][1]["device"] != "cpu":
+        names[0] += " as TF32"
+    table = Table("matrix products, TFLOP/s, all ranks at once", ["rank", "host", "device", "", *names])
+    for at, (rank, device) in enumerate(rows):
+        least = PRODUCTS[device["device"].split(":")[0]]
+        shares = {
+            name: share_of_others([other["rates"].get(precision, 0.0) for _, other in rows], at)
+            for name, precision in zip(names, precisions, strict=True)
+        }
+        low = [f"{name} {share:.0%}" for name, share in shares.items() if share < least]
+        odd = [f"{', '.join(low)} of the median rate of the others: {WAITS}"] if low else []
+        figures = [f"{device['rates'].get(precision, 0.0) / 1e12:.3g}" for precision in precisions]
+        table.add(rank["rank"], rank["host"], device["device"], device["name"], *figures, odd=odd)
+    return table
+
+
+def memory(ranks: list[dict[str, Any]], machines: list[dict[str, Any]]) -> Table:
+    """A row a machine and a row a GPU."""
+    table = Table("memory, GB", ["rank", "host", "of", "total", "free"])
+    totals, frees = ([machine["memory"][what] for machine in machines] for what in ("total", "free"))
+    for at, machine in enumerate(machines):
+        odd = []
+        if (share := share_of_others(totals, at)) < TOTAL_MEMORY:
+            odd.append(f"{share:.0%} of the memory of the others: what fits there may not fit here")
+        elif (share := share_of_others(frees, at)) < FREE_MEMORY:
+            odd.append(f"{share:.0%} of what is free on the others: somebody else holds it")
+        table.add(machine["rank"], machine["host"], "host", *in_gb(totals[at], frees[at]), odd=odd)
+    gpus = [(rank, device) for rank in ranks for device in rank["devices"] if "memory" in device]
+    totals = [device["memory"]["total"] for _, device in gpus]
+    for at, (rank, device) in enumerate(gpus):
+        free, odd = device["memory"]["free"], []
+        if free < FREE_GPU * totals[at]:
+            odd.append(f"{(totals[at] - free) / GB:.1f} GB are taken by other processes: see nvidia-smi")
+        if (share := share_of_others(totals, at)) < TOTAL_MEMORY:
+            odd.append(f"{share:.0%} of the memory of the others: what fits there may not fit here")
+        table.add(rank["rank"], rank["host"], device["device"], *in_gb(totals[at], free), odd=odd)
+    return table
+
+
+def in_gb(*sizes: int) -> list[str]:
+    return [f"{size / GB:.1f}" for size in sizes]
+
+
+def disks(machines: list[dict[str, Any]]) -> Table:
+    """A row a machine, which all wrote at once."""
+    columns = ["rank", "host", "directory", "free GB", "write MB/s", "fsync ms"]
+    table = Table("disk, a file written and flushed as a checkpoint's are, on all machines at once", columns)
+    found = [machine["disk"] for machine in machines]
+    figures = {name: [disk[name] for disk in found] for name in ("free", "write_rate", "fsync_seconds")}
+    for at, (machine, disk) in enumerate(zip(machines, found, strict=True)):
+        share = {name: share_of_others(values, at) for name, values in figures.items()}
+        odd = []
+        if share["free"] < FREE_DISK:
+            odd.append(f"{share['free']:.0%} of the others' free space: it is full first")
+        if share["write_rate"] < WRITE_RATE:
+            odd.append(f"written at {share['write_rate']:.0%} of the others' rate: every save waits for it")
+        if share["fsync_seconds"] > FSYNC and disk["fsync_seconds"] > SLOW_FSYNC:
+            odd.append(f"an fsync takes {share['fsync_seconds']:.1f} times as long as the others': every save has many")
+        rate, fsync = f"{disk['write_rate'] / 1e6:.0f}", f"{disk['fsync_seconds'] * 1e3:.2f}"
+        table.add(machine["rank"], machine["host"], disk["directory"], *in_gb(disk["free"]), rate, fsync, odd=odd)
+    return table
+
+
+def odd_links(links: dict[tuple[int, int], dict[str, float]]) -> dict[tuple[int, int], str]:
+    """Those that are slow, and how slow: far, or compared with the usual link.
+
+    The usual link is the median over the ranks of each rank's better median: the links of one bad rank, of three, are
+    two of three, but only its own median is bad.
+    """
+    own = links_of_ranks(links)
+    bandwidth = median(median_high(link["bandwidth"] for link in found.values()) for found in own.values())
+    latency = median(median_low(link["latency"] for link in found.values()) for found in own.values())
+    odd = {}
+    for pair, link in links.items():
+        what = []
+        if link["latency"] > FAR or link["latency"] > LATENCY * latency:
+            what.append(
+                f"latency {link['latency'] / latency:.1f} times the usual one" if link["latency"] < FAR else "far"
+            )
+        if link["bandwidth"] < BANDWIDTH * bandwidth:
+            what.append(f"{link['bandwidth'] / bandwidth:.0%} of the usual bandwidth")
+        if what:
+            odd[pair] = ", ".join(what)
+    return odd
+
+
+def links_of_ranks(links: dict[tuple[int, int], dict[str, float]]) -> dict[int, dict[int, dict[str, float]]]:
+    """Of each rank, its links by the rank at the other end."""
+    own: dict[int, dict[int, dict[str, float]]] = {}
+    for (low, high), link in sorted(links.items()):
+        own.setdefault(low, {})[high] = own.setdefault(high, {})[low] = link
+    return own
+
+
+def link_table(title: str, ranks: list[dict[str, Any]], links: dict[tuple[int, int], dict[str, float]]) -> Table:
+    """A row a rank. A slow link is told at the end at which most links are slow, else at both."""
+    columns = ["rank", "host", "links", "latency us: median", "worst", "to", "GB/s: median", "worst", "to"]
+    table, odd, own = Table(title, columns), odd_links(links), links_of_ranks(links)
+    slow = {
+        rank: {other: odd[pair] for other in found if (pair := (min(rank, other), max(rank, other))) in odd}
+        for rank, found in own.items()
+    }
+    blamed = {rank for rank in own if len(slow[rank]) > len(own[rank]) / 2}
+    for rank, found in sorted(own.items()):
+        told = {other: what for other, what in slow[rank].items() if rank in blamed or other not in blamed}
+        notes = []
+        if told:
+            to = shorten([f"{other}: {what}" for other, what in told.items()], most=3)
+            notes = [f"{len(told)} of {len(found)} links slow, to rank {to}; a collective waits for the slowest link"]
+        cells = []
+        for figure, unit, worst in (("latency", 1e-6, max), ("bandwidth", GB, min)):
+            values = {other: link[figure] / unit for other, link in found.items()}
+            at = worst(values, key=values.__getitem__)
+            cells += [f"{median(values.values()):.3g}", f"{values[at]:.3g}", at]
+        table.add(rank, ranks[rank]["host"], len(found), *cells, odd=notes)
+    return table
+
+
+def clock_offsets(links: dict[tuple[int, int], dict[str, float]]) -> dict[int, tuple[float, float]]:
+    """By rank, how many seconds its clock is ahead of rank 0's, and by how many that may be wrong.
+
+    Along the fewest links: where not all pairs were measured, over another rank.
+    """
+    own, offsets, ahead = links_of_ranks(links), {0: (0.0, 0.0)}, deque([0])
+    while ahead:
+        rank = ahead.popleft()
+        offset, error = offsets[rank]
+        for other, link in own[rank].items():
+            if other not in offsets:
+                step = link["offset"] if rank < other else -link["offset"]
+                offsets[other] = (offset + step, error + link["latency"])
+                ahead.append(other)
+    return offsets
+
+
+def clocks(ranks: list[dict[str, Any]], links: dict[tuple[int, int], dict[str, float]]) -> Table:
+    table = Table("clocks, ms ahead of rank 0's", ["rank", "host", "ahead", "at most wrong by"])
+    offsets = clock_offsets(links)
+    # Where rank 0's own clock is the odd one, it is, and not all others.
+    usual = median_low(offset for offset, _ in offsets.values())
+    for rank, (offset, error) in sorted(offsets.items()):
+        odd = []
+        if abs(offset - usual) > CLOCK + error:
+            odd.append(f"{abs(offset - usual):.1f} s off: logs and file times mislead, logins may fail; start NTP")
+        table.add(rank, ranks[rank]["host"], f"{offset * 1e3:.3f}", f"{error * 1e3:.3f}", odd=odd)
+    return table
+
+
+def software(ranks: list[dict[str, Any]]) -> Table:
+    """A row a package, and who has another version than rank 0."""
+    table = Table("versions", ["", "rank 0"])
+    for name in sorted({name for rank in ranks for name in rank["versions"]}):
+        here = ranks[0]["versions"].get(name, "none")
+        others: dict[str, list[str]] = {}
+        for rank in ranks[1:]:
+            if (there := rank["versions"].get(name, "none")) != here:
+                others.setdefault(there, []).append(f"{rank['rank']} on {rank['host']}")
+        odd = [f"{version} at rank {shorten(who, most=4)}" for version, who in others.items()]
+        table.add(name, here, odd=[*odd, "ranks may compute differently, or hang"] if odd else [])
+    return table
+
+
+def report(figures: dict[str, Any]) -> tuple[str, int]:
+    """The tables as text, and how many rows are odd. figures: what `check.measure` returns."""
+    ranks, links = figures["ranks"], figures["links"]
+    machines = [rank for rank in ranks if "disk" in rank]
+    head = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {len(machines)} machine{'s' * (len(machines) > 1)}"
+    head += f", measured {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} UTC by rank 0's clock"
+    tables = [products(ranks), memory(ranks, machines), disks(machines)]
+    for num_machines, where in ((1, "within a machine"), (2, "between machines")):
+        some = {
+            pair: link for pair, link in links.items() if len({ranks[at]["machine"] for at in pair}) == num_machines
+        }
+        if some:
+            tables.append(link_table(f"links {where}, over {figures['backend']}", ranks, some))
+    tables += [clocks(ranks, links)] if links else []
+    tables.append(software(ranks))
+    num_odd = sum(table.num_odd for table in tables)
+    end = "nothing is odd" if num_odd == 0 else f"odd: {num_odd} row{'s' * (num_odd > 1)}, marked with an arrow"
+    if not links:
+        end += "\none process: no links, clocks or versions were compared; for that, launch several processes"
+    return "\n\n".join([head, *map(str, tables), end]), num_odd

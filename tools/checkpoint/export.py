@@ -1,0 +1,131 @@
+"""A checkpoint, of any mode, as a model that `from_pretrained` loads."""
+
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from common.checkpoint.adapter import is_adapter, write_adapter
+from common.checkpoint.architecture import class_of
+from common.checkpoint.format import FORMAT, Reader, find_damage, newer_line, own_file, read_manifest, require
+from common.errors import UserError, one_line
+from common.files import PARTIAL, complete_or_absent
+from common.models import export_dtype
+from common.models.adapter_files import ADAPTER_CONFIG
+
+# Files of model/ that an export takes: settings, and the tokenizer's own formats, but never code or pickles.
+EXPORTED = (".json", ".jinja", ".txt", ".model", ".spm", ".bpe", ".codes", ".tiktoken")
+
+
+def export(directory: Path, target: Path, dtype: str | None = None, merge: bool = False) -> None:
+    """Writes the weights of a checkpoint as a model that `from_pretrained` loads, with its tokenizer; or nothing.
+
+    dtype: of the weights there, None for that of the checkpoint. merge: of an adapter, its base with it.
+
+    Raises UserError: no sound checkpoint there, or something else where the model should go; one line.
+    """
+    manifest, target = _checked(directory), Path(os.path.abspath(target))
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} is there already; name another directory")
+    if target.is_mount():
+        raise UserError(f"{target} is a disk's own directory; name one below it")
+    if (partial := target.with_name(target.name + PARTIAL)).exists():
+        raise UserError(f"{partial} is there already, of a killed export perhaps; remove it, or name another")
+    if merge and not is_adapter(manifest):
+        raise UserError(f"{directory} holds a whole model, and no adapter to merge; take --merge out")
+    reader = Reader(directory, manifest)
+    weights = {
+        name.partition("/")[2]: reader.read(name) for name in reader.tensors if name.startswith(("weight/", "buffer/"))
+    }
+    with _quietly():
+        write = _writer(directory, manifest, weights, dtype, merge)
+    # Not what merely lies there: only what the manifest names, and of that no code.
+    files = [name.removeprefix("model/") for name in manifest["files"] if name.startswith("model/")]
+    files = [name for name in files if "/" not in name and name.endswith(EXPORTED) and ".index." not in name]
+    with complete_or_absent(target, "export again") as partial:
+        with _quietly():
+            write(partial)
+        for name in files:
+            if name not in ("config.json", ADAPTER_CONFIG):
+                shutil.copyfile(own_file(directory, f"model/{name}"), partial / name)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the libraries' words on what is of no use here: kernels, deprecated names, replaced heads."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _checked(directory: Path) -> dict[str, Any]:
+    """The manifest of a sound checkpoint; else UserError."""
+    try:
+        manifest = read_manifest(directory)
+    except UserError as error:
+        raise UserError(f"{directory} is no checkpoint: {error}; name one of OUTPUT_DIR/checkpoints") from error
+    if manifest["format"] > FORMAT:
+        raise UserError(f"{directory}: {newer_line(manifest)}")
+    if damage := find_damage(directory, manifest):
+        raise UserError(f"{directory}: {damage}; export another checkpoint")
+    return manifest
+
+
+def _writer(
+    directory: Path, manifest: dict[str, Any], weights: dict[str, torch.Tensor], dtype: str | None, merge: bool
+) -> Callable[[Path], Any]:
+    """What writes the model of a checkpoint, or its adapter, into an empty directory. UserError: they make none."""
+    if is_adapter(manifest):
+        return partial(write_adapter, directory, manifest, weights, dtype, merge)
+    model_class = class_of(manifest)
+    weights = export_dtype.cast(weights, dtype)
+    if model_class is None:  # a recipe's own class: its configuration, and the weights under its own names
+
+        def write(target: Path) -> None:
+            shutil.copyfile(own_file(directory, "model/config.json"), target / "config.json")
+            export_dtype.note(target / "config.json", dtype)
+            save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+
+        return write
+    try:
+        return _whole_model(directory, weights, model_class).save_pretrained
+    except Exception as error:  # of transformers and torch, by what does not fit
+        raise UserError(
+            f"{directory}: its weights and model/config.json do not make a {manifest['architecture']} "
+            f"({one_line(error)}); export another checkpoint"
+        ) from error
+
+
+def _whole_model(directory: Path, weights: dict[str, torch.Tensor], model_class: Any) -> Any:
+    """A checkpoint's weights in the model of transformers that they belong to; no code that the checkpoint brings."""
+    import transformers
+
+    is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
+    require(is_model, "that is no model of transformers")
+    dtype = next(value.dtype for value in weights.values() if value.is_floating_point())
+    config = model_class.config_class.from_pretrained(directory / "model", local_files_only=True)
+    with torch.device("meta"):  # no memory, and no time, for weights that are replaced
+        model = model_class._from_config(config, dtype=dtype)
+    missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
+    tied = set(model.all_tied_weights_keys)
+    model.tie_weights(missing_keys=set(missing), recompute_mapping=False)  # not what was trained apart
+    if tied and not model.all_tied_weights_keys.keys() & tied:
+        for part in (model.config, model.config.get_text_config()):
+            part.tie_word_embeddings = False
+    missing = sorted(name for name, p in model.named_parameters(remove_duplicate=False) if p.is_meta)
+    require(not unexpected and not missing, f"unexpected: {unexpected[:3]}, missing: {missing[:3]}")
+    return model

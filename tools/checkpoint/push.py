@@ -1,0 +1,63 @@
+"""A run's model, uploaded to the Hugging Face hub."""
+
+import json
+import sys
+from pathlib import Path
+
+from common.errors import UserError, one_line
+from common.models.adapter_files import ADAPTER_CONFIG
+
+# How to mend what the hub answers, by its status.
+ADVICE = {
+    401: "log in with `hf auth login`, or correct HF_TOKEN, which goes before it",
+    403: "take a name of your own, or a token that may write there",
+    404: "correct the name, or HF_ENDPOINT if that is set",
+    409: "give another name",
+    429: "wait, then try again",
+}
+
+
+def push(output_dir: Path, name: str, is_private: bool = False) -> str:
+    """Uploads model/, as one commit, and returns its address. The token is huggingface_hub's own: `hf auth login`.
+
+    Raises UserError, one line: the run has not ended, or the hub refuses it, or is not there.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
+
+    model = output_dir / "model"
+    if not (model / "README.md").is_file():
+        path, status = output_dir / "run.json", ""
+        if path.is_file():
+            status = f" (status: {json.loads(path.read_text())['status']})"
+        raise UserError(f"{output_dir} has no finished model/{status}; name the --output_dir of a run that has ended")
+    adapter = model / ADAPTER_CONFIG
+    if adapter.is_file() and Path(base := json.loads(adapter.read_text())["base_model_name_or_path"]).exists():
+        what = "which nobody else has; train on a base of the hub, or push what export --merge makes"
+        print(f"warning: {adapter} names its base by a path, {base}, {what}", file=sys.stderr)
+    hub = HfApi()
+    try:
+        repo = hub.create_repo(name, private=is_private, exist_ok=True).repo_id
+        return str(hub.upload_folder(repo_id=repo, folder_path=model, commit_message=f"Upload {output_dir.name}"))
+    except HFValidationError as error:
+        raise UserError(f"{name}: {one_line(error)}; give a name such as me/my-model") from error
+    except OfflineModeIsEnabled as error:
+        raise UserError(f"{name}: HF_HUB_OFFLINE keeps the hub from being asked; unset it") from error
+    except Exception as error:  # of the client, of what it sends with, and of what the hub answers
+        is_wrapped = isinstance(error, RuntimeError) and error.__cause__  # that of a large file
+        error = error.__cause__ if is_wrapped else error
+        raise UserError(f"{name} at {hub.endpoint}: {one_line(error)}; {_advice(error)}") from error
+
+
+def _advice(error: BaseException) -> str:
+    """How to mend a failed upload."""
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+    if isinstance(error, HfHubHTTPError):
+        status = error.response.status_code
+        return ADVICE.get(status, "the hub itself fails: try again later" if status >= 500 else "mend what it names")
+    if isinstance(error, HTTPError):
+        return "the hub gave no answer: look at the network, and at HF_ENDPOINT if that is set"
+    if isinstance(error, ValueError):  # a page in the place of JSON
+        return "its answer is not a hub's: look at HF_ENDPOINT, or at a proxy between"
+    return "mend what it names, or try again"

@@ -1,0 +1,58 @@
+"""Compares runs: `python -m tools.compare runs/a runs/b` writes one HTML page with curves, settings and figures."""
+
+import os
+import sys
+from pathlib import Path
+
+from common.errors import CommandParser, UserError, refuse
+from common.files import PARTIAL, disk_line
+from tools.compare.page import write_page
+from tools.compare.runs import read_runs
+
+MARK = b"<!-- A report of python -m tools.compare -->"  # page.jinja has it in its second line
+
+
+def main() -> None:
+    parser = CommandParser(
+        prog="python -m tools.compare",
+        description="Puts runs into one HTML page, which needs no network: curves, settings that differ, figures.",
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the --output_dir of a run")
+    about = "file to write, in the place of an older report (default: report.html)"
+    parser.add_argument("--output", type=Path, default=Path("report.html"), metavar="FILE", help=about)
+    try:
+        args = parser.parse_args()
+        refuse(check_output(args.output))
+        text = write_page(read_runs(args.runs)).encode(errors="replace")  # of a path that is no text
+        write(args.output, text)
+        print(f"{args.output} ({len(text) / 1e6:.1f} MB; open it in a browser)")
+    except UserError as error:
+        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        sys.exit(2)
+
+
+def check_output(path: Path) -> list[str]:
+    """What is wrong with a place to write to."""
+    if path.is_dir():
+        return [f"--output {path}: is a directory; name a file"]
+    if not path.parent.is_dir():
+        return [f"--output {path}: there is no directory {path.parent}; make it first"]
+    if path.exists() and not (path.is_file() and MARK in path.read_bytes()[:1000]):
+        return [f"--output {path}: is there and is no report; name another file, or move it away"]
+    return []
+
+
+def write(path: Path, text: bytes) -> None:
+    """A file that is complete, or not there. Raises UserError: it could not be written."""
+    unfinished = path.with_name(path.name + PARTIAL)
+    try:
+        unfinished.write_bytes(text)
+        os.replace(unfinished, path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        advice = "write the report again"
+        raise UserError(disk_line(error, f"{path} could not be written", path.parent, len(text), advice)) from error
+
+
+if __name__ == "__main__":
+    main()

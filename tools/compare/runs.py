@@ -1,0 +1,97 @@
+"""Runs as they lie on the disk, read for the page that compares them: run.json and metrics.jsonl."""
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError, refuse
+from common.report import curves
+from common.report.killed_runs import describe_killed
+
+
+@dataclass
+class RecordedRun:
+    """A run that was, or is going on.
+
+    Attributes:
+        name: the end of its path, as far as it tells the run from the others.
+        facts: run.json. lines: of metrics.jsonl, one an update; the last also has the held-out figures of the end.
+        killed: of a run that was killed, a line that says so.
+    """
+
+    name: str
+    facts: dict[str, Any]
+    lines: list[dict[str, float]]
+    killed: str | None
+
+    @property
+    def results(self) -> dict[str, Any]:
+        return self.facts.get("results") or {}
+
+    @property
+    def recipe(self) -> str:
+        return os.path.basename(self.facts["command"][0])
+
+    def status(self) -> str:
+        """How it ended. A process that was killed could not write so: `describe_killed`."""
+        return self.killed or self.facts["status"]
+
+
+def read_runs(directories: list[Path]) -> list[RecordedRun]:
+    """Raises UserError: a line for each directory that is no run, cannot be read, or is named twice."""
+    runs, problems, places = [], [], [directory.resolve() for directory in directories if os.path.isdir(directory)]
+    for directory in directories:
+        try:
+            if os.path.isdir(directory) and places.count(directory.resolve()) > 1:
+                raise UserError(f"{directory}: the same run is named twice; name it once")
+            runs.append(_read_run(directory, places))
+        except UserError as error:
+            problems.append(str(error))
+        except OSError as error:
+            problems.append(f"{error.filename}: cannot be read: {error.strerror}; mend it, or leave this run out")
+    refuse(dict.fromkeys(problems))
+    return runs
+
+
+def _read_run(directory: Path, places: list[Path]) -> RecordedRun:
+    record, metrics = files = [directory / name for name in ("run.json", "metrics.jsonl")]
+    if missing := [path.name for path in files if not path.is_file()]:
+        what = f"has no {' and no '.join(missing)}" if os.path.isdir(directory) else "is no directory"
+        raise UserError(f"{directory}: {what}; name the --output_dir of a run")
+    try:
+        facts = json.loads(record.read_bytes())
+        is_sound = isinstance(facts["arguments"], dict) and facts["command"][0] and isinstance(facts["status"], str)
+    except (ValueError, TypeError, LookupError):
+        is_sound = False
+    if not is_sound:
+        raise UserError(f"{record}: not as a run writes it; mend it, or leave this run out")
+    lines = curves.with_end(_read_metrics(metrics), facts.get("results") or {})
+    return RecordedRun(_short_name(directory.resolve(), places), facts, lines, describe_killed(directory))
+
+
+def _read_metrics(path: Path) -> list[dict[str, float]]:
+    """The finite numbers of each line of metrics.jsonl, but for a last line that is half written.
+
+    Raises UserError: another line is damaged.
+    """
+    texts, lines = path.read_bytes().splitlines(keepends=True), []
+    for number, text in enumerate(texts, start=1):
+        try:
+            values = {name: value for name, value in json.loads(text).items() if isinstance(value, int | float)}
+            lines.append({name: value for name, value in values.items() if math.isfinite(value)})
+            lines[-1]["update"]
+        except (ValueError, AttributeError, LookupError):
+            if number == len(texts) and not text.endswith(b"\n"):
+                return lines[: number - 1]
+            raise UserError(f"{path}: line {number} is damaged; take it out, or leave this run out") from None
+    return lines
+
+
+def _short_name(place: Path, places: list[Path]) -> str:
+    """As many of the last parts of a path as no other ends with; what is no text in it as question marks."""
+    ends = (place.parts[-count:] for count in range(1, len(place.parts) + 1))
+    own = next(end for end in ends if sum(other.parts[-len(end) :] == end for other in places) == 1)
+    return str(Path(*own)).encode(errors="replace").decode()
