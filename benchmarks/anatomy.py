@@ -39,7 +39,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from common.models.quantization import number_of
-from common.plan.tape import Tape
+from tools.plan.allocation_tracer import AllocationTracer
 
 AREAS = ("weights", "gradients", "optimizer state", "activations", "logits and loss", "temporaries")
 COLOURS = ("#4269d0", "#efb118", "#97bbf5", "#3ca951", "#ff725c", "#9498a0")
@@ -61,7 +61,7 @@ POINTS = 300  # of a curve, each the largest of those around it
 MIB = 2**20
 
 
-class RealTape(Tape):
+class RealTape(AllocationTracer):
     """Copies of weights in the type of products count as weights."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -3,12 +3,12 @@
     .venv/bin/python benchmarks/plan.py                       # all cases, on the CPU; those that are there are kept
     .venv/bin/python benchmarks/plan.py --only fsdp2 moe      # those with one of these words in their names
 
-Each case is a recipe as shipped, through `accelerate launch` with a shipped config, for three updates. It predicts its
-peak itself, as in its first printed block; run.json has the figure. Measured are the bytes that torch's allocator gave
-out and got back, as torch.profiler reports them with their addresses, buffers inside kernels included: the peak of the
-second update, on the rank that held most. What a thread of gloo frees is not reported, and is counted until its address
-is given out again: a case of several processes is run twice, and of each rank the lower figure counts. Copies that gloo
-itself makes to send from are not counted.
+Each case is a recipe as shipped, through `accelerate launch` with a shipped config, for three updates. The prediction
+is that of its --dry_run. Measured are the bytes that torch's allocator gave out and got back, as torch.profiler reports
+them with their addresses, buffers inside kernels included: the peak of the second update, on the rank that held most.
+What a thread of gloo frees is not reported, and is counted until its address is given out again: a case of several
+processes is run twice, and of each rank the lower figure counts. Copies that gloo itself makes to send from are not
+counted.
 
 All samples of a case have one length, so that every micro-batch is the longest. Writes results/plan-cpu.json, .md and
 .png.
@@ -19,7 +19,9 @@ import json
 import os
 import platform
 import random
+import re
 import runpy
+import shutil
 import statistics
 import subprocess
 import sys
@@ -128,10 +130,8 @@ def measure(told: str, recipe: str) -> None:
     from torch._C._profiler import _EventType
     from torch.profiler import ProfilerActivity, profile
 
-    from common.plan import forecast
     from common.report.progress import Progress
 
-    forecast.WORTH_A_LINE = 0.0  # small models are predicted too
     ends = []
     recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     update_progress = Progress.update
@@ -203,24 +203,35 @@ def run_case(case, directory):
     if recipe in ("lm", "pipeline"):
         shared += ["--sequence_length", "128"]
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}.yaml"]
-    command += [*launch_flags, __file__, "--measure", str(told), f"recipes/{recipe}.py", *flags, *shared]
+    command += launch_flags
+    measured_command = [*command, __file__, "--measure", str(told), f"recipes/{recipe}.py", *flags, *shared]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": "1"}
     measured = []
     for _ in range(1 if processes == 1 else 2):
         for old in directory.glob("told-*"):
             old.unlink()
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+        done = subprocess.run(measured_command, cwd=ROOT, capture_output=True, text=True, env=environment)
         ranks = [json.loads(path.read_text())["peak"] for path in sorted(directory.glob("told-*"))]
         if len(ranks) != processes:
             return {"name": name, "failed": (done.stdout + done.stderr)[-1500:]}
         measured.append(ranks)
-    predicted = json.loads((out / "run.json").read_text()).get("predicted_peak_bytes")
+    shared.remove("--overwrite")
+    predicted_command = [*command, f"recipes/{recipe}.py", *flags, *shared, "--dry_run"]
+    shutil.rmtree(out, ignore_errors=True)
+    done = subprocess.run(predicted_command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    predicted = predicted_bytes(done.stdout)
     return {
         "name": name,
         "processes": processes,
         "predicted": predicted,
         "measured": max(map(min, zip(*measured, strict=True))),
     }
+
+
+def predicted_bytes(output):
+    """The predicted peak in what a dry run printed; None if it printed no prediction."""
+    match = re.search(r"predicted peak ([\d.]+) ([MG])iB per process", output)
+    return match and float(match[1]) * {"M": 2**20, "G": 2**30}[match[2]]
 
 
 def error_of(case):

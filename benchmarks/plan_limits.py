@@ -72,7 +72,7 @@ def make_inputs(directory: Path) -> None:
 
 def tell(path: str, recipe: str) -> None:
     """Inside the limit: plans as the recipe does, and writes each row that the plan considered."""
-    from common.plan import plan
+    from tools.plan import plan
 
     class Told(plan.Row):
         def __init__(self, *values):
@@ -139,9 +139,9 @@ def run_pair(pair, directory):
 
 def allowance():
     """What a plan counts beside tensors. Pairs that were measured with another one are measured again."""
-    from common.plan import plan
+    from tools.plan import process_memory
 
-    return [plan.LAUNCHER, plan.GROWTH, plan.KEPT]
+    return [process_memory.LAUNCHER, process_memory.GROWTH, process_memory.KEPT]
 
 
 def holds(pair):

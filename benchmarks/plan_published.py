@@ -4,7 +4,7 @@
 
 The updates are those of the published run and not of a recipe: a plain loop over a transformers model of the published
 shape, with full logits where the run had them, its precision, its attention and its way to recompute. They are recorded
-and extended in depth as `--plan` does it, and sharded by the same formulas (`common.plan.memory`). Two things that no
+and extended in depth as `--plan` does it, and sharded by the same formulas (`tools.plan.memory`). Two things that no
 recipe does are added here: weights, gradients and states in bf16 without float32 masters (and cross-entropy over logits
 in bf16, where the run's code has it so), and FSDP2 without reduction between micro-batches, which keeps the whole
 gradient in float32.
@@ -127,12 +127,12 @@ def every_second_product():
 
 def record(one, layers):
     """The recording of an update of two micro-batches."""
-    from common.plan import rehearsal
-    from common.plan.tape import Tape
     from common.training.optimizers import make_optimizer
+    from tools.plan import traced_run
+    from tools.plan.allocation_tracer import AllocationTracer
 
-    rehearsal._use_gpu_kernels()
-    model, tape = make(one, layers), Tape()
+    traced_run._use_gpu_kernels()
+    model, tape = make(one, layers), AllocationTracer()
     if one["recompute"] != "none":
         settings = {"use_reentrant": False}
         settings |= {"context_fn": every_second_product} if one["recompute"] == "second" else {}
@@ -140,7 +140,7 @@ def record(one, layers):
         model.disable_input_require_grads()
     optimizer = make_optimizer(one["optimizer"], model, 1e-4, 0.1)
     with FakeTensorMode(allow_non_fake_inputs=True), tape:
-        parameters = rehearsal._fill(model, optimizer, rehearsal.DTYPES[one["weights"]])
+        parameters = traced_run._fill(model, optimizer, traced_run.DTYPES[one["weights"]])
         tape.name("weights", *parameters.values())
         tape.name("buffers", *model.buffers())
         for p in parameters.values():
@@ -168,22 +168,22 @@ def record(one, layers):
             tape.name("optimizer state", *[value for value in state.values() if torch.is_tensor(value)])
         tape.segment = "after step"
         optimizer.zero_grad()
-    return rehearsal.Recording([tuple(event) for event in tape.events], tape.parts, dict(tape.flops), "")
+    return traced_run.Recording([tuple(event) for event in tape.events], tape.parts, dict(tape.flops), "")
 
 
 def predict(one):
     """Bytes of the busiest process, as the kind of the figure counts them; and by part."""
-    from common.plan.memory import Mode, needs, peak, shape_of
-    from common.plan.plan import FRAGMENTS
-    from common.plan.profile import pieces_of, profile_of
+    from tools.plan.memory import Mode, measure_model, needs, peak
+    from tools.plan.memory_profile import make_profile, split_segments
+    from tools.plan.process_memory import FRAGMENTS
 
     torch.set_num_threads(1)
     recordings = record(one, 2), record(one, 4)
-    few, more = (profile_of(told, pieces_of(*recordings)) for told in recordings)
+    few, more = (make_profile(told, split_segments(*recordings)) for told in recordings)
     layers, model = one["shape"]["num_hidden_layers"], make(one, one["shape"]["num_hidden_layers"])
     precision = "bf16" if one["weights"] == "bf16" else "no"
     mode = Mode(one["name"], one["sharding"], precision, one["gpus"])
-    shape = shape_of(model)
+    shape = measure_model(model)
     segments = needs(few.scaled(more, (layers - 2) / 2), shape, mode, 1 + one["accumulates"])
     for segment, parts in segments.items():
         if one["pure"]:  # what `needs` takes for float32 is bf16

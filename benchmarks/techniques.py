@@ -49,6 +49,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from plan import predicted_bytes
 from safetensors import safe_open
 from techniques_arms import PARTS, PRESETS, SETTINGS, arm_of, arms_of, candidates_of
 from techniques_page import BESIDE_FINAL, FINAL, draw, gain, medians, page, runs_of
@@ -165,7 +166,9 @@ class Measurements:
         if arm.recipe:
             flags += [*data_flags(self.folder, setting), *BENCHMARK_FLAGS, *LEARNING_RATE, "--save_every", 0]
             flags += ["--num_updates", len(facts["lengths"])]
-            launch(arm.precision, [f"recipes/{arm.recipe}.py", *flags], *[arm.config] * bool(arm.config))
+            script, config = [f"recipes/{arm.recipe}.py", *flags], [arm.config] * bool(arm.config)
+            predicted = predicted_bytes(launch(arm.precision, [*script, "--dry_run"], *config))
+            launch(arm.precision, script, *config)
             found = json.loads((output_dir / "run.json").read_text())["results"]
             updates = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
             assert [update["sample_digest"] for update in updates] == facts["digests"], "other samples than the loop's"
@@ -183,10 +186,11 @@ class Measurements:
         else:
             flags += ["--train_file", self.folder / "batches.jsonl", *SHARED_FLAGS, *LEARNING_RATE]
             flags += ["--model_class", MODELS[setting["recipe"]][1]]
+            predicted = None
             launch(arm.precision, ["benchmarks/techniques_loop.py", *flags])
             found = json.loads((output_dir / "results.json").read_text())
             assert found["num_threads"] == num_threads(), "an arm ran with another number of threads"
-        found |= {"predicted_bytes": predicted_peak(output_dir)}
+        found |= {"predicted_bytes": predicted}
         shutil.rmtree(output_dir.parent)
         return self.figures(found)
 
@@ -203,12 +207,6 @@ class Measurements:
             "flops_per_second": sum(found.get("flops", self.flops)[skipped:]) / seconds,
             **{name: found.get(name) for name in (*kept, "seconds", "losses")},
         }
-
-
-def predicted_peak(output_dir):
-    """Bytes that a recipe's run foretold of itself; None of one that foretold nothing, and of the loop."""
-    path = output_dir / "run.json"
-    return json.loads(path.read_text()).get("predicted_peak_bytes") if path.exists() else None
 
 
 def operations(facts, folder):

@@ -107,7 +107,9 @@ def this_command():
 
 
 def launch(precision, script, config="single_gpu" if ON_GPU else "cpu"):
-    """Runs a script of the repository in one process, through `accelerate launch`; the config: of a GPU, or else a CPU.
+    """Runs a script of the repository in one process, through `accelerate launch`; returns what it printed.
+
+    config: of a GPU, or else a CPU.
 
     Raises SystemExit, with all that it printed, where it fails.
     """
@@ -117,6 +119,7 @@ def launch(precision, script, config="single_gpu" if ON_GPU else "cpu"):
     result = subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True)
     if result.returncode:
         sys.exit(f"error: {script} failed (exit status {result.returncode}):\n{result.stdout}{result.stderr}")
+    return result.stdout
 
 
 def run_arm(args, arm, row, facts, folder, output_dir):

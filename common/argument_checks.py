@@ -12,7 +12,6 @@ from common.errors import UserError, main_logger, refuse
 from common.files import LOCK, PARTIAL, lock_output_dir, make_new_directory, remove, why_not_writable
 from common.models import adapters
 from common.parallel.launch import started_world_size
-from common.plan.machines import parse_machine
 from common.report import profiling
 from common.report.killed_runs import describe_killed
 from common.report.settings import given_flags
@@ -44,7 +43,7 @@ def check_arguments(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool, 
     for tracker in args.report_to:
         problems += _check_tracker(tracker)
     problems += adapters.check(args, degrees)
-    return [*problems, *_check_data(args), *_check_checkpoints(args), *_check_plan(args)]
+    return [*problems, *_check_data(args), *_check_checkpoints(args)]
 
 
 def _check_updates(args: argparse.Namespace) -> Iterator[str]:
@@ -61,19 +60,13 @@ def _check_updates(args: argparse.Namespace) -> Iterator[str]:
         yield from check_profile(args)
 
 
-def _check_plan(args: argparse.Namespace) -> Iterator[str]:
-    if args.plan is None:
-        return
+def check_plan(args: argparse.Namespace) -> Iterator[str]:
+    """Yields a line for each mistake in a command with --plan."""
     if started_world_size() > 1:
-        yield "--plan is for one process, whatever it plans for: take python in the place of accelerate launch"
+        yield "--plan is for one process, whatever it plans for: use python instead of accelerate launch"
     for name in ("dry_run", "resume", "overwrite"):
         if getattr(args, name):
-            yield f"--plan trains nothing; take --{name} out"
-    if args.plan != "here":
-        try:
-            parse_machine(args.plan)
-        except UserError as error:
-            yield str(error)
+            yield f"--plan trains nothing; remove --{name}"
 
 
 def _settle_batch(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool, degrees: Degrees) -> list[str]:
@@ -168,7 +161,7 @@ def _check_checkpoints(args: argparse.Namespace) -> Iterator[str]:
             )
     elif "--output_dir" in given_flags():
         yield from _check_output_dir(Path(args.output_dir), args.overwrite)
-    elif not (args.dry_run or args.plan):  # a default name that exists gets a suffix
+    elif not args.dry_run:  # a default name that exists gets a suffix
         yield from _check_writable(Path(args.output_dir))
 
 

@@ -59,6 +59,9 @@ class Evaluations:
 
     def after_update(self, evaluate: Evaluate, model: torch.nn.Module) -> dict[str, Any]:
         """Returns the figures of an evaluation if one is due; none if a request to stop ended it, which saves now."""
+        if token_budget.is_trial():
+            token_budget.evaluate_longest(self.run, evaluate, model)
+            return {}
         self.is_of_update = self.is_due()
         try:
             return evaluate(self.run, model) if self.is_of_update else {}

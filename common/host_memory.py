@@ -9,6 +9,11 @@ from pathlib import Path
 import psutil
 
 
+def format_bytes(size: float) -> str:
+    """Formats a size in GiB, or in MiB below one GiB."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
 def available_memory() -> int:
     """Bytes that this process can take for good: those left to it, without what it gave back since it held most.
 

@@ -35,7 +35,8 @@ import torch
 from accelerate.utils import send_to_device
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from common import argument_checks
+from common import argument_checks, planner
+from common.auto_micro_batch import batches_with_oom_retry, start_budget
 from common.checkpoint.identity import identify
 from common.checkpoint.resume import begin_state
 from common.checkpoint.save import Checkpoints
@@ -45,10 +46,7 @@ from common.models import adapters, model_setup
 from common.models.load import attention_length
 from common.parallel import connect, distributed_mode, launch, shutdown
 from common.parallel.liveness import wait_for_all
-from common.plan import flops
-from common.plan.choice import batches_within_memory
-from common.plan.questions import predict
-from common.report import profiling, progress, settings, tracking
+from common.report import flops, profiling, progress, settings, tracking
 from common.training import accumulation, token_budget
 from common.training.activation_checkpointing import apply_activation_checkpointing
 from common.training.batching import Collate, GlobalBatch, Samples, make_loader
@@ -73,6 +71,9 @@ class Run:
         Raises UserError: a line for each mistake.
         """
         self.args, self.asked = args, launch.find_launch()
+        if args.plan is not None:
+            refuse(argument_checks.check_plan(args))
+            planner.hand_over(args)
         found = argument_checks.check_arguments(args, launch.runs_on_cpu(self.asked), lengths_vary, self.asked.degrees)
         refuse([*found, *launch.check_launch(self.asked, args), *problems])
         trackers = {"log_with": args.report_to or None, "project_dir": args.output_dir}
@@ -110,8 +111,11 @@ class Run:
         self.accelerator.print(told, end="", flush=True)
         refuse(argument_checks.check_profile(self.args, self.state.update))
         connect.seed_everything(self.args.seed)
-        # Last: it also comes back in processes of its own, which are this run no more.
-        self.forecast = predict(model_class, self, config, make_empty, train_set, held_out)
+        make_empty()  # here on all ranks, because it may draw random numbers
+        self.memory_before = tracking.memory_in_use_bytes(self.device)
+        shutdown.explain_error = self._explain
+        if self.args.dry_run and self.accelerator.is_main_process:
+            self.prediction = planner.Prediction(self)
 
     def prepare(
         self,
@@ -131,7 +135,10 @@ class Run:
         apply_activation_checkpointing(model, args.activation_checkpointing, self.device)
         if args.compile:
             model.base_model.compile(dynamic=True)
-        lines |= self.forecast.line() | self.state.describe_patience(args)
+        self.budget = None
+        if getattr(args, "micro_batch_tokens", None) == "auto":
+            self.budget = start_budget(self, train_set.max_length)
+        lines |= self.state.describe_patience(args)
         loader = partial(make_loader, args, accelerator, self.asked.degrees, collate, attention_length(model.config))
         self.load = partial(loader, train_set)
         self.loader = self.load(range(self.state.update, self.state.end(args)))
@@ -155,7 +162,8 @@ class Run:
             yield first
             first.close()  # and with it the processes that load data
             num_left = self.state.end(self.args) - self.state.update
-            settings.print_dry_run(self.args, self.asked, self.accelerator, num_left)
+            memory = self.prediction.describe() if self.accelerator.is_main_process else ""
+            settings.print_dry_run(self.args, self.asked, self.accelerator, num_left, memory)
             shutdown.end_run(self.accelerator)
             sys.exit()
         self.output_dir = argument_checks.make_output_dir(self.args, self.accelerator, self.checkpoints.ranks.share)
@@ -166,7 +174,7 @@ class Run:
         work = flops.of_run(self, launch.is_rehearsal(self.asked))
         self.progress = progress.Progress(self.accelerator, self.output_dir, self.args.num_updates, self.state, work)
         with self.progress, self.evaluations.hear() as self.requests:
-            batches = profiling.profiled(self, batches_within_memory(self))
+            batches = profiling.profiled(self, batches_with_oom_retry(self))
             yield batches
             batches.close()
             if not self.is_stopped:
@@ -256,3 +264,9 @@ class Run:
         if self.accelerator.is_main_process:
             tracking.print_results(self.results, self.output_dir, self.model_class, self.is_again, *lines)
         shutdown.end_run(self.accelerator, status)
+
+    def _explain(self, error: BaseException) -> None:
+        """Adds what would have helped to an out-of-memory error."""
+        from common.report import out_of_memory  # needed only then
+
+        out_of_memory.explain(self, error)

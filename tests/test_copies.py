@@ -16,21 +16,19 @@ from common.parallel.shutdown import user_mistakes_end_here
 LANGUAGE = {"lm.py", "moe.py", "long_sequence.py", "seq2seq.py", "classify.py"}
 # What a recipe may load of common/: what every one does, and what its job needs.
 EVERY = """
-    argument_checks arguments checkpoint.adapter checkpoint.agreement checkpoint.architecture checkpoint.format
-    checkpoint.identity checkpoint.layouts checkpoint.optimizer_state checkpoint.random_states checkpoint.resume
-    checkpoint.save checkpoint.training_state checkpoint.write data.hub errors evaluation files flag_translation
-    host_memory launcher models.adapter_files models.adapters models.attention_masks models.cpu_kernels
-    models.export_dtype models.load models.model_setup models.quantization models.tied_weights parallel.connect
-    parallel.deepspeed_files parallel.deepspeed_flags parallel.distributed_mode parallel.extensions parallel.launch
-    parallel.liveness parallel.matmul_throughput parallel.parallelism_config parallel.process_groups
-    parallel.sequence parallel.sharding parallel.shutdown parallel.tensor plan.choice plan.configs plan.cost
-    plan.depth plan.flops plan.forecast plan.machines plan.memory plan.plan plan.profile plan.questions
-    plan.rehearsal plan.shortage plan.tape redaction report.chance report.curves report.killed_runs
-    report.model_card report.profiling report.progress report.settings report.totals report.tracking run
-    training.accumulation training.activation_checkpointing training.activation_offload training.batching
-    training.clipping training.epochs training.fine_tuning_rate training.handover training.micro_batch_partition
-    training.optimizers training.out_of_memory training.precision training.process_grid training.stop_signals
-    training.token_budget versions
+    argument_checks arguments auto_micro_batch checkpoint.adapter checkpoint.agreement checkpoint.architecture
+    checkpoint.format checkpoint.identity checkpoint.layouts checkpoint.optimizer_state checkpoint.random_states
+    checkpoint.resume checkpoint.save checkpoint.training_state checkpoint.write data.hub errors evaluation files
+    flag_translation host_memory launcher models.adapter_files models.adapters models.attention_masks
+    models.cpu_kernels models.export_dtype models.load models.model_setup models.quantization models.tied_weights
+    parallel.connect parallel.deepspeed_files parallel.deepspeed_flags parallel.distributed_mode parallel.extensions
+    parallel.launch parallel.liveness parallel.matmul_throughput parallel.parallelism_config parallel.process_groups
+    parallel.sequence parallel.sharding parallel.shutdown parallel.tensor planner redaction report.chance
+    report.curves report.flops report.killed_runs report.model_card report.profiling report.progress report.settings
+    report.totals report.tracking run training.accumulation training.activation_checkpointing
+    training.activation_offload training.batching training.clipping training.epochs training.fine_tuning_rate
+    training.handover training.micro_batch_partition training.optimizers training.out_of_memory training.precision
+    training.process_grid training.stop_signals training.token_budget versions
 """
 TEXT = """
     data.cache data.chat_formats data.column_selection data.compressed data.messages data.mixed data.readers

@@ -12,7 +12,7 @@ from test_recipes import RECIPES
 from transformers import GPT2Config, MixtralConfig
 
 from common.models.load import empty_model
-from common.plan import flops
+from common.report import flops
 from common.training.batching import GlobalBatch, GlobalBatches, collate_tokens
 
 # Each recipe's default model and, of the others, one of another kind.

@@ -21,9 +21,8 @@ LAYERS = [
     "models",
     "report",
     "checkpoint",
-    "plan",
 ]
-LAYERS += ["argument_checks", "arguments", "evaluation", "run", "tasks"]
+LAYERS += ["argument_checks", "arguments", "evaluation", "planner", "auto_micro_batch", "run", "tasks"]
 LARGEST = {"file": 400, ast.ClassDef: 200, ast.FunctionDef: 60}  # lines
 
 

@@ -4,6 +4,8 @@ import importlib
 import json
 import re
 import shlex
+import shutil
+import sys
 from dataclasses import replace
 
 import pytest
@@ -12,33 +14,32 @@ from conftest import BIN, ROOT, assert_refused, launch, make_model_dir, recipe_a
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig
 
-from common.plan.configs import modes_for
-from common.plan.depth import depths_to_play, set_layers
-from common.plan.machines import describe, parse_machine
-from common.plan.memory import Mode, Shape, needs, peak
-from common.plan.profile import Profile, pieces_of, profile_of
-from common.plan.rehearsal import Recording
-from common.plan.tape import Tape
+from tools.plan.allocation_tracer import AllocationTracer
+from tools.plan.configs import modes_for
+from tools.plan.hardware import describe, parse_machine
+from tools.plan.layer_extrapolation import choose_depths, set_layers
+from tools.plan.memory import Mode, ModelSizes, needs, peak
+from tools.plan.memory_profile import Profile, make_profile, split_segments
+from tools.plan.traced_run import Recording
+
+sys.path.append(str(ROOT / "benchmarks"))
+from plan import predicted_bytes
 
 FLAGS = ["--micro_batch_size", "4", "--num_updates", "4", "--warmup_updates", "1", "--save_every", "0"]
 
 
 def measured_and_predicted(directory, recipe, config, *flags, processes=1):
     """Bytes that the allocator of the busiest rank gave out, and those of run.json."""
-    command = [BIN / "accelerate", "launch", "--config_file", ROOT / f"accelerate_configs/{config}.yaml"]
-    command += [
-        ROOT / "benchmarks/plan.py",
-        "--measure",
-        directory / "told",
-        ROOT / f"recipes/{recipe}.py",
-        *flags,
-        *FLAGS,
-    ]
-    command += ["--global_batch_size", str(8 * processes), "--output_dir", directory / "run"]
-    result = run(command, CUDA_VISIBLE_DEVICES="", TQDM_DISABLE=1, timeout=600)
+    start = [BIN / "accelerate", "launch", "--config_file", ROOT / f"accelerate_configs/{config}.yaml"]
+    measure = [ROOT / "benchmarks/plan.py", "--measure", directory / "told"]
+    flags = [*flags, *FLAGS, "--global_batch_size", str(8 * processes), "--output_dir", directory / "run"]
+    recipe = ROOT / f"recipes/{recipe}.py"
+    result = run([*start, *measure, recipe, *flags], CUDA_VISIBLE_DEVICES="", TQDM_DISABLE=1, timeout=600)
     ranks = [json.loads(path.read_text())["peak"] for path in directory.glob("told-*")]
     assert len(ranks) == processes, result.stdout + result.stderr
-    return max(ranks), json.loads((directory / "run/run.json").read_text())["predicted_peak_bytes"]
+    shutil.rmtree(directory / "run")
+    predicted = run([*start, recipe, *flags, "--dry_run"], CUDA_VISIBLE_DEVICES="", TQDM_DISABLE=1, timeout=600)
+    return max(ranks), predicted_bytes(predicted.stdout)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +88,8 @@ def recording(layers):
 def test_a_deep_model_is_the_line_through_two_shallow_ones():
     """Both where activations decide (the beginning of the backward) and where gradients do (its end)."""
     few, more = recording(2), recording(4)
-    pieces = pieces_of(few, more)
-    two, four, nine = (profile_of(one, pieces) for one in (few, more, recording(9)))
+    pieces = split_segments(few, more)
+    two, four, nine = (make_profile(one, pieces) for one in (few, more, recording(9)))
     extended = two.scaled(four, (9 - 2) / (4 - 2))
     assert extended.flops == nine.flops == 135
     assert extended.segments.keys() == nine.segments.keys()
@@ -109,24 +110,26 @@ def test_what_an_lstm_keeps_for_its_backward_is_counted():
             output, _ = layer(x)
         return sum(event.size for event in tape.events) - output.nbytes
 
-    class BareTape(Tape):
+    class BareTape(AllocationTracer):
         _call_lstm = staticmethod(lambda func, args: func(*args))
 
     for steps in (50, 1000):  # as many as are tried, and more
-        real = held(steps, Tape())
+        real = held(steps, AllocationTracer())
         with FakeTensorMode():
-            assert held(steps, Tape()) == pytest.approx(real, rel=0.01) and real > 4 * held(steps, BareTape())
+            assert held(steps, AllocationTracer()) == pytest.approx(real, rel=0.01) and real > 4 * held(
+                steps, BareTape()
+            )
 
 
 def test_layers_of_several_kinds_are_played_in_whole_periods():
     from transformers import Gemma3TextConfig, LlamaConfig, ResNetConfig, T5Config
 
-    assert depths_to_play(LlamaConfig()) == (2, 4)
-    assert depths_to_play(LlamaConfig(num_hidden_layers=4)) == (None,)  # as short to play whole
-    assert depths_to_play(Gemma3TextConfig()) == (6, 12)  # five of sliding attention, then a full one
-    assert depths_to_play(T5Config(num_layers=6, num_decoder_layers=6)) == (2, 4)
-    assert depths_to_play(T5Config(num_layers=6, num_decoder_layers=3)) == (None,)
-    assert depths_to_play(ResNetConfig()) == (None,)
+    assert choose_depths(LlamaConfig()) == (2, 4)
+    assert choose_depths(LlamaConfig(num_hidden_layers=4)) == (None,)  # as short to play whole
+    assert choose_depths(Gemma3TextConfig()) == (6, 12)  # five of sliding attention, then a full one
+    assert choose_depths(T5Config(num_layers=6, num_decoder_layers=6)) == (2, 4)
+    assert choose_depths(T5Config(num_layers=6, num_decoder_layers=3)) == (None,)
+    assert choose_depths(ResNetConfig()) == (None,)
     config = Gemma3TextConfig()
     set_layers(config, 6)
     assert config.num_hidden_layers == len(config.layer_types) == 6
@@ -151,7 +154,7 @@ def test_what_a_mode_shards_is_divided(kind, more, expected):
     """Of 100 parameters in float32, four layers of 20 and 20 outside, on four processes, at a forward's end."""
     mode = Mode("a", kind, "no", 1 if kind == "plain" else 4, **more)
     profile = Profile({"forward 1, end": dict(PARTS)}, 1.0)
-    _, parts = peak(needs(profile, Shape(100, 100, 20, 20), mode, micro_batches=2))
+    _, parts = peak(needs(profile, ModelSizes(100, 100, 20, 20), mode, micro_batches=2))
     assert sum(parts.values()) == expected
 
 
@@ -159,7 +162,7 @@ def test_a_stage_keeps_what_is_under_way():
     """The first of two, with two of four layers: of two micro-batches, or by gpipe of all six."""
     outside = Profile({"forward 1, end": {"activations": 10.0}}, 0.0)
     profile = Profile({"forward 1, end": PARTS}, 1.0, tokens=3, outside=outside)
-    shape = Shape(100, 100, 20, 20, width=2, layers=4, parts=([20] * 5 + [0], [0] + [20] * 5))
+    shape = ModelSizes(100, 100, 20, 20, width=2, layers=4, parts=([20] * 5 + [0], [0] + [20] * 5))
     mode, hidden, layers = Mode("a", "DDP", "no", 2, pipeline=2), 4 * 3 * 2, (50 - 10) / 4 * 2
     held = [sum(peak(needs(profile, shape, replace(mode, schedule=how), 6))[1].values()) for how in ("1f1b", "gpipe")]
     kept = layers + 2 * hidden  # what the embedding made, and what was handed on

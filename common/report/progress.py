@@ -31,7 +31,7 @@ class Progress:
     """Shows and records one update after the other, on the main process; the other ranks only keep time.
 
     A `with` block; `batches(...)` times the wait for data, `update(...)` ends an update. `work`, on the main process:
-    a `common.plan.flops.ModelFlops`, or None for a model that cannot be counted.
+    a `common.report.flops.ModelFlops`, or None for a model that cannot be counted.
     """
 
     def __init__(self, accelerator: Accelerator, output_dir: Path, num_updates: int, state: Any, work: Any = None):

@@ -71,15 +71,22 @@ def _source(launch: Launch, name: str) -> str:
     return "default of accelerate launch"
 
 
-def print_dry_run(args: argparse.Namespace, launch: Launch, accelerator: Accelerator, num_left: int) -> None:
+def print_dry_run(
+    args: argparse.Namespace, launch: Launch, accelerator: Accelerator, num_left: int, memory: str
+) -> None:
     """What a dry run ends with: the view as three columns (name, value, source; without secrets), and what was done.
 
-    num_left: updates that the run would make.
+    num_left: updates that the run would make. memory: its predicted peak.
     """
     settings = list_settings(args, launch, accelerator)
     rows = [[name, str(redact({name: value})[name]), redact(source)] for name, value, source in settings]
     widths = [min(limit, max(len(row[column]) for row in rows)) for column, limit in ((0, 60), (1, 40))]
     lines = [f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows]
     done = "one forward and one backward done" if num_left else "no update is left"
-    lines = ["every setting, its value, and where it comes from:", *lines, f"dry run: {done}, nothing written"]
+    lines = [
+        "every setting, its value, and where it comes from:",
+        *lines,
+        f"memory: {memory}",
+        f"dry run: {done}, nothing written",
+    ]
     accelerator.print("\n".join(lines), flush=True)

@@ -104,7 +104,7 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
             "earlier_data": earlier,
             "held_out": run.held_out and run.held_out.dataset.samples.describe(),
             "held_out_sources": run.held_out and _sources(run.held_out.dataset),
-            **run.forecast.facts(),
+            **(run.budget.to_record(args) if run.budget else {}),
         }
         if state.update == state.end(args) and before:  # a finished run: its results stay
             facts["results"] = before.get("results", {})

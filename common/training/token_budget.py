@@ -7,6 +7,8 @@ The ranks learn of it from the collective that each update has anyway. That need
 between two updates: gradients are summed after the last backward (`average_gradients`), and not while it runs.
 """
 
+import argparse
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +33,9 @@ class TokenBudget:
     history: list[list[int]]  # pairs: from this update on, so many tokens
     longest: int  # tokens of the longest sample: no smaller budget holds it
     tokens: int = 0  # now
-    is_trial: bool = False  # what is computed now is no update
+    is_known: bool = False  # from the run that is resumed
+    is_trial: bool = False  # the current batch is not an update
+    seconds: float = 0.0  # of the last micro-batch of a trial, forward and backward
     has_run_out: bool = False  # on this rank, in this update
     where: str = ""  # it has run out in this update, if on any rank
     can_free_more: Callable[[], bool] = lambda: False  # whether the ranks hold something that they can do without
@@ -39,6 +43,10 @@ class TokenBudget:
     def at(self, update: int) -> int:
         """The budget of an update."""
         return [tokens for first, tokens in self.history if first <= update][-1]
+
+    def to_record(self, args: argparse.Namespace) -> dict[str, Any]:
+        """Returns the entries of run.json."""
+        return {"arguments": vars(args) | {"micro_batch_tokens": "auto"}, "micro_batch_tokens": self.history}
 
     def halve(self, update: int) -> None:
         """From this update on, on all ranks alike."""
@@ -90,11 +98,52 @@ def adjusting() -> TokenBudget | None:
 
 
 def while_there_is_memory(micro_batches: list[Any]) -> Iterator[Any]:
-    """The micro-batches of an update, to the one at which memory runs out on this rank."""
+    """Yields the micro-batches of an update, up to the one that runs out of memory on this rank; times a trial."""
     for micro_batch in micro_batches:
+        start = _now()
         yield micro_batch
-        if _running is not None and _running.has_run_out:
-            return
+        if _running is not None:
+            if _running.has_run_out:
+                return
+            if _running.is_trial:
+                _running.seconds = _now() - start
+
+
+def _now() -> float:
+    """Returns the time in seconds; in a trial, after the device has finished."""
+    if _running is not None and _running.is_trial and _running.accelerator.device.type == "cuda":
+        torch.cuda.synchronize(_running.accelerator.device)
+    return time.perf_counter()
+
+
+class TrialOver(Exception):
+    """Ends an evaluation in a trial after its first batch."""
+
+
+def evaluate_longest(run: Any, evaluate: Callable[[Any, torch.nn.Module], Any], model: torch.nn.Module) -> None:
+    """Evaluates the longest held-out samples in a trial, and drops the metrics. run: a `common.run.Run`."""
+    held_out = run.held_out
+    if held_out is None or _running.where:
+        return
+
+    def longest() -> Iterator[GlobalBatch]:
+        yield held_out.dataset.of_longest()
+        raise TrialOver
+
+    run.held_out, seconds = longest(), _running.seconds
+    try:
+        with _running.spared():
+            evaluate(run, model)
+    except TrialOver:
+        pass
+    finally:
+        run.held_out, _running.seconds = held_out, seconds
+        model.train()
+
+
+def is_trial() -> bool:
+    """Returns whether the current batch is a trial of the budget."""
+    return _running is not None and _running.is_trial
 
 
 def is_repeated() -> bool:

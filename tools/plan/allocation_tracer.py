@@ -65,7 +65,7 @@ class Event(NamedTuple):
     size: int
 
 
-class Tape(TorchDispatchMode):
+class AllocationTracer(TorchDispatchMode):
     """While it is on, what each operator makes becomes an event, and so does its end."""
 
     def __init__(self):

@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
-from common.plan.rehearsal import Recording
+from tools.plan.traced_run import Recording
 
 Parts = dict[str, float]  # bytes, by what they hold
 
@@ -13,7 +13,7 @@ class Profile:
     """What one process holds at the peak of each segment of an update, and what it computes; for one micro-batch size.
 
     A backward has its peak where it begins, with all activations, or where it ends, with all gradients: so each segment
-    is two, its beginning and its end, and in either the peak grows linearly with the number of layers (`pieces_of`).
+    is two, its beginning and its end. In either the peak grows linearly with the number of layers (`split_segments`).
     """
 
     segments: dict[str, Parts]
@@ -40,7 +40,7 @@ class Profile:
         return Profile(segments, between(self.flops, other.flops), between(self.tokens, other.tokens), outside)
 
 
-def pieces_of(few: Recording, more: Recording) -> dict[str, tuple[int, int]]:
+def split_segments(few: Recording, more: Recording) -> dict[str, tuple[int, int]]:
     """How many events are the beginning of a segment, and how many its end: the same ones of a model of any depth.
 
     few, more: of two depths. Of a backward, the end has as many events as half of the layers of which `more` has more,
@@ -57,10 +57,10 @@ def pieces_of(few: Recording, more: Recording) -> dict[str, tuple[int, int]]:
     return pieces
 
 
-def profile_of(recording: Recording, pieces: dict[str, tuple[int, int]] | None = None) -> Profile:
+def make_profile(recording: Recording, pieces: dict[str, tuple[int, int]] | None = None) -> Profile:
     """The peaks of a recording, as in a later update: with the optimizer's state from the beginning on.
 
-    pieces: of `pieces_of`; a segment that it does not have is halved.
+    pieces: of `split_segments`; a segment that it does not have is halved.
     """
     counts, seen = Counter(segment for segment, _, _ in recording.events), Counter[str]()
     live: Parts = defaultdict(float)

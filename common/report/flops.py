@@ -16,15 +16,29 @@ import numpy as np
 import psutil
 import torch
 from accelerate import Accelerator
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 from common.models.load import attention_length
 from common.parallel.matmul_throughput import has_rate, multiplication_rate
-from common.plan.tape import Tape
 from common.training.batching import GlobalBatch, GlobalBatches
 
 FEW_STEPS = 16  # of a model without attention, which may be recurrent: without data each step is an operator of its own
-FROZEN = "frozen"  # a segment of a tape
 LOOKED_AT = 1000  # samples, for the lengths that occur
+
+
+# Operators that torch does not count. Attention on a CPU computes what the kernel for GPUs does.
+_ATEN = torch.ops.aten
+if _ATEN._grouped_mm not in flop_registry:
+
+    @register_flop_formula(_ATEN._grouped_mm)
+    def grouped_mm_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
+        """Counts a matmul in groups: `a`, `b` or the result has a dimension of groups, which is not a factor."""
+        return 2 * a[-2] * a[-1] * b[-1]
+
+
+_ATTENTION = _ATEN._scaled_dot_product_flash_attention
+for _other, _known in ((_ATEN.addmm_, _ATEN.addmm), (_ATEN._scaled_dot_product_flash_attention_for_cpu, _ATTENTION)):
+    flop_registry.setdefault(_other, flop_registry[_known])
 
 
 @dataclass
@@ -69,7 +83,11 @@ def count(
             model.set_attn_implementation("eager")  # plain products; the one in use may exchange tokens between ranks
         model.config.get_text_config().pad_token_id = None  # else some look for padding, and here are no tokens
         sample = batches.collate([samples.dummy_sample()])
-        passes = np.array([_count(model, sample, point) for point in points])
+        try:
+            passes = np.array([_count(model, sample, point) for point in points])
+        except RuntimeError:  # without data, torch multiplies in groups in bf16 only
+            model.bfloat16()
+            passes = np.array([_count(model, sample, point) for point in points])
         head = model.get_output_embeddings()
         per_target = 2.0 * head.weight.numel() * (2 + head.weight.requires_grad) if head is not None else 0.0
     except Exception:  # whatever a foreign forward raises
@@ -98,15 +116,24 @@ def _count(model: torch.nn.Module, sample: dict[str, torch.Tensor], lengths: np.
     for name, one in sample.items():
         if not name.startswith("target"):
             shape = one.shape if one.is_floating_point() else (1, lengths[-1 if name.startswith("decoder") else 0])
-            inputs[name] = torch.empty(shape, dtype=one.dtype, device="meta")
-    with Tape() as tape:
+            dtype = next(model.parameters()).dtype if one.is_floating_point() else one.dtype
+            inputs[name] = torch.empty(shape, dtype=dtype, device="meta")
+    counter, frozen = FlopCounterMode(display=False), [0, 0]  # FLOPs of frozen weights; the total where one began
+
+    def enter(*_: Any) -> None:
+        frozen[1] = counter.get_total_flops()
+
+    def leave(*_: Any) -> None:
+        frozen[0] += counter.get_total_flops() - frozen[1]
+
+    with counter:
         for module in model.modules():
             weights = [p for p in module.parameters(recurse=False) if p.ndim > 1]
             if weights and not any(p.requires_grad for p in weights):
-                module.register_forward_pre_hook(lambda *_: setattr(tape, "segment", FROZEN))
-                module.register_forward_hook(lambda *_: setattr(tape, "segment", "start"))
+                module.register_forward_pre_hook(enter)
+                module.register_forward_hook(leave)
         model(**inputs)
-    return 3 * sum(tape.flops.values()) - tape.flops[FROZEN]
+    return 3 * counter.get_total_flops() - frozen[0]
 
 
 def machine_rate(accelerator: Accelerator, precision: str) -> float | None:

@@ -15,9 +15,9 @@ import torch
 
 from common.parallel import deepspeed_files
 from common.parallel.launch import Launch
-from common.plan.depth import layers_of
-from common.plan.profile import Parts, Profile
 from common.training.process_grid import Degrees
+from tools.plan.layer_extrapolation import count_layers
+from tools.plan.memory_profile import Parts, Profile
 
 # DeepSpeed's defaults, in elements: its buckets, and what ZeRO-3 keeps whole for the next use or fetches ahead.
 REDUCE_BUCKET = 500_000_000
@@ -26,7 +26,7 @@ HOST, FILES = "host", "files"
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelSizes:
     """What of a model decides over its shards."""
 
     parameters: int  # elements
@@ -38,13 +38,13 @@ class Shape:
     exchanged: int = 0  # numbers of a token's queries, keys, values and attention together, in a layer
     parts: tuple[list[int], list[int]] | None = None  # of what a pipeline is made of (`stages.count_parts`)
 
-    def part(self, share: float) -> "Shape":
+    def part(self, share: float) -> "ModelSizes":
         """Of so large a part of the model, cut through its layers or between them."""
         held, trained, outside = (int(share * size) for size in (self.parameters, self.trained, self.outside))
         return replace(self, parameters=held, trained=trained, outside=outside)
 
 
-def shape_of(model: torch.nn.Module) -> Shape:
+def measure_model(model: torch.nn.Module) -> ModelSizes:
     """Of a model with or without data. What is gathered at once are the modules that the model says not to split."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     sizes, inside = [0], set()
@@ -54,14 +54,14 @@ def shape_of(model: torch.nn.Module) -> Shape:
             inside |= {id(p) for p in module.parameters()}
     all_of_them = list(model.parameters())
     total, trained = sum(p.numel() for p in all_of_them), sum(p.numel() for p in all_of_them if p.requires_grad)
-    shape = Shape(total, trained, max(sizes), total - sum(sizes))
+    shape = ModelSizes(total, trained, max(sizes), total - sum(sizes))
     text = model.config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     if not isinstance(heads, int) or not isinstance(getattr(text, "hidden_size", None), int):
         return shape
     groups, size = getattr(text, "num_key_value_heads", None) or heads, getattr(text, "head_dim", None)
     exchanged = 2 * (heads + groups) * (size or text.hidden_size // heads)
-    shape = replace(shape, width=text.hidden_size, layers=layers_of(model.config) or 0, exchanged=exchanged)
+    shape = replace(shape, width=text.hidden_size, layers=count_layers(model.config) or 0, exchanged=exchanged)
     stages = sys.modules.get("common.tasks.pipeline.stages")  # of a recipe that has them
     parts = stages and stages.find_parts(model)
     return replace(shape, parts=stages.count_parts(*parts)) if parts else shape
@@ -113,7 +113,7 @@ class Mode:
         return "no" if self.kind == "DeepSpeed" else self.precision
 
 
-def mode_of(launch: Launch, name: str, args: argparse.Namespace, flags: tuple[str, ...] = ()) -> Mode:
+def parse_mode(launch: Launch, name: str, args: argparse.Namespace, flags: tuple[str, ...] = ()) -> Mode:
     """What a config says. args: the recipe's flags. flags: those of `accelerate launch` that it was parsed with."""
     shared = {"name": name, "kind": launch.mode, "precision": launch.mixed_precision, "processes": launch.num_processes}
     degrees, schedule = launch.degrees, getattr(args, "schedule", "")
@@ -132,7 +132,7 @@ def mode_of(launch: Launch, name: str, args: argparse.Namespace, flags: tuple[st
     return Mode(**shared, stage=stage, zero=zero, **on)
 
 
-def needs(profile: Profile, shape: Shape, mode: Mode, micro_batches: int) -> dict[str, Parts]:
+def needs(profile: Profile, shape: ModelSizes, mode: Mode, micro_batches: int) -> dict[str, Parts]:
     """Bytes of the busiest process's device, by segment and part.
 
     profile: of a process that plays its part of sequences or layers (`Mode.played`), or of a whole model that a
@@ -146,7 +146,7 @@ def needs(profile: Profile, shape: Shape, mode: Mode, micro_batches: int) -> dic
     return _on_each(profile, shape, mode, micro_batches > 1)
 
 
-def _on_each(profile: Profile, shape: Shape, mode: Mode, accumulates: bool) -> dict[str, Parts]:
+def _on_each(profile: Profile, shape: ModelSizes, mode: Mode, accumulates: bool) -> dict[str, Parts]:
     """Bytes of a process that has such a part of the model, by segment and part."""
     width = 2 if mode.weights_dtype != "float32" else 4
     segments = {}
@@ -170,7 +170,7 @@ def peak(segments: dict[str, Parts]) -> tuple[str, Parts]:
     return max(segments.items(), key=lambda item: sum(item[1].values()))
 
 
-def on_host(shape: Shape, mode: Mode) -> tuple[float, float]:
+def on_host(shape: ModelSizes, mode: Mode) -> tuple[float, float]:
     """Bytes that the processes of a machine keep in its memory, and in its files; masters and state in float32.
 
     Each machine has its part of what is sharded over all.
@@ -187,7 +187,7 @@ def on_host(shape: Shape, mode: Mode) -> tuple[float, float]:
     return held[HOST] / mode.nodes, held[FILES] / mode.nodes
 
 
-def _stages(profile: Profile, shape: Shape, mode: Mode, micro_batches: int) -> Iterator[dict[str, Parts]]:
+def _stages(profile: Profile, shape: ModelSizes, mode: Mode, micro_batches: int) -> Iterator[dict[str, Parts]]:
     """What each stage of a pipeline holds: its layers, of as many micro-batches as are under way in it.
 
     Beside them what it receives in an update, hidden states from the stage before it and gradients from the one behind
@@ -223,7 +223,7 @@ def _less(parts: Parts, others: Parts) -> Parts:
     return {name: max(0.0, size - others.get(name, 0)) for name, size in parts.items()}
 
 
-def _ddp(parts: Parts, segment: str, shape: Shape, accumulates: bool) -> None:
+def _ddp(parts: Parts, segment: str, shape: ModelSizes, accumulates: bool) -> None:
     """Gradients lie in the buckets that are sent; those of micro-batches before the last one, beside them."""
     buckets = 4.0 * shape.trained
     if not accumulates or segment.startswith(("clip", "step", "evaluation")):
@@ -231,7 +231,7 @@ def _ddp(parts: Parts, segment: str, shape: Shape, accumulates: bool) -> None:
     parts["buckets"] = buckets
 
 
-def _fsdp(parts: Parts, segment: str, shape: Shape, mode: Mode, width: int) -> None:
+def _fsdp(parts: Parts, segment: str, shape: ModelSizes, mode: Mode, width: int) -> None:
     """float32 shards; the root and two layers whole, in the type that computes; a layer's gradient on its way."""
     n = mode.shards
     frozen = shape.parameters - shape.trained  # beside an adapter, in the type that computes
@@ -249,7 +249,7 @@ def _fsdp(parts: Parts, segment: str, shape: Shape, mode: Mode, width: int) -> N
             parts["gradients on their way"] = (width + 4.0) * largest * shape.trained / shape.parameters
 
 
-def _zero(parts: Parts, segment: str, shape: Shape, mode: Mode, width: int) -> None:
+def _zero(parts: Parts, segment: str, shape: ModelSizes, mode: Mode, width: int) -> None:
     """Flat partitions: float32 masters beside the weights, in float32 too; buckets of the file's sizes."""
     n, stage, zero = mode.processes, mode.stage, mode.zero or {}
     traced = parts.pop("gradients", 0) / width

@@ -12,9 +12,9 @@ HOST_ADAM elements a second.
 import math
 from typing import NamedTuple
 
-from common.plan.machines import Machine
-from common.plan.memory import FILES, HOST, Mode, Shape
-from common.plan.profile import Profile
+from tools.plan.hardware import Machine
+from tools.plan.memory import FILES, HOST, Mode, ModelSizes
+from tools.plan.memory_profile import Profile
 
 LATENCY = 30e-6  # seconds of a collective, however small; assumed
 DDP_BUCKET = 25 * 2**20  # bytes: torch's default
@@ -28,8 +28,8 @@ class Cost(NamedTuple):
     seconds: float
 
 
-def cost_of(
-    profile: Profile, shape: Shape, mode: Mode, machine: Machine, micro_batches: int, recomputes: bool = False
+def estimate_cost(
+    profile: Profile, shape: ModelSizes, mode: Mode, machine: Machine, micro_batches: int, recomputes: bool = False
 ) -> Cost:
     """Bytes sent and seconds; `micro_batches` is how many each process computes, again in backward if `recomputes`."""
     rate = machine.rate_float32 if mode.precision == "no" else machine.rate
@@ -51,14 +51,16 @@ def cost_of(
     return Cost(sent + more_sent + handed, computing + exposed + moved)
 
 
-def _sizes(shape: Shape, mode: Mode) -> tuple[float, float]:
+def _sizes(shape: ModelSizes, mode: Mode) -> tuple[float, float]:
     """Bytes of the gradients and of the weights that data parallelism sends, of a process's part of the model."""
     part = 1 / (mode.tensor * mode.pipeline)
     width = 2 if mode.weights_dtype != "float32" else 4
     return 4.0 * part * shape.trained, width * part * shape.parameters
 
 
-def _averaging(shape: Shape, mode: Mode, machine: Machine, micro_batches: int, computing: float) -> tuple[float, float]:
+def _averaging(
+    shape: ModelSizes, mode: Mode, machine: Machine, micro_batches: int, computing: float
+) -> tuple[float, float]:
     """Bytes that data parallelism sends, and the seconds of it that no computing hides."""
     gradients, weights = _sizes(shape, mode)
     collectives = (shape.parameters - shape.outside) / max(1, shape.largest_layer) + 1  # of a gather of all weights
@@ -84,7 +86,7 @@ def _averaging(shape: Shape, mode: Mode, machine: Machine, micro_batches: int, c
 
 
 def _sharing(
-    profile: Profile, shape: Shape, mode: Mode, machine: Machine, micro_batches: int, recomputes: bool
+    profile: Profile, shape: ModelSizes, mode: Mode, machine: Machine, micro_batches: int, recomputes: bool
 ) -> tuple[float, float]:
     """Bytes that processes exchange which share sequences or layers (docs/machines.md), and how long they wait."""
     n = mode.degrees.group
@@ -100,12 +102,12 @@ def _sharing(
     return sent, sent / link + micro_batches * shape.layers * 2 * rounds * LATENCY
 
 
-def _handed_on(profile: Profile, shape: Shape, mode: Mode, micro_batches: int) -> float:
+def _handed_on(profile: Profile, shape: ModelSizes, mode: Mode, micro_batches: int) -> float:
     """Bytes that a stage of a pipeline hands to its neighbours: hidden states and their gradients, in float32."""
     neighbours = min(2, mode.pipeline - 1)
     return micro_batches * profile.tokens * shape.width * 4.0 * neighbours
 
 
-def micro_batches_of(global_batch_size: int, groups: int, rows: int) -> int:
+def count_micro_batches(global_batch_size: int, groups: int, rows: int) -> int:
     """How many micro-batches an update has in each of so many groups of processes with samples of their own."""
     return math.ceil(math.ceil(global_batch_size / groups) / rows)

@@ -6,19 +6,19 @@ from typing import Any
 DEPTHS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 
 
-def layers_of(config: Any) -> int | None:
+def count_layers(config: Any) -> int | None:
     """How many layers a model has; None where no one number says it, and it must be recorded whole."""
     text = config.get_text_config()
     depths = {getattr(text, name) for name in DEPTHS if isinstance(getattr(text, name, None), int)}
     return depths.pop() if len(depths) == 1 else None
 
 
-def depths_to_play(config: Any, has_stages: bool = False) -> tuple[int | None, ...]:
+def choose_depths(config: Any, has_stages: bool = False) -> tuple[int | None, ...]:
     """The numbers of layers of the models that stand for the whole one; None is the whole one.
 
     has_stages: whether what one layer holds is asked too, so that two models are needed of a shallow one.
     """
-    layers, text = layers_of(config), config.get_text_config()
+    layers, text = count_layers(config), config.get_text_config()
     kinds = getattr(text, "layer_types", None) or ["alike"]
     period = next(n for n in range(1, len(kinds) + 1) if all(a == b for a, b in zip(kinds[n:], kinds, strict=False)))
     first = getattr(text, "first_k_dense_replace", 0) or 0  # layers of another kind, before all others

@@ -7,9 +7,9 @@ from pathlib import Path
 from common.errors import UserError
 from common.parallel.deepspeed_files import check_optimizer
 from common.parallel.launch import Launch, check_asked, check_machines, parse_launch
-from common.plan.machines import Machine
-from common.plan.memory import Mode, mode_of
 from common.training.process_grid import Degrees
+from tools.plan.hardware import Machine
+from tools.plan.memory import Mode, parse_mode
 
 CONFIGS = "accelerate_configs"
 TOO_FEW = " (too few devices)"  # behind the name of a config that saves nothing on them
@@ -44,7 +44,7 @@ def modes_for(
             if flags is None:
                 continue
             launch = parse_launch(["--config_file", str(path), *flags, "recipe.py"])
-            mode = mode_of(launch, path.stem, args, flags)
+            mode = parse_mode(launch, path.stem, args, flags)
             refused = [*check_asked(launch, args), *check_machines(launch)] or check_model(launch.degrees)
             refused += check_optimizer(mode.zero, args.optimizer) if mode.zero else []
             if not refused and mode.kind == "FSDP" and mode.shards == 1 and mode.state_on == "device":
@@ -82,7 +82,7 @@ def _flags(path: Path, machine: Machine, args: argparse.Namespace) -> tuple[str,
         return None
     if machine.kind == "cpu" or launch.mode == "plain":
         return ("--num_processes", str(launch.num_processes)) if launch.num_processes > 1 else ()
-    if processes == 1 and mode_of(launch, path.stem, args).state_on == "device":  # offload helps one device too
+    if processes == 1 and parse_mode(launch, path.stem, args).state_on == "device":  # offload helps one device too
         raise TooFewDevices
     flags = {"num_processes": processes}
     if sizes["dp_replicate"] * sizes["dp_shard"] > 1:

@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -14,27 +13,20 @@ import psutil
 import torch
 
 from common.errors import UserError
+from common.host_memory import format_bytes
 from common.models import adapters, model_setup
-from common.plan import configs, machines
-from common.plan.cost import Cost, cost_of, micro_batches_of
-from common.plan.forecast import Forecaster, NotPlayed, Played, Player, in_bytes
-from common.plan.machines import GIB, Machine
-from common.plan.memory import Mode, Shape, needs, on_host, peak, shape_of
-from common.plan.profile import Parts, Profile
-from common.plan.rehearsal import examine_head_once
 from common.training.batching import Samples
 from common.training.process_grid import Degrees
+from tools.plan import configs, hardware
+from tools.plan.cost import Cost, count_micro_batches, estimate_cost
+from tools.plan.hardware import GIB, Machine
+from tools.plan.memory import Mode, ModelSizes, measure_model, needs, on_host, peak
+from tools.plan.memory_forecast import Forecaster, TraceError, Tracer
+from tools.plan.memory_profile import Parts, Profile
+from tools.plan.process_memory import held_on_cpu, held_on_gpu, need_on_cpu, own_memory
+from tools.plan.traced_run import examine_head_once
 
 CHECKPOINTING = ("none", "selective", "full")
-# Of a GPU, beside what is allocated: what CUDA takes, and NCCL where there are several processes, as measured on A100s
-# (github.com/stas00/ml-engineering, training/performance: 0.47 GB with torch 2.1; 1.45 GB at the first barrier of two).
-CONTEXT, NCCL = 0.47 * GIB, 1.45 * GIB
-# Reserved by torch's allocator, of what is allocated: 1.20 to 1.36 with FSDP (pytorch/torchtitan#165).
-FRAGMENTS = 1.25
-# Of a CPU: `accelerate launch` itself, as measured; what a process grows by beside its tensors, from the plan to its
-# last update; what glibc keeps, of activations and logits (0.7 to 0.95 were measured). `benchmarks/plan_limits.py`
-# shows how far the sum is from the peaks of runs.
-LAUNCHER, GROWTH, KEPT = 172 * 2**20, 128 * 2**20, 1.0
 BUSY = {"cpu": 1024, "cuda": 8192}  # tokens at once: with fewer, a device waits for its own small steps
 NO_SLOWER = 1.03  # than the fastest: the model of costs knows no better
 
@@ -62,24 +54,22 @@ def plan(
     make_empty: Callable[[], torch.nn.Module],
     samples: Samples,
     held_out: Samples | None,
-) -> None:
-    """Prints the plan and ends the run; comes back only in a process that plays. model_class: an Auto class."""
+    machine: Machine,
+) -> list[str]:
+    """Returns the lines of the plan. model_class: an Auto class.
+
+    Raises UserError: the recipe cannot be traced. Raises InTraceProcess in a process that traces it.
+    """
     args = run.args
-    machine = machines.this_machine() if args.plan == "here" else machines.parse_machine(args.plan)
     make_rows = partial(_plan_rows, model_class, run, config, samples=samples, held_out=held_out, machine=machine)
     try:
         shape, rows, left_out = make_rows(make_empty)
         lines = list(_page(args, samples, machine, shape, rows, left_out))
         if best_of(rows) is None:
             lines += _adapter_lines(model_class, run, config, make_rows)
-    except Played:
-        return
-    except NotPlayed as reason:
-        raise UserError(
-            f"--plan: this model's update cannot be played without data ({reason}); use --dry_run"
-        ) from reason
-    print("\n".join(lines), flush=True)
-    sys.exit()
+    except TraceError as reason:
+        raise UserError(f"--plan: this model's update cannot be traced without data ({reason})") from reason
+    return lines
 
 
 def _plan_rows(
@@ -90,15 +80,15 @@ def _plan_rows(
     samples: Samples,
     held_out: Samples | None,
     machine: Machine,
-) -> tuple[Shape, list[Row], list[str]]:
+) -> tuple[ModelSizes, list[Row], list[str]]:
     """The model's sizes, the rows of the table, and the names of the configs without one.
 
-    Raises NotPlayed, or Played in a process that plays.
+    Raises TraceError, or InTraceProcess in a process that plays.
     """
     args, check_model = run.args, partial(check_shared_model, config, model_class, make_empty)
     modes, left_out = configs.modes_for(machine, args, check_model)
-    shape = shape_of(make_empty())
-    forecaster = Forecaster(Player(run, config, samples, held_out), shape, machine.kind)
+    shape = measure_model(make_empty())
+    forecaster = Forecaster(Tracer(run, config, samples, held_out), shape, machine.kind)
     share = max(math.ceil(args.global_batch_size / mode.degrees.data) for mode in modes)
     few = max(1, min(share, 1024 // samples.max_length))
     # Not twice or four times as many: where a vocabulary has as many entries as there are tokens, all would be logits.
@@ -110,11 +100,11 @@ def _plan_rows(
 
 
 def _adapter_lines(
-    model_class: Any, run: Any, config: Any, make_rows: Callable[..., tuple[Shape, list[Row], list[str]]]
+    model_class: Any, run: Any, config: Any, make_rows: Callable[..., tuple[ModelSizes, list[Row], list[str]]]
 ) -> list[str]:
     """Where a whole pretrained model does not fit: the adapters on it that do, with their memory and launch lines.
 
-    Raises Played in a process that plays.
+    Raises InTraceProcess in a process that plays.
     """
     args, lines = run.args, []
     if "lora_rank" not in args or adapters.is_asked(args) or not args.model_name_or_path:
@@ -125,10 +115,10 @@ def _adapter_lines(
         words = " ".join(f"--{name} {value}" for name, value in flags.items())
         try:
             _, rows, _ = make_rows(cache(partial(adapters.empty_base, args, config, model_class)))
-        except (NotPlayed, UserError):  # a model without adapters, or without 4 bits
+        except (TraceError, UserError):  # a model without adapters, or without 4 bits
             continue
         if best := best_of(rows):
-            lines.append(f"\nan adapter fits, {words}, with a peak of {in_bytes(sum(best.parts.values()))}:\n")
+            lines.append(f"\nan adapter fits, {words}, with a peak of {format_bytes(sum(best.parts.values()))}:\n")
             lines.append(f"    {launch_line(args, best)} {words}")
     vars(args).update(before)
     return lines
@@ -172,7 +162,7 @@ def _profiles(
     keys = [(kind, way, rows) for kind in kinds for way in ways for rows in pair]
     cases = {key: forecaster.cases(kinds[key[0]], key[2], key[1], optimizer) for key in keys}
     played = iter(
-        forecaster.player.play([case for key in keys for case in cases[key]], at_once=psutil.cpu_count() or 1)
+        forecaster.tracer.play([case for key in keys for case in cases[key]], at_once=psutil.cpu_count() or 1)
     )
     whole = {key: forecaster.profile([next(played) for _ in cases[key]]) for key in keys}
     return {(kind, way): (whole[kind, way, pair[0]], whole[kind, way, pair[1]]) for kind in kinds for way in ways}
@@ -183,7 +173,7 @@ def _rows(
     samples: Samples,
     modes: list[Mode],
     ways: tuple[str, ...],
-    shape: Shape,
+    shape: ModelSizes,
     machine: Machine,
     profiles: dict[Any, tuple[Profile, Profile]],
     pair: tuple[int, int],
@@ -194,13 +184,13 @@ def _rows(
             for rows in _micro_batch_sizes(args, mode):
                 few, more = profiles[_kind(mode), way]
                 profile = few.scaled(more, (rows / mode.sequence - pair[0]) / (pair[1] - pair[0]))
-                number = micro_batches_of(args.global_batch_size, mode.degrees.data, rows)
+                number = count_micro_batches(args.global_batch_size, mode.degrees.data, rows)
                 _, parts = peak(needs(profile, shape, mode, number))
                 host, files = on_host(shape, mode)
                 lacking = lacks(machine, mode, parts, host, files)
                 tokens = math.ceil(rows * samples.max_length / mode.sequence)
                 sends_again = way == "full" or (way != "none" and mode.sequence > 1)
-                cost = cost_of(profile, shape, mode, machine, number, sends_again)
+                cost = estimate_cost(profile, shape, mode, machine, number, sends_again)
                 row = Row(mode, way, rows, tokens, number, parts, host, files, cost, lacking)
                 gains = best is None or best.tokens < BUSY[machine.kind] or row.cost.seconds < 0.99 * best.cost.seconds
                 if best is not None and (lacking or not gains):
@@ -223,44 +213,27 @@ def lacks(machine: Machine, mode: Mode, parts: Parts, host: float, files: float)
     """How many bytes are missing where most are: on a device, on the host, or on the disk."""
     if machine.kind == "cpu":
         # What this process has itself is no longer left, and the first process of the run takes its place.
-        return max(0.0, held_on_cpu(parts) - machine.memory, need_on_cpu(mode, parts, host) - _own() - machine.host)
-    held = sum(parts.values())
-    device = held * FRAGMENTS + CONTEXT + (NCCL if mode.processes > 1 else 0) - machine.memory
+        return max(
+            0.0, held_on_cpu(parts) - machine.memory, need_on_cpu(mode, parts, host) - own_memory() - machine.host
+        )
+    device = held_on_gpu(mode, parts) - machine.memory
     on_host = host - machine.host if machine.host is not None else 0.0
     on_disk = files - machine.disk if machine.disk is not None else 0.0
     return max(0.0, device, on_host, on_disk)
-
-
-def held_on_cpu(parts: Parts) -> float:
-    """Bytes that a process of a CPU takes for its updates: its tensors, and what malloc keeps of those it freed."""
-    kept = 0.0 if _maps_tensors() else KEPT * (parts.get("activations", 0) + parts.get("logits", 0))
-    return sum(parts.values()) + kept + GROWTH
-
-
-def need_on_cpu(mode: Mode, parts: Parts, host: float) -> float:
-    """Bytes of memory that a run takes in all: its processes, what they have before training, and the launcher."""
-    return mode.processes * (_own() + held_on_cpu(parts)) + LAUNCHER + host
-
-
-def _own() -> float:
-    """Bytes of this process that no other one shares. Files that are mapped do not count: the kernel drops them."""
-    memory = psutil.Process().memory_info()
-    return float(memory.rss - getattr(memory, "shared", 0))
-
-
-def _maps_tensors() -> bool:
-    """Whether malloc gives each tensor pages of its own, and gives them back with it."""
-    threshold = os.environ.get("MALLOC_MMAP_THRESHOLD_", "")
-    return threshold.isdecimal() and int(threshold) <= 2**20
 
 
 COLUMNS = ("weights", "gradients", "optimizer state", "activations", "logits")
 
 
 def _page(
-    args: argparse.Namespace, samples: Samples, machine: Machine, shape: Shape, rows: list[Row], left_out: list[str]
+    args: argparse.Namespace,
+    samples: Samples,
+    machine: Machine,
+    shape: ModelSizes,
+    rows: list[Row],
+    left_out: list[str],
 ) -> Iterator[str]:
-    yield f"   machine  {machines.describe(machine)}"
+    yield f"   machine  {hardware.describe(machine)}"
     yield f"     model  {shape.parameters:,} parameters, {args.optimizer}"
     of_up_to = f"samples of up to {samples.max_length:,} tokens" if samples.unit == "tokens" else samples.unit
     yield f"     batch  {args.global_batch_size} {of_up_to}; a row has the largest micro-batch that fits and gains"
@@ -287,7 +260,7 @@ def _page(
     best = best_of(rows)
     if best is None:
         least = min(rows, key=lambda row: row.lacks)
-        yield f"\nnothing fits; {least.mode.name} with {least.checkpointing} lacks {in_bytes(least.lacks)}: take"
+        yield f"\nnothing fits; {least.mode.name} with {least.checkpointing} lacks {format_bytes(least.lacks)}: take"
         yield "more devices, a smaller --sequence_length, or --optimizer adamw8bit or adafactor"
         return
     yield f"\nthe fastest that fits, {best.cost.seconds:,.3g} s an update by this model of costs:\n"

@@ -1,7 +1,7 @@
 """A recipe's own updates, played by a process whose tensors have no data: what would they have allocated?
 
 The process is a fork of the run, made where the run knows its data and its model's configuration. In it, `Run` is
-replaced by `Rehearsal`, and the recipe goes on as always: it builds its model (without weights, as the ranks of FSDP2
+replaced by `TracedRun`, and the recipe goes on as always: it builds its model (without weights, as the ranks of FSDP2
 do that are given theirs), makes its optimizer, and its loop computes an update of two micro-batches, and evaluates.
 """
 
@@ -25,11 +25,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from common.models import load, model_setup
 from common.parallel import liveness, sequence, tensor
-from common.plan.tape import Tape
 from common.training.activation_checkpointing import apply_activation_checkpointing
 from common.training.batching import Collate, GlobalBatch, Samples, longest_samples, shard_tokens
 from common.training.precision import weights_cast_once
 from common.training.process_grid import Degrees, set_running
+from tools.plan.allocation_tracer import AllocationTracer
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -59,7 +59,7 @@ class Recording:
     tokens: int = 0  # of a micro-batch of text
 
 
-class Rehearsal:
+class TracedRun:
     """Stands in for `Run` from the end of `begin` on, with the same methods and what recipes read of it."""
 
     args: argparse.Namespace
@@ -67,7 +67,7 @@ class Rehearsal:
 
     def set_up(self, case: Case, samples: Samples, held_out: Samples | None, pipe: int) -> None:
         """Makes this process one that computes alone, on a CPU, without data; what it records goes into `pipe`."""
-        self.case, self.samples, self.pipe, self.tape, self.news = case, samples, pipe, Tape(), {}
+        self.case, self.samples, self.pipe, self.tape, self.news = case, samples, pipe, AllocationTracer(), {}
         for name in list(os.environ):
             if name.startswith(("ACCELERATE_", "FSDP_")) or name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
                 del os.environ[name]
@@ -180,7 +180,7 @@ class Rehearsal:
         return True
 
     @property
-    def evaluations(self) -> "Rehearsal":
+    def evaluations(self) -> "TracedRun":
         """Of which `after_update` and `repeat` are called."""
         return self
 

@@ -1,7 +1,8 @@
 """The machine that a plan is for: named in words, or the one at hand."""
 
+import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import psutil
 import torch
@@ -120,3 +121,7 @@ def describe(machine: Machine) -> str:
     line += f", {machine.link / 1e9:,.3g} GB/s between devices" if machine.devices > 1 else ""
     line += f", {machine.network / 1e9:,.3g} between nodes" if machine.nodes > 1 else ""
     return line + (f" (assumed: {', '.join(machine.assumed)})" if machine.assumed else "")
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(this_machine())))

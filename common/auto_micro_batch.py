@@ -1,0 +1,190 @@
+"""Finds the token budget of `--micro_batch_tokens auto` by trying, and halves it if memory runs out later.
+
+A trial is a forward and backward of the longest training samples and a forward of the longest held-out samples, without
+a step. The budget starts at the default and doubles while the trial fits and its throughput improves; between a budget
+that fits and one that does not, the largest that fits is found by bisection. On a CPU a budget is tried only if the
+memory growth of the trial before leaves room for twice as much, because a process over the limit of a cgroup is killed.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from accelerate.utils import broadcast_object_list, reduce
+
+from common.host_memory import left_to_all, left_to_one, most_resident
+from common.report.tracking import read_earlier, write_run
+from common.training import token_budget
+from common.training.batching import GlobalBatch
+from common.training.optimizers import OPTIMIZERS
+from common.training.token_budget import TokenBudget
+
+MIN_SPEEDUP = 1.05  # in tokens/s, for twice the tokens
+MAX_BISECTIONS = 3
+
+
+def default_tokens(device_type: str, longest: int) -> int:
+    """Returns the first budget to try, in tokens per process. longest: tokens of the longest sample."""
+    return max(longest, 1024 if device_type == "cpu" else 8192)
+
+
+def start_budget(run: Any, longest: int) -> TokenBudget:
+    """Sets `args.micro_batch_tokens` to the first budget, alike on all ranks: the default, or that of a resumed run.
+
+    run: a `common.run.Run`. longest: tokens of the longest sample.
+    """
+    history = None
+    if run.args.resume and run.accelerator.is_main_process:
+        history = read_earlier(Path(run.args.output_dir)).get("micro_batch_tokens")
+    if run.accelerator.num_processes > 1:
+        (history,) = broadcast_object_list([history])
+    budget = TokenBudget(
+        run.accelerator,
+        history or [[run.state.update, default_tokens(run.device.type, longest)]],
+        longest,
+        is_known=bool(history),
+        can_free_more=lambda: run.checkpoints.writer.copies,
+    )
+    run.args.micro_batch_tokens = budget.tokens = budget.at(run.state.update)
+    if not run.args.dry_run:
+        token_budget.start(budget)
+    return budget
+
+
+def batches_with_oom_retry(run: Any) -> Iterator[GlobalBatch]:
+    """Yields the run's global batches; with a token budget first the trials, and retries what ran out of memory."""
+    budget, update, end = run.budget, run.state.update, run.state.end(run.args)
+    if budget is None:
+        yield from run.progress.batches(run.loader)
+        return
+    if update < end:
+        yield from _trials(run, budget, update)
+    while update < end:
+        run.args.micro_batch_tokens = budget.tokens = budget.at(update)
+        until = min([end, *(first for first, _ in budget.history if first > update)])
+        for batch in run.progress.batches(run.load(range(update, until))):
+            yield from budget.attempt(batch)
+            if budget.where:
+                _recover(run, budget, batch.update)
+                break
+            update = batch.update + 1
+
+
+def _trials(run: Any, budget: TokenBudget, update: int) -> Iterator[GlobalBatch]:
+    """Yields the batches of the trials; sets the budget from `update` on."""
+    budget.is_trial = True
+    # As large as the state that the first step allocates.
+    trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+    size = 0 if run.optimizer.state else OPTIMIZERS[run.args.optimizer].state_bytes * trained
+    state = torch.empty(int(size), dtype=torch.uint8, device=run.device)
+    if run.device.type == "cpu":
+        state.fill_(0)  # memory that nothing was written to is not resident
+    share = -(-run.args.global_batch_size // run.accelerator.num_processes)
+    search = _Search(budget.tokens, budget.longest, share * budget.longest, budget.is_known)
+    resident = psutil.Process().memory_info().rss
+    while search.tokens is not None:
+        yield from _trial(run, budget, search.tokens)
+        ran_out, no_room, seconds = _sums(run, float(budget.has_run_out), not _has_room(run, resident), budget.seconds)
+        search.note(not ran_out, not no_room, seconds)
+    del state
+    budget.is_trial, budget.where = False, ""
+    budget.tokens = search.best
+    budget.history[:] = [entry for entry in budget.history if entry[0] < update] + [[update, search.best]]
+    _set_tokens(run, search.best)
+    if run.accelerator.is_main_process:
+        run.progress.bar.write(f"--micro_batch_tokens auto: {search.best:,} tokens at once; {search.reason}")
+        write_run(run.output_dir, read_earlier(run.output_dir) | budget.to_record(run.args))
+
+
+class _Search:
+    """The budgets to try, one after the other. `tokens` is the next one, None after the last; `best` fits."""
+
+    def __init__(self, tokens: int, longest: int, limit: int, is_known: bool):
+        self.tokens: int | None = tokens
+        self.longest, self.limit, self.is_known = longest, max(limit, longest), is_known
+        self.best, self.too_large, self.seconds_per_token = 0, 0, 0.0
+        self.num_bisections, self.reason = 0, ""
+
+    def note(self, fits: bool, has_room: bool, seconds: float) -> None:
+        """Notes the outcome of a trial of `tokens` and chooses the next one."""
+        tried = self.tokens
+        per_token = seconds / tried
+        if not fits:
+            self.too_large = tried
+        elif self.best and per_token * MIN_SPEEDUP > self.seconds_per_token:
+            self._end(f"{tried:,} would fit and be no faster")
+            return
+        else:
+            self.best, self.seconds_per_token = tried, per_token
+        if not self.best:  # not even the first one; `TokenBudget.spared` raises at the smallest
+            self.tokens = max(self.longest, tried // 2)
+        elif self.is_known:
+            self._end("as in the run before")
+        elif self.too_large:
+            middle = (self.best + self.too_large) // 2 // self.longest * self.longest
+            self.num_bisections += 1
+            if middle <= self.best or self.num_bisections > MAX_BISECTIONS:
+                self._end(f"{self.too_large:,} do not fit")
+            else:
+                self.tokens = middle
+        elif tried >= self.limit:
+            self._end("a process's whole share of a global batch")
+        elif not has_room:
+            self._end("memory has no room for twice as many")
+        else:
+            self.tokens = min(2 * tried, self.limit)
+
+    def _end(self, reason: str) -> None:
+        self.tokens, self.reason = None, reason
+
+
+def _trial(run: Any, budget: TokenBudget, tokens: int) -> Iterator[GlobalBatch]:
+    """Yields the longest samples, again if they are a single micro-batch: the first one also pays for warm-up."""
+    budget.tokens = tokens
+    _set_tokens(run, tokens)
+    batch = run.loader.dataset.of_longest()
+    for _ in range(1 if len(batch.micro_batches) > 1 else 2):
+        yield from budget.attempt(batch)
+        if budget.where:
+            return
+
+
+def _set_tokens(run: Any, tokens: int) -> None:
+    """Sets the budget of the loaders; an evaluation may have twice the tokens (`batching._evaluation_batch`)."""
+    train, held_out = run.loader.dataset, run.held_out and run.held_out.dataset
+    if held_out is not None:
+        held_out.micro_batch_tokens = held_out.micro_batch_tokens * tokens // train.micro_batch_tokens
+    train.micro_batch_tokens = tokens
+
+
+def _sums(run: Any, *values: float) -> list[float]:
+    """Returns the sums over the ranks, so that all choose the same."""
+    if run.accelerator.num_processes == 1:
+        return list(values)
+    return reduce(torch.tensor(values, dtype=torch.float32, device=run.device)).tolist()
+
+
+def _has_room(run: Any, resident: int) -> bool:
+    """Returns whether twice the memory growth of the trials so far fits. resident: bytes of the process before them."""
+    if run.device.type != "cpu":  # whose allocator raises an error
+        return True
+    growth = max(0, most_resident() - resident)
+    needed = resident + 2 * growth - psutil.Process().memory_info().rss
+    return needed <= min(left_to_one(), left_to_all() // run.accelerator.num_processes)
+
+
+def _recover(run: Any, budget: TokenBudget, update: int) -> None:
+    """Frees the copy of a save or else halves the budget, after an update that ran out of memory."""
+    before = budget.tokens
+    is_freed = run.checkpoints.writer.free_copy()
+    if not is_freed:
+        budget.halve(update)
+        _set_tokens(run, budget.tokens)
+    if run.accelerator.is_main_process:
+        change = (
+            "without a copy of the state to save" if is_freed else f"{budget.tokens:,} tokens at once, not {before:,}"
+        )
+        run.progress.bar.write(f"memory ran out on {budget.where} in update {update}, which is retried: {change}")
+        write_run(run.output_dir, read_earlier(run.output_dir) | budget.to_record(run.args))

@@ -1,1 +1,0 @@
-"""What will a run need: memory by part, bytes sent, time; `--plan`."""

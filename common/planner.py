@@ -1,0 +1,99 @@
+"""Starts the planner, `python -m tools.plan`, in its own process: for --plan, and for the prediction of --dry_run."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from common.errors import UserError
+from common.host_memory import left_to_all, left_to_one
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 300  # time limit of a prediction
+# Flags that say where a run writes and how it starts: a plan has none of them.
+LEFT_OUT = ("--output_dir", "--resume", "--overwrite", "--dry_run", "--profile", "--plan")
+LAUNCHER_VARIABLES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "PARALLELISM_", "LOCAL_", "GROUP_", "ROLE_")
+LAUNCHER_VARIABLES += ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def repeated_flags(words: list[str]) -> Iterator[str]:
+    """Yields the flags of the recipe with their values, except those in `LEFT_OUT`."""
+    is_left_out = False
+    for word in words:
+        if word.startswith("--"):
+            is_left_out = word.partition("=")[0] in LEFT_OUT
+        if not is_left_out:
+            yield word
+
+
+def _start(*options: str) -> dict[str, Any]:
+    """Returns the `args` and `env` of a planner process that does not belong to this process's launch.
+
+    Raises UserError: tools/ is not next to common/.
+    """
+    if not (ROOT / "tools/plan").is_dir():
+        raise UserError(f"the planner is not in {ROOT}; copy tools/ from the repository to it, next to common/")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # -P: the current directory may have a tools/ of its own.
+    command = [sys.executable, "-P", "-m", "tools.plan", *options, sys.argv[0], *repeated_flags(sys.argv[1:])]
+    return {"args": command, "env": environment}
+
+
+def hand_over(args: argparse.Namespace) -> NoReturn:
+    """Replaces this process with the planner, which prints the plan for the machine of --plan.
+
+    Raises UserError: there is no planner.
+    """
+    planner = _start("--machine", args.plan)
+    sys.stdout.flush()
+    os.execve(sys.executable, planner["args"], planner["env"])
+
+
+class Prediction:
+    """The memory prediction of a dry run. The planner runs while the dry run computes.
+
+    run: a `common.run.Run`, before its model is built.
+    """
+
+    def __init__(self, run: Any):
+        launch = run.asked
+        question = {
+            "words": launch.command[2:],  # after `accelerate launch`
+            "mode": launch.mode,
+            "num_processes": launch.num_processes,
+            "mixed_precision": launch.mixed_precision,
+            "device": run.device.type,
+            "available": [left_to_one(), left_to_all()],
+        }
+        if run.device.type == "cuda":
+            import torch
+
+            question["available"] = [torch.cuda.mem_get_info(run.device)[1]]
+        self.reason = ""
+        try:
+            planner = _start("--predict", json.dumps(question))
+            self.process = subprocess.Popen(
+                **planner, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        except (UserError, OSError, MemoryError) as error:
+            self.reason = str(error)
+
+    def describe(self) -> str:
+        """Waits for the planner; returns the predicted peak of a process, or the reason why there is none."""
+        if self.reason:
+            return f"not predicted: {self.reason}"
+        try:
+            printed, errors = self.process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.communicate()
+            return f"not predicted: the planner took more than {SECONDS} s"
+        if self.process.returncode:
+            last = (errors.strip().splitlines() or [f"exit status {self.process.returncode}"])[-1]
+            return f"not predicted: {last.removeprefix('error: ')}"
+        return printed.strip().splitlines()[-1]

@@ -1,0 +1,68 @@
+"""Plans a run: prints memory and time of each config, and the launch command of the fastest that fits.
+
+    python -m tools.plan recipes/lm.py --model_config medium --train_file my.jsonl "8 x 80GiB, host 1TiB"
+
+Without MACHINE it plans for this machine. The recipe runs in this process, without devices, until its model is known.
+"""
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+USAGE = "usage: python -m tools.plan RECIPE [FLAGS ...] [MACHINE]"
+# The last word is a machine, and not the value of a flag: a number of devices, or a size of memory.
+MACHINE = re.compile(r"\d+ *x\b.*|[\d.]+ *[MGT]i?B\b.*")
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    options = {}
+    while words[:1] in (["--machine"], ["--predict"]) and len(words) > 1:
+        options[words[0]] = words[1]
+        words = words[2:]
+    if not words or words[0] in ("-h", "--help"):
+        print(__doc__.strip() if words else f"error: no recipe; {USAGE}", file=sys.stdout if words else sys.stderr)
+        sys.exit(0 if words else 2)
+    recipe, *flags = words
+    if not Path(recipe).is_file():
+        print(f"error: {recipe}: no such recipe; {USAGE}", file=sys.stderr)
+        sys.exit(2)
+    machine = options.get("--machine", "here")
+    if flags and not options and (MACHINE.fullmatch(flags[-1]) or not (flags[-2:-1] or [""])[0].startswith("--")):
+        if not flags[-1].startswith("--"):
+            machine = flags.pop()
+    question = json.loads(options["--predict"]) if "--predict" in options else {"machine": machine}
+    if machine == "here" and "--predict" not in options:
+        question["here"] = _describe_devices()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    _run(recipe, flags, question)
+
+
+def _describe_devices() -> dict | None:
+    """Returns the fields of this machine's `hardware.Machine`, as measured in a process that may use the GPUs."""
+    result = subprocess.run([sys.executable, "-m", "tools.plan.hardware"], capture_output=True, text=True)
+    if result.returncode:
+        print(f"error: this machine's devices could not be measured: {result.stderr.strip()[-300:]}", file=sys.stderr)
+        sys.exit(2)
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def _run(recipe: str, flags: list[str], question: dict) -> None:
+    """Runs the recipe with `PlannedRun` instead of `Run`."""
+    sys.argv = [recipe, *flags]
+    directory = Path(recipe).resolve().parent
+    sys.path[:0] = [str(directory), str(directory.parent)]  # a copy of common/ next to the recipe is used, as in a run
+    import common.run
+    from tools.plan.planned_run import PlannedRun
+
+    PlannedRun.question = question
+    common.run.Run = PlannedRun
+    runpy.run_path(recipe, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Plays the cases that a question needs, each in a process of its own, and answers it: the run at hand, or `--plan`."""
+
+import math
+import os
+import pickle
+import select
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from common.errors import UserError
+from common.host_memory import format_bytes
+from common.training.batching import Samples
+from common.training.process_grid import Degrees
+from tools.plan.cost import count_micro_batches
+from tools.plan.layer_extrapolation import choose_depths, count_layers, set_layers
+from tools.plan.memory import Mode, ModelSizes, measure_model, needs, on_host, parse_mode, peak
+from tools.plan.memory_profile import Parts, Profile, make_profile, split_segments
+from tools.plan.process_memory import held_on_cpu, held_on_gpu
+from tools.plan.traced_run import Case, Recording, TracedRun
+
+SECONDS = 120  # a process that takes longer is ended
+
+
+class TraceError(Exception):
+    """The recipe's update could not be played without data; says why."""
+
+
+class InTraceProcess(Exception):
+    """Raised in a process that plays: whoever asked returns, and the recipe goes on in it."""
+
+
+class Tracer:
+    """Forks processes that play cases; `run` becomes a `TracedRun` in each of them."""
+
+    def __init__(self, run: Any, config: Any, samples: Samples, held_out: Samples | None):
+        self.run, self.config, self.samples, self.held_out = run, config, samples, held_out
+
+    def start(self, case: Case) -> "TraceProcess":
+        """A process that plays it. Raises InTraceProcess in that process."""
+        reads, writes = os.pipe()
+        if child := os.fork():
+            os.close(writes)
+            return TraceProcess(child, reads)
+        os.close(reads)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        try:
+            set_layers(self.config, case.layers)
+            self.run.__class__ = TracedRun
+            self.run.set_up(case, self.samples, self.held_out, writes)
+        except BaseException:
+            os._exit(1)
+        raise InTraceProcess
+
+    def play(self, cases: list[Case], at_once: int) -> list[Recording]:
+        """What each case allocates. Raises TraceError, or InTraceProcess in a process that plays."""
+        playing: list[TraceProcess] = []
+        for number, case in enumerate(cases):
+            if number >= at_once:
+                playing[number - at_once].read()
+            playing.append(self.start(case))
+        return [one.recording() for one in playing]
+
+
+class TraceProcess:
+    """A process that plays."""
+
+    def __init__(self, child: int, pipe: int):
+        self.child, self.pipe, self.told = child, pipe, b""
+        self.end = time.monotonic() + SECONDS
+        self.is_done = False
+
+    def read(self) -> None:
+        """Waits until it has told its recording, or has ended without, or its time is over."""
+        pieces = []
+        while not self.is_done:
+            ready, _, _ = select.select([self.pipe], [], [], max(0, self.end - time.monotonic()))
+            pieces.append(os.read(self.pipe, 1 << 20) if ready else b"")
+            if not pieces[-1]:
+                self.told, self.is_done = b"".join(pieces), bool(ready)
+                self.close()
+
+    def close(self) -> None:
+        """Ends the process, if it has not ended."""
+        os.close(self.pipe)
+        if not self.is_done:
+            os.kill(self.child, signal.SIGKILL)
+            self.is_done = True
+        os.waitpid(self.child, 0)
+
+    def recording(self) -> Recording:
+        """What it recorded. Raises TraceError."""
+        self.read()
+        if not self.told:
+            raise TraceError("the recipe could not be played without data")
+        recording: Recording = pickle.loads(self.told)
+        if not any(segment == "after step" for segment, _, _ in recording.events):
+            raise TraceError((recording.ended.strip().splitlines() or ["no whole update was played"])[-1])
+        return recording
+
+
+class Forecaster:
+    """Profiles of any micro-batch size and mode from few cases."""
+
+    def __init__(self, tracer: Tracer, model: ModelSizes, device: str):
+        self.tracer, self.model, self.device = tracer, model, device
+        has_stages = hasattr(tracer.run.args, "schedule")  # of which each has some of the layers
+        self.depths, self.layers = choose_depths(tracer.config, has_stages), count_layers(tracer.config)
+
+    def cases(self, mode: Mode, rows: int, activation_checkpointing: str, optimizer: str) -> list[Case]:
+        """What is to be played for one profile: the model at each depth."""
+        mode_of_layers = "full" if activation_checkpointing == "offload" else activation_checkpointing
+        how = {"autocast": mode.autocast, "weights": mode.weights_dtype, "device": self.device, "degrees": mode.played}
+        return [Case(rows, depth, mode_of_layers, optimizer, **how) for depth in self.depths]
+
+    def profile(self, recordings: list[Recording]) -> Profile:
+        """The whole model's, from those of each depth."""
+        if len(recordings) == 1:
+            return make_profile(recordings[0])
+        pieces = split_segments(*recordings)
+        one, other = (make_profile(recording, pieces) for recording in recordings)
+        return one.at_depth(other, *self.depths, self.layers)
+
+
+def micro_batch_rows(args: Any, samples: Samples, degrees: Degrees) -> int:
+    """How many of the longest samples a micro-batch has, as the flags have it."""
+    share = math.ceil(args.global_batch_size / degrees.data)
+    if args.micro_batch_size:
+        return min(args.micro_batch_size, share)
+    return max(1, min(share, args.micro_batch_tokens * degrees.sequence // samples.max_length))
+
+
+def predict_peak(
+    run: Any,
+    config: Any,
+    make_empty: Callable[[], torch.nn.Module],
+    samples: Samples,
+    held_out: Samples | None,
+    question: dict[str, Any],
+) -> list[str]:
+    """Returns one line with the predicted peak of a process of the run, and the shortfall if it does not fit.
+
+    Raises UserError: the recipe cannot be traced. Raises InTraceProcess in a process that traces it.
+    """
+    args, launch = run.args, run.asked
+    model, device = measure_model(make_empty()), "cpu" if question["device"] == "cpu" else "cuda"
+    mode = parse_mode(launch, launch.source, args)
+    forecaster = Forecaster(Tracer(run, config, samples, held_out), model, device)
+    rows = micro_batch_rows(args, samples, mode.degrees)
+    cases = forecaster.cases(mode, rows, args.activation_checkpointing, args.optimizer)
+    try:
+        profile = forecaster.profile(forecaster.tracer.play(cases, at_once=len(cases)))
+    except TraceError as reason:
+        raise UserError(str(reason)) from reason
+    number = count_micro_batches(args.global_batch_size, mode.degrees.data, rows)
+    segment, parts = peak(needs(profile, model, mode, number))
+    if device == "cpu":  # whose memory is the host's
+        parts["offloaded"] = on_host(model, mode)[0] / mode.processes
+    return [describe_peak(segment, parts) + _describe_shortfall(mode, parts, question)]
+
+
+def describe_peak(segment: str, parts: Parts) -> str:
+    """Describes the predicted peak of a process: its size, when it is reached, and its parts."""
+    total = sum(parts.values())
+    held = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size >= 0.005 * total)
+    where, _, when = segment.partition(", ")
+    return f"predicted peak {format_bytes(total)} per process, at the {when} of a {where.rstrip(' 01')}: {held}"
+
+
+def _describe_shortfall(mode: Mode, parts: Parts, question: dict[str, Any]) -> str:
+    """Describes the shortfall of the device's memory or, on a CPU, of the limits of cgroup, SLURM and ulimit."""
+    available = question["available"]
+    if question["device"] == "cpu":
+        for_one, for_all = available
+        needed = held_on_cpu(parts)
+        missing = max(needed - for_one, mode.processes * needed - for_all)
+    else:
+        missing, (for_one,) = held_on_gpu(mode, parts) - available[0], available
+    if missing <= 0:
+        return ""
+    return f"; this exceeds the available {format_bytes(for_one)} by {format_bytes(missing)}; --plan lists what fits"

@@ -1,0 +1,80 @@
+"""PlannedRun: stands in for `common.run.Run` in a planner process, and answers when the recipe knows its model."""
+
+import argparse
+import sys
+from collections.abc import Iterable
+from functools import cache, partial
+from typing import Any, ClassVar
+
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM
+
+from common import argument_checks
+from common.auto_micro_batch import default_tokens
+from common.errors import refuse
+from common.models import adapters
+from common.parallel import connect
+from common.parallel.launch import Launch, parse_launch
+from common.training.batching import Samples
+from tools.plan import hardware
+from tools.plan.memory_forecast import InTraceProcess, predict_peak
+from tools.plan.plan import plan
+
+
+class PlannedRun:
+    """A run up to the end of `begin`, which prints the answer and exits; in a traced process it goes on as `TracedRun`.
+
+    Attributes:
+        question: for a plan `machine` (in words) and, of this machine, its fields `here`; for a prediction the launch,
+            the kind of device and the bytes that are available (`common.planner.Prediction`).
+    """
+
+    question: ClassVar[dict[str, Any]]
+
+    def __init__(self, args: argparse.Namespace, problems: Iterable[str] = (), lengths_vary: bool = True):
+        self.args, self.machine = args, None
+        if "machine" in self.question:
+            self.asked = Launch(use_cpu=True, mode="plain", num_processes=1, mixed_precision="no")
+            here = self.question.get("here")
+            self.machine = hardware.Machine(**here) if here else hardware.parse_machine(self.question["machine"])
+            on_cpu = self.machine.kind == "cpu"
+        else:
+            self.asked, on_cpu = _asked_launch(self.question), self.question["device"] == "cpu"
+        args.resume = args.overwrite = args.dry_run = False
+        degrees = self.asked.degrees
+        refuse([*argument_checks.check_arguments(args, on_cpu, lengths_vary, degrees), *problems])
+        self.accelerator = Accelerator(cpu=True)
+        self.device, self.is_sharded = self.accelerator.device, False
+
+    def begin(
+        self,
+        config: Any,
+        tokenizer: Any,
+        train_set: Samples,
+        held_out: Samples | None,
+        *own_flags: str,
+        model_class: Any = AutoModelForCausalLM,
+    ) -> None:
+        """Prints the plan or the prediction, and exits; returns in a process that traces an update."""
+        argument_checks.check_samples(self.args, train_set, held_out, self.asked.degrees)
+        make_empty = cache(partial(adapters.empty_base, self.args, config, model_class))
+        connect.seed_everything(self.args.seed)
+        if getattr(self.args, "micro_batch_tokens", None) == "auto":
+            self.args.micro_batch_tokens = default_tokens(self.question.get("device", "cuda"), train_set.max_length)
+        try:
+            if self.machine is not None:
+                lines = plan(model_class, self, config, make_empty, train_set, held_out, self.machine)
+            else:
+                lines = predict_peak(self, config, make_empty, train_set, held_out, self.question)
+        except InTraceProcess:
+            return
+        print("\n".join(lines), flush=True)
+        sys.exit()
+
+
+def _asked_launch(question: dict[str, Any]) -> Launch:
+    """The launch of the run that is predicted."""
+    if question["words"]:
+        return parse_launch([*question["words"], "recipe.py"])
+    names = ("mode", "num_processes", "mixed_precision")
+    return Launch(**{name: question[name] for name in names}, use_cpu=question["device"] == "cpu")
