@@ -214,10 +214,10 @@ def run_arm(name, recipe, flags, directory):
 
 FORMULAS = {
     "weights": "4, in bf16 4 + 2; frozen 4, in bf16 2, in nf4 0.52",
-    "gradients": "4 for each that is trained",
-    "optimizer state": "8 for each that is trained, of adafactor 0.01",
+    "gradients": "4 per trained parameter",
+    "optimizer state": "8 per trained parameter, 0.01 with adafactor",
     "activations": "`full`: above 4 x layers x width",
-    "logits and loss": "`lm`: in all 4 x vocabulary x (512 + width)",
+    "logits and loss": "`lm`: in total 4 x vocabulary x (512 + width)",
 }
 
 
@@ -227,14 +227,14 @@ def row(*cells):
 
 
 def areas_of(arms):
-    """The lines of the table of areas: each at its most, in bytes a parameter or a token of a micro-batch."""
+    """The lines of the table of areas: each at its most, in bytes per parameter or per token of a micro-batch."""
     lines = [row("area, bytes", "by formula", *(arm["name"] for arm in arms)), "| --- | --- |" + " --: |" * len(arms)]
-    unit = {"tokens": "a token", "images": "an image"}[arms[0]["unit"]]
+    unit = {"tokens": "per token", "images": "per image"}[arms[0]["unit"]]
     for area in AREAS:
         is_state = area in AREAS[:3]
         by, digits = ("parameters", ".2f") if is_state else ("tokens", ",.0f")
         figures = [format(arm["most"][area] / arm[by], digits) for arm in arms]
-        lines.append(row(f"{area}, {'a parameter' if is_state else unit}", FORMULAS.get(area, ""), *figures))
+        lines.append(row(f"{area}, {'per parameter' if is_state else unit}", FORMULAS.get(area, ""), *figures))
     return lines
 
 

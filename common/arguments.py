@@ -1,7 +1,7 @@
-"""The flags that every recipe shares, declared once, in groups.
+"""Command-line flags shared by all recipes, in groups.
 
-Machine facts (processes, mode, precision, offload) live in the config files of accelerate_configs/; training facts
-live here. Nothing is in both.
+Hardware settings (processes, mode, precision, offload) are in the files of accelerate_configs/, training settings here.
+Nothing is in both.
 """
 
 import argparse
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse that tells a user's mistake in one line, suggests the nearest flag, and accepts no abbreviations."""
+    """argparse that reports a user error in one line, suggests the nearest flag, and accepts no abbreviations."""
 
     def __init__(self, **kwargs):
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
@@ -176,75 +176,76 @@ def recipe_parser(description: str, lengths_vary: bool = True) -> ArgumentParser
 
 def _add_run(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("run")
-    group.add_argument("--output_dir", help="directory for all that the run writes (default: runs/RECIPE-DATE-TIME)")
-    group.add_argument("--overwrite", action="store_true", help="delete the run that --output_dir holds")
-    group.add_argument("--dry_run", action="store_true", help="check all, up to one forward and backward; write no run")
-    about = "print what a run would need on a machine such as '8 x 80GiB, host 1TiB' (default: this one), train nothing"
+    group.add_argument("--output_dir", help="output directory of the run (default: runs/RECIPE-DATE-TIME)")
+    group.add_argument("--overwrite", action="store_true", help="delete an existing run in --output_dir")
+    about = "check everything, run one forward and backward pass, and exit without writing a run"
+    group.add_argument("--dry_run", action="store_true", help=about)
+    about = "print predicted memory and time for MACHINE, such as '8 x 80GiB, host 1TiB' (default: this one), and exit"
     group.add_argument("--plan", nargs="?", const="here", metavar="MACHINE", help=about)
-    group.add_argument("--seed", type=seed, default=0, help="seed of weights, sample order, dropout")
-    about = "measure the held-out data every N updates, or every 1epoch, and at the end; 0: only at the end"
+    about = "random seed for weight initialisation, sample order and dropout"
+    group.add_argument("--seed", type=seed, default=0, help=about)
+    about = "evaluate on the held-out set every N updates, or every N epochs (such as 1epoch), and at the end; "
+    about += "0: only at the end"
     group.add_argument("--eval_every", type=updates_or_epochs, default=0, metavar="N", help=about)
-    about = "end after N evaluations in a row without a lower validation loss"
+    about = "stop after N consecutive evaluations without a lower validation loss"
     group.add_argument("--patience", type=positive, metavar="N", help=about)
-    about = "how long the processes wait for each other at the start"
+    about = "seconds to wait for all processes to connect at startup"
     group.add_argument("--connect_timeout", type=positive_float, default=60.0, metavar="SECONDS", help=about)
-    about = f"trackers that get the metrics too: {', '.join(LOGGER_TYPE_TO_CLASS)}"
+    about = f"trackers that also receive the metrics: {', '.join(LOGGER_TYPE_TO_CLASS)}"
     group.add_argument("--report_to", nargs="+", default=[], metavar="TRACKER", help=about)
 
     group = parser.add_argument_group("stop and resume")
-    about = "write a checkpoint every N updates, or every 1epoch, and after the last one; 0: only when asked to stop"
+    about = "write a checkpoint every N updates, or every N epochs (such as 1epoch), and at the end; 0: only on a stop"
     group.add_argument("--save_every", type=updates_or_epochs, default=500, metavar="N", help=about)
-    about = "keep the K newest checkpoints, at least 2"
+    about = "number of newest checkpoints to keep, at least 2"
     group.add_argument("--keep_last", type=positive, default=2, metavar="K", help=about)
-    about = "save at each new lowest validation loss, and keep that checkpoint besides the newest; needs --eval_every"
+    about = "save at each new lowest validation loss, and keep that checkpoint too; requires --eval_every"
     group.add_argument("--keep_best", action="store_true", help=about)
-    about = "precision of the weights in model/ (default: that of the weights that are trained)"
+    about = "dtype of the weights in model/ (default: dtype of the trained weights)"
     group.add_argument("--export_dtype", choices=EXPORT_DTYPES, help=about)
-    about = "with --keep_best: write the best checkpoint as model/, not the last one"
+    about = "write the best checkpoint to model/ instead of the last; requires --keep_best"
     group.add_argument("--load_best_at_end", action="store_true", help=about)
-    about = "continue from the newest sound checkpoint in --output_dir"
+    about = "resume from the newest valid checkpoint in --output_dir"
     group.add_argument("--resume", action="store_true", help=about)
-    about = f"with --resume: settings that may differ from the checkpoint's, out of {', '.join(CHANGEABLE)}"
+    about = f"settings that may differ from the checkpoint; requires --resume; choices: {', '.join(CHANGEABLE)}"
     group.add_argument("--allow_changed", nargs="+", default=[], choices=CHANGEABLE, metavar="NAME", help=about)
 
 
 def _add_batch(parser: ArgumentParser, lengths_vary: bool) -> None:
-    group = parser.add_argument_group("batch (however a global batch is cut, the update is the same, but for dropout)")
-    group.add_argument("--num_updates", type=positive, default=1000, help="number of optimizer updates in all")
-    about = "in place of --num_updates: how often to go through the training data, such as 3 or 0.5"
+    group = parser.add_argument_group("batch (without dropout, the update is the same for any split of a global batch)")
+    group.add_argument("--num_updates", type=positive, default=1000, help="total number of optimizer updates")
+    about = "number of passes over the training data, such as 3 or 0.5; replaces --num_updates"
     group.add_argument("--num_epochs", type=positive_float, metavar="E", help=about)
-    group.add_argument("--global_batch_size", type=positive, default=8, help="samples in an update, over all ranks")
-    group.add_argument("--micro_batch_size", type=positive, metavar="M", help="samples that a device computes at once")
+    group.add_argument("--global_batch_size", type=positive, default=8, help="samples per update, over all ranks")
+    group.add_argument("--micro_batch_size", type=positive, metavar="M", help="samples per micro-batch and device")
     if lengths_vary:
-        about = "in place of --micro_batch_size: as many samples at once as fit T tokens, padding included\n"
-        about += (
-            "(default: 1024 on a CPU, 8192 on a GPU, at least one sample); auto: as many as memory holds, and half\n"
-        )
-        about += "of them from where it runs out"
+        about = "maximum tokens per micro-batch, padding included; replaces --micro_batch_size\n"
+        about += "(default: 1024 on CPU, 8192 on GPU, at least one sample);\n"
+        about += "auto: the largest budget predicted to fit, halved if memory runs out"
         group.add_argument("--micro_batch_tokens", type=positive_or_auto, metavar="T", help=about)
-    group.add_argument("--drop_last_window", action="store_true", help="drop the short last global batch of an epoch")
-    about = "processes that load data for each rank (default: 2 with a GPU, 0 without)"
+    group.add_argument("--drop_last_window", action="store_true", help="drop the incomplete last batch of an epoch")
+    about = "data-loading processes per rank (default: 2 with a GPU, 0 without)"
     group.add_argument("--num_workers", type=not_negative, metavar="W", help=about)
 
 
 def _add_optimizer(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("optimizer")
     group.add_argument("--optimizer", default="adamw", help=optimizers_help(), **one_of(OPTIMIZERS))
-    group.add_argument("--learning_rate", type=positive_float, help="peak of the learning rate (default: the model's)")
+    group.add_argument("--learning_rate", type=positive_float, help="peak learning rate (default: by model)")
     about = "weight decay of matrices and embeddings"
     group.add_argument("--weight_decay", type=not_negative_float, default=0.1, help=about)
-    about = "updates in which the rate rises to its peak (default: a twentieth of the run)"
+    about = "number of warm-up updates (default: a twentieth of the run)"
     group.add_argument("--warmup_updates", type=not_negative, help=about)
     group.add_argument("--lr_schedule", default="cosine", **one_of(SCHEDULES))
-    about = "clip the gradient to this norm; 0: no clipping"
+    about = "maximum gradient norm for clipping; 0: no clipping"
     group.add_argument("--max_grad_norm", type=not_negative_float, default=1.0, help=about)
-    about = "an update whose loss or gradient is not finite is skipped; fail after so many in a row"
+    about = "updates with a non-finite loss or gradient are skipped; fail after N consecutive skips"
     group.add_argument("--max_skipped_updates", type=positive, default=20, help=about)
 
     group = parser.add_argument_group("memory and speed")
     group.add_argument("--activation_checkpointing", default="none", **one_of(ACTIVATION_CHECKPOINTING))
-    group.add_argument("--compile", action="store_true", help="torch.compile the model: slow first updates, then fast")
-    about = "after 3 updates, record 3: a trace in OUTPUT_DIR/profile for ui.perfetto.dev, and where their time went"
+    group.add_argument("--compile", action="store_true", help="torch.compile the model: first updates are slow")
+    about = "profile updates 3 to 5: print the time per part, write a trace to OUTPUT_DIR/profile for ui.perfetto.dev"
     group.add_argument("--profile", action="store_true", help=about)
 
 
@@ -264,29 +265,29 @@ def add_language_arguments(
     longest: what the default of --sequence_length is, where the recipe chooses it; in words.
     """
     group = parser.add_argument_group("data (default: the source code of Python's standard library)")
-    about = "training text: .txt .jsonl .parquet .csv .tsv files, also compressed, or globs of them; mixed by weights\n"
-    about += "where each has one: code.jsonl:0.7 books.txt:0.3"
+    about = "training text: .txt .jsonl .json .parquet .csv .tsv files, also compressed, or globs of them;\n"
+    about += "to mix files, append weights: code.jsonl:0.7 books.txt:0.3"
     if examples:
-        about += "\na row holds a text, a prompt and a completion, messages, ShareGPT's conversations, or Alpaca's"
+        about += "\na row has a text, a prompt and a completion, messages, ShareGPT's conversations, or Alpaca's"
         about += "\ninstruction, input and output"
     group.add_argument("--train_file", nargs="+", default=[], metavar="FILE", help=about)
-    about = "held-out text, in the same forms"
+    about = "held-out text, in the same formats"
     group.add_argument("--validation_file", nargs="+", default=[], metavar="FILE", help=about)
-    about = "in place of --train_file: a hub name or a local directory; its validation or test split is held out"
+    about = "dataset: hub name or local directory; its validation or test split is held out; replaces --train_file"
     group.add_argument("--dataset_name", help=about)
-    group.add_argument("--dataset_config", help="the data set's configuration, where it has several")
+    group.add_argument("--dataset_config", help="dataset configuration, if there are several")
     if one_text:
-        about = "column with the text" + ", where rows have no prompt or messages" * examples
+        about = "column with the text" + ", for rows without prompt or messages" * examples
         group.add_argument("--text_column", default="text", help=about)
     if examples:
-        group.add_argument("--prompt_column", help="column with what is given (default: prompt)")
-        group.add_argument("--completion_column", help="column with what is learned (default: completion)")
-        about = "cut the joined texts into blocks, or take each row as an example (default: by the columns)"
+        group.add_argument("--prompt_column", help="column with the prompt (default: prompt)")
+        group.add_argument("--completion_column", help="column with the target (default: completion)")
+        about = "split concatenated texts into blocks, or use each row as a sample (default: depends on the columns)"
         group.add_argument("--shape", choices=("blocks", "examples"), help=about)
     if examples or chats:
-        about = "file of a chat template, in Jinja, or chatml: writes messages in the place of the tokenizer's own"
+        about = "Jinja file with a chat template, or chatml; replaces the template of the tokenizer"
         group.add_argument("--chat_template", metavar="FILE", help=about)
-    about = "a sample has at most this many tokens" + (f" (default: {longest})" if longest else "")
+    about = "maximum tokens per sample" + (f" (default: {longest})" if longest else "")
     group.add_argument("--sequence_length", type=positive, default=None if longest else 256, help=about)
 
     add_model_arguments(parser)
@@ -295,27 +296,28 @@ def add_language_arguments(
 
 
 def _add_adapter(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("adapter (LoRA: small matrices are trained beside a pretrained model, frozen)")
-    about = "train an adapter of this rank, such as 16"
+    group = parser.add_argument_group("adapter (LoRA: small matrices are trained next to a frozen pretrained model)")
+    about = "rank of the adapter matrices, such as 16 (default: no adapter)"
     group.add_argument("--lora_rank", type=positive, metavar="R", help=about)
-    group.add_argument("--lora_alpha", type=positive, help="the adapter counts alpha / rank times (default: 2 x rank)")
-    about = "names of the layers that are adapted (default: all linear layers but the head, and experts)"
+    about = "the adapter output is scaled by alpha / rank (default: 2 x rank)"
+    group.add_argument("--lora_alpha", type=positive, help=about)
+    about = "layers to adapt, by name (default: all linear layers except the head, and experts)"
     group.add_argument("--lora_targets", nargs="+", default=[], metavar="NAME", help=about)
-    about = "share of the adapter's inputs that is dropped"
+    about = "dropout rate on the adapter input"
     group.add_argument("--lora_dropout", type=not_negative_float, default=0.0, help=about)
-    about = "the adapter counts alpha / sqrt(rank) times (rsLoRA, arXiv:2312.03732)"
+    about = "scale the adapter output by alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732)"
     group.add_argument("--use_rslora", action="store_true", help=about)
-    about = "adapt direction and length of the weights apart (DoRA, arXiv:2402.09353)"
+    about = "adapt direction and magnitude of the weights separately (DoRA, arXiv:2402.09353)"
     group.add_argument("--use_dora", action="store_true", help=about)
-    about = "keep the frozen weights in 4 bits"
+    about = "format of the frozen weights (default: unquantised)"
     group.add_argument("--quantize", **one_of(QUANTIZED, about))
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the recipes that take a pretrained model."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model_name_or_path", help="a pretrained model: a local directory or a hub name")
-    group.add_argument("--trust_remote_code", action="store_true", help="run code that the model or data set brings")
+    group.add_argument("--model_name_or_path", help="local directory or hub name of a pretrained model")
+    group.add_argument("--trust_remote_code", action="store_true", help="run code from the model or dataset")
 
 
 def choose_model(

@@ -1,30 +1,30 @@
-"""What the flags of well-known training scripts are called here: an unknown flag is refused with what to do."""
+"""Translates flags of well-known training scripts: the error for an unknown flag shows its equivalent here."""
 
 import re
 from collections.abc import Container
 
 LAUNCHER = "as a flag of accelerate launch, before the recipe"
-SORTED = "take it out; the samples of a global batch are always sorted by length"
-LOGGED = "take it out; metrics.jsonl has a line for each update"
-BEST = "take it out; the best checkpoint is the one with the lowest validation loss"
-BETAS = "take it out, or change ADAM_BETAS in common/training/optimizers.py, which is (0.9, 0.95)"
-LOSS = "take it out, or change the loss in your copy of the recipe"
-HELD_OUT_SPLIT = "take it out; --dataset_name reads its splits train and validation (or test)"
-ON_START = "take it out; held-out data are first measured after --eval_every updates"
-CORES = "take it out; the tokenizer uses all cores by itself"
+SORTED = "remove it; the samples of a global batch are always sorted by length"
+LOGGED = "remove it; metrics.jsonl has one line per update"
+BEST = "remove it; the best checkpoint has the lowest validation loss"
+BETAS = "remove it, or change ADAM_BETAS in common/training/optimizers.py, which is (0.9, 0.95)"
+LOSS = "remove it, or change the loss in your copy of the recipe"
+HELD_OUT_SPLIT = "remove it; --dataset_name reads its splits train and validation (or test)"
+ON_START = "remove it; the first evaluation is after --eval_every updates"
+CORES = "remove it; the tokenizer uses all cores by itself"
 # By the flag's name there: who has it (N: transformers' run_clm_no_trainer.py and its like, T: Trainer, S: TRL's
-# SFTTrainer), and what to do here. In braces: the value that was given, where it is of that kind: N a whole number, X
-# any number, NAME a text, and what VALUES names.
+# SFTTrainer), and its equivalent here. In braces: the user's value, if it is of that kind: N an integer, X any number,
+# NAME a text, and the keys of VALUES.
 FLAGS: dict[str, tuple[str, str]] = {
     "max_train_steps": ("N", "--num_updates {N}"),
     "max_steps": ("TS", "--num_updates {N}"),
     "num_train_epochs": ("NTS", "--num_epochs {X}"),
     "early_stopping_patience": ("", "--patience {N}"),
-    "per_device_train_batch_size": ("NTS", "--micro_batch_size {N}, beside --global_batch_size"),
+    "per_device_train_batch_size": ("NTS", "--micro_batch_size {N}, together with --global_batch_size"),
     "train_batch_size": ("", "--global_batch_size {N}, which counts the samples of all processes"),
     "batch_size": ("", "--global_batch_size {N}, which counts the samples of all processes"),
     "gradient_accumulation_steps": ("NTS", "--global_batch_size B, where B is {N} x --micro_batch_size x processes"),
-    "per_device_eval_batch_size": ("NTS", "take it out; an evaluation has the same micro-batches as training"),
+    "per_device_eval_batch_size": ("NTS", "remove it; evaluation uses the micro-batch size of training"),
     "auto_find_batch_size": ("TS", "--micro_batch_tokens auto"),
     "group_by_length": ("TS", SORTED),
     "padding_free": ("S", SORTED),
@@ -45,7 +45,7 @@ FLAGS: dict[str, tuple[str, str]] = {
     "fsdp": ("TS", f"--config_file accelerate_configs/fsdp2.yaml {LAUNCHER}"),
     "gradient_checkpointing": ("TS", "--activation_checkpointing full"),
     "torch_compile": ("TS", "--compile"),
-    "use_liger_kernel": ("TS", "take it out; the recipes of causal language models never hold all logits at once"),
+    "use_liger_kernel": ("TS", "remove it; the recipes of causal language models never hold all logits at once"),
     "eval_steps": ("TS", "--eval_every {N}"),
     "eval_strategy": ("TS", "--eval_every {N}"),
     "evaluation_strategy": ("T", "--eval_every {N}"),
@@ -54,19 +54,19 @@ FLAGS: dict[str, tuple[str, str]] = {
     "save_steps": ("TS", "--save_every {N}"),
     "save_strategy": ("TS", "--save_every {N}"),
     "save_total_limit": ("TS", "--keep_last {N}, at least 2"),
-    "load_best_model_at_end": ("TS", "--keep_best --load_best_at_end, beside --eval_every"),
+    "load_best_model_at_end": ("TS", "--keep_best --load_best_at_end, together with --eval_every"),
     "resume_from_checkpoint": ("NTS", "--resume, with the --output_dir of that run"),
     "overwrite_output_dir": ("T", "--overwrite"),
     "with_tracking": ("N", "--report_to TRACKER, such as tensorboard"),
     "run_name": ("TS", "--output_dir runs/{NAME}"),
-    "do_train": ("T", "take it out; a recipe always trains"),
+    "do_train": ("T", "remove it; a recipe always trains"),
     "do_eval": ("T", "--validation_file FILE"),
     "validation_split_percentage": ("N", "--validation_file FILE"),
     "dataset_config_name": ("N", "--dataset_config {NAME}"),
     "streaming": (
         "T",
-        "not here: the samples of an update follow from how many there are in all, which a stream does not tell; write "
-        "it to files once (docs/data.md)",
+        "not here: the samples of an update depend on the dataset length, which is unknown in a stream; write the "
+        "stream to files once (docs/data.md)",
     ),
     "dataset_text_field": ("S", "--text_column {NAME}"),
     "block_size": ("N", "--sequence_length {N}"),
@@ -81,118 +81,118 @@ FLAGS: dict[str, tuple[str, str]] = {
     "lora_target_modules": ("", "--lora_targets {NAME}"),
     "use_lora": ("", "--lora_rank 16"),
     "lora": ("", "--lora_rank 16"),
-    "load_in_4bit": ("", "--quantize nf4, beside --lora_rank"),
-    "load_in_8bit": ("", "--quantize nf4, beside --lora_rank: in 4 bits, there is no form of 8"),
-    "attn_implementation": ("S", "take it out; it is PyTorch's own (sdpa) where the model has that, else the model's"),
-    "config_name": ("N", "take it out; a pretrained model brings its own, and sizes from scratch have names (--help)"),
+    "load_in_4bit": ("", "--quantize nf4, together with --lora_rank"),
+    "load_in_8bit": ("", "--quantize nf4, together with --lora_rank: in 4 bits, 8 bits are not supported"),
+    "attn_implementation": ("S", "remove it; it is PyTorch's (sdpa) if the model supports that, otherwise the model's"),
+    "config_name": ("N", "remove it; a pretrained model has its own, and sizes from scratch have names (--help)"),
     "tokenizer_name": (
         "N",
-        "take it out; a pretrained model brings its own, and one from scratch is trained on your text",
+        "remove it; a pretrained model has its own, and a tokenizer from scratch is trained on your text",
     ),
-    "use_slow_tokenizer": ("N", "take it out; it is the fast one where the model has that"),
-    "model_type": ("N", "take it out; the model's own config names its type"),
-    "low_cpu_mem_usage": ("N", "take it out; a model is always loaded so"),
+    "use_slow_tokenizer": ("N", "remove it; the fast tokenizer is used if the model has it"),
+    "model_type": ("N", "remove it; the type is read from the model's config"),
+    "low_cpu_mem_usage": ("N", "remove it; it is always on"),
     "adam_beta1": ("TS", BETAS),
     "adam_beta2": ("TS", BETAS),
-    "adam_epsilon": ("TS", "take it out; it is 1e-8, as in PyTorch"),
+    "adam_epsilon": ("TS", "remove it; it is 1e-8, as in PyTorch"),
     "preprocessing_num_workers": ("N", CORES),
-    "overwrite_cache": ("N", "take it out; other data, another tokenizer or other flags are always cached anew"),
-    "no_keep_linebreaks": ("N", "take it out; line breaks are kept"),
-    "remove_unused_columns": ("TS", "take it out; columns that no flag names are not read"),
-    "max_train_samples": ("", "take it out; name a smaller file, or end earlier with --num_updates"),
+    "overwrite_cache": ("N", "remove it; different data, tokenizers or flags always have their own cache"),
+    "no_keep_linebreaks": ("N", "remove it; line breaks are kept"),
+    "remove_unused_columns": ("TS", "remove it; columns that are not set by a flag are not read"),
+    "max_train_samples": ("", "remove it; pass a smaller file, or end earlier with --num_updates"),
     "logging_strategy": ("TS", LOGGED),
     "logging_first_step": ("TS", LOGGED),
     "metric_for_best_model": ("TS", BEST),
     "greater_is_better": ("TS", BEST),
-    "save_safetensors": ("T", "take it out; a model is always saved as safetensors"),
+    "save_safetensors": ("T", "remove it; a model is always saved as safetensors"),
     "precompute_ref_log_probs": (
         "",
-        "take it out; dpo.py always computes those of the reference once, before it trains",
+        "remove it; dpo.py always precomputes the reference log-probabilities",
     ),
-    "loss_type": ("", "take it out; each recipe has one loss, dpo.py that of DPO (sigmoid)"),
-    "completion_only_loss": ("S", "take it out; of rows with a prompt and a completion, the prompt is never a target"),
-    "assistant_only_loss": ("S", "take it out; of conversations, what the assistant says is the target"),
-    "max_prompt_length": ("", "take it out; --sequence_length is the most tokens of a prompt with its answer"),
-    "reference_free": ("", "take it out; dpo.py always compares with the model before its first update"),
-    "disable_dropout": ("", "take it out; dropout is what the model's config.json says"),
+    "loss_type": ("", "remove it; each recipe has a single loss; dpo.py uses DPO's sigmoid loss"),
+    "completion_only_loss": ("S", "remove it; in rows with prompt and completion, only the completion is a target"),
+    "assistant_only_loss": ("S", "remove it; in conversations, only the assistant's turns are targets"),
+    "max_prompt_length": ("", "remove it; --sequence_length limits prompt and answer together"),
+    "reference_free": ("", "remove it; dpo.py always compares with the model before its first update"),
+    "disable_dropout": ("", "remove it; dropout is set by the model's config.json"),
     "label_smoothing": ("", LOSS),
     "label_smoothing_factor": ("TS", LOSS),
-    "neftune_noise_alpha": ("T", "take it out; no noise is added to embeddings"),
-    "dtype": ("S", f"--mixed_precision PRECISION {LAUNCHER}; masters are float32"),
-    "torch_dtype": ("NS", f"--mixed_precision PRECISION {LAUNCHER}; masters are float32"),
-    "tf32": ("TS", "take it out, or set torch.backends.cuda.matmul.fp32_precision in your copy of the recipe"),
+    "neftune_noise_alpha": ("T", "remove it; no noise is added to embeddings"),
+    "dtype": ("S", f"--mixed_precision PRECISION {LAUNCHER}; master weights are float32"),
+    "torch_dtype": ("NS", f"--mixed_precision PRECISION {LAUNCHER}; master weights are float32"),
+    "tf32": ("TS", "remove it, or set torch.backends.cuda.matmul.fp32_precision in your copy of the recipe"),
     "activation_offloading": ("S", "--activation_checkpointing offload"),
-    "gradient_checkpointing_kwargs": ("TS", "take it out; --activation_checkpointing MODE is all"),
-    "bnb_4bit_quant_type": ("S", "--quantize nf4, beside --lora_rank"),
-    "use_bnb_nested_quant": ("S", "take it out; --quantize nf4 always quantises twice"),
-    "bnb_4bit_compute_dtype": ("", "take it out; the base computes in the precision of the config"),
-    "lora_modules_to_save": ("S", "take it out; a new head is trained whole, all else of the base is frozen"),
-    "lora_task_type": ("S", "take it out; it follows from the recipe"),
+    "gradient_checkpointing_kwargs": ("TS", "remove it; --activation_checkpointing MODE is all"),
+    "bnb_4bit_quant_type": ("S", "--quantize nf4, together with --lora_rank"),
+    "use_bnb_nested_quant": ("S", "remove it; --quantize nf4 always quantises twice"),
+    "bnb_4bit_compute_dtype": ("", "remove it; the base model computes in the precision of the config"),
+    "lora_modules_to_save": ("S", "remove it; a new head is trained in full, the rest of the base model is frozen"),
+    "lora_task_type": ("S", "remove it; it is set by the recipe"),
     "dataset_train_split": ("S", HELD_OUT_SPLIT),
     "dataset_test_split": ("S", HELD_OUT_SPLIT),
     "dataset_num_proc": ("S", CORES),
     "fsdp_config": ("TS", f"--config_file accelerate_configs/fsdp2.yaml {LAUNCHER}"),
     "use_cpu": ("TS", f"--config_file accelerate_configs/cpu.yaml {LAUNCHER}"),
     "no_cuda": ("T", f"--config_file accelerate_configs/cpu.yaml {LAUNCHER}"),
-    "local_rank": ("TS", "take it out; accelerate launch tells each process its own"),
-    "ddp_find_unused_parameters": ("TS", "take it out; an update uses every parameter"),
-    "ddp_backend": ("TS", "take it out; it is NCCL on GPUs and gloo on CPUs"),
+    "local_rank": ("TS", "remove it; accelerate launch sets it for each process"),
+    "ddp_find_unused_parameters": ("TS", "remove it; an update uses every parameter"),
+    "ddp_backend": ("TS", "remove it; it is NCCL on GPUs and gloo on CPUs"),
     "ddp_timeout": ("TS", "--connect_timeout {N}, for the start"),
-    "dataloader_pin_memory": ("TS", "take it out; it is always on with a GPU"),
-    "dataloader_prefetch_factor": ("TS", "--num_workers W, of which each prepares global batches ahead"),
+    "dataloader_pin_memory": ("TS", "remove it; it is always on with a GPU"),
+    "dataloader_prefetch_factor": ("TS", "--num_workers W; each worker prepares global batches in advance"),
     "data_seed": ("TS", "--seed {N}"),
     "full_determinism": (
         "TS",
-        "take it out; or set torch.use_deterministic_algorithms(True) in your copy of the recipe",
+        "remove it; or set torch.use_deterministic_algorithms(True) in your copy of the recipe",
     ),
     "eval_on_start": ("TS", ON_START),
     "eval_delay": ("TS", ON_START),
-    "prediction_loss_only": ("TS", "take it out; each recipe has its own figures"),
-    "save_only_model": ("TS", "take it out; a checkpoint is always complete, and model/ holds the model alone"),
+    "prediction_loss_only": ("TS", "remove it; each recipe has its own metrics"),
+    "save_only_model": ("TS", "remove it; a checkpoint is always complete, and model/ contains only the model"),
     "disable_tqdm": ("TS", "TQDM_DISABLE=1 in the environment"),
-    "log_level": ("TS", "take it out; there is one"),
+    "log_level": ("TS", "remove it; the level is fixed"),
     "torch_compile_backend": ("TS", "--compile"),
     "torch_compile_mode": ("TS", "--compile"),
-    "predict_with_generate": ("", "--generate N, how many held-out samples to answer"),
+    "predict_with_generate": ("", "--generate N, the number of held-out samples to answer"),
     "generation_max_length": ("", "--target_length {N}"),
-    "num_beams": ("", "take it out; answers are generated greedily"),
-    "source_prefix": ("", "take it out, and write it before each source"),
+    "num_beams": ("", "remove it; answers are generated greedily"),
+    "source_prefix": ("", "remove it, and add it to each source in your data"),
     "summary_column": ("N", "--target_column {NAME}"),
     "label_column_name": ("N", "--label_column {NAME}"),
-    "image_column_name": ("N", "take it out; vision.py reads images from --train_dir, a folder a label"),
+    "image_column_name": ("N", "remove it; vision.py reads images from --train_dir, one folder per label"),
     "task_name": ("N", "--dataset_name nyu-mll/glue --dataset_config {NAME}"),
     "line_by_line": ("N", "--shape examples"),
-    "mlm_probability": ("N", "not here: docs/new_recipe.md makes a recipe of masked language modelling"),
+    "mlm_probability": ("N", "not here: docs/new_recipe.md has a recipe for masked language modelling"),
     "push_to_hub": ("NTS", "python -m tools.checkpoint push OUTPUT_DIR REPO_NAME, after the run"),
     "hub_model_id": ("NTS", "python -m tools.checkpoint push OUTPUT_DIR {NAME}, after the run"),
     "hub_private_repo": ("TS", "python -m tools.checkpoint push OUTPUT_DIR REPO_NAME --private, after the run"),
     "hub_token": ("NTS", "HF_TOKEN in the environment of python -m tools.checkpoint push, after the run"),
 }
-# Values by which a flag there asks for nothing, and the flags whose answer is then not just to take them out.
+# Values that disable a flag there, and the flags whose answer is then more than to remove them.
 NOTHING = ("false", "no", "none", "off", "0", "0.0", "-1", "all-linear")
-MEASURED = "take it out; without --eval_every, held-out data are measured only at the end"
+MEASURED = "remove it; without --eval_every, evaluation runs only at the end"
 OFF = {
     "bf16": f"--mixed_precision no {LAUNCHER}",
     "fp16": f"--mixed_precision no {LAUNCHER}",
-    "max_steps": "take it out; --num_updates or --num_epochs says how long",
+    "max_steps": "remove it; --num_updates or --num_epochs sets the length",
     "warmup_ratio": "--warmup_updates 0",
     "eval_strategy": MEASURED,
     "evaluation_strategy": MEASURED,
-    "save_strategy": "--save_every 0, which saves only when the run is asked to stop",
+    "save_strategy": "--save_every 0, which saves only when the run is stopped",
     "packing": "--shape examples",
-    "lora_target_modules": "take it out; without it all linear layers but the head are adapted",
+    "lora_target_modules": "remove it; by default all linear layers except the head are adapted",
 }
-# The flags here that not every recipe has, and which ones have them.
-NOT_TEXT = "all recipes but vision.py"
+# Flags of only some recipes, and the names of these recipes.
+NOT_TEXT = "all recipes except vision.py"
 ONE_TEXT = "classify.py, lm.py, long_sequence.py, moe.py and pipeline.py"
 CAUSAL = "lm.py, moe.py and pipeline.py"
 ADAPTED = "classify.py, dpo.py, lm.py, moe.py and seq2seq.py"
 ELSEWHERE = {
-    "train_file": f"{NOT_TEXT}, where --train_dir takes its place",
-    "validation_file": f"{NOT_TEXT}, where --validation_dir takes its place",
+    "train_file": f"{NOT_TEXT}, which uses --train_dir instead",
+    "validation_file": f"{NOT_TEXT}, which uses --validation_dir instead",
     "sequence_length": NOT_TEXT,
-    "micro_batch_tokens": "all recipes but long_sequence.py and vision.py",
-    "model_config": "all recipes but long_sequence.py, where --architecture takes its place",
+    "micro_batch_tokens": "all recipes except long_sequence.py and vision.py",
+    "model_config": "all recipes except long_sequence.py, which uses --architecture instead",
     "text_column": ONE_TEXT,
     "chat_template": "dpo.py, lm.py, moe.py and pipeline.py",
     "label_column": "classify.py and vision.py",
@@ -212,7 +212,7 @@ OWN = {
     "vision.py": "augment image_size norm train_dir validation_dir",
 }
 ELSEWHERE |= {flag: recipe for recipe, flags in OWN.items() for flag in flags.split()}
-# What is in braces: the values there, with those here.
+# For each key in braces: values there, with the equivalent here.
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw")
 _ADAMW8BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
 VALUES: dict[str, dict[str, str]] = {
@@ -244,12 +244,12 @@ def here(name: str, value: str | None = None, options: Container[str] | None = N
     if value is not None and value.lower() in NOTHING:
         if name in OFF:
             words = OFF[name]
-        elif not slot and name in FLAGS and not words.startswith("take it out"):
-            words = "take it out; it is off unless asked for"
+        elif not slot and name in FLAGS and not words.startswith("remove it"):
+            words = "remove it; it is off by default"
     for flag in re.findall(r"--(\w+)", words):
         if options is not None and flag in ELSEWHERE and f"--{flag}" not in options:
             return f"this recipe does not have it; it is --{flag} in {ELSEWHERE[flag]}"
-    words = words if words.startswith(("take", "not here")) else f"use {words}"
+    words = words if words.startswith(("remove", "not here")) else f"use {words}"
     return re.sub(r"\{(\w+)\}", lambda slot: _carried_over(slot[1], value), words)
 
 

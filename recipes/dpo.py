@@ -50,9 +50,9 @@ def parse_arguments():
     parser = arguments.recipe_parser(__doc__)
     arguments.add_language_arguments(parser, one_text=False, chats=True, adapters=True)
     parser.set_defaults(global_batch_size=8, num_updates=200, weight_decay=0.0)
-    group = parser.add_argument_group("preferences (--sequence_length is the most tokens of a prompt with one answer)")
+    group = parser.add_argument_group("preferences (--sequence_length limits the tokens of a prompt with one answer)")
     group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: tiny)"))
-    about = "how much a difference of log-probabilities counts: larger keeps the model nearer to the reference"
+    about = "scale of log-probability differences; larger values keep the model closer to the reference"
     group.add_argument("--beta", type=arguments.positive_float, default=0.1, help=about)
     args = parser.parse_args()
     arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=1e-6)

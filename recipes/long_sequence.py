@@ -48,17 +48,17 @@ def parse_arguments():
     arguments.add_language_arguments(parser, longest="131072, a transformer's 8192")
     parser.set_defaults(num_updates=30, global_batch_size=1, micro_batch_size=1)
     positive, group = arguments.positive, parser.add_argument_group("long sequences")
-    default = "kind of network (default: lstm, or the pretrained model's)"
+    default = "network type (default: lstm, or the pretrained model's)"
     group.add_argument("--architecture", **arguments.one_of(architectures.ARCHITECTURES, default))
     group.add_argument("--hidden_size", type=positive, help="width, from scratch (default: 128)")
     group.add_argument("--num_layers", type=positive, help="layers, from scratch (default: 1, a transformer 4)")
-    about = "recurrent: how many segments backward recomputes; sqrt: as many as a segment has steps (default: sqrt)"
+    about = "recurrent: number of recomputed segments; sqrt: equal to the steps per segment (default: sqrt)"
     group.add_argument("--segments", type=segments, metavar="none|sqrt|N", help=about)
-    about = "recurrent: levels of segments inside segments; each saves memory for one more forward (default: 1)"
+    about = "recurrent: levels of nested segments; each saves memory and adds a forward pass (default: 1)"
     group.add_argument("--levels", type=positive, metavar="K", help=about)
     about = "recurrent: truncate back-propagation to N bytes; NOT the gradient of the whole sequence"
     group.add_argument("--truncate", type=positive, metavar="N", help=about)
-    about = f"transformer: positions an MLP takes at once; 0: all (default: {architectures.MLP_ROWS} if MLPs are found)"
+    about = f"transformer: positions per MLP tile; 0: all (default: {architectures.MLP_ROWS} if MLPs are found)"
     group.add_argument("--mlp_rows", type=arguments.not_negative, metavar="R", help=about)
     args = parser.parse_args()
     if args.architecture and args.model_name_or_path:

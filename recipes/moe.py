@@ -50,12 +50,12 @@ def parse_arguments():
     parser.set_defaults(num_updates=500)
     group = parser.add_argument_group("mixture of experts")
     group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: tiny)"))
-    group.add_argument("--upcycle", action="store_true", help="make each expert from the MLP of a dense model")
-    group.add_argument("--num_experts", type=arguments.positive, help="experts of a layer (default: the size's, or 8)")
-    group.add_argument("--experts_per_token", type=arguments.positive, help="per token (default: the size's, or 2)")
-    group.add_argument("--dense", action="store_true", help="from scratch: a dense model of as many active parameters")
-    group.add_argument("--balance", **arguments.one_of(routing.BALANCE, "what balances the experts (default: bias)"))
-    about = "step of the bias, or factor of the balancing loss (default: 0.01; the bias of a pretrained mixture: 0.001)"
+    group.add_argument("--upcycle", action="store_true", help="initialise each expert with the MLP of a dense model")
+    group.add_argument("--num_experts", type=arguments.positive, help="experts per layer (default: the size's, or 8)")
+    group.add_argument("--experts_per_token", type=arguments.positive, help="active per token (default: size's, or 2)")
+    group.add_argument("--dense", action="store_true", help="from scratch: a dense model with the MoE's active size")
+    group.add_argument("--balance", **arguments.one_of(routing.BALANCE, "balancing method (default: bias)"))
+    about = "bias step, or factor of the balancing loss (default: 0.01; bias of a pretrained model: 0.001)"
     group.add_argument("--balance_strength", type=arguments.positive_float, help=about)
     args = parser.parse_args()
     arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=2e-5)

@@ -51,7 +51,7 @@ def parse_arguments():
     arguments.add_language_arguments(parser, examples=True)
     group = parser.add_argument_group("language model")
     group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: tiny)"))
-    about = "in which order a stage computes"
+    about = "order of computation in a stage"
     group.add_argument("--schedule", default="1f1b", **arguments.one_of(SCHEDULES, about))
     args = parser.parse_args()
     arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=2e-5)

@@ -49,13 +49,13 @@ def parse_arguments():
     parser = arguments.recipe_parser(__doc__)
     arguments.add_language_arguments(parser, one_text=False, adapters=True)
     parser.set_defaults(global_batch_size=16, num_updates=600, sequence_length=128)
-    group = parser.add_argument_group("encoder-decoder (--sequence_length is the most tokens of a source)")
+    group = parser.add_argument_group("encoder-decoder (--sequence_length limits the tokens of a source)")
     group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: tiny)"))
     group.add_argument("--tokenizer", **arguments.one_of(encoder_decoder.TOKENIZERS, "if from scratch (default: bpe)"))
-    group.add_argument("--source_column", default="source", help="column with what is read")
-    group.add_argument("--target_column", default="target", help="column with what is learned")
-    group.add_argument("--target_length", type=arguments.positive, default=64, help="most tokens in a target")
-    about = "how many held-out targets the model generates, for scores, at the end; 0: none"
+    group.add_argument("--source_column", default="source", help="column with the source text")
+    group.add_argument("--target_column", default="target", help="column with the target text")
+    group.add_argument("--target_length", type=arguments.positive, default=64, help="maximum tokens per target")
+    about = "number of held-out targets to generate and score at the end; 0: none"
     group.add_argument("--generate", type=arguments.not_negative, default=200, metavar="N", help=about)
     args = parser.parse_args()
     arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=3e-4)

@@ -28,7 +28,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import first_run
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]}
-FOLDERS = "recipes|common|docs|tests|benchmarks|launchers|accelerate_configs|ds_configs"
+FOLDERS = "recipes|common|tools|docs|tests|benchmarks|launchers|accelerate_configs|ds_configs"
 # SLURM's, TensorBoard's and trackio's, and one that all have.
 FOREIGN_FLAGS = set("--nodes --gpus-per-node --cpus-per-task --signal --batch --logdir --project --help".split())
 SMALL = {"recipes/vision.py": ("--global_batch_size", "16")}  # others: --sequence_length
@@ -57,7 +57,7 @@ def untrue(page, text):
     """What a page names that is not there: links, paths, modules, flags, make's targets."""
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
     paths = re.findall(rf"(?<![\w/.-])(?:{FOLDERS})/[\w/.-]*\w", text.replace("tests/test_NAME.py", ""))
-    modules = re.findall(r"common(?:\.\w+)+", text)
+    modules = re.findall(r"\b(?:common|tools)(?:\.\w+)+", text)
     modules += [f"{package}.{name}" for package, name in re.findall(r"from (common[.\w]*) import (\w+)", text)]
     targets = re.search(r"\.PHONY: (.*)", (ROOT / "Makefile").read_text())[1].split()
     missing = [link for link in links if not ((ROOT / page).parent / link).exists()]

@@ -84,18 +84,18 @@ ANSWERS = {
     "--lora_target_modules q_proj v_proj": "--lora_target_modules q_proj v_proj: use --lora_targets q_proj v_proj",
     "--bf16": "--bf16: use --mixed_precision bf16 as a flag of accelerate launch, before the recipe",
     "--bf16 False": "--bf16 False: use --mixed_precision no as a flag of accelerate launch, before the recipe",
-    "--gradient_checkpointing False": "--gradient_checkpointing False: take it out; it is off unless asked for",
-    "--streaming False": "--streaming False: take it out; it is off unless asked for",
-    "--group_by_length no": "--group_by_length no: take it out; the samples of a global batch are always sorted",
+    "--gradient_checkpointing False": "--gradient_checkpointing False: remove it; it is off by default",
+    "--streaming False": "--streaming False: remove it; it is off by default",
+    "--group_by_length no": "--group_by_length no: remove it; the samples of a global batch are always sorted",
     "--packing False": "--packing False: use --shape examples",
     "--save_strategy no": "--save_strategy no: use --save_every 0, which saves only",
-    "--eval_strategy no": "--eval_strategy no: take it out; without --eval_every",
-    "--max_steps -1": "--max_steps -1: take it out",
+    "--eval_strategy no": "--eval_strategy no: remove it; without --eval_every",
+    "--max_steps -1": "--max_steps -1: remove it",
     "--save_steps 0": "--save_steps 0: use --save_every 0",
     "--train_files x": "--train_files x: did you mean --train_file?",
-    "--fsdp=": "--fsdp=: take it out; it is off unless asked for",
+    "--fsdp=": "--fsdp=: remove it; it is off by default",
     "--beta 0.1": "--beta 0.1: this recipe does not have it; it is --beta in dpo.py",
-    "--lora_task_type CAUSAL_LM --use_dora True": "--lora_task_type CAUSAL_LM: take it out; it follows from the recipe",
+    "--lora_task_type CAUSAL_LM --use_dora True": "--lora_task_type CAUSAL_LM: remove it; it is set by the recipe",
     "--use_dora --resume True": "True: it belongs to no flag (a switch",
     "--trust_remote_code True": "True: it belongs to no flag (a switch, such as --resume, takes no value)",
 }
@@ -141,8 +141,8 @@ def test_every_recipe_answers_with_flags_that_it_has(recipe, options_of, monkeyp
     name = recipe.removesuffix(".py")
     own = options_of[recipe]
     for flag, where in ELSEWHERE.items():
-        named = recipe in where.partition(", where")[0]
-        assert (f"--{flag}" in own) == (named != where.startswith("all recipes but ")), flag
+        named = recipe in where.partition(", which")[0]
+        assert (f"--{flag}" in own) == (named != where.startswith("all recipes except ")), flag
         assert ".py" in where
     others = {f"--{flag}" for flag in ELSEWHERE} - own
     for flag, value in itertools.product(FLAGS, ("3", "False")):

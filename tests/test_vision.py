@@ -176,7 +176,7 @@ def test_a_pipeline_predicts_what_the_evaluation_did(data, convnet_dir, tmp_path
     own = ["--model_name_or_path", convnet_dir]
     specs.append((flags(data, tmp_path / "gray-pretrained", *own), {}))
     printed = run_specs("vision", specs, tmp_path).stdout
-    assert printed.count("knows it after `from common.models import image_models`") == 5  # all but the ViTs
+    assert printed.count("needs `from common.tasks.vision import image_models`") == 5  # all but the ViTs
     for colours, folder in folders.items():
         for model in (*vision.MODEL_CONFIGS, *(["pretrained"] if colours == "gray" else [])):
             out = tmp_path / f"{colours}-{model}"

@@ -1,4 +1,4 @@
-"""A checkpoint of an adapter, as peft loads it, or merged into its base."""
+"""Exports an adapter checkpoint, in peft's format or merged into its base model."""
 
 import argparse
 import json

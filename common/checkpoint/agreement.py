@@ -1,4 +1,4 @@
-"""How the ranks agree on an outcome, and on the directory: none goes on alone where another one failed."""
+"""Synchronises outcomes and the output directory over ranks: if a rank fails, no other rank continues."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""The class of a checkpoint's model, by its name in the manifest."""
+"""Finds the class of a checkpoint's model by its name in the manifest."""
 
 from typing import Any
 

@@ -1,13 +1,13 @@
-"""The format of a checkpoint: what is written, how it is read in parts, and how one that is damaged or forged is told.
+"""The checkpoint format: writes the files, reads parts of them, and detects corrupted or forged files.
 
     manifest.json           format, update, settings, fingerprints, versions, and size and XXH3 of every other file
     rank-00000.safetensors  the ranges of weights and optimizer state that rank 0 writes, flattened (see layouts.py)
-    rank-00000.json         where in which tensor these ranges lie; counts of the optimizer; the rank's random states
+    rank-00000.json         position of these ranges in their tensors; counts of the optimizer; the rank's RNG states
     model/                  configuration and tokenizer, for the export
 
-XXH3 finds what disks and copies damage, ten times as fast as SHA-256, which format 1 has; neither shows who wrote it.
-Nothing in it is ever executed, whoever wrote it: what is read is checked for its form too, files that the manifest does
-not name are not looked at, and links are not followed.
+XXH3 detects corruption by disks and copies, and is ten times as fast as SHA-256, which format 1 uses. Neither shows the
+author. Therefore no part of a checkpoint is ever executed, the structure of its files is checked, files outside the
+manifest are ignored, and links are not followed.
 """
 
 import hashlib

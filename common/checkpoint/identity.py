@@ -1,4 +1,4 @@
-"""What must be the same when a run is continued: model, tokenizer, data and settings."""
+"""Checks that model, tokenizer, data and settings of a resumed run match the checkpoint."""
 
 import argparse
 import hashlib

@@ -1,9 +1,9 @@
-"""Which part of the weights and of the optimizer's state a rank holds, in every mode, under the parameters' own names.
+"""Maps each rank's part of weights and optimizer state to the parameters' own names, in every mode.
 
-What makes one checkpoint format serve all modes: each layout cuts a tensor into ranges of its flattened elements. FSDP2
-cuts the first dimension, ZeRO-3 each parameter, ZeRO-1 and 2 the parameters laid end to end; DDP does not cut. So a
-part is (name, start, elements), and any layout is read back from the parts of any other. Tensor parallelism cuts some
-matrices by columns: of these a part also says which columns it has, and its range is one of their elements.
+One checkpoint format serves all modes, because each layout splits a tensor into ranges of its flattened elements. FSDP2
+splits the first dimension, ZeRO-3 each parameter, ZeRO-1 and 2 the concatenated parameters; DDP does not split. So a
+part is (name, start, elements), and any layout can be read from the parts of any other layout. Tensor parallelism
+splits some matrices by columns. For these, a part also lists its columns, and its range refers to their elements.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Where an optimizer keeps its state, also one that wraps others, and whether a checkpoint would hold all of it."""
+"""Finds an optimizer's state, including that of wrapped optimizers, and checks that a checkpoint contains all of it."""
 
 from collections.abc import Iterator
 from typing import Any

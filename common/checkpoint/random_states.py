@@ -1,4 +1,4 @@
-"""The generators of random numbers that an update may draw from, as JSON."""
+"""The RNG states that an update may draw from, as JSON."""
 
 import base64
 import random

@@ -1,4 +1,4 @@
-"""What a resumed run goes on from: the newest sound checkpoint, if it is the run's own, put where it was."""
+"""Restores a run from its newest valid checkpoint, after checking that the checkpoint belongs to the run."""
 
 import argparse
 import hashlib

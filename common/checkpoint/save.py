@@ -1,9 +1,9 @@
-"""Checkpoints, as the training loop meets them: complete or absent, the same for every mode, resumed bit for bit.
+"""Checkpoints for the training loop: complete or absent, the same for every mode, resumed bit for bit.
 
     python -m tools.checkpoint list OUTPUT_DIR
     python -m tools.checkpoint export OUTPUT_DIR/checkpoints/update-000100 DIR
 
-A checkpoint is a directory of safetensors and JSON; format.py says what is in it, and reads it.
+A checkpoint is a directory of safetensors and JSON; format.py defines its contents, and reads it.
 """
 
 import argparse

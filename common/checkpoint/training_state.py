@@ -1,4 +1,4 @@
-"""The training state: the position of a run and its counters, as a checkpoint's manifest holds them."""
+"""The training state: the position of a run and its counters, as stored in a checkpoint's manifest."""
 
 import argparse
 import math

@@ -1,8 +1,8 @@
-"""Writes a checkpoint beside the training: a copy in memory, a file for each rank, then the name that makes it one.
+"""Writes a checkpoint during training: a copy in memory, a file per rank, then the rename that completes it.
 
-It is written under another name (`.partial`), flushed, and renamed when its manifest is on the disk: a killed save
-leaves nothing that could be taken for a checkpoint. The state is copied during the next forward and backward, on a GPU
-on a stream of its own, and the optimizer's step comes after the copy; a thread does the rest.
+The checkpoint is written under a temporary name (`.partial`), flushed, and renamed when its manifest is on the disk, so
+a killed save never looks like a checkpoint. The state is copied during the next forward and backward pass, on a GPU in
+a separate stream. The optimizer step waits for the copy; a thread does the rest.
 """
 
 import errno

@@ -1,4 +1,4 @@
-"""How is work done once and kept? By one process while the others wait; complete, or not there."""
+"""Caches preprocessed data on disk: one process computes, the others wait; an entry is complete or absent."""
 
 import errno
 import hashlib

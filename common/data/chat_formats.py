@@ -1,4 +1,4 @@
-"""ShareGPT's conversations and Alpaca's instructions, read as the messages, or the prompt and completion, they are."""
+"""Converts ShareGPT conversations and Alpaca instructions to messages, or to prompt and completion."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are learned? The chat template writes it; the assistant's turns are targets."""
+"""Tokenises conversations with the chat template; the assistant's turns are the targets."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Which columns of a row hold the text, and is what they hold text?"""
+"""Selects the columns that contain the text of a row, and checks that their values are texts."""
 
 import math
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""How is a compressed file read? Every member and frame of it, and one that is cut off is an error."""
+"""Reads compressed files with all their members and frames; a truncated file is an error."""
 
 import io
 from collections.abc import Iterator

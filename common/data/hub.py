@@ -1,4 +1,4 @@
-"""Where is a model or a data set, on the hub or in a local directory, and which splits has it?"""
+"""Locates a model or dataset on the hub or in a local directory, and lists the splits of a dataset."""
 
 from collections.abc import Iterator
 from contextlib import suppress

@@ -1,8 +1,8 @@
-"""Which messages does a row hold, which of them are learned, and which functions may they call?
+"""Extracts the messages of a row, marks those that are targets, and reads the available tools.
 
-Data sets write the same conversation in several ways; here it gets one form. Arrow (Parquet, `datasets`) gives each
-object the keys of all others, as nulls: these are left out. Arguments of a tool call are objects, also if they were
-written as JSON. A system text and earlier turns in columns of their own become messages.
+Datasets write the same conversation in several formats; here it gets a single format. Arrow (Parquet, `datasets`) adds
+the keys of all other objects to each object, as nulls: these are dropped. Arguments of a tool call are objects, also if
+they were written as JSON. System texts and earlier turns in separate columns become messages.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""How do files with weights become one data set? `--train_file code.jsonl:0.7 books.txt:0.3`, each read by itself.
+"""Combines files with weights into one dataset: `--train_file code.jsonl:0.7 books.txt:0.3`; each is read separately.
 
     source = training_files(["code.jsonl:0.7", "books.txt:0.3"])
     samples = Mixed({part.files[0]: tokenize(part, ...) for part in source.parts}, source.weights)
 
-Files without weights are joined, as they were one.
+Files without weights are concatenated, like a single file.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""How is one file read as rows? .txt, .jsonl, .json, .csv, .tsv, .parquet, and all but the last one compressed."""
+"""Reads the rows of a file: .txt, .jsonl, .json, .csv, .tsv (all also compressed) and .parquet."""
 
 import codecs
 import csv

@@ -1,4 +1,4 @@
-"""What is a source of text, and what is one that was opened? Rows of named columns, each with its place."""
+"""Types for text sources and opened sources: rows of named columns, each row with its location for messages."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,11 +1,11 @@
-"""Where does text come from? Files, datasets of the hub or of a directory, and the corpus that every Python carries.
+"""Opens text sources: files, datasets (hub or local), and the standard-library corpus of every Python.
 
     corpus = open_source(Source(files=("books/*.txt.gz",)))
     for row in corpus.rows(("text",), True): ...
 
-Everything is read as a stream: the memory needed does not grow with the size of a file. JSON Lines and CSV are read
-with the standard library and not with `datasets.load_dataset`, which guesses types (the string "2020-01-01" arrives as
-a datetime, the CSV field "003" as 3 and "NA" as None) and names neither the file nor the line of what it cannot read.
+Everything is read as a stream: memory use does not grow with the file size. JSON Lines and CSV are read with the
+standard library instead of `datasets.load_dataset`, which guesses types (the string "2020-01-01" becomes a datetime,
+the CSV field "003" becomes 3 and "NA" None) and reports neither the file nor the line of unreadable input.
 """
 
 import glob

@@ -1,4 +1,4 @@
-"""Which text is there without a file and without network? The source code of Python's standard library."""
+"""The source code of Python's standard library as a text corpus, available without files and network."""
 
 import ast
 import hashlib

@@ -1,4 +1,4 @@
-"""Which tokens does a text become? A pretrained tokenizer, or a byte-level BPE of the training text."""
+"""Loads a pretrained tokenizer, or trains a byte-level BPE tokenizer on the training text."""
 
 import itertools
 import json

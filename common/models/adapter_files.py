@@ -1,4 +1,4 @@
-"""The directory of an adapter: what lies there beside peft's own files, and what loads it."""
+"""The files of an adapter directory next to peft's own, and the call that loads them."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Adapters: a few small matrices are trained beside a frozen base (LoRA, arXiv:2106.09685), by peft."""
+"""Adapters: trains a few small matrices next to a frozen base model (LoRA, arXiv:2106.09685), with peft."""
 
 import argparse
 from collections.abc import Iterator

@@ -1,9 +1,9 @@
-"""Which attention mask does a micro-batch need? Decided by what the host knows: no forward waits for the device.
+"""Selects the attention mask of a micro-batch on the host, so no forward pass waits for the device.
 
-transformers looks twice whether a plain mask would do: at the positions, for several sequences packed into a row, and
-at the padding mask, for one without padding. Each look is a wait a micro-batch, and inside torch.compile, where it
-cannot look, SDPA gets a materialised mask in the place of its causal flag. The recipes know both answers when they
-collate: a row is never packed, and there is a padding mask only where there is padding.
+transformers checks twice per micro-batch whether a plain mask is sufficient: it inspects the positions (for several
+sequences packed into a row) and the padding mask (for a row without padding). Each check waits for the device. Inside
+torch.compile the checks are impossible, so SDPA gets a materialised mask instead of its causal flag. The recipes know
+both answers at collation: rows are never packed, and a padding mask exists only if there is padding.
 """
 
 from collections.abc import Callable

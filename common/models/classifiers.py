@@ -1,4 +1,4 @@
-"""Labels of a model's head, weights and learning rate of a new head, and the check that padding changes no answer."""
+"""Classification heads: labels, new weights, learning rate, and the check that padding does not affect the output."""
 
 import argparse
 import copy
@@ -20,7 +20,7 @@ HEAD = "ForSequenceClassification"  # how transformers' classes end that have a 
 # A new head starts at random beside weights that need small steps: DeepLab (arXiv:1606.00915) trains its last layer at
 # 10 times the rate of the pretrained ones.
 HEAD_RATIO = 10
-HEAD_RATE_HELP = f"peak rate of a new head (default: {HEAD_RATIO} x --learning_rate, or the same beside an adapter)"
+HEAD_RATE_HELP = f"peak learning rate of a new head (default: {HEAD_RATIO} x --learning_rate, with an adapter the same)"
 
 
 def resolve_head_rate(args: argparse.Namespace, is_new: bool) -> None:

@@ -1,4 +1,4 @@
-"""The precision of a model's files, where it is another one than the weights had."""
+"""The dtype of exported model files, if it differs from the dtype of the weights."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How is a model loaded or made, and does it fit its tokenizer and the data?"""
+"""Loads or builds a model, and checks that it matches its tokenizer and the data."""
 
 import copy
 import json

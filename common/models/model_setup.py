@@ -1,8 +1,8 @@
-"""FSDP2 from one copy of the weights: the main process makes the model, the others are given their shards of it.
+"""FSDP2 from a single copy of the weights: the main process builds the model, the others receive their shards.
 
-Without it, each process of a machine would hold the whole model until it is sharded. In the place of Accelerate's own
-way, which finds an optimizer's parameters by their addresses (tensors without data have none), ties weights again that
-a checkpoint keeps apart, and does not know buffers that are saved. transformers 5.23 reads the weights on every rank.
+Without it, each process of a machine would hold the full model until it is sharded. It replaces Accelerate's method,
+which identifies an optimizer's parameters by their addresses (tensors on the meta device have none), ties weights that
+a checkpoint keeps separate, and ignores persistent buffers. transformers 5.23 reads the weights on every rank.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""A frozen base in 4 bits under an adapter: NF4 with double quantisation (QLoRA, arXiv:2305.14314), by bitsandbytes.
+"""A frozen base model in 4 bits under an adapter: NF4 with double quantisation (QLoRA, arXiv:2305.14314; bitsandbytes).
 
-Each 64 weights of a linear layer share a scale, of 8 bits; each 256 scales share one in float32: 4.13 bits a weight.
+64 weights of a linear layer share an 8-bit scale, and 256 scales share a float32 scale: 4.13 bits per weight.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from common.training.precision import narrow_dtype
 
-QUANTIZED = {"nf4": "NF4 (arXiv:2305.14314), 4.13 bits a weight"}
+QUANTIZED = {"nf4": "NF4 (arXiv:2305.14314), 4.13 bits per weight"}
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # it asks for a package that is no need
 BLOCK, BLOCK_OF_BLOCKS = 64, 256  # bitsandbytes' own
 

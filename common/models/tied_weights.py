@@ -1,4 +1,4 @@
-"""Weights that a model's configuration ties to each other although its files hold them apart: the files are right."""
+"""Unties weights that the configuration ties although the model files store them separately: the files decide."""
 
 import json
 from collections.abc import Iterator, Mapping

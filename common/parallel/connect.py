@@ -1,4 +1,4 @@
-"""From what was asked to connected processes: the Accelerator."""
+"""Connects the processes of the requested launch: creates the Accelerator."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""DeepSpeed's settings, of a file or of the launcher: read, and compared with what DeepSpeed and this host can take."""
+"""Reads DeepSpeed's settings from a file or the launcher, and checks that DeepSpeed and this host support them."""
 
 import difflib
 import json

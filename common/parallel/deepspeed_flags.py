@@ -1,7 +1,8 @@
-"""DeepSpeed's settings compared with the recipe's flags, and filled in from them.
+"""Compares DeepSpeed's settings with the recipe's flags, and fills them in from the flags.
 
-What is "auto" or absent contradicts nothing. What a flag decides may also be written down, as long as it says the same;
-DeepSpeed is not given it then, because the recipe does it: the optimizer, the schedule, the batch.
+A setting that is "auto" or absent never conflicts. A setting that a flag controls may also be in the file, if the
+values are equal. Such settings (optimizer, schedule, batch) are not passed to DeepSpeed, because the recipe applies
+them.
 """
 
 import argparse

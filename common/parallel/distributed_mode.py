@@ -1,4 +1,4 @@
-"""Which mode runs, and how it and the precision are told to people."""
+"""The distributed mode of a run, and descriptions of mode and precision for the run summary."""
 
 import torch
 from accelerate import Accelerator

@@ -1,7 +1,7 @@
-"""The C++ extensions that DeepSpeed compiles at first use: built once, by one process, before the others need them.
+"""Builds the C++ extensions of DeepSpeed once, in one process, before the other processes need them.
 
-`python -m common.parallel.extensions` builds all that this machine can: before the tests, or for the nodes of a shared
-home.
+`python -m common.parallel.extensions` builds all extensions that this machine supports: before the tests, or for the
+nodes of a shared home directory.
 """
 
 import os

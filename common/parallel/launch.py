@@ -1,8 +1,7 @@
-"""Checks that what was asked is what runs.
+"""Checks that the run matches the requested launch configuration.
 
-`accelerate launch` starts something else than was asked in some cases, without a word: one process where two were asked
-for, two unconnected runs of one process each, float32 in the place of fp16. So before a model is built, the recipe
-compares what the launcher was told (its config file and flags) with what this process finds.
+In some cases `accelerate launch` silently starts a different run: one process instead of two, two unconnected runs of
+one process each, float32 instead of fp16. So the recipe compares its config file and flags with this process.
 """
 
 import argparse

@@ -1,20 +1,22 @@
-"""Every process of a run learns when another one is lost or stands still, says who it was, and ends.
+"""Every process of a run detects when another process dies or hangs, reports its rank, and ends.
 
-Rank 0 holds a TCP connection to each other rank, and a thread watches. The kernel closes it when a process dies,
-however it dies; the keep-alives of TCP find a host that is gone, in 15 seconds. Both leave a process that was stopped
-(SIGSTOP, a frozen container), for which its kernel still answers: so the threads also send a few bytes each second, and
-in the loop a silence of `SILENCE` seconds is a loss. A process that finds that it was itself late, as when all of a
-launch was stopped, counts anew. It costs the training loop nothing, and knows no backend and no mode. A process that
-ends in order says good-bye first, with the reason if that is an error.
+Rank 0 holds a TCP connection to each other rank, watched by a thread. If a process dies for any reason, the kernel
+closes the connection. TCP keep-alives detect an unreachable host within 15 seconds. Neither detects a process that was
+stopped (SIGSTOP, a frozen container), because its kernel still answers. Therefore the threads also send a few bytes per
+second, and in the training loop a silence of `SILENCE` seconds counts as a dead process. A process that was late
+itself, for example because the whole launch was stopped, restarts its count. The training loop has no overhead, and the
+method is independent of backend and mode. A process that ends normally announces it, with the reason if that is an
+error.
 
-In its place torchrun was tried, with `@record`, either rendezvous and a process group of 10 seconds (torch 2.13, gloo):
-it knows no update; a rank that died or failed on another host is an address, one that never came the key of a store;
-one that stopped costs the whole time limit, and the rank that waited for it is named as the cause. A limit as short as
-`SILENCE`, in the place of gloo's 30 and NCCL's 10 minutes, would end each run in which a rank works alone for longer.
+The alternative was torchrun with `@record`, either rendezvous and a process-group timeout of 10 seconds (torch 2.13,
+gloo). It has three disadvantages. It does not know the update. It reports a rank that died or failed on a different
+host as an address, and a rank that never connected as a key of the store. A stopped rank uses up the whole timeout, and
+the rank that waited for it is reported as the cause. A timeout as short as `SILENCE`, instead of gloo's 30 and NCCL's
+10 minutes, would end each run in which a rank works alone for longer.
 
-A stopped process cannot end itself. Its launcher does, 30 seconds after another one of its host has ended; one that is
-alone on its host ends when it goes on. A process whose main thread hangs while its other threads live is not seen here:
-that is what the time limits of the collectives are for.
+A stopped process cannot end itself. Its launcher ends it 30 seconds after another process of its host has ended. If it
+is alone on its host, it ends when it resumes. A process whose main thread hangs while its other threads run is not
+detected here; the timeouts of the collectives detect it.
 """
 
 import json

@@ -2,8 +2,8 @@
 
 `python -m common.parallel.matmul_throughput RECIPE` prints the launch flags of the fastest precision.
 
-Measured in a tenth of a second each. A CPU with AMX or AVX512-BF16 multiplies bf16 several
-times as fast as float32, any other no faster; a GPU since Ampere has bf16, one since Volta fp16.
+Each measurement needs a tenth of a second. On a CPU with AMX or AVX512-BF16, bf16 is several times as fast as float32,
+on any other CPU it is not faster. GPUs since Ampere support bf16, since Volta fp16.
 """
 
 import sys

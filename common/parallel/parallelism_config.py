@@ -1,7 +1,7 @@
-"""What the launch asks for beside data parallelism: Accelerate's `parallelism_config`, in a config file.
+"""Parallelism other than data parallelism: Accelerate's `parallelism_config`, in a config file.
 
-Accelerate has no size for the stages of a pipeline. Its launcher lets a key of the file pass that it does not know, and
-the recipes read it there: `parallelism_config_pp_size`.
+Accelerate has no size for pipeline stages. Its launcher ignores unknown keys of the file, so the recipes read the size
+from such a key: `parallelism_config_pp_size`.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Groups of ranks within which something is exchanged or summed."""
+"""Groups of ranks that exchange or sum tensors with each other."""
 
 from collections.abc import Callable
 

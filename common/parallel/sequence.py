@@ -1,12 +1,12 @@
-"""A sequence that several processes compute on together: each has a part of its tokens, and some of its heads.
+"""Sequence parallelism: several processes share a sequence, each with a part of its tokens and some of its heads.
 
-All that a transformer computes for a token it computes from that token alone, but for attention. So each process of a
-sequence group runs the model on its part of the tokens; around attention the group exchanges parts of sequences for
-heads, and back (DeepSpeed-Ulysses, arXiv:2309.14509). There every process sees whole sequences, with H / N of the H
-heads: masks, windows and the kernels are those of one process. Activations take 1 / N of the memory.
+In a transformer, each token is processed independently, except in attention. So each process of a sequence group runs
+the model on its part of the tokens; around attention the group exchanges parts of sequences for heads, and back
+(DeepSpeed-Ulysses, arXiv:2309.14509). In attention every process has full sequences with H / N of the H heads, so
+masks, windows and kernels are the same as with one process. Activations use 1 / N of the memory.
 
-One exchange of queries, keys and values together before attention and one of its output after it: a process sends
-(N - 1) / N of its part of them, so that all that it sends falls with N.
+There is one exchange of queries, keys and values together before attention, and one of the output after it. A process
+sends (N - 1) / N of its part, so the communication volume falls with N.
 """
 
 import inspect

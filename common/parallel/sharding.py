@@ -1,4 +1,4 @@
-"""FSDP2 and DeepSpeed: what FSDP2 can take, and how both run without a GPU. DeepSpeed's files: `deepspeed_files`."""
+"""FSDP2 and DeepSpeed: checks FSDP2's requirements, and both modes without a GPU. Files: `deepspeed_files`."""
 
 import dataclasses
 import importlib

@@ -1,4 +1,4 @@
-"""How a run ends: finished, stopped, by a user's mistake or by an error; all ranks together."""
+"""Ends a run on all ranks together: finished, stopped, after a user error or after any other error."""
 
 import errno
 import gc

@@ -1,14 +1,14 @@
-"""Tensor parallelism: each process of a group has a part of every layer, and computes on all tokens with it.
+"""Tensor parallelism: each process of a group has a part of every layer, and computes all tokens with it.
 
-By the model's own plan (`tp_plan` of transformers' configurations, Megatron's way, arXiv:1909.08053). Of a pair of
-linear layers the first one's outputs are divided and the second one's inputs, so that between them every process
-computes with its own heads or its own part of the MLP; after the second one the results are summed. The embedding and
-the head are divided by the vocabulary. Weights, gradients and the optimizer's state are 1 / N of those, and so is the
-work; an update sends 4 activations of the whole width a layer.
+It follows the model's own plan (`tp_plan` of transformers' configurations, as in Megatron, arXiv:1909.08053). In a pair
+of linear layers, the outputs of the first and the inputs of the second are partitioned. Between them every process
+computes with its own heads or its own part of the MLP; after the second layer the results are summed. The embedding and
+the head are partitioned by vocabulary. Weights, gradients, optimizer state and FLOPs are 1 / N for these layers. An
+update sends 4 activations of full width per layer.
 
-Not by transformers' own `tp_plan="auto"`: it cuts only what it reads from files, its DTensors go neither with DDP nor
-with Accelerate's FSDP2, and it sums gradients of what all processes keep (Qwen3's norms of queries and keys) after
-each backward, so that those that are accumulated are summed again.
+transformers' `tp_plan="auto"` is not used, for three reasons. It shards only weights that it reads from files. Its
+DTensors work neither with DDP nor with Accelerate's FSDP2. After each backward it sums the gradients of weights that
+all processes keep (Qwen3's norms of queries and keys), so accumulated gradients are summed repeatedly.
 """
 
 import inspect

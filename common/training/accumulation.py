@@ -1,8 +1,8 @@
-"""The global batch: how its loss is scaled, when its gradients synchronise, when its update is skipped.
+"""Gradient accumulation over a global batch: loss scaling, gradient synchronisation, and skipped updates.
 
 The loss of a global batch is (sum of the losses of its target tokens) / (number of its target tokens), over every
-micro-batch on every rank. The count is known before the first backward, because a global batch's samples are (see
-`batching`).
+micro-batch on every rank. The count is known before the first backward, because the samples of a global batch are known
+(see `batching`).
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Which activations a model keeps for its backward, and which it computes again or moves to host memory.
+"""Activation checkpointing modes: keep activations for backward, recompute them, or move them to host memory.
 
 Law: the gradients do not depend on the mode. Only memory and time do.
 """
@@ -21,12 +21,13 @@ from common.training.activation_offload import HostOffload
 # larger, and both shares smaller, where attention with dropout has no fused kernel (BERT on CPU: 0.33 and 0.11).
 # (No per cent signs in these lines: argparse would read them as its own.)
 ACTIVATION_CHECKPOINTING: dict[str, str] = {
-    "none": "keep every activation: the most memory, the least time",
-    "selective": "keep the results of matrix products and fused attention, recompute the rest in backward: about 0.6 "
-    "(float32) or 0.45 (bf16) of the bytes of none, about 1.1 of its time",
-    "full": "keep each layer's input, run it again in backward: about 0.1 of the bytes of none, 1.3 of its time",
-    "offload": "full, with the layer inputs in host memory until backward: the least device memory, and two copies of "
-    "each over the bus, beside the computation; on a CPU the same as full",
+    "none": "keep all activations: most memory, least time",
+    "selective": "keep the results of matmuls and fused attention, recompute the rest in backward: about 0.6 (float32) "
+    "or 0.45 (bf16) of the bytes of none, about 1.1 of its time",
+    "full": "keep the input of each layer, recompute the layer in backward: about 0.1 of the bytes of none, 1.3 of its "
+    "time",
+    "offload": "full, with the layer inputs in host memory until backward: least device memory; inputs are copied to "
+    "the host and back during computation; on a CPU the same as full",
 }
 
 # The results worth their bytes. Only overloads (`.default`) match what is dispatched: a bare `aten.mm` never would,

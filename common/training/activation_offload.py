@@ -1,8 +1,8 @@
-"""Moves what a checkpointed layer keeps to host memory and back, while other layers compute.
+"""Moves the saved tensors of a checkpointed layer to host memory and back, while other layers compute.
 
-The copies run on a stream of their own: out while the next layers compute, and back while the layer above is computed
-again (torch's `save_on_cpu` copies on the stream that computes, which waits). The host waits for neither: the streams
-wait for each other. After torchtune's OffloadActivations.
+The copies run in a separate stream: out during the next layers' forward pass, and back during the recomputation of the
+layer above. (torch's `save_on_cpu` copies in the compute stream, which waits.) The host does not wait; the streams wait
+for each other. After torchtune's OffloadActivations.
 """
 
 import itertools

@@ -1,11 +1,11 @@
-"""Which samples make update k, and each rank's share of them.
+"""Selects the samples of update k, and each rank's share of them.
 
 Position is arithmetic: the samples of update k are a pure function of (seed, number of samples, global batch size, k),
-and of mixed data also of the weights (`mixing`).
-Nothing is iterated, so a run can start at any update at once, and any number of ranks sees the same samples.
+and for mixed data also of the weights (`data_mixing`). No data is replayed, so a run can start at any update at once,
+and any number of ranks sees the same samples.
 
-A *global batch* is all that one update consumes, on all ranks. Its samples are sorted by length before they are cut,
-because the order inside a global batch does not change the update: neighbours then have about the same length (little
+A *global batch* contains all samples of one update, on all ranks. Its samples are sorted by length before they are
+split, because the order inside a global batch does not change the update. Neighbours then have similar lengths (little
 padding), and the ranks get equal work at every micro-step.
 """
 

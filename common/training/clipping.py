@@ -1,4 +1,4 @@
-"""Clipping by the norm of the whole gradient, also where a rank has a part of the weights, or a part of a gradient."""
+"""Clips by the norm of the full gradient, also if a rank has only a part of the weights or of a gradient."""
 
 import math
 from dataclasses import dataclass, field

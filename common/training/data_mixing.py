@@ -1,8 +1,8 @@
-"""Which sample of which source does a run on mixed data take at each of its positions?
+"""Assigns a source and a sample to each position of a run on mixed data.
 
-Arithmetic, as in `batching`: with weights such as 7 and 3, every 10 samples of a run are 7 of the first source and 3 of
-the second, in one order that repeats itself. What a position takes follows from its place in that order, and from how
-often the order came before it, so that a run can start at any update at once.
+It is arithmetic, as in `batching`: with weights such as 7 and 3, every 10 samples of a run are 7 of the first source
+and 3 of the second, in an order that repeats. The sample of a position depends only on its position in that order and
+the number of earlier repetitions, so a run can start at any update at once.
 """
 
 from dataclasses import dataclass

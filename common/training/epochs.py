@@ -1,4 +1,4 @@
-"""Lengths that are asked for in epochs: updates, as soon as it is known how many of them make an epoch."""
+"""Converts lengths in epochs to updates, when the number of updates per epoch is known."""
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""The learning rate of a pretrained model without --learning_rate."""
+"""The default learning rate of a pretrained model."""
 
 import argparse
 from collections.abc import Callable

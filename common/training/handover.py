@@ -1,7 +1,7 @@
-"""How does a data worker hand a global batch over? As one block of bytes, however many micro-batches there are.
+"""Sends a global batch from a data worker as one block of bytes, for any number of micro-batches.
 
-Each tensor that is shared between processes takes a file descriptor, of which a process has 1,024 by default. Where a
-block does not fit the shared memory, or no descriptor is left, it goes through the pipe between the processes.
+Each tensor shared between processes needs a file descriptor, and a process has 1,024 by default. If a block does not
+fit in shared memory, or no descriptor is left, it is sent through the pipe between the processes.
 """
 
 import io

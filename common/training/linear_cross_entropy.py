@@ -1,9 +1,10 @@
-"""The loss of an output head without its logits: chunk by chunk, forward and backward at once.
+"""The loss of an output head without full logits: forward and backward together, chunk by chunk.
 
-Not torch's `F.linear_cross_entropy(options=...)`, which has neither scale nor soft-cap, begins with torch 2.13, and
-returns the sum in bf16, off by 3e-4 and more. For 2,048 rows of width 384, a vocabulary of 32,000 and chunks of 512, on
-two CPU cores, ours and the fastest of its policies: float32 1.8 and 2.3 s, +148 and +198 MiB; bf16 0.90 and 0.82 s,
-+249 and +136 MiB (its gradients are bf16 too). Its own choice of chunk takes 9 and 14 s; full logits +785 MiB.
+torch's `F.linear_cross_entropy(options=...)` is not used: it supports neither scale nor soft-cap, requires torch 2.13,
+and returns the sum in bf16, with errors of 3e-4 and more. For 2,048 rows of width 384, a vocabulary of 32,000 and
+chunks of 512, on two CPU cores, this file and the fastest of its policies need: float32 1.8 and 2.3 s, +148 and +198
+MiB; bf16 0.90 and 0.82 s, +249 and +136 MiB (its gradients are bf16 too). Its own chunk size needs 9 and 14 s; full
+logits need +785 MiB.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
-"""How a global batch is cut into micro-batches, and which rank computes which of them.
+"""Splits a global batch into micro-batches and assigns them to ranks.
 
-The samples are sorted by length. Each step (one micro-batch on every rank) takes the next stretch of them, and each
-rank a run of neighbours in it, so there is little padding: as many as bring its work near its share, so that the ranks
-keep pace. What a rank lacks after a step it gets in the next ones, whose samples are shorter: all end with equal work.
+The samples are sorted by length. Each step (one micro-batch on every rank) uses the next range of samples, and each
+rank gets consecutive samples of this range, so there is little padding. A rank gets samples until its work is near its
+share, so that the ranks have equal work. The next steps, with shorter samples, compensate for remaining differences.
 """
 
 import heapq

@@ -1,4 +1,4 @@
-"""Which parameters are decayed, which optimizer moves them, and at which learning rate.
+"""Optimizers, weight decay per parameter, and learning-rate schedules.
 
 Make the optimizer before `accelerator.prepare`, from the plain model, and set the rate before each step:
 

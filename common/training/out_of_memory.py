@@ -1,4 +1,4 @@
-"""How to know that an error is one of memory that ran out."""
+"""Detects out-of-memory errors."""
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size

@@ -1,8 +1,9 @@
-"""The output head of a causal language model: which module it is, and what the model does with its logits.
+"""Finds the output head of a causal language model, and the operations that it applies to its logits.
 
-Found by a run on random numbers, because no list of architectures could say it: of transformers' 136 that were tried,
-ten scale or cap their logits (the same setting multiplies in one and divides in another), 22 do more than that, some
-under names that nobody knows. No weight is read, so that ranks which have none (FSDP2) find the same as those that do.
+The head is found by a run on random numbers, because a list of architectures would be incomplete. Of 136 architectures
+of transformers, ten scale or cap their logits (the same setting multiplies in one and divides in another), and 22 apply
+further operations, some with undocumented names. No weight is read, so ranks without weights (FSDP2) get the same
+result.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What autocast, DeepSpeed and FSDP2 leave undone in bf16 and fp16: products of experts, inputs, batch norms."""
+"""Completes autocast, DeepSpeed and FSDP2 in bf16 and fp16: matmuls of experts, inputs, batch norms."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,10 +1,9 @@
-"""How the ranks share the work of an update: which of them take samples of their own, which share them, and how.
+"""The process grid: which ranks share samples, layers or pipeline stages, and which average gradients.
 
-The ranks lie in a grid. Neighbours in number, and so in one node where that is possible, are a *group* that has the
-same samples. In a *sequence group* each computes on its part of their tokens; in a *tensor group* each computes on all
-tokens with its part of every layer. *Stages* of a pipeline, whose layers follow each other, lie farthest apart. All
-else is data parallelism as ever. What is said of samples (batching, the arithmetic of a global batch) counts groups;
-what is said of gradients counts the ranks that compute on tokens of their own.
+A *group* is a set of consecutive ranks, on one node if possible, that process the same samples. In a *sequence group*,
+each rank processes a part of the tokens. In a *tensor group*, each rank processes all tokens with a part of every
+layer. *Pipeline stages* hold consecutive layers and are farthest apart in rank order. All other parallelism is data
+parallelism. Sample counts (batching) are per group; gradient averaging is over ranks with tokens of their own.
 """
 
 from dataclasses import dataclass

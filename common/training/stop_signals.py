@@ -1,7 +1,7 @@
-"""Asked to stop: SIGTERM, SIGINT, SIGUSR1 or SIGHUP lets the current update end; then a checkpoint is written.
+"""Handles stop requests: after SIGTERM, SIGINT, SIGUSR1 or SIGHUP, the current update ends and a checkpoint is written.
 
-The ranks agree once an update, after its last backward: a request that comes later lets the next update end too. In an
-evaluation, which may take much longer, they agree about once a second, and break it off.
+The ranks synchronise once per update, after its last backward; after a later request, the next update ends too. During
+an evaluation, which may be much longer, they synchronise about once per second, and interrupt it.
 """
 
 import os

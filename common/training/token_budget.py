@@ -1,10 +1,11 @@
-"""`--micro_batch_tokens auto`: as many tokens at once as memory holds; half of them, on all ranks, when it runs out.
+"""`--micro_batch_tokens auto`: the largest token budget that fits; halved on all ranks when memory runs out.
 
-An update whose forward or backward ran out of memory on any rank is made again: its gradients are dropped, the same
-samples are cut smaller, and the random streams go back, so it is the update that a run with the smaller budget makes.
-Where a save holds a copy of the state, that goes first, and the budget stays.
-The ranks learn of it from the collective that each update has anyway. That needs ranks that compute without each other
-between two updates: gradients are summed after the last backward (`average_gradients`), and not while it runs.
+An update whose forward or backward pass ran out of memory on any rank is retried: its gradients are dropped, the same
+samples are split into smaller micro-batches, and the RNG states are restored. So the update is the same as in a run
+with the smaller budget. If a save holds a copy of the state, the copy is dropped first, and the budget stays.
+
+The ranks synchronise this in the collective of each update. This requires ranks that compute independently between two
+updates: gradients are summed after the last backward (`average_gradients`), and not during it.
 """
 
 import argparse

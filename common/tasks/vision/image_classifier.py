@@ -102,7 +102,7 @@ def make_model(args: argparse.Namespace, config: PreTrainedConfig, new_head: boo
 def describe_class(model: PreTrainedModel | None, preprocessing: images.Preprocessing) -> tuple[str, list[str]]:
     """The name by which the written model is loaded, and a line on pipelines where they need something."""
     if isinstance(model, ConvNet | NormResNet):
-        line = 'pipeline   pipeline("image-classification") knows it after `from common.models import image_models`'
+        line = 'pipeline   pipeline("image-classification") needs `from common.tasks.vision import image_models`'
         return f"common.tasks.vision.image_models.{type(model).__name__}", [line]
     line = "pipeline   none: this model takes one channel, and a pipeline gives three"
     return "AutoModelForImageClassification", [] if preprocessing.takes_rgb else [line]
