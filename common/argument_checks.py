@@ -12,7 +12,6 @@ from common.errors import UserError, main_logger, refuse
 from common.files import LOCK, PARTIAL, lock_output_dir, make_new_directory, remove, why_not_writable
 from common.models import adapters
 from common.parallel.launch import started_world_size
-from common.report import profiling
 from common.report.killed_runs import describe_killed
 from common.report.settings import given_flags
 from common.training import epochs
@@ -115,10 +114,14 @@ def _how_long(args: argparse.Namespace) -> str:
 
 def check_profile(args: argparse.Namespace, num_done: int = 0) -> Iterator[str]:
     """A line where --profile would record nothing. num_done: updates before the one to begin with."""
+    if not args.profile:
+        return
+    from common.report import profiling
+
     needed, left = profiling.WARMUP + profiling.RECORDED, args.num_updates - num_done
-    if args.profile and args.dry_run:
+    if args.dry_run:
         yield "--profile has no effect with --dry_run, which makes no update; take one of them out"
-    elif args.profile and left < needed:
+    elif left < needed:
         yield (
             f"--profile needs {needed} updates, the last {profiling.RECORDED} of which it records, and "
             f"{_how_long(args)} leaves {left}; raise it, or take --profile out"

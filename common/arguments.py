@@ -19,8 +19,8 @@ from common.checkpoint.identity import CHANGEABLE
 from common.data.hub import held_out_splits
 from common.errors import UserError, refuse
 from common.flag_translation import here
+from common.models.adapters import QUANTIZED
 from common.models.export_dtype import EXPORT_DTYPES
-from common.models.quantization import QUANTIZED
 from common.parallel.shutdown import exit_with_mistakes
 from common.training.activation_checkpointing import ACTIVATION_CHECKPOINTING
 from common.training.epochs import EPOCHS
@@ -221,7 +221,7 @@ def _add_batch(parser: ArgumentParser, lengths_vary: bool) -> None:
     if lengths_vary:
         about = "maximum tokens per micro-batch, padding included; replaces --micro_batch_size\n"
         about += "(default: 1024 on CPU, 8192 on GPU, at least one sample);\n"
-        about += "auto: the largest budget predicted to fit, halved if memory runs out"
+        about += "auto: the largest budget that fits and gains, halved if memory runs out"
         group.add_argument("--micro_batch_tokens", type=positive_or_auto, metavar="T", help=about)
     group.add_argument("--drop_last_window", action="store_true", help="drop the incomplete last batch of an epoch")
     about = "data-loading processes per rank (default: 2 with a GPU, 0 without)"

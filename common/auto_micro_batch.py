@@ -54,11 +54,8 @@ def start_budget(run: Any, longest: int) -> TokenBudget:
 
 
 def batches_with_oom_retry(run: Any) -> Iterator[GlobalBatch]:
-    """Yields the run's global batches; with a token budget first the trials, and retries what ran out of memory."""
+    """Yields the trials of the budget, then the run's global batches, and retries those that ran out of memory."""
     budget, update, end = run.budget, run.state.update, run.state.end(run.args)
-    if budget is None:
-        yield from run.progress.batches(run.loader)
-        return
     if update < end:
         yield from _trials(run, budget, update)
     while update < end:

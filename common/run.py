@@ -35,8 +35,7 @@ import torch
 from accelerate.utils import send_to_device
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from common import argument_checks, planner
-from common.auto_micro_batch import batches_with_oom_retry, start_budget
+from common import argument_checks
 from common.checkpoint.identity import identify
 from common.checkpoint.resume import begin_state
 from common.checkpoint.save import Checkpoints
@@ -72,6 +71,8 @@ class Run:
         """
         self.args, self.asked = args, launch.find_launch()
         if args.plan is not None:
+            from common import planner
+
             refuse(argument_checks.check_plan(args))
             planner.hand_over(args)
         found = argument_checks.check_arguments(args, launch.runs_on_cpu(self.asked), lengths_vary, self.asked.degrees)
@@ -115,7 +116,9 @@ class Run:
         self.memory_before = tracking.memory_in_use_bytes(self.device)
         shutdown.explain_error = self._explain
         if self.args.dry_run and self.accelerator.is_main_process:
-            self.prediction = planner.Prediction(self)
+            from common.planner import Prediction
+
+            self.prediction = Prediction(self)
 
     def prepare(
         self,
@@ -137,6 +140,8 @@ class Run:
             model.base_model.compile(dynamic=True)
         self.budget = None
         if getattr(args, "micro_batch_tokens", None) == "auto":
+            from common.auto_micro_batch import start_budget
+
             self.budget = start_budget(self, train_set.max_length)
         lines |= self.state.describe_patience(args)
         loader = partial(make_loader, args, accelerator, self.asked.degrees, collate, attention_length(model.config))
@@ -174,11 +179,22 @@ class Run:
         work = flops.of_run(self, launch.is_rehearsal(self.asked))
         self.progress = progress.Progress(self.accelerator, self.output_dir, self.args.num_updates, self.state, work)
         with self.progress, self.evaluations.hear() as self.requests:
-            batches = profiling.profiled(self, batches_with_oom_retry(self))
+            batches = self._batches()
             yield batches
             batches.close()
             if not self.is_stopped:
                 self.checkpoints.training_done(self.state, self.model, self.optimizer)
+
+    def _batches(self) -> Iterator[GlobalBatch]:
+        batches = self.progress.batches(self.loader)
+        if self.budget is not None:
+            from common.auto_micro_batch import batches_with_oom_retry
+
+            batches = batches_with_oom_retry(self)
+        if not self.args.profile:
+            return batches
+
+        return profiling.profiled(self, batches)
 
     def micro_batches(self, batch: GlobalBatch) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
         """Copies this rank's micro-batches to the device, one at a time; with each, whether it is the last one."""

@@ -24,7 +24,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM
 
 from common.models.adapters import build_base
-from common.models.load import describe_use, prepare_encoder_decoder
+from common.models.load import describe_use
 from common.parallel.shutdown import user_mistakes_end_here
 from common.report.scores import score_targets
 from common.report.tracking import describe_held_out
@@ -125,7 +125,7 @@ def main():
     run = Run(args, encoder_decoder.check_arguments(args))
     tokenizer, config, train_set, held_out = load_data(args)
     run.begin(config, tokenizer, train_set, held_out, model_class=AutoModelForSeq2SeqLM)
-    model = prepare_encoder_decoder(build_base(args, config, AutoModelForSeq2SeqLM))
+    model = encoder_decoder.prepare_encoder_decoder(build_base(args, config, AutoModelForSeq2SeqLM))
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
     tokens = {"pad_token_id": tokenizer.pad_token_id, "decoder_start_token_id": config.decoder_start_token_id}
     collate = partial(collate_pairs, **tokens)

@@ -38,7 +38,8 @@ from common.data.source_types import Source
 from common.data.sources import open_source
 from common.data.tokenizer import train_tokenizer
 from common.errors import UserError
-from common.models.load import build_model, prepare_encoder_decoder
+from common.models.load import build_model
+from common.tasks.seq2seq.encoder_decoder import prepare_encoder_decoder
 from common.tasks.seq2seq.pairs import collate_pairs, docstring_corpus, split_docstring, tokenize_pairs
 from recipes import seq2seq
 

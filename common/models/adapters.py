@@ -1,22 +1,17 @@
-"""Adapters: trains a few small matrices next to a frozen base model (LoRA, arXiv:2106.09685), with peft."""
+"""The flags of an adapter on a frozen base model, and the model that they name; `models.lora` adds the adapter."""
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
-from types import MethodType
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from common.errors import UserError
-from common.models import model_setup, quantization
 from common.models.load import build_model, empty_model
-from common.training.precision import is_deepspeed, is_fsdp, narrow_dtype
+from common.training.precision import narrow_dtype
 from common.training.process_grid import Degrees
 
+QUANTIZED = {"nf4": "NF4 (arXiv:2305.14314), 4.13 bits per weight"}
 FLAGS = ("lora_alpha", "lora_targets", "lora_dropout", "use_dora", "use_rslora", "quantize")  # beside --lora_rank
 
 
@@ -61,7 +56,11 @@ def has_adapter(model: nn.Module) -> bool:
 
 def base_options(args: argparse.Namespace) -> dict[str, Any]:
     """What `build_model` is given for the frozen base of an adapter; nothing for a model that is trained whole."""
-    return quantization.options(args) or ({"frozen_dtype": narrow_dtype()} if is_asked(args) else {})
+    if getattr(args, "quantize", None):
+        from common.models import quantization
+
+        return quantization.options(args)
+    return {"frozen_dtype": narrow_dtype()} if is_asked(args) else {}
 
 
 def build_base(
@@ -83,110 +82,26 @@ def empty_base(args: argparse.Namespace, config: PreTrainedConfig, model_class: 
 def with_adapter(
     args: argparse.Namespace, model: PreTrainedModel, new_weights: list[str] | None = None
 ) -> PreTrainedModel:
-    """The model, frozen, with the adapter of --lora_rank beside its matrices; without that flag as it is.
-
-    A step 0 is the base's: B begins at zero. The adapter is in float32; frozen matrices are in the precision that
-    computes, which a float32 copy would be cast to in each product.
-
-    new_weights: names of those that the pretrained model did not have; their layers are trained whole.
-
-    Raises UserError: a target is no layer of the model, or none that peft can adapt.
-    """
+    """Returns the model with the adapter of --lora_rank (`lora.add_adapter`), or unchanged without that flag."""
     if not is_asked(args):
         return model
-    from peft import LoraConfig  # here because it takes a second to import
+    from common.models import lora
 
-    new = sorted({name.rpartition(".")[0] for name in new_weights or ()})
-    new = new if new_weights is None else model_setup.decided_once(lambda: new)  # by who has read the files
-    modules, parameters = _targets(args, model, new)
-    if args.quantize and any(_is_of_experts(*one) for one in model.named_parameters()):
-        raise UserError(
-            f"--quantize {args.quantize}: the experts of this mixture are no linear layers, and would stay as large as "
-            "they are; take --quantize out"
-        )
-    for flag in ("use_dora", "lora_dropout"):
-        if parameters and getattr(args, flag):
-            raise UserError(
-                f"--{flag}: peft has it for linear layers only, and the experts of this mixture are none; take it out, "
-                "or leave the experts out with --lora_targets"
-            )
-    config = LoraConfig(
-        r=args.lora_rank,
-        lora_alpha=with_default_alpha(vars(args))["lora_alpha"],
-        lora_dropout=args.lora_dropout,
-        use_dora=args.use_dora,
-        use_rslora=args.use_rslora,
-        target_modules=modules,
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's layers
-        target_parameters=parameters or None,
-        modules_to_save=new or None,
-    )
-    try:
-        model.add_adapter(config)
-    except ValueError as error:
-        raise UserError(f"--lora_rank: {' '.join(str(error).split())}") from error
-    if Path(args.model_name_or_path).expanduser().is_dir():  # else it were found from here only
-        config.base_model_name_or_path = str(Path(args.model_name_or_path).expanduser().resolve())
-    config.target_modules = sorted(config.target_modules)  # peft's set has another order in each process
-    dtype, trained = narrow_dtype(), torch.promote_types(model.dtype, torch.float32)
-    if is_deepspeed():
-        trained = model.dtype  # its float32 copies are the masters
-    for module in model.modules():
-        for weight in module.parameters(recurse=False):
-            if weight.requires_grad:
-                weight.data = weight.data.to(trained)
-            elif dtype is not None and weight.ndim > 1 and weight.dtype == torch.float32:
-                weight.data = weight.data.to(dtype)
-        if isinstance(module, nn.Embedding) and module.weight.dtype == dtype and not is_fsdp():
-            module.forward = MethodType(_float32_rows, module)
-    return model
+    return lora.add_adapter(args, model, new_weights)
 
 
-def _float32_rows(self: nn.Embedding, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """What an embedding in 16 bits returns: in float32, in which a residual stream begins under autocast."""
-    return type(self).forward(self, *args, **kwargs).float()  # positions' embeddings take more than ids
+def number_of(weight: Tensor) -> int:
+    """How many numbers a parameter has, also if ZeRO-3 has cut it while the model was made, or it is in 4 bits."""
+    if getattr(weight, "quant_state", None) is not None:
+        return weight.quant_state.shape.numel()
+    return getattr(weight, "ds_numel", weight.numel())
 
 
-def _targets(args: argparse.Namespace, model: PreTrainedModel, new: list[str]) -> tuple[list[str], list[str]]:
-    """Names of linear layers, and of stacked parameters of experts, that are adapted: short ones where they suffice."""
-    layers = {name: one for name, one in model.named_modules() if isinstance(one, (nn.Linear, Conv1D))}
-    head = model.get_output_embeddings()
-    linear = [name for name, one in layers.items() if one is not head and name not in new]
-    stacked = [name for name, weight in model.named_parameters() if _is_of_experts(name, weight)]
-    modules, parameters = linear, _endings(stacked, parts=2)
-    if args.lora_targets:
-        modules, parameters = [], []
-        for target in args.lora_targets:
-            found = [name for name in linear if f".{name}".endswith(f".{target}")]
-            modules += found
-            if not found and any(name.endswith(f".{target}") for name in stacked):
-                parameters.append(target)
-            elif not found:
-                known = ", ".join([*_endings(linear), *_endings(stacked, parts=2)])
-                raise UserError(f"--lora_targets {target} is no linear layer of this model; it has {known}")
-    sides = [_most_rank(layers[name]) for name in modules]
-    if args.lora_rank > max(sides, default=args.lora_rank):
-        raise UserError(
-            f"--lora_rank {args.lora_rank}: the matrices that it adapts have a rank of {max(sides)} at most; give less"
-        )
-    others = set(_endings(layers.keys() - set(modules)))  # which peft would take for targets, by their last parts
-    named = (name if (last := name.rpartition(".")[2]) in others else last for name in modules)
-    return list(dict.fromkeys(named)), parameters
-
-
-def _most_rank(layer: nn.Module) -> int:
-    """The smaller side of a matrix; one in 4 bits is packed, and ZeRO-3 has cut one of GPT-2's."""
-    if isinstance(layer, nn.Linear):
-        return min(layer.in_features, layer.out_features)
-    return min(getattr(layer.weight, "ds_shape", layer.weight.shape))
-
-
-def _is_of_experts(name: str, weight: torch.Tensor) -> bool:
-    """Whether a parameter has the weights of all experts of a layer, one after the other."""
-    shape = getattr(weight, "ds_shape", weight.shape)  # ZeRO-3 has cut it while the model was made
-    return len(shape) == 3 and ".experts." in f".{name}"
-
-
-def _endings(names: Any, parts: int = 1) -> list[str]:
-    """The last parts of dotted names, each once."""
-    return list(dict.fromkeys(".".join(name.split(".")[-parts:]) for name in names))
+def describe_frozen(args: argparse.Namespace) -> str:
+    """What the frozen weights under an adapter are in, to follow the precision in the first printed block."""
+    if getattr(args, "lora_rank", None) is None:
+        return ""
+    dtype = str(narrow_dtype() or "").removeprefix("torch.")
+    kinds = [f"linear layers in {args.quantize}"] if args.quantize else []
+    kinds += [f"{'other matrices' if kinds else 'matrices'} in {dtype}"] if dtype else []
+    return f"; frozen {', '.join(kinds)}" if kinds else ""

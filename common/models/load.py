@@ -1,126 +1,41 @@
 """Loads or builds a model, and checks that it matches its tokenizer and the data."""
 
 import copy
-import json
 import math
-import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, is_initialized
-from safetensors import SafetensorError
 from transformers import (
-    MODEL_FOR_MASKED_LM_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.integrations import unset_hf_deepspeed_config
 from transformers.integrations.deepspeed import deepspeed_config
-from transformers.utils import find_adapter_config_file
 
-from common.data.hub import locate_pretrained
-from common.errors import UserError, one_line, shorten
-from common.models import model_setup, quantization, tied_weights
+from common.errors import UserError, shorten
+from common.models import model_setup
 from common.models.attention_masks import decide_on_the_host
 from common.models.cpu_kernels import use_cpu_kernels
-from common.parallel import sequence
 from common.training.batching import Samples
 from common.training.precision import follow_precision
-
-# What the models of an Auto class are called.
-JOBS = {
-    AutoModelForCausalLM: "causal language model",
-    AutoModelForSeq2SeqLM: "encoder-decoder",
-    AutoModelForSequenceClassification: "classifier of texts",
-    AutoModelForImageClassification: "classifier of images",
-}
-
-
-def prepare_encoder_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """Makes embeddings that have one weight one module, and returns it; for a bare model, on all ranks together.
-
-    transformers gives encoder and decoder a module each, and FSDP2 refuses a weight that is in two of its groups. An
-    embedding that a checkpoint keeps apart stays so.
-
-    Raises UserError: the model begins its targets otherwise than `collate_pairs` does (mBART: with their language).
-    """
-    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
-        labels, start = torch.arange(2, 6), model.config.decoder_start_token_id
-        if model.prepare_decoder_input_ids_from_labels(labels.unsqueeze(0))[0].tolist() != [start, 2, 3, 4]:
-            raise UserError(
-                f"{type(model).__name__} does not begin all targets with its decoder_start_token_id; take another model"
-            )
-    shared, modules = model.get_input_embeddings(), list(model.named_modules())
-    # Only what holds the weights knows whether the checkpoint keeps one apart.
-    twins = model_setup.decided_once(
-        lambda: [name for name, one in modules if isinstance(one, torch.nn.Embedding) and one.weight is shared.weight]
-    )
-    for parent, _, name in (twin.rpartition(".") for twin in twins):
-        setattr(model.get_submodule(parent), name, shared)
-    return model
+from common.training.process_grid import running
 
 
 def load_config(
     name_or_path: str, trust_remote_code: bool = False, model_class: Any = AutoModelForCausalLM
 ) -> PreTrainedConfig:
-    """The configuration of a pretrained model of an Auto class: a local directory or a hub name.
+    """Returns the configuration of a pretrained model of an Auto class: a local directory or a hub name.
 
     Raises UserError: there is none, or `model_class` has no model of its type.
     """
-    where, problem = locate_pretrained(name_or_path)
-    name, revision = where["pretrained_model_name_or_path"], where.get("revision")
-    try:
-        is_adapter = find_adapter_config_file(name, revision=revision, local_files_only=bool(problem))
-        config = None if is_adapter else AutoConfig.from_pretrained(**where, trust_remote_code=trust_remote_code)
-    except Exception as error:  # a dozen types, by what is missing
-        reason = problem or f"its config.json cannot be loaded: {one_line(error)}"
-        raise UserError(f"--model_name_or_path {name_or_path}: {reason}") from error
-    if is_adapter:
-        raise UserError(
-            f"--model_name_or_path {name_or_path}: it is an adapter; make a whole model of it (python -m "
-            "tools.checkpoint export CHECKPOINT DIR --merge), or name its base"
-        )
-    if not _is_object(Path(name) / "generation_config.json"):
-        raise UserError(f"--model_name_or_path {name_or_path}: its generation_config.json is no JSON object; remove it")
-    remote = model_class.__name__ in (getattr(config, "auto_map", None) or {})
-    if type(config) not in model_class._model_mapping and not remote:
-        kind = JOBS.get(model_class, model_class.__name__)
-        what = f"{config.model_type} has no {kind} in transformers; take a model of another type"
-        raise UserError(f"--model_name_or_path {name_or_path}: {what}")
-    reads_ahead = getattr(config, "is_decoder", True) is False and type(config) in MODEL_FOR_MASKED_LM_MAPPING
-    if model_class is AutoModelForCausalLM and reads_ahead:
-        raise UserError(
-            f"--model_name_or_path {name_or_path}: this {config.model_type} looks at the tokens that it is to predict; "
-            'put "is_decoder": true into its config.json, or take a causal model'
-        )
-    if getattr(config, "tie_word_embeddings", False):
-        try:
-            model = empty_model(copy.deepcopy(config), trust_remote_code, model_class)
-        except Exception as error:  # by what its values are
-            reason = f"transformers cannot build the model of its config.json: {one_line(error)}"
-            raise UserError(f"--model_name_or_path {name_or_path}: {reason}") from error
-        tied_weights.follow_files(config, model, tied_weights.find_untied(where, model))
-    return config
+    from common.models import pretrained
 
-
-def _is_object(path: Path) -> bool:
-    """Returns whether a file is a JSON object, or missing."""
-    try:
-        return isinstance(json.loads(path.read_bytes()), dict)
-    except OSError:
-        return True
-    except ValueError:
-        return False
+    return pretrained.load_config(name_or_path, trust_remote_code, model_class)
 
 
 def check_model(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> Iterator[str]:
@@ -187,25 +102,6 @@ def attention_length(config: PreTrainedConfig) -> float:
     return 6 * text.hidden_size if is_attending else math.inf
 
 
-@contextmanager
-def _matrices_read_in(dtype: torch.dtype | None) -> Iterator[None]:
-    """Pretrained matrices come from their files in this dtype, and never exist in float32; vectors as they would."""
-    if dtype is None:
-        yield
-        return
-    plan = PreTrainedModel._get_dtype_plan  # it has no public form; transformers 5.17 has this one too
-
-    def with_matrices(model, asked):
-        names = (name for name, one in model.named_parameters() if one.ndim > 1)
-        return {f"^{re.escape(name)}$": dtype for name in names} | plan(model, asked)
-
-    PreTrainedModel._get_dtype_plan = with_matrices
-    try:
-        yield
-    finally:
-        PreTrainedModel._get_dtype_plan = plan
-
-
 def build_model(
     config: PreTrainedConfig,
     name_or_path: str | None = None,
@@ -231,6 +127,8 @@ def build_model(
     if name_or_path is not None and not model_setup.holds_weights():
         model = build_model(copy.deepcopy(config), None, trust_remote_code, model_class).eval()
         if "quantization_config" in options:
+            from common.models import quantization
+
             quantization.imagine(model, options["quantization_config"].bnb_4bit_compute_dtype)
         return (model, {"missing_keys": [], "mismatched_keys": []}) if "output_loading_info" in options else model
     if name_or_path is None:
@@ -240,8 +138,10 @@ def build_model(
             else:
                 model = model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         return _ready(model)
+    from common.models import pretrained
+
     asks_loaded = options.pop("output_loading_info", False)
-    model, loaded = _load_pretrained(config, name_or_path, trust_remote_code, model_class, frozen_dtype, options)
+    model, loaded = pretrained.load(config, name_or_path, trust_remote_code, model_class, frozen_dtype, options)
     missing = sorted(set(loaded["missing_keys"]) & {name for name, _ in model.named_parameters(remove_duplicate=False)})
     if missing and not asks_loaded:
         raise UserError(
@@ -253,35 +153,9 @@ def build_model(
     return (model, loaded) if asks_loaded else model
 
 
-def _load_pretrained(
-    config: PreTrainedConfig,
-    name_or_path: str,
-    trust_remote_code: bool,
-    model_class: Any,
-    frozen_dtype: torch.dtype | None,
-    options: dict[str, Any],
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model with the weights of its files, tied or not, and what `from_pretrained` says of loading them."""
-    where, _ = locate_pretrained(name_or_path)
-    options = {**where, **options, "config": config, "trust_remote_code": trust_remote_code}
-    try:
-        empty = empty_model(copy.deepcopy(config), trust_remote_code, model_class)
-        if "quantization_config" in options:
-            options["quantization_config"].llm_int8_skip_modules = quantization.find_kept(empty)
-        with _matrices_read_in(frozen_dtype), tied_weights.keep_apart(tied_weights.find_untied(where, empty)):
-            return model_class.from_pretrained(**options, dtype=torch.get_default_dtype(), output_loading_info=True)
-    except (OSError, RuntimeError, ValueError, ImportError, EOFError, UnpicklingError, SafetensorError) as error:
-        # What the files provoke: torn or of other shapes, of an unknown kind, in need of a package that is not there.
-        raise UserError(
-            f"--model_name_or_path {name_or_path}: its weights cannot be loaded ({one_line(error)}); save the model "
-            "again, or download it again"
-        ) from error
-
-
 def _ready(model: PreTrainedModel) -> PreTrainedModel:
     """Makes a new model one that every mode can take, and returns it."""
     follow_precision(model)
-    quantization.keep_weights(model)
     decide_on_the_host()
     use_cpu_kernels(model)
     try:
@@ -319,7 +193,10 @@ def describe_use(
 @torch.no_grad()
 def write_sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: Samples) -> str:
     """Text that the model writes after the beginning of the first sample; in one process, which has it whole."""
-    sequence.whole_sequences()
+    if running().sequence > 1:
+        from common.parallel import sequence
+
+        sequence.whole_sequences()
     first_tokens, *_ = samples[0]
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
     most = positions if positions > 0 else math.inf

@@ -15,14 +15,11 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import DistributedType, broadcast_object_list
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import distribute_tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.files import complete_or_absent
 from common.models import export_dtype
 from common.models.adapter_files import ADAPTER_CONFIG, write_config
-from common.parallel import sequence, tensor
 from common.parallel.liveness import wait_for_all
 from common.training import token_budget
 from common.training.optimizers import check_rate
@@ -51,8 +48,15 @@ def check_model(
 
     model_class: an Auto class. make_empty: makes the model without data.
     """
-    in_sequences = sequence.check_model(config, model_class, degrees)
-    return [*in_sequences, *tensor.check_model(config, make_empty, degrees)]
+    if degrees.sequence > 1:
+        from common.parallel import sequence
+
+        return list(sequence.check_model(config, model_class, degrees))
+    if degrees.tensor > 1:
+        from common.parallel import tensor
+
+        return list(tensor.check_model(config, make_empty, degrees))
+    return []
 
 
 def whole_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor] | None:
@@ -60,7 +64,11 @@ def whole_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, torch
     bare = without_wrapper(model)
     if hasattr(bare, "pipeline_stages"):
         return bare.pipeline_stages.whole_weights(bare)
-    return tensor.whole_state_dict(bare) if hasattr(bare, "shares") else accelerator.get_state_dict(model)
+    if hasattr(bare, "shares"):
+        from common.parallel import tensor
+
+        return tensor.whole_state_dict(bare)
+    return accelerator.get_state_dict(model)
 
 
 def write_model(
@@ -143,30 +151,22 @@ def _prepare(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     weights = {name: p.detach() for name, p in model.named_parameters()} if has_one_copy() and holds_weights() else {}
-    sequence.share_sequences(model, running())
-    tensor.cut_model(model, optimizer, running())
+    if running().sequence > 1:
+        from common.parallel import sequence
+
+        sequence.share_sequences(model, running())
+    if running().tensor > 1:
+        from common.parallel import tensor
+
+        tensor.cut_model(model, optimizer, running())
     if not has_one_copy():
         wait_for_all()  # however long one of them read its data or its model
         if token_budget.adjusting():
             return _unwrapped(accelerator, model), accelerator.prepare(optimizer)
         return accelerator.prepare(model, optimizer)
-    tied, groups, buffers, generation = decided_once(lambda: _describe(model, optimizer))
-    if generation is not None:  # of the files that only the main process has read
-        model.generation_config = generation
-    empty = _empty(model, tied, buffers)
-    for group, names in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = [empty[name] for name in names]
-    plugin = accelerator.state.fsdp_plugin
-    plugin.cpu_ram_efficient_loading = False
-    try:
-        model, optimizer = accelerator.prepare(model, optimizer)  # cuts what is empty, and so copies nothing
-    finally:
-        plugin.cpu_ram_efficient_loading = True
-    _give_shards(model, tied, weights, to_host=isinstance(plugin.cpu_offload, CPUOffloadPolicy))
-    named = dict(model.named_parameters())
-    for group, names in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = [named[name] for name in names]
-    return model, optimizer
+    from common.models import fsdp_loading
+
+    return fsdp_loading.prepare(accelerator, model, optimizer, weights)
 
 
 def _unwrapped(accelerator: Accelerator, model: nn.Module) -> nn.Module:
@@ -176,50 +176,3 @@ def _unwrapped(accelerator: Accelerator, model: nn.Module) -> nn.Module:
         for one in (*model.parameters(), *model.buffers()):
             dist.broadcast(one.data, src=0)
     return model
-
-
-def _describe(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, str], list[list[str]], dict[str, torch.Tensor], Any]:
-    """What a rank without weights does not know, or knows otherwise.
-
-    Under which name each parameter comes first (tied ones have several), the optimizer's groups, the buffers, and how
-    the model generates, if it can.
-    """
-    names = {id(p): name for name, p in model.named_parameters()}
-    tied = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
-    groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    return tied, groups, buffers, getattr(model, "generation_config", None)
-
-
-def _empty(model: nn.Module, tied: dict[str, str], buffers: dict[str, torch.Tensor]) -> dict[str, nn.Parameter]:
-    """Takes the parameters' data out of the model, gives it the buffers; the parameters by name, tied ones once."""
-    empty: dict[str, nn.Parameter] = {}
-    for prefix, module in model.named_modules():
-        prefix += "." if prefix else ""
-        for name, p in module._parameters.items():
-            if p is not None:
-                new = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-                module._parameters[name] = empty.setdefault(tied[prefix + name], new)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffers[prefix + name]
-    return empty
-
-
-@torch.no_grad()
-def _give_shards(model: nn.Module, tied: dict[str, str], weights: dict[str, torch.Tensor], to_host: bool) -> None:
-    """Gives each rank its part of each parameter, one after the other; empties `weights`, the main process's."""
-    shards: dict[str, nn.Parameter] = {}
-    shares = model.shares.of if hasattr(model, "shares") else {}
-    for name, p in model.named_parameters():
-        device, share = p.device_mesh.device_type, shares.get(name)
-        shape = share.shape if share else p.shape
-        whole = weights.pop(name).to(device) if weights else torch.empty(shape, dtype=p.dtype, device=device)
-        if share:  # the ranks that have other parts of it are not in the mesh of these
-            dist.broadcast(whole, src=0)
-            whole = whole if share.dim is None else whole.narrow(share.dim, share.start, p.shape[share.dim])
-        shard = distribute_tensor(whole, p.device_mesh, p.placements)
-        shards[name] = nn.Parameter(shard.cpu() if to_host else shard, requires_grad=p.requires_grad)
-    model.load_state_dict({name: shards[first] for name, first in tied.items()}, strict=False, assign=True)

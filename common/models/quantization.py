@@ -15,7 +15,6 @@ from torch.autograd.function import once_differentiable
 
 from common.training.precision import narrow_dtype
 
-QUANTIZED = {"nf4": "NF4 (arXiv:2305.14314), 4.13 bits per weight"}
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # it asks for a package that is no need
 BLOCK, BLOCK_OF_BLOCKS = 64, 256  # bitsandbytes' own
 
@@ -34,23 +33,6 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
             bnb_4bit_compute_dtype=narrow_dtype() or torch.float32,
         )
     }
-
-
-def number_of(weight: Tensor) -> int:
-    """How many numbers a parameter has, also if ZeRO-3 has cut it while the model was made, or it is in 4 bits."""
-    if getattr(weight, "quant_state", None) is not None:
-        return weight.quant_state.shape.numel()
-    return getattr(weight, "ds_numel", weight.numel())
-
-
-def describe_frozen(args: argparse.Namespace) -> str:
-    """What the frozen weights under an adapter are in, to follow the precision in the first printed block."""
-    if getattr(args, "lora_rank", None) is None:
-        return ""
-    dtype = str(narrow_dtype() or "").removeprefix("torch.")
-    kinds = [f"linear layers in {args.quantize}"] if args.quantize else []
-    kinds += [f"{'other matrices' if kinds else 'matrices'} in {dtype}"] if dtype else []
-    return f"; frozen {', '.join(kinds)}" if kinds else ""
 
 
 def keep_weights(model: nn.Module) -> None:

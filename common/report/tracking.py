@@ -20,7 +20,7 @@ from common.errors import UserError, reported_in_one_line
 from common.host_memory import most_resident
 from common.models import export_dtype
 from common.models.adapter_files import loading_call
-from common.models.quantization import describe_frozen, number_of
+from common.models.adapters import describe_frozen, number_of
 from common.parallel import liveness
 from common.parallel.distributed_mode import describe_mode, describe_precision, running_mode
 from common.parallel.matmul_throughput import advise

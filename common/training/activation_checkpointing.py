@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from common.errors import UserError
-from common.training.activation_offload import HostOffload
 
 # Measured on one CPU core with a Llama shape (4 layers of width 384, MLP of 1024, 6 heads, SDPA, no output head) and
 # 2 x 512 tokens. Bytes alive between forward and backward, without the parameters, in float32 and under bf16 autocast:
@@ -100,6 +99,8 @@ def apply_activation_checkpointing(model: nn.Module, mode: str, device: torch.de
     if not checkpointed:
         raise UserError(cannot)
     if mode == "offload":
+        from common.training.activation_offload import HostOffload
+
         offload = HostOffload(device)
         for module in checkpointed:
             module._gradient_checkpointing_func = offload.around(module._gradient_checkpointing_func)

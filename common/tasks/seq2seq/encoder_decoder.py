@@ -10,11 +10,12 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device
 from tokenizers.processors import TemplateProcessing
 from torch.distributed.fsdp import register_fsdp_forward_method
-from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedTokenizerBase, T5Config
+from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, T5Config
 
 from common.data.source_types import Source
 from common.data.tokenizer import load_tokenizer, train_tokenizer
-from common.errors import refuse
+from common.errors import UserError, refuse
+from common.models import model_setup
 from common.models.adapters import has_adapter
 from common.models.load import check_model, load_config
 from common.models.model_setup import without_wrapper
@@ -123,3 +124,27 @@ def write_targets(
             )
         written += zip(ids[positions].tolist(), tokens.tolist(), strict=False)  # but for a dummy sample's
     return dict(sorted(gather_object(written)))
+
+
+def prepare_encoder_decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """Makes embeddings that have one weight one module, and returns it; for a bare model, on all ranks together.
+
+    transformers gives encoder and decoder a module each, and FSDP2 refuses a weight that is in two of its groups. An
+    embedding that a checkpoint keeps apart stays so.
+
+    Raises UserError: the model begins its targets otherwise than `collate_pairs` does (mBART: with their language).
+    """
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        labels, start = torch.arange(2, 6), model.config.decoder_start_token_id
+        if model.prepare_decoder_input_ids_from_labels(labels.unsqueeze(0))[0].tolist() != [start, 2, 3, 4]:
+            raise UserError(
+                f"{type(model).__name__} does not begin all targets with its decoder_start_token_id; take another model"
+            )
+    shared, modules = model.get_input_embeddings(), list(model.named_modules())
+    # Only what holds the weights knows whether the checkpoint keeps one apart.
+    twins = model_setup.decided_once(
+        lambda: [name for name, one in modules if isinstance(one, torch.nn.Embedding) and one.weight is shared.weight]
+    )
+    for parent, _, name in (twin.rpartition(".") for twin in twins):
+        setattr(model.get_submodule(parent), name, shared)
+    return model

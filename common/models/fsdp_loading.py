@@ -1,0 +1,82 @@
+"""Shards the weights of the main process over the ranks of FSDP2: every other rank receives its shards only."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import distribute_tensor
+
+from common.models.model_setup import decided_once
+
+
+def prepare(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, weights: dict[str, torch.Tensor]
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """`accelerator.prepare` of a model whose weights only the main process holds; call it on all ranks together."""
+    tied, groups, buffers, generation = decided_once(lambda: _describe(model, optimizer))
+    if generation is not None:  # of the files that only the main process has read
+        model.generation_config = generation
+    empty = _empty(model, tied, buffers)
+    for group, names in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [empty[name] for name in names]
+    plugin = accelerator.state.fsdp_plugin
+    plugin.cpu_ram_efficient_loading = False
+    try:
+        model, optimizer = accelerator.prepare(model, optimizer)  # cuts what is empty, and so copies nothing
+    finally:
+        plugin.cpu_ram_efficient_loading = True
+    _give_shards(model, tied, weights, to_host=isinstance(plugin.cpu_offload, CPUOffloadPolicy))
+    named = dict(model.named_parameters())
+    for group, names in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [named[name] for name in names]
+    return model, optimizer
+
+
+def _describe(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, str], list[list[str]], dict[str, torch.Tensor], Any]:
+    """What a rank without weights does not know, or knows otherwise.
+
+    Under which name each parameter comes first (tied ones have several), the optimizer's groups, the buffers, and how
+    the model generates, if it can.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    tied = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    return tied, groups, buffers, getattr(model, "generation_config", None)
+
+
+def _empty(model: nn.Module, tied: dict[str, str], buffers: dict[str, torch.Tensor]) -> dict[str, nn.Parameter]:
+    """Takes the parameters' data out of the model, gives it the buffers; the parameters by name, tied ones once."""
+    empty: dict[str, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        prefix += "." if prefix else ""
+        for name, p in module._parameters.items():
+            if p is not None:
+                new = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+                module._parameters[name] = empty.setdefault(tied[prefix + name], new)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffers[prefix + name]
+    return empty
+
+
+@torch.no_grad()
+def _give_shards(model: nn.Module, tied: dict[str, str], weights: dict[str, torch.Tensor], to_host: bool) -> None:
+    """Gives each rank its part of each parameter, one after the other; empties `weights`, the main process's."""
+    shards: dict[str, nn.Parameter] = {}
+    shares = model.shares.of if hasattr(model, "shares") else {}
+    for name, p in model.named_parameters():
+        device, share = p.device_mesh.device_type, shares.get(name)
+        shape = share.shape if share else p.shape
+        whole = weights.pop(name).to(device) if weights else torch.empty(shape, dtype=p.dtype, device=device)
+        if share:  # the ranks that have other parts of it are not in the mesh of these
+            dist.broadcast(whole, src=0)
+            whole = whole if share.dim is None else whole.narrow(share.dim, share.start, p.shape[share.dim])
+        shard = distribute_tensor(whole, p.device_mesh, p.placements)
+        shards[name] = nn.Parameter(shard.cpu() if to_host else shard, requires_grad=p.requires_grad)
+    model.load_state_dict({name: shards[first] for name, first in tied.items()}, strict=False, assign=True)

@@ -1,0 +1,141 @@
+"""Reads the configuration and the weights of a pretrained model, and checks that the model can be used."""
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import find_adapter_config_file
+
+from common.data.hub import locate_pretrained
+from common.errors import UserError, one_line
+from common.models import tied_weights
+from common.models.load import empty_model
+
+# What the models of an Auto class are called.
+JOBS = {
+    AutoModelForCausalLM: "causal language model",
+    AutoModelForSeq2SeqLM: "encoder-decoder",
+    AutoModelForSequenceClassification: "classifier of texts",
+    AutoModelForImageClassification: "classifier of images",
+}
+
+
+def load_config(
+    name_or_path: str, trust_remote_code: bool = False, model_class: Any = AutoModelForCausalLM
+) -> PreTrainedConfig:
+    """The configuration of a pretrained model of an Auto class: a local directory or a hub name.
+
+    Raises UserError: there is none, or `model_class` has no model of its type.
+    """
+    where, problem = locate_pretrained(name_or_path)
+    name, revision = where["pretrained_model_name_or_path"], where.get("revision")
+    try:
+        is_adapter = find_adapter_config_file(name, revision=revision, local_files_only=bool(problem))
+        config = None if is_adapter else AutoConfig.from_pretrained(**where, trust_remote_code=trust_remote_code)
+    except Exception as error:  # a dozen types, by what is missing
+        reason = problem or f"its config.json cannot be loaded: {one_line(error)}"
+        raise UserError(f"--model_name_or_path {name_or_path}: {reason}") from error
+    if is_adapter:
+        raise UserError(
+            f"--model_name_or_path {name_or_path}: it is an adapter; make a whole model of it (python -m "
+            "tools.checkpoint export CHECKPOINT DIR --merge), or name its base"
+        )
+    if not _is_object(Path(name) / "generation_config.json"):
+        raise UserError(f"--model_name_or_path {name_or_path}: its generation_config.json is no JSON object; remove it")
+    remote = model_class.__name__ in (getattr(config, "auto_map", None) or {})
+    if type(config) not in model_class._model_mapping and not remote:
+        kind = JOBS.get(model_class, model_class.__name__)
+        what = f"{config.model_type} has no {kind} in transformers; take a model of another type"
+        raise UserError(f"--model_name_or_path {name_or_path}: {what}")
+    reads_ahead = getattr(config, "is_decoder", True) is False and type(config) in MODEL_FOR_MASKED_LM_MAPPING
+    if model_class is AutoModelForCausalLM and reads_ahead:
+        raise UserError(
+            f"--model_name_or_path {name_or_path}: this {config.model_type} looks at the tokens that it is to predict; "
+            'put "is_decoder": true into its config.json, or take a causal model'
+        )
+    if getattr(config, "tie_word_embeddings", False):
+        try:
+            model = empty_model(copy.deepcopy(config), trust_remote_code, model_class)
+        except Exception as error:  # by what its values are
+            reason = f"transformers cannot build the model of its config.json: {one_line(error)}"
+            raise UserError(f"--model_name_or_path {name_or_path}: {reason}") from error
+        tied_weights.follow_files(config, model, tied_weights.find_untied(where, model))
+    return config
+
+
+def _is_object(path: Path) -> bool:
+    """Returns whether a file is a JSON object, or missing."""
+    try:
+        return isinstance(json.loads(path.read_bytes()), dict)
+    except OSError:
+        return True
+    except ValueError:
+        return False
+
+
+@contextmanager
+def _matrices_read_in(dtype: torch.dtype | None) -> Iterator[None]:
+    """Pretrained matrices come from their files in this dtype, and never exist in float32; vectors as they would."""
+    if dtype is None:
+        yield
+        return
+    plan = PreTrainedModel._get_dtype_plan  # it has no public form; transformers 5.17 has this one too
+
+    def with_matrices(model, asked):
+        names = (name for name, one in model.named_parameters() if one.ndim > 1)
+        return {f"^{re.escape(name)}$": dtype for name in names} | plan(model, asked)
+
+    PreTrainedModel._get_dtype_plan = with_matrices
+    try:
+        yield
+    finally:
+        PreTrainedModel._get_dtype_plan = plan
+
+
+def load(
+    config: PreTrainedConfig,
+    name_or_path: str,
+    trust_remote_code: bool,
+    model_class: Any,
+    frozen_dtype: torch.dtype | None,
+    options: dict[str, Any],
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model with the weights of its files, tied or not, and what `from_pretrained` says of loading them."""
+    where, _ = locate_pretrained(name_or_path)
+    options = {**where, **options, "config": config, "trust_remote_code": trust_remote_code}
+    try:
+        empty = empty_model(copy.deepcopy(config), trust_remote_code, model_class)
+        if "quantization_config" in options:
+            from common.models import quantization
+
+            options["quantization_config"].llm_int8_skip_modules = quantization.find_kept(empty)
+        with _matrices_read_in(frozen_dtype), tied_weights.keep_apart(tied_weights.find_untied(where, empty)):
+            model, loaded = model_class.from_pretrained(
+                **options, dtype=torch.get_default_dtype(), output_loading_info=True
+            )
+        if "quantization_config" in options:
+            quantization.keep_weights(model)
+        return model, loaded
+    except (OSError, RuntimeError, ValueError, ImportError, EOFError, UnpicklingError, SafetensorError) as error:
+        # What the files provoke: torn or of other shapes, of an unknown kind, in need of a package that is not there.
+        raise UserError(
+            f"--model_name_or_path {name_or_path}: its weights cannot be loaded ({one_line(error)}); save the model "
+            "again, or download it again"
+        ) from error
