@@ -40,7 +40,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 from common.errors import CommandParser, UserError, refuse
 from common.parallel.launch import Launch, check_machines, parse_launch  # noqa: E402
-from common.parallel.liveness import listen, send  # noqa: E402
+from common.parallel.rank_watch import listen, send  # noqa: E402
 
 DEFAULT_PORT = 29500  # Accelerate's
 HOST = socket.gethostname()

@@ -14,7 +14,7 @@ import pytest
 from conftest import read_metrics, run_specs, specs_command
 from running import Run, find_rank, num_updates, wait_for_updates, wait_until
 
-from common.parallel import liveness
+from common.parallel import rank_watch
 
 LINE = r"error: rank {rank} on host \S+ {what} at update \d+; this process \(rank \d+\) ends"
 
@@ -128,7 +128,7 @@ def test_two_ranks_that_leave_together_spoil_neithers_good_bye(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", str(port))
     watches = {}
     starts = [
-        threading.Thread(target=lambda rank=rank: watches.update({rank: liveness._Watch(rank, 2, 60, "together")}))
+        threading.Thread(target=lambda rank=rank: watches.update({rank: rank_watch.RankWatch(rank, 2, 60, "together")}))
         for rank in (0, 1)
     ]
     for start in starts:

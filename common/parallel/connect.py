@@ -48,7 +48,11 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs) -> Acce
     set_running(launch.degrees)
     for name in mpi_variables():  # they have no effect here, but would have in a process that this one starts
         del os.environ[name]
-    liveness.start(args.connect_timeout)
+    liveness.reset()
+    if started_world_size() > 1:
+        from common.parallel import rank_watch
+
+        rank_watch.start(args.connect_timeout)
     is_sharded_on_cpu = runs_on_cpu(launch) and launch.mode in ("FSDP", "DeepSpeed")
     _name_device(launch, is_sharded_on_cpu)
     name_interface()

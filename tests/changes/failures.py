@@ -17,7 +17,7 @@ from common import argument_checks, run
 from common.checkpoint import resume, save
 from common.data import text
 from common.models import model_setup
-from common.parallel import connect, liveness, shutdown
+from common.parallel import connect, liveness, rank_watch, shutdown
 from common.report import settings, tracking
 from common.report.progress import Progress
 from common.training import accumulation, stop_signals
@@ -84,7 +84,7 @@ def default_output_dir(path):
 
 def silence(seconds):
     """How long a process may be silent; a number, or "inf"."""
-    change(liveness, "SILENCE", float(seconds))
+    change(rank_watch, "SILENCE", float(seconds))
 
 
 def hold_lock(at):
@@ -137,17 +137,17 @@ def slow_updates(seconds):
 
 def slow_note(seconds):
     """A disk that takes so long for what a run says about its own failure."""
-    before(liveness, "_note", lambda reason: time.sleep(seconds))
+    before(liveness, "note", lambda reason: time.sleep(seconds))
 
 
 def no_watch(_):
     """Processes that do not watch each other."""
-    change(liveness, "start", lambda timeout: None)
+    change(rank_watch, "start", lambda timeout: None)
 
 
 def late(at):
     """One process comes later than the others: `at` is [rank, seconds]."""
-    before(liveness, "start", lambda timeout: time.sleep(at[1] * (RANK == at[0])))
+    before(rank_watch, "start", lambda timeout: time.sleep(at[1] * (RANK == at[0])))
 
 
 def no_wait(_):

@@ -28,9 +28,9 @@ import torch.distributed as dist
 from common.errors import CommandParser, UserError, refuse
 from common.files import disk_line, why_not_writable, write_file
 from common.host_memory import available_memory
-from common.parallel import liveness
+from common.parallel import liveness, rank_watch
 from common.parallel.connect import name_interface
-from common.parallel.launch import Launch, check_started, find_launch, runs_on_cpu
+from common.parallel.launch import Launch, check_started, find_launch, runs_on_cpu, started_world_size
 from common.parallel.matmul_throughput import sustained_rates
 from common.parallel.shutdown import leave_together, user_mistakes_end_here
 from common.versions import versions
@@ -82,7 +82,9 @@ def connect(launch: Launch, timeout: float) -> torch.device:
 
     Raises UserError: a rank does not come within `timeout` seconds, or they do not connect.
     """
-    liveness.start(timeout)
+    liveness.reset()
+    if started_world_size() > 1:
+        rank_watch.start(timeout)
     name_interface()
     device = torch.device("cpu")
     if torch.cuda.is_available() and not runs_on_cpu(launch):

@@ -1,0 +1,228 @@
+"""Every process of a run detects when another process dies or hangs, reports its rank, and ends.
+
+Rank 0 holds a TCP connection to each other rank, watched by a thread. If a process dies for any reason, the kernel
+closes the connection. TCP keep-alives detect an unreachable host within 15 seconds. Neither detects a process that was
+stopped (SIGSTOP, a frozen container), because its kernel still answers. Therefore the threads also send a few bytes per
+second, and in the training loop a silence of `SILENCE` seconds counts as a dead process. A process that was late
+itself, for example because the whole launch was stopped, restarts its count. The training loop has no overhead, and the
+method is independent of backend and mode. A process that ends normally announces it, with the reason if that is an
+error.
+
+The alternative was torchrun with `@record`, either rendezvous and a process-group timeout of 10 seconds (torch 2.13,
+gloo). It has three disadvantages. It does not know the update. It reports a rank that died or failed on a different
+host as an address, and a rank that never connected as a key of the store. A stopped rank uses up the whole timeout, and
+the rank that waited for it is reported as the cause. A timeout as short as `SILENCE`, instead of gloo's 30 and NCCL's
+10 minutes, would end each run in which a rank works alone for longer.
+
+A stopped process cannot end itself. Its launcher ends it 30 seconds after another process of its host has ended. If it
+is alone on its host, it ends when it resumes. A process whose main thread hangs while its other threads run is not
+detected here; the timeouts of the collectives detect it.
+"""
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch.distributed as dist
+
+from common.errors import UserError
+from common.parallel import liveness
+from common.training.process_grid import stage_of
+
+BEAT = 1.0  # seconds between two signs of life
+LATE = 3.0  # seconds between two turns of the thread, after which it was this process that stood still
+# Seconds without a sign of life. As long as TCP takes for a host that is gone, and longer than what keeps the threads
+# of a process waiting in the loop: a library that holds Python's lock, a host that swaps. A launcher ends the stopped
+# process 30 seconds later, so that the launch ends within 50.
+SILENCE = 15.0
+_num_watches = 0
+
+
+def start(timeout: float) -> None:
+    """Waits until all ranks of the launch are there, then watches them; every rank calls it before it connects.
+
+    timeout: seconds to wait.
+
+    Raises UserError: a rank is not there by then, or rank 0 cannot be reached.
+    """
+    global _num_watches
+    if liveness.watch is None:
+        _num_watches += 1
+        key = f"liveness-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{_num_watches}"  # a store is used again
+        liveness.watch = RankWatch(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout, key)
+
+
+def _keep_alive(connected: socket.socket) -> Connection:
+    connected.setblocking(True)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5)):  # seconds, seconds, times
+        if hasattr(socket, option):
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return Connection(connected.detach())
+
+
+def listen(port: int, backlog: int) -> socket.socket:
+    """On all addresses of this host, of both kinds where it has both."""
+    is_dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=is_dual, backlog=backlog)
+
+
+def send(connection: Connection, message: dict[str, Any]) -> None:
+    with suppress(OSError):  # whoever has gone needs no message
+        connection.send_bytes(json.dumps(message).encode())
+
+
+class RankWatch:
+    """This process's connections to the other ranks, and the thread that watches them."""
+
+    def __init__(self, rank: int, world_size: int, timeout: float, key: str):
+        self.rank, self.world_size, self.key = rank, world_size, key
+        self.host = socket.gethostname()
+        self.first_here = rank - int(os.environ.get("LOCAL_RANK", 0))  # of the ranks on this host
+        self.peers: dict[Connection, tuple[int, str]] = {}  # rank and host
+        self.is_failing = self.has_left = False
+        self.sending = threading.Lock()  # the main thread and ours would mix their messages
+        self.deadline = time.monotonic() + timeout
+        try:
+            self.store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout)))
+            self._accept(timeout) if rank == 0 else self._connect()
+        except (OSError, EOFError, dist.DistError) as error:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            reason = (str(error) or "connection closed").splitlines()[0]
+            me = f"rank {rank} on host {self.host}"
+            raise UserError(f"{me} does not reach rank 0 by {where} ({reason}); see rank 0's own output") from error
+        # A worker of a data loader is forked with the connections and would keep them open when this process dies.
+        os.register_at_fork(after_in_child=lambda: [connection.close() for connection in self.peers])
+        self.thread = threading.Thread(target=self._listen, daemon=True, name="liveness")
+        self.thread.start()
+
+    def _accept(self, timeout: float) -> None:
+        token = secrets.token_hex(8)  # whoever else connects by chance does not know it
+        with listen(0, backlog=self.world_size) as server:
+            self.store.set(self.key, json.dumps([server.getsockname()[1], token, self.host]))
+            while len(self.peers) < self.world_size - 1:
+                server.settimeout(max(0.01, self.deadline - time.monotonic()))
+                try:
+                    connection = _keep_alive(server.accept()[0])
+                except TimeoutError:
+                    missing = sorted({*range(1, self.world_size)} - {rank for rank, _ in self.peers.values()})
+                    line = f"rank {', '.join(map(str, missing))} did not arrive within {timeout:g} s of rank 0 on host "
+                    line += f"{self.host}; see the output there, or raise --connect_timeout if it only starts slowly"
+                    self._tell({"error": line})
+                    raise UserError(line) from None
+                with suppress(OSError, EOFError, ValueError):
+                    hello = json.loads(connection.recv_bytes(1024)) if connection.poll(5) else {}
+                    if hello.get("token") == token:
+                        self.peers[connection] = (hello["rank"], hello["host"])
+        self._tell({})
+
+    def _connect(self) -> None:
+        port, token, host = json.loads(self.store.get(self.key))
+        seconds_left = max(1.0, self.deadline - time.monotonic())
+        connection = _keep_alive(socket.create_connection((os.environ["MASTER_ADDR"], port), timeout=seconds_left))
+        send(connection, {"token": token, "rank": self.rank, "host": self.host})
+        if not connection.poll(seconds_left + 10):  # rank 0 may have started later, and tells who is missing
+            raise TimeoutError("it does not answer")
+        if "error" in (answer := json.loads(connection.recv_bytes())):
+            raise UserError(answer["error"])
+        self.peers[connection] = (0, host)
+
+    def _listen(self) -> None:
+        """The thread."""
+        failure, due = None, 0.0
+        failed: list[Connection] = []  # kept open until this process ends too: the other side waits for that
+        now = next_beat = time.monotonic()
+        heard = dict.fromkeys(self.peers, now)  # when each was
+        while self.peers or failure:
+            until = next_beat if failure is None else min(next_beat, due)
+            ready = wait(list(self.peers), max(0.0, until - time.monotonic()))
+            before, now = now, time.monotonic()
+            if now - before > LATE or not liveness.in_loop:
+                heard = dict.fromkeys(self.peers, now)
+            for connection in ready:
+                heard[connection] = now
+                rank, host = self.peers[connection]
+                try:
+                    message = json.loads(connection.recv_bytes())
+                except (EOFError, OSError):
+                    message = {"rank": rank, "host": host, "status": liveness.LOST_STATUS, "reason": None}
+                if not message:  # a sign of life
+                    continue
+                if message["status"] == liveness.LOST_STATUS and not self.has_left:
+                    self._end(message)
+                if message["reason"] and failure is None:
+                    failure, due = message, time.monotonic() + liveness.GRACE
+                with self.sending:  # the main thread may be saying good-bye to it just now
+                    del self.peers[connection]
+                    failed.append(connection) if message["reason"] else connection.close()
+            if failure and time.monotonic() >= due:
+                if not self.is_failing:
+                    self._end(failure)
+                failure = None
+            if now >= next_beat:
+                next_beat = now + BEAT
+                self._beat(heard, now)
+        for connection in failed:
+            connection.close()
+
+    def _beat(self, heard: dict[Connection, float], now: float) -> None:
+        """A sign of life to the others; ends this process where one of them gave none for too long."""
+        if self.has_left:
+            return
+        self._tell({})
+        for connection, (rank, host) in self.peers.items():
+            if now - heard[connection] > SILENCE and not self.is_failing:
+                self._end(
+                    {"rank": rank, "host": host, "status": liveness.LOST_STATUS, "reason": None, "is_silent": True}
+                )
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        """To all that are connected: rank 0, or from there all others."""
+        with self.sending:
+            for connection in list(self.peers):
+                send(connection, message)
+
+    def leave(self, reason: str | None, status: int) -> None:
+        self.is_failing = reason is not None
+        if self.is_failing and status != liveness.MISTAKE_STATUS:
+            # Where a lost rank is the cause, as in a collective that it broke off, the thread ends us meanwhile.
+            time.sleep(liveness.GRACE)
+        self.has_left = True
+        if reason is not None:
+            liveness.record_reason(reason)
+            if self.rank == 0:
+                liveness.note(reason)
+        self._tell({"rank": self.rank, "host": self.host, "status": status, "reason": reason})
+        if self.is_failing:
+            self.thread.join(
+                3 * liveness.GRACE
+            )  # a launcher ends all ranks of its host with the first: let them say why
+
+    def _end(self, message: dict[str, Any]) -> None:
+        """Ends this process because of another; one process of each host tells why."""
+        rank, host, reason, status = (message[key] for key in ("rank", "host", "reason", "status"))
+        if self.rank == 0:
+            self._tell(message | {"status": liveness.LOST_STATUS} if status != liveness.MISTAKE_STATUS else message)
+        where = liveness.describe_place()
+        who = f"rank {rank}{stage_of(rank)} on host {host}"
+        if status == liveness.MISTAKE_STATUS:
+            lines = [f"{who}: {line}" for line in reason.splitlines()]
+        else:
+            what = "stopped answering" if message.get("is_silent") else "was lost"
+            what = f"ended with {reason.splitlines()[0]}" if reason else what
+            lines = [f"{who} {what} {where}; this process (rank {self.rank}) ends; see the output there"]
+        speaker = self.first_here
+        if rank == self.first_here:  # it has told its user's mistake itself
+            speaker = None if status == liveness.MISTAKE_STATUS else rank + 1
+        liveness.print_errors(lines if self.rank == speaker else [])
+        if self.rank == 0 or (rank == 0 and self.rank == 1):  # last, since a disk may be slow
+            liveness.note(lines[0] if status == liveness.MISTAKE_STATUS else f"{who} {what}")
+        os._exit(liveness.LOST_STATUS if status != liveness.MISTAKE_STATUS else status)
