@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from common.checkpoint.identity import CHANGEABLE
-from common.data.hub import held_out_splits
 from common.errors import UserError, refuse
-from common.flag_translation import here
 from common.models.adapters import QUANTIZED
 from common.models.export_dtype import EXPORT_DTYPES
 from common.parallel.shutdown import exit_with_mistakes
@@ -53,6 +51,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def _answers(self, unknown: list[str], asked: Sequence[str]) -> list[str]:
         """A line for each flag that this recipe does not have, with its values, of all the words that were given."""
+        from common.flag_translation import here
+
         names = {option.lstrip("-"): option for option in self._option_string_actions}
         left, given, lines, follows = list(unknown), [], [], False
         for word in asked:
@@ -366,6 +366,8 @@ def text_sources(args: argparse.Namespace) -> "tuple[Source, Source | None]":
         if args.train_file:
             raise UserError("--train_file and --dataset_name are two answers to one question; give one")
         train = Source(dataset_name=args.dataset_name, dataset_config=args.dataset_config, **columns)
+        from common.data.hub import held_out_splits
+
         if validation is None and (split := next(held_out_splits(args.dataset_name, args.dataset_config), None)):
             validation = replace(train, split=split)
     elif not args.train_file:

@@ -37,8 +37,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from common import argument_checks
 from common.checkpoint.identity import identify
-from common.checkpoint.resume import begin_state
 from common.checkpoint.save import Checkpoints
+from common.checkpoint.training_state import TrainingState
 from common.errors import refuse
 from common.evaluation import Evaluations, optional_steps
 from common.models import adapters, model_setup
@@ -108,8 +108,12 @@ class Run:
         connect.check_space(self.asked, lambda: [p.numel() for p in make_empty().parameters()])
         identity = identify(self.args, self.accelerator, config, tokenizer, train_set, held_out, *own_flags)
         self.resumed = self.checkpoints.find(identity)
-        self.state, told = begin_state(self.resumed, identity, self.args.allow_changed)
-        self.accelerator.print(told, end="", flush=True)
+        self.state = TrainingState()
+        if self.resumed is not None:
+            from common.checkpoint.resume import begin_state
+
+            self.state, told = begin_state(self.resumed, identity, self.args.allow_changed)
+            self.accelerator.print(told, end="", flush=True)
         refuse(argument_checks.check_profile(self.args, self.state.update))
         connect.seed_everything(self.args.seed)
         make_empty()  # here on all ranks, because it may draw random numbers

@@ -10,18 +10,10 @@ from safetensors.torch import save_file
 
 from common.checkpoint.architecture import class_of
 from common.checkpoint.format import own_file
-from common.data.hub import identify_pretrained
 from common.errors import UserError, one_line
 from common.files import fingerprint
 from common.models import export_dtype
 from common.models.adapter_files import ADAPTER_CONFIG, has_own_layers, write_config
-
-
-def identity(args: argparse.Namespace) -> dict[str, str]:
-    """What a checkpoint of an adapter has of its base, whose weights it leaves out, to know it by."""
-    if getattr(args, "lora_rank", None) is None:
-        return {}
-    return {"base": identify_pretrained(args.model_name_or_path)}
 
 
 def is_adapter(manifest: dict[str, Any]) -> bool:

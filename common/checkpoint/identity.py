@@ -9,7 +9,6 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from common.checkpoint import adapter
 from common.errors import refuse
 from common.models.adapters import FLAGS, flags, with_default_alpha
 from common.parallel.liveness import decided_by_main
@@ -78,7 +77,16 @@ def identify(
         "validation": None if held_out is None else held_out.fingerprint,
         "settings": settings,
     }
-    return identity | _standard_library(args) | adapter.identity(args) | getattr(samples, "identity", {})
+    return identity | _standard_library(args) | _adapter_base(args) | getattr(samples, "identity", {})
+
+
+def _adapter_base(args: argparse.Namespace) -> dict[str, str]:
+    """Identifies the base model of an adapter, because a checkpoint does not contain its weights."""
+    if getattr(args, "lora_rank", None) is None:
+        return {}
+    from common.data.hub import identify_pretrained
+
+    return {"base": identify_pretrained(args.model_name_or_path)}
 
 
 def _standard_library(args: argparse.Namespace) -> dict[str, str]:

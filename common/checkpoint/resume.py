@@ -109,13 +109,11 @@ def keep_warmup(args: argparse.Namespace, manifest: dict[str, Any], identity: di
     return f"{text} of it; --warmup_updates with --allow_changed changes that"
 
 
-def begin_state(reader: Reader | None, identity: dict[str, Any], allowed: list[str]) -> tuple[TrainingState, str]:
-    """The state to go on from, a new one without a checkpoint; and a line to print, or nothing.
+def begin_state(reader: Reader, identity: dict[str, Any], allowed: list[str]) -> tuple[TrainingState, str]:
+    """Returns the training state of a checkpoint, and a line to print, or "".
 
     The losses of other held-out data, which --allow_changed accepts, are forgotten.
     """
-    if reader is None:
-        return TrainingState(), ""
     state, saved = TrainingState.of(reader.manifest), reader.manifest["identity"]
     is_known = "validation" in saved
     if "validation" not in allowed or (is_known and saved["validation"] == identity["validation"]):
@@ -161,16 +159,8 @@ def restore_generators(reader: Reader, accelerator: Accelerator, seed: int) -> N
         seed_everything(int.from_bytes(key, "little") >> 2, accelerator)
 
 
-def scaler_state(accelerator: Accelerator, optimizer: Any) -> dict[str, Any]:
-    """The loss scale of fp16 and its counts, Accelerate's or DeepSpeed's; empty for other precisions."""
-    if accelerator.scaler is not None:
-        return accelerator.scaler.state_dict()
-    scaler = getattr(getattr(optimizer, "optimizer", None), "loss_scaler", None)
-    return {key: value for key, value in vars(scaler).items() if isinstance(value, int | float)} if scaler else {}
-
-
 def restore_scaler(state: dict[str, Any], accelerator: Accelerator, optimizer: Any) -> None:
-    """Sets the loss scale to what `scaler_state` gave; a run of another precision keeps its own."""
+    """Sets the loss scale to the state in a manifest; a run of another precision keeps its own."""
     if accelerator.scaler is not None:
         if state:
             accelerator.scaler.load_state_dict(state)

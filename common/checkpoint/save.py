@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch.profiler import record_function
 
-from common.checkpoint import layouts, resume
+from common.checkpoint import layouts
 from common.checkpoint.agreement import Agreement
 from common.checkpoint.architecture import class_name
 from common.checkpoint.format import DTYPE_NAMES, FORMAT, Reader, find_best
@@ -68,6 +68,8 @@ class Checkpoints:
             return None
         if not self.args.dry_run:
             self.ranks.together(lambda: lock_output_dir(self.ranks.output_dir), only_main=True)
+        from common.checkpoint import resume
+
         reader = resume.find_sound(self.ranks, self.writer.damaged)
         if line := resume.keep_warmup(self.args, reader.manifest, identity):
             self.accelerator.print(line)
@@ -83,6 +85,8 @@ class Checkpoints:
         """
         self.steps = Steps(optimizer)
         if reader is not None:
+            from common.checkpoint import resume
+
             resume.load_state(reader, self.accelerator, model, optimizer)
             resume.restore_scaler(reader.manifest["scaler"], self.accelerator, optimizer)
             resume.restore_generators(reader, self.accelerator, self.args.seed)
@@ -181,7 +185,7 @@ class Checkpoints:
             **state.facts(),
             "mode": running_mode(self.accelerator),
             "world_size": self.ranks.world,
-            "scaler": resume.scaler_state(self.accelerator, optimizer),
+            "scaler": _scaler_state(self.accelerator, optimizer),
             "optimizer": type(inner_optimizer(optimizer)).__name__,
             "untrained": layouts.untrained(holders, model, optimizer),
             "identity": self.identity,
@@ -204,6 +208,8 @@ class Checkpoints:
         """
         if not self.args.keep_best:
             return {}
+        from common.checkpoint import resume
+
         load_best = self.args.load_best_at_end
         found = dict(resume.list_on_main(self.ranks)[0])
         path = find_best(found.items())
@@ -235,3 +241,11 @@ def _cannot_save(accelerator: Accelerator) -> str | None:
             "--save_every 0, or take zero3_offload_cpu.yaml"
         )
     return None
+
+
+def _scaler_state(accelerator: Accelerator, optimizer: Any) -> dict[str, Any]:
+    """The loss scale of fp16 and its counts, Accelerate's or DeepSpeed's; empty for other precisions."""
+    if accelerator.scaler is not None:
+        return accelerator.scaler.state_dict()
+    scaler = getattr(getattr(optimizer, "optimizer", None), "loss_scaler", None)
+    return {key: value for key, value in vars(scaler).items() if isinstance(value, int | float)} if scaler else {}

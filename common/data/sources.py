@@ -14,11 +14,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.data.compressed import can_unpack
-from common.data.hub import is_saved, load_split
 from common.data.readers import file_classes, read_file, with_class_names
 from common.data.source_types import COMPRESSIONS, FILE_TYPES, Corpus, Row, Source, file_type
-from common.data.standard_library import open_embedded
 from common.errors import UserError, one_line, refuse, shorten
 
 logger = logging.getLogger(__name__)
@@ -42,6 +39,8 @@ def open_source(source: Source) -> Corpus:
     """Find the source and look at its first row. Raises UserError for whatever does not let it be read."""
     check_sources(source)
     if source.embedded:
+        from common.data.standard_library import open_embedded
+
         return open_embedded(source)
     if source.files:
         return _open_files([path for pattern in source.files for path in expand(pattern)], source)
@@ -79,6 +78,8 @@ def _file_problem(path: str) -> str | None:
         return f"unknown extension; there are {' '.join(FILE_TYPES)}, and {' '.join(COMPRESSIONS)} behind these"
     if extension == ".parquet" and compression:
         return "a Parquet file is read from its end and is compressed inside; unpack it"
+    from common.data.compressed import can_unpack
+
     if compression and not can_unpack(compression):
         return f"this Python cannot unpack {Path(path).suffix}; pip install zstandard, or unpack the file"
     if Path(path).stat().st_size == 0:
@@ -117,6 +118,8 @@ def _present(path: str, wanted: tuple[str, ...], unused: Counter[str]) -> tuple[
 
 def _open_dataset(source: Source) -> Corpus:
     from datasets import ClassLabel
+
+    from common.data.hub import is_saved, load_split
 
     name, path = source.dataset_name, Path(source.dataset_name).expanduser()
     if path.is_dir() and not is_saved(path):
