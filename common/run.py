@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate.utils import send_to_device
@@ -49,6 +49,7 @@ from common.report import flops, profiling, progress, settings, tracking
 from common.training import accumulation, token_budget
 from common.training.activation_checkpointing import apply_activation_checkpointing
 from common.training.batching import Collate, GlobalBatch, Samples, make_loader
+from common.training.out_of_memory import is_out_of_memory
 from common.training.precision import weights_cast_once
 from common.training.stop_signals import NOTHING_TRAINED
 
@@ -71,10 +72,7 @@ class Run:
         """
         self.args, self.asked = args, launch.find_launch()
         if args.plan is not None:
-            from common import planner
-
-            refuse(argument_checks.check_plan(args))
-            planner.hand_over(args)
+            _hand_over(args)
         found = argument_checks.check_arguments(args, launch.runs_on_cpu(self.asked), lengths_vary, self.asked.degrees)
         refuse([*found, *launch.check_launch(self.asked, args), *problems])
         trackers = {"log_with": args.report_to or None, "project_dir": args.output_dir}
@@ -108,21 +106,13 @@ class Run:
         connect.check_space(self.asked, lambda: [p.numel() for p in make_empty().parameters()])
         identity = identify(self.args, self.accelerator, config, tokenizer, train_set, held_out, *own_flags)
         self.resumed = self.checkpoints.find(identity)
-        self.state = TrainingState()
-        if self.resumed is not None:
-            from common.checkpoint.resume import begin_state
-
-            self.state, told = begin_state(self.resumed, identity, self.args.allow_changed)
-            self.accelerator.print(told, end="", flush=True)
+        self.state = TrainingState() if self.resumed is None else _resumed_state(self, identity)
         refuse(argument_checks.check_profile(self.args, self.state.update))
         connect.seed_everything(self.args.seed)
         make_empty()  # here on all ranks, because it may draw random numbers
         self.memory_before = tracking.memory_in_use_bytes(self.device)
-        shutdown.explain_error = self._explain
-        if self.args.dry_run and self.accelerator.is_main_process:
-            from common.planner import Prediction
-
-            self.prediction = Prediction(self)
+        shutdown.explain_error = partial(_explain, self)
+        self.prediction = _start_prediction(self)
 
     def prepare(
         self,
@@ -142,11 +132,7 @@ class Run:
         apply_activation_checkpointing(model, args.activation_checkpointing, self.device)
         if args.compile:
             model.base_model.compile(dynamic=True)
-        self.budget = None
-        if getattr(args, "micro_batch_tokens", None) == "auto":
-            from common.auto_micro_batch import start_budget
-
-            self.budget = start_budget(self, train_set.max_length)
+        self.budget = _start_budget(self, train_set.max_length)
         lines |= self.state.describe_patience(args)
         loader = partial(make_loader, args, accelerator, self.asked.degrees, collate, attention_length(model.config))
         self.load = partial(loader, train_set)
@@ -170,11 +156,7 @@ class Run:
             first = (batch for batch in islice(self.loader, 1))
             yield first
             first.close()  # and with it the processes that load data
-            num_left = self.state.end(self.args) - self.state.update
-            memory = self.prediction.describe() if self.accelerator.is_main_process else ""
-            settings.print_dry_run(self.args, self.asked, self.accelerator, num_left, memory)
-            shutdown.end_run(self.accelerator)
-            sys.exit()
+            _end_dry_run(self)
         self.output_dir = argument_checks.make_output_dir(self.args, self.accelerator, self.checkpoints.ranks.share)
         self.checkpoints.ranks.output_dir = self.output_dir
         self.checkpoints.start(config, *pretrained, model=self.model, versions=tracking.versions())
@@ -183,22 +165,11 @@ class Run:
         work = flops.of_run(self, launch.is_rehearsal(self.asked))
         self.progress = progress.Progress(self.accelerator, self.output_dir, self.args.num_updates, self.state, work)
         with self.progress, self.evaluations.hear() as self.requests:
-            batches = self._batches()
+            batches = _batches(self)
             yield batches
             batches.close()
             if not self.is_stopped:
                 self.checkpoints.training_done(self.state, self.model, self.optimizer)
-
-    def _batches(self) -> Iterator[GlobalBatch]:
-        batches = self.progress.batches(self.loader)
-        if self.budget is not None:
-            from common.auto_micro_batch import batches_with_oom_retry
-
-            batches = batches_with_oom_retry(self)
-        if not self.args.profile:
-            return batches
-
-        return profiling.profiled(self, batches)
 
     def micro_batches(self, batch: GlobalBatch) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
         """Copies this rank's micro-batches to the device, one at a time; with each, whether it is the last one."""
@@ -247,10 +218,7 @@ class Run:
             state.measured(figures["validation_loss"])
         self.progress.update(batch, **self.record, **figures)
         if state.skipped_in_a_row == self.args.max_skipped_updates:
-            raise RuntimeError(
-                f"update {batch.update}: loss or gradient not finite {state.skipped_in_a_row} times in a row; "
-                "lower --learning_rate, or look at the data"
-            )
+            raise _not_finite(batch.update, state.skipped_in_a_row)
         self.is_stopped = self.checkpoints.update_done(state, self.model, self.optimizer, self.news)
         if is_over := state.end(self.args) < self.args.num_updates:
             self.progress.end_early(self.args.patience)
@@ -285,8 +253,73 @@ class Run:
             tracking.print_results(self.results, self.output_dir, self.model_class, self.is_again, *lines)
         shutdown.end_run(self.accelerator, status)
 
-    def _explain(self, error: BaseException) -> None:
-        """Adds what would have helped to an out-of-memory error."""
-        from common.report import out_of_memory  # needed only then
 
-        out_of_memory.explain(self, error)
+def _not_finite(update: int, count: int) -> RuntimeError:
+    message = f"update {update}: loss or gradient not finite {count} times in a row"
+    return RuntimeError(f"{message}; lower --learning_rate, or look at the data")
+
+
+# What few runs need is imported by those only.
+
+
+def _hand_over(args: argparse.Namespace) -> None:
+    """Lets the planner answer --plan, in this process's place."""
+    from common import planner
+
+    refuse(argument_checks.check_plan(args))
+    planner.hand_over(args)
+
+
+def _start_prediction(run: Run) -> Any:
+    """Returns the planner process that predicts the memory of a dry run, or None."""
+    if not (run.args.dry_run and run.accelerator.is_main_process):
+        return None
+    from common.planner import Prediction
+
+    return Prediction(run)
+
+
+def _end_dry_run(run: Run) -> NoReturn:
+    num_left = run.state.end(run.args) - run.state.update
+    memory = run.prediction.describe() if run.prediction else ""
+    settings.print_dry_run(run.args, run.asked, run.accelerator, num_left, memory)
+    shutdown.end_run(run.accelerator)
+    sys.exit()
+
+
+def _start_budget(run: Run, longest: int) -> Any:
+    """Returns the token budget of --micro_batch_tokens auto, or None. longest: tokens of the longest sample."""
+    if getattr(run.args, "micro_batch_tokens", None) != "auto":
+        return None
+    from common.auto_micro_batch import start_budget
+
+    return start_budget(run, longest)
+
+
+def _resumed_state(run: Run, identity: dict[str, Any]) -> TrainingState:
+    from common.checkpoint.resume import begin_state
+
+    state, line = begin_state(run.resumed, identity, run.args.allow_changed)
+    run.accelerator.print(line, end="", flush=True)
+    return state
+
+
+def _batches(run: Run) -> Iterator[GlobalBatch]:
+    """Returns the global batches of the run; with a token budget those of its trials too, and those to retry."""
+    batches = run.progress.batches(run.loader)
+    if run.budget is not None:
+        from common.auto_micro_batch import batches_with_oom_retry
+
+        batches = batches_with_oom_retry(run)
+    if not run.args.profile:
+        return batches
+
+    return profiling.profiled(run, batches)
+
+
+def _explain(run: Run, error: BaseException) -> None:
+    """Adds the flags that help to an out-of-memory error."""
+    if is_out_of_memory(error):
+        from common import oom_message
+
+        oom_message.explain(run, error)

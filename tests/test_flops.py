@@ -11,7 +11,7 @@ from conftest import read_metrics, results_of, run_specs, write_rows
 from test_recipes import RECIPES
 from transformers import GPT2Config, MixtralConfig
 
-from common.models.load import empty_model
+from common.models.untrained import empty_model
 from common.report import flops
 from common.training.batching import GlobalBatch, GlobalBatches, collate_tokens
 

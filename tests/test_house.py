@@ -22,7 +22,7 @@ LAYERS = [
     "report",
     "checkpoint",
 ]
-LAYERS += ["argument_checks", "arguments", "evaluation", "planner", "auto_micro_batch", "run", "tasks"]
+LAYERS += ["argument_checks", "arguments", "evaluation", "planner", "auto_micro_batch", "oom_message", "run", "tasks"]
 LARGEST = {"file": 400, ast.ClassDef: 200, ast.FunctionDef: 60}  # lines
 
 

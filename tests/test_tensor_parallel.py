@@ -34,7 +34,7 @@ from transformers import (
     Starcoder2Config,
 )
 
-from common.models.load import empty_model
+from common.models.untrained import empty_model
 from common.parallel.launch import parse_launch
 from common.parallel.parallelism_config import SIZES as ALL_SIZES
 from common.parallel.parallelism_config import across_machines, check_parts

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from common.models.load import build_model, empty_model
+from common.models.load import build_model
+from common.models.untrained import empty_model
 from common.training.precision import narrow_dtype
 from common.training.process_grid import Degrees
 
@@ -87,7 +88,7 @@ def with_adapter(
         return model
     from common.models import lora
 
-    return lora.add_adapter(args, model, new_weights)
+    return lora.add_adapter(args, with_default_alpha(vars(args))["lora_alpha"], model, new_weights)
 
 
 def number_of(weight: Tensor) -> int:

@@ -12,8 +12,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import UserError, shorten
 from common.models import quantization
-from common.models.load import build_model, gathered
-from common.models.model_setup import are_imagined, decided_once, without_wrapper
+from common.models.load import build_model
+from common.models.model_setup import without_wrapper
+from common.models.single_copy import are_imagined, decided_once
+from common.models.untrained import gathered
 from common.training.batching import Collate, Samples
 
 HEAD = "ForSequenceClassification"  # how transformers' classes end that have a head for labels

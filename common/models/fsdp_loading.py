@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import distribute_tensor
 
-from common.models.model_setup import decided_once
+from common.models.single_copy import decided_once
 
 
 def prepare(

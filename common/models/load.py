@@ -3,26 +3,20 @@
 import copy
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState, is_initialized
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.integrations import unset_hf_deepspeed_config
-from transformers.integrations.deepspeed import deepspeed_config
 
 from common.errors import UserError, shorten
-from common.models import model_setup
-from common.models.attention_masks import decide_on_the_host
-from common.models.cpu_kernels import use_cpu_kernels
+from common.models import single_copy
+from common.models.untrained import build_untrained, make_ready
 from common.training.batching import Samples
-from common.training.precision import follow_precision
 from common.training.process_grid import running
 
 
@@ -54,41 +48,6 @@ def check_model(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, se
         yield (
             f"--sequence_length {sequence_length} is beyond the model's {positions} positions; use at most {positions}"
         )
-
-
-def gathered(parameters: list[torch.nn.Parameter], modifier_rank: int | None = None) -> AbstractContextManager:
-    """Whole parameters, where ZeRO-3 has cut them while the model was loaded; `modifier_rank` may change them."""
-    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
-        return nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters(parameters, modifier_rank=modifier_rank)
-
-
-@contextmanager
-def whole_weights() -> Iterator[None]:
-    """ZeRO-3 cuts weights while a model is made, and then draws others than one process would: here they are whole.
-
-    Each process then holds a model from scratch for a moment. Pretrained weights are cut as they are loaded.
-    """
-    plugin = AcceleratorState().deepspeed_plugin if is_initialized() else None
-    if plugin is None or deepspeed_config() is None:  # also inside another such block
-        yield
-        return
-    # Not the plugin's own zero3_init_context_manager(enable=False): transformers 5.23 cuts the weights all the same.
-    unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        plugin.set_deepspeed_weakref()
-
-
-def empty_model(
-    config: PreTrainedConfig, trust_remote_code: bool = False, model_class: Any = AutoModelForCausalLM
-) -> PreTrainedModel:
-    """The model of a configuration without data, on the `meta` device."""
-    with torch.device("meta"):
-        return build_model(config, trust_remote_code=trust_remote_code, model_class=model_class)
 
 
 def attention_length(config: PreTrainedConfig) -> float:
@@ -123,21 +82,15 @@ def build_model(
 
     Raises UserError: there are no weights, they cannot be read, or they are of other shapes than the configuration's.
     """
-    dtype = torch.get_default_dtype()
-    if name_or_path is not None and not model_setup.holds_weights():
-        model = build_model(copy.deepcopy(config), None, trust_remote_code, model_class).eval()
+    if name_or_path is not None and not single_copy.holds_weights():
+        model = build_untrained(copy.deepcopy(config), trust_remote_code, model_class).eval()
         if "quantization_config" in options:
             from common.models import quantization
 
             quantization.imagine(model, options["quantization_config"].bnb_4bit_compute_dtype)
         return (model, {"missing_keys": [], "mismatched_keys": []}) if "output_loading_info" in options else model
     if name_or_path is None:
-        with whole_weights(), nullcontext() if model_setup.holds_weights() else torch.device("meta"):
-            if not hasattr(model_class, "from_config"):
-                model = model_class._from_config(config, dtype=dtype)
-            else:
-                model = model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-        return _ready(model)
+        return build_untrained(config, trust_remote_code, model_class)
     from common.models import pretrained
 
     asks_loaded = options.pop("output_loading_info", False)
@@ -149,24 +102,8 @@ def build_model(
             'use a model whose files are complete, or set "tie_word_embeddings": true in its config.json if a missing '
             "head is the embedding"
         )
-    _ready(model)
+    make_ready(model)
     return (model, loaded) if asks_loaded else model
-
-
-def _ready(model: PreTrainedModel) -> PreTrainedModel:
-    """Makes a new model one that every mode can take, and returns it."""
-    follow_precision(model)
-    decide_on_the_host()
-    use_cpu_kernels(model)
-    try:
-        embedding = model.get_input_embeddings()
-    except NotImplementedError:  # CANINE has several
-        return model
-    # Of the modules that FSDP2 is to shard as a whole, leave out what contains the input embedding (BertEmbeddings,
-    # ViTEmbeddings): Accelerate 1.15 shards that by itself, after these, and fails where it has been sharded already.
-    kinds = {type(module).__name__ for module in model.modules() if embedding not in module.modules()}
-    model._no_split_modules = kinds & set(model._no_split_modules or ())
-    return model
 
 
 def describe_use(

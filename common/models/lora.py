@@ -11,13 +11,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from common.errors import UserError
-from common.models import model_setup
-from common.models.adapters import with_default_alpha
+from common.models import single_copy
 from common.training.precision import is_deepspeed, is_fsdp, narrow_dtype
 
 
 def add_adapter(
-    args: argparse.Namespace, model: PreTrainedModel, new_weights: list[str] | None = None
+    args: argparse.Namespace, alpha: float, model: PreTrainedModel, new_weights: list[str] | None = None
 ) -> PreTrainedModel:
     """The model, frozen, with the adapter of --lora_rank beside its matrices.
 
@@ -31,7 +30,7 @@ def add_adapter(
     from peft import LoraConfig  # here because it takes a second to import
 
     new = sorted({name.rpartition(".")[0] for name in new_weights or ()})
-    new = new if new_weights is None else model_setup.decided_once(lambda: new)  # by who has read the files
+    new = new if new_weights is None else single_copy.decided_once(lambda: new)  # by who has read the files
     modules, parameters = _targets(args, model, new)
     if args.quantize and any(_is_of_experts(*one) for one in model.named_parameters()):
         raise UserError(
@@ -46,7 +45,7 @@ def add_adapter(
             )
     config = LoraConfig(
         r=args.lora_rank,
-        lora_alpha=with_default_alpha(vars(args))["lora_alpha"],
+        lora_alpha=alpha,
         lora_dropout=args.lora_dropout,
         use_dora=args.use_dora,
         use_rslora=args.use_rslora,

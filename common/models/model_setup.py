@@ -11,26 +11,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, PartialState
-from accelerate.state import AcceleratorState, is_initialized
-from accelerate.utils import DistributedType, broadcast_object_list
+from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.files import complete_or_absent
 from common.models import export_dtype
 from common.models.adapter_files import ADAPTER_CONFIG, write_config
+from common.models.single_copy import has_one_copy, holds_weights
 from common.parallel.liveness import wait_for_all
 from common.training import token_budget
 from common.training.optimizers import check_rate
 from common.training.process_grid import Degrees, running
-
-
-def has_one_copy() -> bool:
-    """Whether only the main process makes the weights: FSDP2 with `fsdp_cpu_ram_efficient_loading`."""
-    if not is_initialized() or AcceleratorState().distributed_type != DistributedType.FSDP:
-        return False
-    return AcceleratorState().fsdp_plugin.cpu_ram_efficient_loading
 
 
 def without_wrapper(model: nn.Module) -> nn.Module:
@@ -91,34 +83,6 @@ def write_model(
         for one in pretrained:
             one.save_pretrained(unfinished)
     return model
-
-
-_are_imagined = False
-
-
-def imagine_weights() -> None:
-    """From here on a model that this process makes has none, whatever the mode."""
-    global _are_imagined
-    _are_imagined = True
-
-
-def are_imagined() -> bool:
-    """Whether no model of this process has weights."""
-    return _are_imagined
-
-
-def holds_weights() -> bool:
-    """Whether a model that this process makes has weights; else it is one of the `meta` device."""
-    return not _are_imagined and (not has_one_copy() or PartialState().is_main_process)
-
-
-def decided_once(decide: Callable[[], Any]) -> Any:
-    """What `decide` returns; where only the main process has the weights to decide by, what it returned there."""
-    if not has_one_copy():
-        return decide()
-    decided = [decide() if holds_weights() else None]
-    wait_for_all()  # however long the main process read the weights
-    return broadcast_object_list(decided)[0]
 
 
 def prepare(

@@ -26,7 +26,7 @@ from transformers.utils import find_adapter_config_file
 from common.data.hub import locate_pretrained
 from common.errors import UserError, one_line
 from common.models import tied_weights
-from common.models.load import empty_model
+from common.models.untrained import empty_model
 
 # What the models of an Auto class are called.
 JOBS = {

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from changes import RANK, UNDO, after, before, before_reduce, change
 from common import run
 from common.checkpoint.save import Checkpoints
-from common.models import attention_masks, load
+from common.models import attention_masks, untrained
 from common.parallel import connect
 from common.report import profiling
 from common.report.progress import Progress
@@ -92,7 +92,7 @@ def read_each_loss(_):
 def look_at_masks(_):
     """transformers looks at positions and padding masks, as it does alone; each micro-batch has such a mask."""
     utils = attention_masks.masking_utils
-    change(load, "decide_on_the_host", lambda: None)
+    change(untrained, "decide_on_the_host", lambda: None)
     change(utils, "find_packed_sequence_indices", FIND_PACKED)
     own = mock.patch.dict(
         attention_masks.AttentionMaskInterface._global_mapping, sdpa=utils.sdpa_mask, eager=utils.eager_mask
@@ -108,7 +108,7 @@ def look_at_masks(_):
 
 def own_kernels(_):
     """transformers' own attention and norms."""
-    change(load, "use_cpu_kernels", lambda model: None)
+    change(untrained, "use_cpu_kernels", lambda model: None)
     UNDO.enter_context(mock.patch.dict(AttentionInterface._global_mapping, sdpa=sdpa_attention_forward))
 
 

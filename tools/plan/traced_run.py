@@ -23,7 +23,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from common.models import load, model_setup
+from common.models import single_copy, untrained
 from common.parallel import liveness, sequence, tensor
 from common.training.activation_checkpointing import apply_activation_checkpointing
 from common.training.batching import Collate, GlobalBatch, Samples, longest_samples, shard_tokens
@@ -80,7 +80,7 @@ class TracedRun:
         autocast = "bf16" if case.autocast == "fp16" else case.autocast  # as wide, and CPUs have it
         self.accelerator = Accelerator(cpu=True, device_placement=False, mixed_precision=autocast)
         self.device, self.is_sharded = torch.device("cpu"), False
-        model_setup.imagine_weights()
+        single_copy.imagine_weights()
         self.args.activation_checkpointing, self.args.optimizer = case.activation_checkpointing, case.optimizer
         self.args.dry_run = False  # it would end before the step
         self.evaluates = held_out is not None
@@ -266,7 +266,7 @@ def _share_with_nobody(degrees: Degrees) -> None:
 
 def _use_gpu_kernels() -> None:
     """What transformers and torch would call on a GPU: no kernels of ours for CPUs, fused dropout and attention."""
-    load.use_cpu_kernels = lambda model: None
+    untrained.use_cpu_kernels = lambda model: None
 
     def dropout(input, p=0.5, training=True, inplace=False):
         return torch.native_dropout(input, p, True)[0] if training and p else input

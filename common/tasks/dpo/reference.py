@@ -19,7 +19,7 @@ from tqdm import tqdm
 from common.data.cache import cached, hash_files, place_of
 from common.data.hub import identify_pretrained
 from common.errors import UserError
-from common.models import adapters, model_setup
+from common.models import adapters, single_copy
 from common.parallel.distributed_mode import running_mode
 from common.parallel.liveness import decided_by_main
 
@@ -61,7 +61,7 @@ def add_reference(run: Any, model: nn.Module) -> None:
     run: a `common.run.Run` after `prepare`.
     """
     args = run.args
-    if model_setup.are_imagined() or args.dry_run:
+    if single_copy.are_imagined() or args.dry_run:
         return
     loader, order = run.load(), []
     if args.num_updates <= len(run.loader.dataset):  # within an epoch: no pair twice, and some perhaps not at all

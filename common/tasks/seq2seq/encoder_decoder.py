@@ -15,7 +15,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedMode
 from common.data.source_types import Source
 from common.data.tokenizer import load_tokenizer, train_tokenizer
 from common.errors import UserError, refuse
-from common.models import model_setup
+from common.models import single_copy
 from common.models.adapters import has_adapter
 from common.models.load import check_model, load_config
 from common.models.model_setup import without_wrapper
@@ -142,7 +142,7 @@ def prepare_encoder_decoder(model: PreTrainedModel) -> PreTrainedModel:
             )
     shared, modules = model.get_input_embeddings(), list(model.named_modules())
     # Only what holds the weights knows whether the checkpoint keeps one apart.
-    twins = model_setup.decided_once(
+    twins = single_copy.decided_once(
         lambda: [name for name, one in modules if isinstance(one, torch.nn.Embedding) and one.weight is shared.weight]
     )
     for parent, _, name in (twin.rpartition(".") for twin in twins):

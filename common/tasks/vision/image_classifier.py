@@ -8,7 +8,8 @@ from transformers import AutoModelForImageClassification, PreTrainedConfig, PreT
 
 from common.errors import UserError
 from common.models.classifiers import build_classifier, choose_classes, resolve_head_rate
-from common.models.load import build_model, empty_model, load_config
+from common.models.load import build_model, load_config
+from common.models.untrained import empty_model
 from common.parallel import launch
 from common.tasks.vision import images
 from common.tasks.vision.batch_norm import settle_norm

@@ -14,7 +14,6 @@ from common.parallel.launch import runs_on_cpu
 from common.planner import repeated_flags
 from common.report.tracking import peak_memory_bytes
 from common.training.optimizers import OPTIMIZERS
-from common.training.out_of_memory import is_out_of_memory
 
 MOST = 4  # flags
 # Shares of the activations' bytes that a mode of --activation_checkpointing keeps (docs/memory.md).
@@ -23,8 +22,6 @@ KEPT = {"none": 1.0, "selective": 0.6, "full": 0.1}
 
 def explain(run: Any, error: BaseException) -> None:
     """Adds a note to an out-of-memory error. run: a `common.run.Run`."""
-    if not is_out_of_memory(error):
-        return
     traceback.clear_frames(error.__traceback__)  # which hold the activations
     savings = sorted(_savings(run), key=lambda saving: -saving[0])[:MOST]
     lines = [f"Memory ran out. {_describe_peak(run.device, run.memory_before)}."]
