@@ -45,7 +45,7 @@ from common.models import adapters, model_setup
 from common.models.load import attention_length
 from common.parallel import connect, distributed_mode, launch, shutdown
 from common.parallel.liveness import wait_for_all
-from common.report import flops, profiling, progress, settings, tracking
+from common.report import flops, progress, settings, tracking
 from common.training import accumulation, token_budget
 from common.training.activation_checkpointing import apply_activation_checkpointing
 from common.training.batching import Collate, GlobalBatch, Samples, make_loader
@@ -313,6 +313,7 @@ def _batches(run: Run) -> Iterator[GlobalBatch]:
         batches = batches_with_oom_retry(run)
     if not run.args.profile:
         return batches
+    from common.report import profiling
 
     return profiling.profiled(run, batches)
 

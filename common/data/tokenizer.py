@@ -14,7 +14,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from common.data.cache import cached
 from common.data.chat_formats import with_known_format
 from common.data.column_selection import check_columns, choose_columns, utf8_length
-from common.data.hub import locate_pretrained
 from common.data.messages import texts_of
 from common.data.source_types import Corpus, Source
 from common.data.sources import open_source
@@ -33,6 +32,8 @@ def load_tokenizer(
     Raises UserError, one line, where it is not found, cannot be loaded, or has no end-of-text token. An encoder's
     needs none (`needs_end_of_text`) if it has a pad token.
     """
+    from common.data.hub import locate_pretrained
+
     where, problem = locate_pretrained(name_or_path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=trust_remote_code)
