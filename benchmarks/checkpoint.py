@@ -44,6 +44,7 @@ from common.checkpoint.save import Checkpoints, TrainingState
 from common.parallel.distributed_mode import running_mode
 from common.report import tracking
 from common.training.optimizers import make_optimizer
+from common.training.recipe_traits import Arguments
 
 LENGTH = 256  # tokens of a sequence
 NUM_USUAL = 4  # updates measured before each save
@@ -58,12 +59,12 @@ def timed(action):
 
 def ours(directory, accelerator, config, model, optimizer):
     """A function that starts a save, and returns one that says whether it is complete; as each of the next two."""
-    args = argparse.Namespace(output_dir=str(directory), save_every=1, keep_last=2, keep_best=False, resume=False)
+    args = Arguments(output_dir=str(directory), save_every=1, keep_last=2, keep_best=False, resume=False)
     args.num_updates, args.global_batch_size, args.seed, args.dry_run = 0, 1, 0, False
     checkpoints, state = Checkpoints(args, accelerator), TrainingState()
     directory.mkdir()
     samples = argparse.Namespace(fingerprint="none")
-    checkpoints.identity = identify(args, accelerator, config, None, samples)  # no tokenizer is needed to measure
+    checkpoints.identity = identify(args, accelerator, config, None, samples, None)  # no tokenizer is needed to measure
     checkpoints.start(config, model=model)
     writer = checkpoints.writer
 

@@ -17,17 +17,18 @@ from common.report.settings import given_flags
 from common.training import epochs
 from common.training.batching import Samples, updates_per_epoch
 from common.training.process_grid import Degrees
+from common.training.recipe_traits import Arguments, Traits
 
 logger = main_logger(__name__)
 MICRO_BATCHES_PER_STAGE = 4  # so that at most a fifth of the time is the pipeline's bubble
 
 
-def check_arguments(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool, degrees: Degrees) -> list[str]:
+def check_arguments(args: Arguments, on_cpu: bool, traits: Traits, degrees: Degrees) -> list[str]:
     """One line for each mistake in the shared flags that can be seen before data or model are touched.
 
     Fills in the defaults that depend on the machine (micro-batch, workers), which no update depends on.
     """
-    problems = _settle_batch(args, on_cpu, lengths_vary, degrees)
+    problems = _settle_batch(args, on_cpu, traits, degrees)
     if args.num_workers is None:
         args.num_workers = 0 if on_cpu else 2
     if args.num_epochs is not None:
@@ -68,15 +69,12 @@ def check_plan(args: argparse.Namespace) -> Iterator[str]:
             yield f"--plan trains nothing; remove --{name}"
 
 
-def _settle_batch(args: argparse.Namespace, on_cpu: bool, lengths_vary: bool, degrees: Degrees) -> list[str]:
+def _settle_batch(args: Arguments, on_cpu: bool, traits: Traits, degrees: Degrees) -> list[str]:
     """Fills in how much a device computes at once."""
     problems, world = [], degrees.data
-    tokens = getattr(args, "micro_batch_tokens", None)  # a flag where lengths vary
-    # Without a --sequence_length, all are of one length, and no flag counts tokens.
-    longest = (getattr(args, "sequence_length", None) or 0) + getattr(args, "target_length", 0)
-    longest *= 2 if hasattr(args, "beta") else 1  # of preferences a sample is two sequences
+    tokens, longest = args.micro_batch_tokens if traits.lengths_vary else None, traits.longest_sample(args)
     default_tokens = max(1024 if on_cpu else 8192, -(-longest // degrees.sequence))
-    if not args.micro_batch_size and not tokens and (degrees.pipeline > 1 or not lengths_vary):
+    if not args.micro_batch_size and not tokens and (degrees.pipeline > 1 or not traits.lengths_vary):
         # The largest that divides, up to what a device needs to be busy, or what fills a pipeline.
         share, most = max(1, args.global_batch_size // world), 64 if on_cpu else 256
         if degrees.pipeline > 1:
@@ -128,15 +126,16 @@ def check_profile(args: argparse.Namespace, num_done: int = 0) -> Iterator[str]:
         )
 
 
-def _check_data(args: argparse.Namespace) -> Iterator[str]:
-    if getattr(args, "dataset_config", None) and not args.dataset_name:
+def _check_data(args: Arguments) -> Iterator[str]:
+    if args.shared("dataset_config") and not args.dataset_name:
         yield "--dataset_config has no effect without --dataset_name; take it out, or name the data set"
-    if hasattr(args, "train_file") and not (args.train_file or args.validation_file or args.dataset_name):
+    reads_text = "train_file" in args.shared_flags
+    if reads_text and not (args.train_file or args.validation_file or args.dataset_name):
         for flag in sorted(given_flags()):
             if flag.endswith("_column"):
                 yield f"{flag} has no effect without --train_file or --dataset_name; name the data, or take it out"
-    if pair := [f"--{name}" for name in ("prompt_column", "completion_column") if getattr(args, name, None)]:
-        if args.text_column != "text" or getattr(args, "shape", None) == "blocks":
+    if pair := [f"--{name}" for name in ("prompt_column", "completion_column") if args.shared(name)]:
+        if args.text_column != "text" or args.shape == "blocks":
             other = "--shape blocks" if args.text_column == "text" else f"--text_column {args.text_column}"
             yield f"{pair[0]} and {other} are two answers to what a sample is; give one"
 
@@ -208,7 +207,9 @@ def _check_writable(path: Path) -> list[str]:
     return []
 
 
-def check_samples(args: argparse.Namespace, train: Samples, validation: Samples | None, degrees: Degrees) -> None:
+def check_samples(
+    args: Arguments, traits: Traits, train: Samples, validation: Samples | None, degrees: Degrees
+) -> None:
     """Whether the data make a global batch, and whether every sample fits a micro-batch; epochs become updates.
 
     Raises UserError: a line for each way in which they do not.
@@ -220,7 +221,7 @@ def check_samples(args: argparse.Namespace, train: Samples, validation: Samples 
                 problems.append(
                     f"--{name} has nothing to measure: there are no held-out data; name some, or take it out"
                 )
-        for name in ("eval_every", "generate"):
+        for name in ("eval_every", *traits.held_out_flags):
             if f"--{name}" in given_flags() and getattr(args, name):
                 logger.warning("--%s has no effect: there are no held-out data; name some, or take it out", name)
     if len(train) < args.global_batch_size:
@@ -234,7 +235,7 @@ def check_samples(args: argparse.Namespace, train: Samples, validation: Samples 
             f"{remedy} or give more data"
         )
     longest = max(train.max_length, validation.max_length if validation else 0)
-    tokens = getattr(args, "micro_batch_tokens", None)  # a flag where lengths vary
+    tokens = args.micro_batch_tokens if traits.lengths_vary else None
     num_parts = degrees.sequence
     if tokens not in (None, "auto") and tokens * num_parts < longest:
         shared = f" in {num_parts} parts" if num_parts > 1 else ""

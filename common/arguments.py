@@ -24,6 +24,7 @@ from common.training.activation_checkpointing import ACTIVATION_CHECKPOINTING
 from common.training.epochs import EPOCHS
 from common.training.fine_tuning_rate import default_rate
 from common.training.optimizers import OPTIMIZERS, SCHEDULES, optimizers_help
+from common.training.recipe_traits import Arguments
 
 if TYPE_CHECKING:
     from common.data.source_types import Source
@@ -34,6 +35,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs):
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
+        self.shared_flags: set[str] = set()
 
     def parse_args(self, args: Sequence[str] | None = None, **kwargs) -> argparse.Namespace:
         """Fills in --output_dir, where it is not given: runs/, the recipe's name and the time."""
@@ -41,7 +43,7 @@ class ArgumentParser(argparse.ArgumentParser):
         if unknown:
             exit_with_mistakes(self._answers(unknown, sys.argv[1:] if args is None else args))
         parsed.output_dir = parsed.output_dir or time.strftime(f"runs/{Path(self.prog).stem}-%Y%m%d-%H%M%S")
-        return parsed
+        return Arguments(frozenset(self.shared_flags), **vars(parsed))
 
     def error(self, message: str) -> None:
         if "ignored explicit argument" in message:
@@ -171,6 +173,7 @@ def recipe_parser(description: str, lengths_vary: bool = True) -> ArgumentParser
     _add_run(parser)
     _add_batch(parser, lengths_vary)
     _add_optimizer(parser)
+    parser.shared_flags |= {action.dest for action in parser._actions}
     return parser
 
 
@@ -250,7 +253,7 @@ def _add_optimizer(parser: ArgumentParser) -> None:
 
 
 def add_language_arguments(
-    parser: argparse.ArgumentParser,
+    parser: ArgumentParser,
     one_text: bool = True,
     examples: bool = False,
     chats: bool = False,
@@ -293,6 +296,7 @@ def add_language_arguments(
     add_model_arguments(parser)
     if adapters:
         _add_adapter(parser)
+    parser.shared_flags |= {action.dest for action in parser._actions}  # a recipe adds its own flags after these
 
 
 def _add_adapter(parser: argparse.ArgumentParser) -> None:
@@ -313,7 +317,7 @@ def _add_adapter(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--quantize", **one_of(QUANTIZED, about))
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+def add_model_arguments(parser: ArgumentParser) -> None:
     """The flags of the recipes that take a pretrained model."""
     group = parser.add_argument_group("model")
     group.add_argument("--model_name_or_path", help="local directory or hub name of a pretrained model")
@@ -342,7 +346,7 @@ def choose_model(
     args.learning_rate = args.learning_rate or default_rate(args, fine_tuning_rate)
 
 
-def text_sources(args: argparse.Namespace) -> "tuple[Source, Source | None]":
+def text_sources(args: Arguments) -> "tuple[Source, Source | None]":
     """Where training and held-out text come from, as the language flags say; without any, the embedded corpus.
 
     Raises UserError: a line for each file that is not there or cannot be read, or two answers to where the text is.
@@ -353,8 +357,8 @@ def text_sources(args: argparse.Namespace) -> "tuple[Source, Source | None]":
     from common.data.sources import check_sources, have_no_columns
 
     names = ("text_column", "prompt_column", "completion_column")
-    columns = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    if getattr(args, "chat_template", None):
+    columns = {name: args.shared(name) for name in names if name in args.shared_flags}
+    if args.shared("chat_template"):
         from common.data.chats import read_chat_template
 
         columns["chat_template"] = read_chat_template(args.chat_template)

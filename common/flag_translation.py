@@ -3,6 +3,8 @@
 import re
 from collections.abc import Container
 
+from common.training.optimizers import OPTIMIZERS
+
 LAUNCHER = "as a flag of accelerate launch, before the recipe"
 SORTED = "remove it; the samples of a global batch are always sorted by length"
 LOGGED = "remove it; metrics.jsonl has one line per update"
@@ -213,8 +215,6 @@ OWN = {
 }
 ELSEWHERE |= {flag: recipe for recipe, flags in OWN.items() for flag in flags.split()}
 # For each key in braces: values there, with the equivalent here.
-_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw")
-_ADAMW8BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
 VALUES: dict[str, dict[str, str]] = {
     "SCHEDULE": {
         "constant": "constant",
@@ -224,9 +224,7 @@ VALUES: dict[str, dict[str, str]] = {
         "cosine_with_min_lr": "cosine",
         "warmup_stable_decay": "wsd",
     },
-    "OPTIMIZER": dict.fromkeys(_ADAMW, "adamw")
-    | dict.fromkeys(_ADAMW8BIT, "adamw8bit")
-    | {"adafactor": "adafactor", "sgd": "sgd"},
+    "OPTIMIZER": {alias: name for name, info in OPTIMIZERS.items() for alias in (*info.aliases, name)},
     "PRECISION": {name: name for name in ("no", "bf16", "fp16")},
 }
 

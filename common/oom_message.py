@@ -13,7 +13,7 @@ from common.models import adapters
 from common.parallel.launch import runs_on_cpu
 from common.planner import repeated_flags
 from common.report.tracking import peak_memory_bytes
-from common.training.optimizers import OPTIMIZERS
+from common.training.optimizers import OPTIMIZERS, smaller_optimizers
 
 MOST = 4  # flags
 # Shares of the activations' bytes that a mode of --activation_checkpointing keeps (docs/memory.md).
@@ -69,11 +69,10 @@ def _savings(run: Any) -> Iterator[tuple[float, str]]:
         yield static * (1 - per_rank), "--config_file accelerate_configs/fsdp2.yaml"
     elif launch.mode == "plain" and not runs_on_cpu(launch):
         yield static, "--config_file accelerate_configs/fsdp2_offload.yaml --num_processes 1"
-    if not is_sharded and launch.degrees.group == 1:
-        smaller = min(OPTIMIZERS, key=lambda name: OPTIMIZERS[name].state_bytes)
-        if OPTIMIZERS[smaller].state_bytes < OPTIMIZERS[args.optimizer].state_bytes:
-            yield state - OPTIMIZERS[smaller].state_bytes * trained, f"--optimizer {smaller}"
-    if "lora_rank" in args and not adapters.is_asked(args) and args.model_name_or_path:
+    if smaller := smaller_optimizers(args.optimizer, is_sharded or launch.degrees.tensor > 1):
+        name = min(smaller, key=lambda name: OPTIMIZERS[name].state_bytes)
+        yield state - OPTIMIZERS[name].state_bytes * trained, f"--optimizer {name}"
+    if "lora_rank" in args.shared_flags and not adapters.is_asked(args) and args.model_name_or_path:
         yield 4.0 * trained + state, "--lora_rank 16"
 
 

@@ -21,7 +21,6 @@ A new mode of parallelism is accepted in `parallel.launch`, connected in `parall
 share samples is in `training.process_grid`; gradient synchronisation and loss scaling are in `training.accumulation`.
 """
 
-import argparse
 import math
 import sys
 from collections.abc import Iterable, Iterator
@@ -51,6 +50,7 @@ from common.training.activation_checkpointing import apply_activation_checkpoint
 from common.training.batching import Collate, GlobalBatch, Samples, make_loader
 from common.training.out_of_memory import is_out_of_memory
 from common.training.precision import weights_cast_once
+from common.training.recipe_traits import Arguments, Traits
 from common.training.stop_signals import NOTHING_TRAINED
 
 
@@ -59,22 +59,22 @@ class Run:
 
     Attributes:
         accelerator: Accelerate's. device: where this process computes. is_sharded: whether weights may be sharded.
-        held_out: loader of the held-out samples after `prepare`, or None.
+        held_out: loader of the held-out samples after `prepare`, or None. traits: what the recipe is.
         news: what the ranks exchanged in `all_finite` besides loss and gradient norm, summed over them.
         state: the training state. output_dir: where the run writes.
     """
 
-    def __init__(self, args: argparse.Namespace, problems: Iterable[str] = (), lengths_vary: bool = True):
+    def __init__(self, args: Arguments, problems: Iterable[str] = (), **traits: Any):
         """Checks what was asked against what is there, and connects the processes.
 
-        problems: a line for each mistake in the recipe's own flags. lengths_vary: whether samples differ in length.
-        Raises UserError: a line for each mistake.
+        problems: a line for each mistake in the recipe's own flags. traits: what the recipe is, where it differs from
+        lm.py (`training.recipe_traits.Traits`). Raises UserError: a line for each mistake.
         """
-        self.args, self.asked = args, launch.find_launch()
+        self.args, self.asked, self.traits = args, launch.find_launch(), Traits(**traits)
         if args.plan is not None:
             _hand_over(args)
-        found = argument_checks.check_arguments(args, launch.runs_on_cpu(self.asked), lengths_vary, self.asked.degrees)
-        refuse([*found, *launch.check_launch(self.asked, args), *problems])
+        found = argument_checks.check_arguments(args, launch.runs_on_cpu(self.asked), self.traits, self.asked.degrees)
+        refuse([*found, *launch.check_launch(self.asked, args, self.traits), *problems])
         trackers = {"log_with": args.report_to or None, "project_dir": args.output_dir}
         self.accelerator = connect.make_accelerator(self.asked, args, **trackers)
         self.device, self.is_sharded = self.accelerator.device, distributed_mode.is_sharded(self.accelerator)
@@ -97,15 +97,15 @@ class Run:
 
         Raises UserError: no checkpoint to resume, or a line for each thing that differs; too little data or disk.
         """
-        unknown = ", ".join(name for name in own_flags if not hasattr(self.args, name))
+        unknown = ", ".join(name for name in own_flags if name not in vars(self.args))
         assert not unknown, f"run.begin names {unknown} as the recipe's own, and no flag is called so"
-        argument_checks.check_samples(self.args, train_set, held_out, self.asked.degrees)
+        argument_checks.check_samples(self.args, self.traits, train_set, held_out, self.asked.degrees)
         self.make_empty = make_empty = cache(partial(adapters.empty_base, self.args, config, model_class))
         problems = model_setup.check_model(config, model_class, make_empty, self.asked.degrees)
         refuse([*problems, *launch.check_layer_classes(self.asked, make_empty)])
         connect.check_space(self.asked, lambda: [p.numel() for p in make_empty().parameters()])
         identity = identify(self.args, self.accelerator, config, tokenizer, train_set, held_out, *own_flags)
-        self.resumed = self.checkpoints.find(identity)
+        self.resumed = self.checkpoints.find(identity, self.traits.size_flags)
         self.state = TrainingState() if self.resumed is None else _resumed_state(self, identity)
         refuse(argument_checks.check_profile(self.args, self.state.update))
         connect.seed_everything(self.args.seed)
@@ -128,13 +128,13 @@ class Run:
         The model comes back on the device, wrapped, sharded or offloaded as the mode has it. From here on each rank
         draws random numbers of its own, for dropout. lines: the recipe's own to print, a name and a text each.
         """
-        args, accelerator = self.args, self.accelerator
+        args, accelerator, degrees = self.args, self.accelerator, self.asked.degrees
         apply_activation_checkpointing(model, args.activation_checkpointing, self.device)
         if args.compile:
             model.base_model.compile(dynamic=True)
         self.budget = _start_budget(self, train_set.max_length)
         lines |= self.state.describe_patience(args)
-        loader = partial(make_loader, args, accelerator, self.asked.degrees, collate, attention_length(model.config))
+        loader = partial(make_loader, args, accelerator, self.traits, degrees, collate, attention_length(model.config))
         self.load = partial(loader, train_set)
         self.loader = self.load(range(self.state.update, self.state.end(args)))
         self.held_out = held_out and loader(held_out)
@@ -262,7 +262,7 @@ def _not_finite(update: int, count: int) -> RuntimeError:
 # What few runs need is imported by those only.
 
 
-def _hand_over(args: argparse.Namespace) -> None:
+def _hand_over(args: Arguments) -> None:
     """Lets the planner answer --plan, in this process's place."""
     from common import planner
 
@@ -289,7 +289,7 @@ def _end_dry_run(run: Run) -> NoReturn:
 
 def _start_budget(run: Run, longest: int) -> Any:
     """Returns the token budget of --micro_batch_tokens auto, or None. longest: tokens of the longest sample."""
-    if getattr(run.args, "micro_batch_tokens", None) != "auto":
+    if run.args.shared("micro_batch_tokens") != "auto":
         return None
     from common.auto_micro_batch import start_budget
 

@@ -121,7 +121,7 @@ def main():
     run = Run(args, text_classifier.check_arguments(args))
     tokenizer, config, train_set, held_out, names = load_data(args)
     kind, where = AutoModelForSequenceClassification, (args.model_name_or_path, args.trust_remote_code)
-    run.begin(config, tokenizer, train_set, held_out, model_class=kind)
+    run.begin(config, tokenizer, train_set, held_out, "head_learning_rate", model_class=kind)
     model, new_weights = build_classifier(config, *where, kind, args.new_head, **base_options(args))
     model, inputs = with_adapter(args, model, new_weights), find_inputs(model)
     head = {"head": new_weights, "head_learning_rate": args.head_learning_rate}

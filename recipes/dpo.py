@@ -126,7 +126,7 @@ def train(args, run, model, optimizer, batches):
 
 def main():
     args = parse_arguments()
-    run = Run(args)
+    run = Run(args, sequences_per_sample=2, splits_sequences=False)
     tokenizer, config, train_set, held_out = load_data(args)
     run.begin(config, tokenizer, train_set, held_out, "beta")
     model = build_base(args, config)

@@ -117,13 +117,13 @@ def train(args, run, model, optimizer, batches, pipeline):
 
 def main():
     args = parse_arguments()
-    run = Run(args)
+    run = Run(args, pipeline_schedule=args.schedule)
     tokenizer, config, train_set, held_out = load_data(args)
     run.begin(config, tokenizer, train_set, held_out)
     model = build_model(config, args.model_name_or_path, args.trust_remote_code)
     how = sum_token_losses(model)  # from here on, model(...) is the sum of the losses of a micro-batch's targets
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
-    pipeline = Pipeline(model, optimizer, args)  # from here on, this process has its own stage of the model only
+    pipeline = Pipeline(model, optimizer, run)  # from here on, this process has its own stage of the model only
     collate = partial(collate_tokens, pad_token_id=tokenizer.pad_token_id)
     describe_use(model, config, tokenizer, train_set.end_tokens)
     model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, loss=how, **pipeline.description)

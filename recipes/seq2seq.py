@@ -122,7 +122,7 @@ def train(args, run, model, optimizer, batches):
 
 def main():
     args = parse_arguments()
-    run = Run(args, encoder_decoder.check_arguments(args))
+    run = Run(args, encoder_decoder.check_arguments(args), **encoder_decoder.TRAITS)
     tokenizer, config, train_set, held_out = load_data(args)
     run.begin(config, tokenizer, train_set, held_out, model_class=AutoModelForSeq2SeqLM)
     model = encoder_decoder.prepare_encoder_decoder(build_base(args, config, AutoModelForSeq2SeqLM))

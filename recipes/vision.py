@@ -117,9 +117,9 @@ def train(args, run, model, optimizer, batches):
 
 def main():
     args = parse_arguments()
-    run = Run(args, image_classifier.check_arguments(args), lengths_vary=False)
+    run = Run(args, image_classifier.check_arguments(args), lengths_vary=False, size_flags=("image_size",))
     preprocessing, config, train_set, held_out, new_head = load_data(args)
-    flags = ("augment", "norm")
+    flags = ("augment", "norm", "head_learning_rate")
     run.begin(config, None, train_set, held_out, *flags, model_class=AutoModelForImageClassification)
     model, new_weights = image_classifier.make_model(args, config, new_head)
     name, more = image_classifier.describe_class(model, preprocessing)

@@ -214,10 +214,11 @@ def recipe_arguments(*flags):
     from common import argument_checks, arguments
     from common.parallel.launch import started_world_size
     from common.training.process_grid import Degrees
+    from common.training.recipe_traits import Traits
 
     parser = arguments.recipe_parser("")
     args = parser.parse_args([str(flag) for flag in ("--learning_rate", 1e-3, *flags)])
-    assert argument_checks.check_arguments(args, True, True, Degrees(started_world_size())) == []
+    assert argument_checks.check_arguments(args, True, Traits(size_flags=()), Degrees(started_world_size())) == []
     return args
 
 

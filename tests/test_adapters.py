@@ -1,6 +1,5 @@
 """Adapters: the base at first, the gradients of a dense model's, and files that peft alone loads and merges."""
 
-import argparse
 import json
 import re
 import shutil
@@ -54,6 +53,7 @@ from common.models import adapters
 from common.models.adapters import base_options, build_base, with_adapter
 from common.models.classifiers import build_classifier
 from common.models.load import build_model, load_config
+from common.training.recipe_traits import Arguments
 from tools.checkpoint.export import export
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -63,7 +63,7 @@ TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embedding
 def asked(**more):
     flags = {"lora_rank": 4, "lora_alpha": None, "lora_targets": [], "lora_dropout": 0.0, "use_dora": False}
     flags |= {"use_rslora": False, "quantize": None, "model_name_or_path": "base"}
-    return argparse.Namespace(**flags | more)
+    return Arguments(frozenset(flags), **flags | more)
 
 
 def tiny(dtype=torch.float64):

@@ -20,6 +20,7 @@ from common.training.batching import (
 )
 from common.training.micro_batch_partition import cut_global_batch, longest_of, row_work
 from common.training.process_grid import Degrees
+from common.training.recipe_traits import Traits
 
 
 class ListSamples:
@@ -322,7 +323,9 @@ def test_in_bf16_on_a_cpu_lengths_are_few(mixed_precision, sequence_length, budg
     batches = [
         next(
             iter(
-                make_loader(args, stand_in(rank, 2, mixed_precision), Degrees(2), collate, math.inf, samples, range(1))
+                make_loader(
+                    args, stand_in(rank, 2, mixed_precision), Traits(), Degrees(2), collate, math.inf, samples, range(1)
+                )
             )
         )
         for rank in (0, 1)
@@ -354,7 +357,9 @@ def test_held_out_samples_are_counted_once_and_hardly_padded(world_size):
             accelerator = stand_in(rank, world_size)
             accelerator.device = torch.device(device)
             collate = functools.partial(collate_tokens, pad_token_id=0)
-            for batch in make_loader(args, accelerator, Degrees(world_size), collate, math.inf, samples, updates):
+            for batch in make_loader(
+                args, accelerator, Traits(), Degrees(world_size), collate, math.inf, samples, updates
+            ):
                 yield from batch.micro_batches
 
     once = [target for index in range(len(lengths)) for target in (samples[index][1]).tolist()]

@@ -60,6 +60,7 @@ from common.report.chance import ChanceCheck, constant_loss
 from common.report.predictions import draw_confusion
 from common.tasks.classify import labels, text_baseline, text_classifier
 from common.training.fine_tuning_rate import default_rate
+from common.training.recipe_traits import Arguments
 
 SCRIPT = "recipes/classify.py"
 recipe = functools.partial(run_recipe_alone, "classify.py")
@@ -495,7 +496,9 @@ def test_an_older_checkpoint_of_a_new_head_is_continued_at_its_rate_or_refused()
 @pytest.mark.parametrize("width, rate", [(32, 3e-4), (384, 2e-4), (768, 5e-5), (1024, 3e-5), (4096, 2e-5)])
 def test_the_default_rate_falls_with_the_width(width, rate, tmp_path):
     BertConfig(hidden_size=width, num_attention_heads=4).save_pretrained(tmp_path)
-    args = argparse.Namespace(model_name_or_path=str(tmp_path), trust_remote_code=False, lora_rank=None)
+    args = Arguments(
+        frozenset({"lora_rank"}), model_name_or_path=str(tmp_path), trust_remote_code=False, lora_rank=None
+    )
     assert text_classifier.fine_tuning_rate(args) == default_rate(args, text_classifier.fine_tuning_rate) == rate
     args.learning_rate = rate
     assert text_classifier.describe_rate(args)["rate"].startswith(f"{rate:g} by default: 5e-05 x (768 / width)^2")

@@ -28,7 +28,7 @@ EVERY = """
     report.totals report.tracking run training.accumulation training.activation_checkpointing
     training.activation_offload training.batching training.clipping training.epochs training.fine_tuning_rate
     training.handover training.micro_batch_partition training.optimizers training.out_of_memory training.precision
-    training.process_grid training.stop_signals training.token_budget versions
+    training.process_grid training.recipe_traits training.stop_signals training.token_budget versions
 """
 TEXT = """
     data.cache data.chat_formats data.column_selection data.compressed data.messages data.mixed data.readers
@@ -80,7 +80,7 @@ def test_each_recipe_loads_what_it_uses_and_no_more():
     ours = {path.stem for path in (ROOT / "common").iterdir()}
     for recipe, names in OURS.items():
         found = {name for name in loaded[recipe] if name.split(".")[0] in ours - {"__init__"}}
-        assert {name for name in found if not (ROOT / "common" / name).is_dir()} == {*EVERY.split(), *names.split()}
+        assert {name for name in found if not (ROOT / "common" / name.replace(".", "/")).is_dir()} == {*EVERY.split(), *names.split()}
     for module in NOBODYS:
         assert not {name for name in loaded if module in loaded[name]}, module
     assert not {"PIL", "transformers"} & loaded["checkpoint"]  # `list` looks at files, and that is all

@@ -15,7 +15,6 @@ import sys
 import sysconfig
 import time
 import tracemalloc
-import types
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from common.data.sources import check_sources, open_source
 from common.data.standard_library import embedded_files, python_functions
 from common.data.text import Samples, tokenize
 from common.errors import UserError
+from common.training.recipe_traits import Arguments
 
 # --- the embedded corpus ---
 
@@ -133,7 +133,8 @@ def test_all_kinds_of_files_give_the_same_samples(tokenizer, tmp_path, cache):
         assert targets(Source(dataset_name=str(tmp_path / name))) != expected  # the control: the other split
         with pytest.raises(UserError, match="no split dev; there are: .*te"):
             open_source(Source(dataset_name=str(tmp_path / name), split="dev"))
-        args = types.SimpleNamespace(dataset_name=str(tmp_path / name), dataset_config=None, train_file=[])
+        args = Arguments(frozenset({"text_column", "prompt_column", "completion_column"}), train_file=[])
+        args.dataset_name, args.dataset_config = str(tmp_path / name), None
         args.text_column, args.validation_file, args.prompt_column, args.completion_column = "text", [], None, None
         assert text_sources(args)[1].split == "test"  # held out, as there is no validation split
         args.validation_file = [str(halves[0])]

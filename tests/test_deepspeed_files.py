@@ -17,6 +17,7 @@ from common.parallel.deepspeed_files import flatten, read_deepspeed_config
 from common.parallel.deepspeed_flags import WIDTH_KEYS, check_deepspeed, describe_settled, settle_deepspeed
 from common.parallel.launch import check_launch, parse_launch
 from common.training.process_grid import Degrees
+from common.training.recipe_traits import Traits
 
 # Four steps on two processes.
 FLAGS = "--global_batch_size 16 --micro_batch_size 2 --max_grad_norm 0.5 --num_updates 40".split()
@@ -164,7 +165,7 @@ def test_what_accelerate_config_writes_is_taken(stage, offload, tmp_path, monkey
             tmp_path / "c.yaml", mixed_precision=precision, deepspeed_config=written_section(stage, offload)
         )
         launch = parse_launch(["--config_file", str(path), "recipes/lm.py"], environment={})
-        assert check_launch(launch, recipe_arguments()) == []
+        assert check_launch(launch, recipe_arguments(), Traits()) == []
         settled = settle_deepspeed(launch.deepspeed_config, recipe_arguments(), precision, degrees=Degrees(2))
         with warnings.catch_warnings(action="ignore"):
             resolved = resolve(settled.config, precision, tmp_path)
@@ -173,14 +174,14 @@ def test_what_accelerate_config_writes_is_taken(stage, offload, tmp_path, monkey
         device = resolved.zero_config.offload_optimizer.device
         assert str(getattr(device, "value", device)) == ("cpu" if offload else "none")
         # Control: a norm that is not the flag's.
-        assert "gradient_clipping is 1.0" in check_launch(launch, recipe_arguments("--max_grad_norm", 2))[0]
+        assert "gradient_clipping is 1.0" in check_launch(launch, recipe_arguments("--max_grad_norm", 2), Traits())[0]
     # Four micro-batches a process are what these flags make, and five are not.
     section = written_section(stage, offload) | {"gradient_accumulation_steps": 4, "gradient_clipping": 0.5}
     path = write_yaml(tmp_path / "c.yaml", deepspeed_config=section)
     launch = parse_launch(["--config_file", str(path), "recipes/lm.py"], environment={})
-    assert check_launch(launch, recipe_arguments(*FLAGS)) == []
+    assert check_launch(launch, recipe_arguments(*FLAGS), Traits()) == []
     launch.gradient_accumulation_steps = "5"
-    (problem,) = check_launch(launch, recipe_arguments(*FLAGS))
+    (problem,) = check_launch(launch, recipe_arguments(*FLAGS), Traits())
     assert "to 5; take it out" in problem and "16 / (--micro_batch_size 2 x 2 processes) = 4" in problem
 
 
@@ -323,7 +324,8 @@ def test_a_yaml_that_repeats_what_its_deepspeed_file_says_is_refused(tmp_path):
     path = write_yaml(tmp_path / "c.yaml", deepspeed_config=section)
     launch = parse_launch(["--config_file", str(path), "recipes/lm.py"], environment={})
     assert any(
-        f"{path}: zero_stage beside ds_configs/zero3.json" in line for line in check_launch(launch, recipe_arguments())
+        f"{path}: zero_stage beside ds_configs/zero3.json" in line
+        for line in check_launch(launch, recipe_arguments(), Traits())
     )
 
 

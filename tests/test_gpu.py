@@ -13,6 +13,8 @@ from test_token_budget import flags as text_flags
 from test_token_budget import learned, script, text  # noqa: F401
 from test_writer import make_writer, piece, saved
 
+from common.training.optimizers import OPTIMIZERS
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
@@ -262,9 +264,9 @@ def test_what_is_left_in_float32_is_tf32(functions_file, model_dir, tmp_path):
         assert (tmp_path / "said").read_text() == ("highest" if control else "high")
 
 
-@pytest.mark.parametrize("optimizer", ["adamw8bit", "adafactor", "sgd"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_trains_on_a_gpu(optimizer, functions_file, model_dir, tmp_path):
-    more = ["--optimizer", optimizer, "--learning_rate", 0.1 if optimizer == "sgd" else 1e-3]
+    more = ["--optimizer", optimizer, "--learning_rate", 1e-3 if OPTIMIZERS[optimizer].uses_adamw_rate else 0.1]
     losses, _ = train(tmp_path / "run", functions_file, model_dir, *more, precision="bf16")
     assert losses[-1] < losses[0]
 

@@ -14,6 +14,7 @@ import common.parallel.connect
 import common.parallel.launch
 from common.parallel.connect import make_accelerator
 from common.parallel.launch import Launch, check_launch, find_unseen_gpu, parse_launch
+from common.training.recipe_traits import Traits
 
 
 @dataclass
@@ -189,7 +190,7 @@ def test_a_command_that_cannot_run_as_asked_is_refused(name, tmp_path, monkeypat
     launch = parse_launch([*map(str, launch_options(case, tmp_path)), "recipes/lm.py"], environment={})
     started = 1 if "1 started" in case.refused else launch.num_processes
     set_world(monkeypatch, started)
-    problems = check_launch(launch, recipe_arguments(*case.flags))
+    problems = check_launch(launch, recipe_arguments(*case.flags), Traits())
     assert any(re.search(case.refused, problem) for problem in problems), problems
 
 
@@ -230,7 +231,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
         (4, []),
     ):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        problems = check_launch(launch, recipe_arguments())
+        problems = check_launch(launch, recipe_arguments(), Traits())
         assert len(problems) == len(expected)
         assert all(text in problem for text, problem in zip(expected, problems, strict=True))
 
@@ -241,7 +242,9 @@ def test_a_gpu_that_torch_does_not_see_is_no_rehearsal(node, tmp_path, monkeypat
 
     def problems(name, *options):
         path = ROOT / f"accelerate_configs/{name}.yaml"
-        return check_launch(parse_launch(["--config_file", str(path), *options, "x.py"], {}), recipe_arguments())
+        return check_launch(
+            parse_launch(["--config_file", str(path), *options, "x.py"], {}), recipe_arguments(), Traits()
+        )
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)

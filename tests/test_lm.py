@@ -26,6 +26,7 @@ from test_checkpoint import change_manifest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.data.standard_library import write_files
+from common.training.optimizers import OPTIMIZERS
 
 SMALL = ["--sequence_length", 64, "--num_updates", 4, "--global_batch_size", 8, "--micro_batch_tokens", 128]
 
@@ -112,9 +113,10 @@ def test_the_command_without_flags_of_its_own_trains_on_the_standard_library(tmp
     assert run_recipe_alone("lm.py", *resumed, *files).returncode == 0
 
 
-@pytest.mark.parametrize("optimizer", ["adamw8bit", "adafactor", "sgd"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_trains(optimizer, functions_file, model_dir, tmp_path):
-    more = ["--optimizer", optimizer, "--learning_rate", 0.1 if optimizer == "sgd" else 1e-3, "--num_updates", 6]
+    rate = 1e-3 if OPTIMIZERS[optimizer].uses_adamw_rate else 0.1
+    more = ["--optimizer", optimizer, "--learning_rate", rate, "--num_updates", 6]
     launch(*flags(functions_file, tmp_path / "run", *more, model_dir=model_dir))
     metrics = read_metrics(tmp_path / "run")
     assert metrics[-1]["loss"] < metrics[0]["loss"]

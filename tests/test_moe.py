@@ -203,6 +203,7 @@ MISTAKES = {
     "a router without a bias": (["OLMOE"], "OlmoeTopKRouter has no e_score_correction_bias.* exact, usual or none"),
     "another kind of mixture": (["JETMOE"], "JetMoeForCausalLM: its experts are not one module that is called with"),
     "up-cycling nothing": (["--upcycle"], "--upcycle has no effect without --model_name_or_path"),
+    "up-cycling below an adapter": (["DENSE", "--upcycle", "--lora_rank", 4], "an adapter's base has files of its own"),
     "up-cycling a mixture": (["MOE", "--upcycle"], "a mixture of experts already; take --upcycle out"),
     "a dense model": (["DENSE"], "is a dense model, without experts: give it some with --upcycle"),
     "another number of a pretrained one": (["MOE", "--num_experts", 4], "cannot change a pretrained model"),

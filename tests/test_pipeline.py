@@ -41,6 +41,7 @@ from common.parallel.launch import parse_launch
 from common.tasks.pipeline.stages import check_stages, place_cuts
 from common.training import process_grid
 from common.training.process_grid import Degrees
+from common.training.recipe_traits import Traits
 
 SIZES = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "pad_token_id": 2}
 SIZES |= {"bos_token_id": 0, "eos_token_id": 1, "intermediate_size": 64, "max_position_embeddings": 64}
@@ -196,9 +197,9 @@ def test_a_model_that_has_no_stages_is_refused(case, monkeypatch):
 
 def test_too_few_micro_batches_are_refused_with_the_numbers():
     args = recipe_arguments("--global_batch_size", 8, "--micro_batch_size", 4)
-    (line,) = check_arguments(args, True, True, Degrees(4, pipeline=4))
+    (line,) = check_arguments(args, True, Traits(size_flags=()), Degrees(4, pipeline=4))
     assert "8 / (4 micro x 1 pipeline of 4 processes) = 2 micro-batches, fewer than the 4 stages" in line
-    assert not check_arguments(args, True, True, Degrees(2, pipeline=2))
+    assert not check_arguments(args, True, Traits(size_flags=()), Degrees(2, pipeline=2))
 
 
 @pytest.mark.parametrize(("size", "stages", "expected"), [(8, 2, 1), (64, 2, 4), (64, 4, 4), (48, 2, 4), (2, 2, 1)])
@@ -206,7 +207,7 @@ def test_without_a_flag_there_are_micro_batches_for_every_stage(size, stages, ex
     """Four for each, of up to 1024 tokens on a CPU."""
     args = recipe_arguments("--global_batch_size", size)
     args.micro_batch_tokens, args.sequence_length = None, 256
-    assert not check_arguments(args, True, True, Degrees(stages, pipeline=stages))
+    assert not check_arguments(args, True, Traits(), Degrees(stages, pipeline=stages))
     assert args.micro_batch_size == expected
 
 

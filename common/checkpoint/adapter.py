@@ -1,6 +1,5 @@
 """Exports an adapter checkpoint, in peft's format or merged into its base model."""
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -74,7 +73,7 @@ def merged(directory: Path, manifest: dict[str, Any], adapter: Path) -> Any:
     if "@" not in was and (not Path(base).is_dir() or fingerprint(Path(base)) != was):
         raise UserError(f"{directory}: its base {base} is not there, or has changed; put it back where it was")
     model_class = class_of(manifest)
-    options = quantization.options(argparse.Namespace(**manifest["identity"]["settings"]))
+    options = quantization.options(manifest["identity"]["settings"].get("quantize"))
     quantized, own_layers = bool(options), has_own_layers(adapter)
     # The run's configuration, whatever has become of the base's; and its head, whatever size the base's has.
     options |= {"config": _own_config(directory, manifest), "ignore_mismatched_sizes": own_layers}

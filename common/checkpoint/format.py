@@ -28,14 +28,14 @@ from common.checkpoint.random_states import check_random_states
 from common.checkpoint.training_state import TrainingState
 from common.errors import UserError, one_line
 from common.files import PAGE, PARTIAL
+from common.training.optimizers import OPTIMIZERS
 
 FORMAT = 3  # 2 had no parts by columns, 1 no XXH3
 DIGESTS = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}  # of files; SHA-256 in format 1
 MANIFEST = "manifest.json"
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MASTER_DTYPES = (torch.float32, torch.float64)  # of what is trained, whatever computes
-STATEFUL = ("adamw", "adamw8bit", "adafactor", "sgd")  # the optimizers of the recipes, which all keep a state
-UNIFORM = ("AdamW", "SGD", "DeepSpeedCPUAdam")  # classes that keep the same for every weight
+UNIFORM = [name for info in OPTIMIZERS.values() for name in info.class_names]  # they keep the same for every weight
 CHUNK = 16 << 20  # bytes written and hashed at a time
 
 
@@ -274,10 +274,11 @@ class Reader:
         every = set().union(*kept.values())
         optimizer, state = self.manifest["identity"]["settings"].get("optimizer"), TrainingState.of(self.manifest)
         # An optimizer of the user's own may keep other states for some weights.
-        is_uniform = optimizer in ("adamw", "sgd") and self.manifest.get("optimizer", UNIFORM[0]) in UNIFORM
+        info = OPTIMIZERS.get(str(optimizer))
+        is_uniform = info is not None and info.is_elementwise and self.manifest.get("optimizer", "AdamW") in UNIFORM
         # Older versions also saved without any state: if no update was made, and if a wrapping optimizer hid it.
         if not kept and "training" not in self.manifest:
-            is_lost = state.update > state.skipped_updates and optimizer in STATEFUL
+            is_lost = state.update > state.skipped_updates and info is not None and info.state_bytes > 0
             trained = trained if is_lost else set()
         for name in sorted(trained):
             dtype = self.tensors[f"weight/{name}"][0]

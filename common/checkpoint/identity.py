@@ -1,10 +1,9 @@
 """Checks that model, tokenizer, data and settings of a resumed run match the checkpoint."""
 
-import argparse
 import hashlib
 import json
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from accelerate import Accelerator
@@ -12,6 +11,7 @@ from accelerate import Accelerator
 from common.errors import refuse
 from common.models.adapters import FLAGS, flags, with_default_alpha
 from common.parallel.liveness import decided_by_main
+from common.training.recipe_traits import Arguments
 
 # What an update depends on besides samples and weights; another value than the checkpoint's is refused. False: also
 # with --allow_changed, since the saved state would not fit.
@@ -42,7 +42,7 @@ CHANGEABLE = ("dataset", "validation", *(name for name, can_change in SETTINGS.i
 
 
 def identify(
-    args: argparse.Namespace,
+    args: Arguments,
     accelerator: Accelerator,
     config: Any,
     tokenizer: Any,
@@ -68,7 +68,8 @@ def identify(
             [sorted(tokenizer.get_vocab().items()), str(tokenizer.chat_template), tokenizer.eos_token_id]
         )
     own_flags += flags(args)
-    settings = {name: getattr(args, name) for name in (*SETTINGS, *own_flags) if hasattr(args, name)}
+    shared = (name for name in SETTINGS if name in args.shared_flags)
+    settings = {name: getattr(args, name) for name in (*shared, *own_flags)}
     settings["mixed_precision"] = accelerator.mixed_precision
     identity = {
         "model": model,
@@ -80,19 +81,18 @@ def identify(
     return identity | _standard_library(args) | _adapter_base(args) | getattr(samples, "identity", {})
 
 
-def _adapter_base(args: argparse.Namespace) -> dict[str, str]:
+def _adapter_base(args: Arguments) -> dict[str, str]:
     """Identifies the base model of an adapter, because a checkpoint does not contain its weights."""
-    if getattr(args, "lora_rank", None) is None:
+    if args.shared("lora_rank") is None:
         return {}
     from common.data.hub import identify_pretrained
 
     return {"base": identify_pretrained(args.model_name_or_path)}
 
 
-def _standard_library(args: argparse.Namespace) -> dict[str, str]:
+def _standard_library(args: Arguments) -> dict[str, str]:
     """Which Python's standard library is the training text; empty where data are named."""
-    given = vars(args)
-    is_default = "train_file" in given and not (given["train_file"] or given["dataset_name"])
+    is_default = "train_file" in args.shared_flags and not (args.train_file or args.dataset_name)
     return {"standard_library": platform.python_version()} if is_default else {}
 
 
@@ -122,10 +122,10 @@ def refuse_other_views(identity: dict) -> None:
     )
 
 
-def differences(saved: dict, now: dict, args: argparse.Namespace) -> Iterator[str]:
-    """One line for each thing that is not what the checkpoint was made with."""
+def differences(saved: dict, now: dict, args: Arguments, size_flags: Iterable[str] = ()) -> Iterator[str]:
+    """One line for each thing that is not what the checkpoint was made with. size_flags: names, of `Traits`."""
     allowed = args.allow_changed
-    cut_by = [f"--{name}" for name in ("sequence_length", "target_length", "image_size") if hasattr(args, name)]
+    cut_by = [f"--{name}" for name in size_flags]
     keys = sorted(saved["model"].keys() | now["model"].keys(), key=lambda key: (key != "model_type", key))
     pairs = {key: (now["model"].get(key), saved["model"].get(key)) for key in keys}
     if different := [

@@ -5,6 +5,7 @@ import hashlib
 import os
 import socket
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -124,10 +125,10 @@ def begin_state(reader: Reader, identity: dict[str, Any], allowed: list[str]) ->
     return state, f"{what}: --keep_best and --patience begin anew after update {state.update}\n"
 
 
-def check_is_own(reader: Reader, args: argparse.Namespace, identity: dict[str, Any]) -> None:
-    """Raises UserError, a line for each thing that is not what the run began with."""
+def check_is_own(reader: Reader, args: argparse.Namespace, identity: dict[str, Any], size_flags: Iterable[str]) -> None:
+    """Raises UserError, a line for each thing that is not what the run began with. size_flags: of `Traits`."""
     path, manifest = reader.directory, reader.manifest
-    refuse(f"--resume {path}: {line}" for line in differences(manifest["identity"], identity, args))
+    refuse(f"--resume {path}: {line}" for line in differences(manifest["identity"], identity, args, size_flags))
     if manifest["update"] > args.num_updates:
         raise UserError(
             f"--resume {path}: it has made {manifest['update']} updates already, more than --num_updates "

@@ -8,6 +8,7 @@ A checkpoint is a directory of safetensors and JSON; format.py defines its conte
 
 import argparse
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class Checkpoints:
         self.cannot = _cannot_save(accelerator)
         self.ranks.share_output_dir(args)
 
-    def find(self, identity: dict[str, Any]) -> Reader | None:
+    def find(self, identity: dict[str, Any], size_flags: Iterable[str]) -> Reader | None:
         """The newest checkpoint that its manifest confirms; None without --resume. A damaged one is told and passed.
 
         It takes the output directory first: a run that was asked to stop may still be writing its last checkpoint.
@@ -73,7 +74,7 @@ class Checkpoints:
         reader = resume.find_sound(self.ranks, self.writer.damaged)
         if line := resume.keep_warmup(self.args, reader.manifest, identity):
             self.accelerator.print(line)
-        resume.check_is_own(reader, self.args, identity)
+        resume.check_is_own(reader, self.args, identity, size_flags)
         update = reader.manifest["update"]
         self.accelerator.print(f"resuming from {reader.directory}, after update {update}", flush=True)
         return reader

@@ -1,6 +1,5 @@
 """Classification heads: labels, new weights, learning rate, and the check that padding does not affect the output."""
 
-import argparse
 import copy
 import inspect
 from typing import Any
@@ -17,6 +16,7 @@ from common.models.model_setup import without_wrapper
 from common.models.single_copy import are_imagined, decided_once
 from common.models.untrained import gathered
 from common.training.batching import Collate, Samples
+from common.training.recipe_traits import Arguments
 
 HEAD = "ForSequenceClassification"  # how transformers' classes end that have a head for labels
 # A new head starts at random beside weights that need small steps: DeepLab (arXiv:1606.00915) trains its last layer at
@@ -25,13 +25,13 @@ HEAD_RATIO = 10
 HEAD_RATE_HELP = f"peak learning rate of a new head (default: {HEAD_RATIO} x --learning_rate, with an adapter the same)"
 
 
-def resolve_head_rate(args: argparse.Namespace, is_new: bool) -> None:
+def resolve_head_rate(args: Arguments, is_new: bool) -> None:
     """Fills in --head_learning_rate if the head is new.
 
     Raises UserError: the flag has no effect, because the model keeps its head or has no pretrained weights.
     """
     if is_new:
-        ratio = 1 if getattr(args, "lora_rank", None) else HEAD_RATIO
+        ratio = 1 if args.shared("lora_rank") else HEAD_RATIO
         args.head_learning_rate = args.head_learning_rate or ratio * args.learning_rate
     elif args.head_learning_rate:
         raise UserError("--head_learning_rate has no effect without a new head on a pretrained model; remove it")

@@ -3,7 +3,6 @@
 64 weights of a linear layer share an 8-bit scale, and 256 scales share a float32 scale: 4.13 bits per weight.
 """
 
-import argparse
 import logging
 import re
 from typing import Any
@@ -19,16 +18,16 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # it
 BLOCK, BLOCK_OF_BLOCKS = 64, 256  # bitsandbytes' own
 
 
-def options(args: argparse.Namespace) -> dict[str, Any]:
+def options(quantize: str | None) -> dict[str, Any]:
     """What `from_pretrained` is given for a base of --quantize; nothing without that flag."""
-    if not getattr(args, "quantize", None):
+    if not quantize:
         return {}
     from transformers import BitsAndBytesConfig  # here because it imports bitsandbytes
 
     return {
         "quantization_config": BitsAndBytesConfig(
             load_in_4bit=True,
-            bnb_4bit_quant_type=args.quantize,
+            bnb_4bit_quant_type=quantize,
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=narrow_dtype() or torch.float32,
         )

@@ -11,6 +11,7 @@ from typing import Any
 
 from common.errors import UserError, refuse
 from common.files import why_not_writable
+from common.training.optimizers import OPTIMIZERS, name_optimizers
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # What DeepSpeed reads at the top of its file, and ignores without a word where it is misspelt.
@@ -120,12 +121,14 @@ def check_zero(where: str, zero: Any, left: list[str], optimizer: str) -> Iterat
 
 def check_optimizer(zero: dict[str, Any], optimizer: str) -> Iterator[str]:
     """A line where a section zero_optimization does not go with the optimizer."""
-    if offload_devices(zero)["offload_optimizer"] != "none" and optimizer != "adamw":
+    if offload_devices(zero)["offload_optimizer"] != "none" and not OPTIMIZERS[optimizer].deepspeed_offloads:
         # Accelerate would put DeepSpeed's CPU Adam in its place, without a word.
-        yield f"--optimizer {optimizer}: with its state offloaded, DeepSpeed runs only adamw; use adamw"
-    elif optimizer not in ("adamw", "sgd"):
+        others = name_optimizers("deepspeed_offloads")
+        yield f"--optimizer {optimizer}: with its state offloaded, DeepSpeed runs only {others}; use {others}"
+    elif not OPTIMIZERS[optimizer].is_elementwise:
         # ZeRO updates flat pieces of the parameters: factored or block-wise states would be others than the tensors'.
-        yield f"--optimizer {optimizer} works on whole tensors, and ZeRO cuts them; use adamw or sgd"
+        others = name_optimizers("is_elementwise")
+        yield f"--optimizer {optimizer} works on whole tensors, and ZeRO cuts them; use {others}"
 
 
 def _check_names(zero: dict[str, Any], left: list[str]) -> list[str]:

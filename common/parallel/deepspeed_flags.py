@@ -15,7 +15,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.parallel.deepspeed_files import TOP_KEYS, check_zero, flatten, read_deepspeed_config, section_of
-from common.training.optimizers import ADAM_BETAS, COSINE_FLOOR, SGD_MOMENTUM
+from common.training.optimizers import COSINE_FLOOR, OPTIMIZERS
 from common.training.process_grid import Degrees
 
 # Accelerate fills these in from the width of the model.
@@ -28,9 +28,8 @@ GATHER_KEY = "stage3_gather_16bit_weights_on_model_save"
 IDLE_KEYS = ("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dataloader_drop_last")
 TRAINS_OTHERWISE = ("progressive_layer_drop", "curriculum_learning", "data_efficiency", "compression_training")
 TRAINS_OTHERWISE += ("amp", "elasticity", "eigenvalue", "quantize_training", "sparse_attention", "sparse_gradients")
-# The types of an `optimizer` section, whose case DeepSpeed ignores, and the --optimizer that each is. Its Adam is AdamW
-# too, unless adam_w_mode is false.
-OPTIMIZER_TYPES = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}
+# The types of an `optimizer` section, whose case DeepSpeed ignores, and the --optimizer that each is.
+OPTIMIZER_TYPES = {kind: name for name, info in OPTIMIZERS.items() for kind in info.deepspeed_types}
 KERNELS = ("torch_adam", "fused", "foreach")  # they change how a step is computed, not what
 SCHEDULER_TYPES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
@@ -150,9 +149,7 @@ def _settle_optimizer(settled: Settled, args: argparse.Namespace) -> None:
         remedy = f"give --optimizer {ours}, or take the section out" if ours else "take the section out"
         settled.problems.append(f"optimizer.type is {kind}, but --optimizer is {args.optimizer}; {remedy}")
         return
-    fixed = {"betas": list(ADAM_BETAS), "eps": 1e-8, "adam_w_mode": True, "bias_correction": True, "amsgrad": False}
-    if args.optimizer == "sgd":
-        fixed = {"momentum": SGD_MOMENTUM, "dampening": 0, "nesterov": False}
+    fixed = OPTIMIZERS[args.optimizer].deepspeed_params
     runs = {name: (f"that of --optimizer {args.optimizer}", value) for name, value in fixed.items()}
     runs |= {"lr": ("--learning_rate", args.learning_rate), "weight_decay": ("--weight_decay", args.weight_decay)}
     params = {name: value for name, value in section_of(given, "params").items() if name not in KERNELS}

@@ -23,6 +23,7 @@ from accelerate.utils import parse_flag_from_env
 from common.launcher import find_launch_words
 from common.parallel import deepspeed_files, deepspeed_flags, parallelism_config, sharding
 from common.training.process_grid import Degrees
+from common.training.recipe_traits import Arguments, Traits
 
 # Accelerate's numbers of processes on a CPU where WORLD_SIZE is not set; with each, how names of its kind begin.
 MPI = {"PMI_SIZE": ("PMI_", "MPI_LOCAL"), "OMPI_COMM_WORLD_SIZE": ("OMPI_",), "MV2_COMM_WORLD_SIZE": ("MV2_COMM_",)}
@@ -233,22 +234,21 @@ def mpi_variables() -> list[str]:
     return sorted(name for name in os.environ if name.startswith(tuple(one for kind in MPI.values() for one in kind)))
 
 
-def check_launch(launch: Launch, args: argparse.Namespace) -> list[str]:
+def check_launch(launch: Launch, args: Arguments, traits: Traits) -> list[str]:
     """One line for each difference between what was asked and what this process finds; needs no process group.
 
     Also for what the mode cannot take of the recipe's flags; `checks.check_arguments` has filled in their defaults.
     """
-    problems = [*_check_processes(launch), *check_asked(launch, args), *_check_budget(launch, args)]
+    problems = [*_check_processes(launch), *check_asked(launch, args, traits), *_check_budget(launch, args, traits)]
     if launch.mode == "DeepSpeed":
-        problems += deepspeed_flags.check_deepspeed(
-            launch.deepspeed_config, args, launch.mixed_precision, launch.degrees
-        )
+        how = (args, launch.mixed_precision, launch.degrees)
+        problems += deepspeed_flags.check_deepspeed(launch.deepspeed_config, *how)
     return problems + _check_precision(launch) + _check_gpus(launch)
 
 
-def check_asked(launch: Launch, args: argparse.Namespace) -> list[str]:
+def check_asked(launch: Launch, args: Arguments, traits: Traits) -> list[str]:
     """One line for each mistake of a launch, and of the flags beside it, that needs no device and no DeepSpeed."""
-    problems = list(launch.file_problems)
+    problems, sizes = list(launch.file_problems), launch.sizes
     if launch.mode not in ("plain", "DDP", "FSDP", "DeepSpeed"):
         problems.append(
             f"{launch.source} asks for {launch.mode}, which no recipe runs; take a file of accelerate_configs/"
@@ -257,13 +257,12 @@ def check_asked(launch: Launch, args: argparse.Namespace) -> list[str]:
         problems += sharding.check_fsdp(launch.source, launch.settings, args.optimizer)
     if launch.mode == "DeepSpeed":
         problems += check_deepspeed_flags(launch)
-    sizes = launch.sizes
     problems += parallelism_config.check_others(launch.source, launch.settings, {*launch.given, *launch.file_settings})
     problems += parallelism_config.check_sizes(launch.source, sizes, launch.mode, launch.num_processes)
-    problems += _check_parts(launch, args)
+    problems += _check_parts(launch, traits)
     problems += parallelism_config.check_parts(launch.source, sizes, launch.mixed_precision, args.optimizer)
     problems += _check_accumulation(launch, args)
-    if getattr(args, "quantize", None) and launch.mode in ("FSDP", "DeepSpeed"):
+    if args.shared("quantize") and launch.mode in ("FSDP", "DeepSpeed"):
         problems.append(
             f"--quantize {args.quantize}: weights in 4 bits are for one process and for DDP, and {launch.source} asks "
             f"for {launch.mode}: take multi_gpu.yaml or single_gpu.yaml, or leave --quantize out"
@@ -297,21 +296,21 @@ def _check_processes(launch: Launch) -> list[str]:
     ]
 
 
-def _check_parts(launch: Launch, args: argparse.Namespace) -> list[str]:
-    """Whether the recipe has stages, as one with a --schedule has, and a loss of which each process can have a part."""
+def _check_parts(launch: Launch, traits: Traits) -> list[str]:
+    """Whether the recipe has stages, and a loss of which each process can have a part."""
     stages, asked = launch.degrees.pipeline, f"{launch.source} sets parallelism_config_pp_size to"
-    if stages > 1 and not hasattr(args, "schedule"):
+    if stages > 1 and traits.pipeline_schedule is None:
         return [f"{asked} {stages}, and this recipe has no stages; run recipes/pipeline.py, or take another config"]
-    if launch.degrees.sequence > 1 and hasattr(args, "beta"):
+    if launch.degrees.sequence > 1 and not traits.splits_sequences:
         asked = f"{launch.source} sets parallelism_config_sp_size to {launch.degrees.sequence}"
         return [f"{asked}, and this recipe's loss needs all tokens of an answer; set it to 1, or take another config"]
     return []
 
 
-def _check_budget(launch: Launch, args: argparse.Namespace) -> Iterator[str]:
+def _check_budget(launch: Launch, args: Arguments, traits: Traits) -> Iterator[str]:
     """--micro_batch_tokens auto needs ranks that compute without each other until their gradients are averaged."""
     is_alone = launch.mode in ("plain", "DDP") and launch.degrees.data == launch.num_processes
-    if getattr(args, "micro_batch_tokens", None) == "auto" and not is_alone:
+    if traits.lengths_vary and args.micro_batch_tokens == "auto" and not is_alone:
         yield (
             f"--micro_batch_tokens auto: in {launch.source} the processes share each forward, and if memory ran out in "
             "one, the others would wait for it for ever; give a number (--plan names the largest that fits)"

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from common.training.optimizers import OPTIMIZERS, name_optimizers
 from common.training.process_grid import Degrees
 
 SIZES = ("dp_replicate", "dp_shard", "sp", "tp", "pp", "cp")
@@ -88,9 +89,10 @@ def check_sizes(source: str, sizes: dict[str, int], mode: str, num_processes: in
 
 def check_parts(source: str, sizes: dict[str, int], mixed_precision: str, optimizer: str) -> Iterator[str]:
     """One line for what does not work on a part of a layer, or of a model's depth."""
-    if sizes["tp"] > 1 and optimizer not in ("adamw", "sgd"):
+    if sizes["tp"] > 1 and not OPTIMIZERS[optimizer].is_elementwise:
         # Others look at a whole matrix, or keep their state by blocks that no other layout has.
-        yield f"--optimizer {optimizer} does not work on parts of layers; use adamw or sgd, or multi_gpu.yaml"
+        others = name_optimizers("is_elementwise")
+        yield f"--optimizer {optimizer} does not work on parts of layers; use {others}, or multi_gpu.yaml"
     if max(sizes["tp"], sizes["pp"]) > 1 and mixed_precision == "fp16":
         yield f"{source} asks for fp16, whose loss scale each part would lower by itself; use --mixed_precision bf16"
 

@@ -19,14 +19,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from common.parallel.deepspeed_files import offload_devices
 from common.parallel.extensions import build_extensions
+from common.training.optimizers import OPTIMIZERS, name_optimizers
 from common.training.process_grid import Degrees
 
 
 def check_fsdp(source: str, settings: dict[str, Any], optimizer: str) -> Iterator[str]:
     """One line for each FSDP setting of the launcher that would be another run than the recipe's."""
-    if optimizer not in ("adamw", "sgd"):
+    if not OPTIMIZERS[optimizer].is_elementwise:
         # Their steps mix the shards (DTensor) with plain tensors, and raise.
-        yield f"--optimizer {optimizer} does not work on the shards of FSDP2; use adamw or sgd, or multi_gpu.yaml"
+        others = name_optimizers("is_elementwise")
+        yield f"--optimizer {optimizer} does not work on the shards of FSDP2; use {others}, or multi_gpu.yaml"
     version = settings.get("fsdp_version")
     if str(version) != "2":
         yield f"{source} asks for FSDP {version}; set fsdp_version: 2, which the recipes are tested with"

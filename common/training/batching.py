@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 from common.training.handover import hand_over, raise_file_limit, start_worker
 from common.training.micro_batch_partition import cut_global_batch, longest_of, row_work
 from common.training.process_grid import Degrees
+from common.training.recipe_traits import Traits
 
 
 class Samples(Protocol):
@@ -292,15 +293,17 @@ class GlobalBatches(torch.utils.data.Dataset):
 EVALUATED_TOKENS = 1 << 20  # that are sorted and cut together, over all ranks; 24 MiB of them on a host, at most
 
 
-def _evaluation_batch(args: argparse.Namespace, samples: Samples, is_cpu: bool) -> dict[str, int | None]:
+def _evaluation_batch(
+    args: argparse.Namespace, traits: Traits, samples: Samples, is_cpu: bool
+) -> dict[str, int | None]:
     """How the held-out samples are cut: in any groups and micro-batches, as no update depends on it.
 
     Sorted in larger groups than an update's, samples of all lengths have little padding. And without a graph, a
     micro-batch of twice the size takes less memory than training; with --activation_checkpointing it might not, nor on
     a CPU, where what training has freed lies in pieces that larger tensors do not fit.
     """
-    groups, micro_batch_tokens = 1, getattr(args, "micro_batch_tokens", None)
-    if hasattr(args, "micro_batch_tokens"):  # lengths vary
+    groups, micro_batch_tokens = 1, args.micro_batch_tokens if traits.lengths_vary else None
+    if traits.lengths_vary:
         groups = max(1, EVALUATED_TOKENS // (args.global_batch_size * samples.max_length))
     larger = 2 if args.activation_checkpointing == "none" and not is_cpu else 1
     return {
@@ -315,25 +318,31 @@ FEW_LENGTHS = 32
 
 
 def _multiple_of(
-    args: argparse.Namespace, accelerator: Accelerator, collate: Collate, samples: Samples, num_parts: int
+    args: argparse.Namespace,
+    accelerator: Accelerator,
+    traits: Traits,
+    collate: Collate,
+    samples: Samples,
+    num_parts: int,
 ) -> int:
     """What lengths are padded to a multiple of: more than 1 in bf16 on a CPU, so that there are few of them.
 
     No row gets longer than its flag says, which the model has positions for, and no micro-batch larger.
     """
     is_bf16_on_cpu = accelerator.device.type == "cpu" and accelerator.mixed_precision == "bf16"
-    lengths_vary = hasattr(args, "micro_batch_tokens") and "multiple_of" in inspect.signature(collate).parameters
+    lengths_vary = traits.lengths_vary and "multiple_of" in inspect.signature(collate).parameters
     if not is_bf16_on_cpu or not lengths_vary:
         return 1
-    is_pairs = hasattr(args, "target_length")
-    multiple = math.gcd(FEW_LENGTHS, args.sequence_length, args.target_length if is_pairs else 0)
-    longest = round_up(samples.max_length, multiple) + multiple * is_pairs  # a source and its target
+    limits = [getattr(args, name) for name in traits.size_flags]
+    multiple = math.gcd(FEW_LENGTHS, *limits)
+    longest = round_up(samples.max_length, multiple) + multiple * (len(limits) - 1)  # each part of a sample is padded
     return 1 if args.micro_batch_tokens and longest > args.micro_batch_tokens * num_parts else multiple
 
 
 def make_loader(
     args: argparse.Namespace,
     accelerator: Accelerator,
+    traits: Traits,
     degrees: Degrees,
     collate: Collate,
     attention_length: float,
@@ -350,9 +359,10 @@ def make_loader(
     size = {
         "global_batch_size": args.global_batch_size,
         "micro_batch_size": args.micro_batch_size,
-        "micro_batch_tokens": getattr(args, "micro_batch_tokens", None),  # where lengths vary
+        "micro_batch_tokens": args.micro_batch_tokens if traits.lengths_vary else None,
     }
-    size = size if updates is not None else _evaluation_batch(args, samples, accelerator.device.type == "cpu")
+    if updates is None:
+        size = _evaluation_batch(args, traits, samples, accelerator.device.type == "cpu")
     if size["micro_batch_tokens"]:  # of a rank, which has one of so many parts
         size["micro_batch_tokens"] *= degrees.sequence
     dataset = GlobalBatches(
@@ -364,7 +374,7 @@ def make_loader(
         seed=None if updates is None else args.seed,
         drop_last_window=args.drop_last_window and updates is not None,
         attention_length=attention_length,
-        multiple_of=_multiple_of(args, accelerator, collate, samples, degrees.sequence),
+        multiple_of=_multiple_of(args, accelerator, traits, collate, samples, degrees.sequence),
         part=degrees.sequence_rank(rank),
         num_parts=degrees.sequence,
     )

@@ -10,8 +10,9 @@ Make the optimizer before `accelerator.prepare`, from the plain model, and set t
 import math
 import sys
 import warnings
-from collections.abc import Collection
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -29,20 +30,6 @@ SGD_MOMENTUM = 0.9
 COSINE_FLOOR = 0.1  # of the peak: the last rate of Chinchilla (arXiv:2203.15556), LLaMA and nanoGPT
 WSD_DECAY = 5  # the decay is the last 1/5 of all updates, rounded up
 
-
-class OptimizerFacts(NamedTuple):
-    """What `--help` says of an optimizer: one line, and bytes of state per float32 parameter of a weight matrix."""
-
-    description: str
-    state_bytes: float
-
-
-OPTIMIZERS = {
-    "adamw": OptimizerFacts("AdamW in one fused kernel; the default", 8),
-    "adamw8bit": OptimizerFacts("AdamW with 8-bit states (bitsandbytes); embeddings keep 8 bytes; slow on CPU", 2.03),
-    "adafactor": OptimizerFacts("row and column averages in place of the states; takes AdamW's learning rate", 0.01),
-    "sgd": OptimizerFacts("momentum 0.9; needs a learning rate some 30 times AdamW's", 4),
-}
 
 # No percent signs: argparse would read them as format codes.
 SCHEDULES = {
@@ -149,17 +136,7 @@ def make_optimizer(
         warnings.warn(
             f"--weight_decay {weight_decay} has no effect: only norms, biases and vectors train", stacklevel=2
         )
-    if name == "adamw":
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=ADAM_BETAS, fused=True)
-    if name == "adamw8bit":
-        return _adamw_8bit(groups, model, learning_rate)
-    if name == "adafactor":
-        # Not torch.optim.Adafactor: there the update is learning_rate x RMS(parameter), so that AdamW's rates barely
-        # move the model, and it is cut to 1/sqrt(update), which overrules the schedule. These settings switch both off.
-        from transformers.optimization import Adafactor
-
-        return Adafactor(groups, lr=learning_rate, scale_parameter=False, relative_step=False, warmup_init=False)
-    return torch.optim.SGD(groups, lr=learning_rate, momentum=SGD_MOMENTUM, fused=True)
+    return OPTIMIZERS[name].build(groups, model, learning_rate)
 
 
 def _adamw_8bit(groups: list[dict[str, Any]], model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
@@ -179,9 +156,120 @@ def _adamw_8bit(groups: list[dict[str, Any]], model: nn.Module, learning_rate: f
     return optimizer
 
 
+def _adamw(groups: list[dict[str, Any]], model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=ADAM_BETAS, fused=True)
+
+
+def _adafactor(groups: list[dict[str, Any]], model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    # Not torch.optim.Adafactor: there the update is learning_rate x RMS(parameter), so that AdamW's rates barely move
+    # the model, and it is cut to 1/sqrt(update), which overrules the schedule. These settings switch both off.
+    from transformers.optimization import Adafactor
+
+    return Adafactor(groups, lr=learning_rate, scale_parameter=False, relative_step=False, warmup_init=False)
+
+
+def _sgd(groups: list[dict[str, Any]], model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=learning_rate, momentum=SGD_MOMENTUM, fused=True)
+
+
+@dataclass(frozen=True)
+class OptimizerInfo:
+    """Everything that other code needs to know of an optimizer. An entry in `OPTIMIZERS` is all that a new one needs.
+
+    Attributes:
+        build: makes it from parameter groups, the model and the learning rate.
+        description: one line for `--help`.
+        state_bytes: bytes of state per float32 parameter of a weight matrix.
+        is_elementwise: whether each element is updated from its own gradient and state alone, and the state has the
+            parameter's shape. Such an optimizer also works on shards and parts of layers (FSDP2, ZeRO, tensor
+            parallelism), and its checkpoints resume in every mode. Others work where each process has whole tensors.
+        uses_adamw_rate: whether AdamW's learning rate suits it, so that it can be recommended to save memory.
+        aliases: its names in other scripts.
+        class_names: classes whose checkpoints have the same kinds of state for every weight.
+        deepspeed_types: types of an `optimizer` section of a DeepSpeed file, in lower case.
+        deepspeed_params: the parameters of such a section that have no flag, with their values.
+        deepspeed_offloads: whether DeepSpeed's optimizer for offloaded state makes the same updates.
+    """
+
+    build: Callable[[list[dict[str, Any]], nn.Module, float], torch.optim.Optimizer]
+    description: str
+    state_bytes: float
+    is_elementwise: bool = False
+    uses_adamw_rate: bool = False
+    aliases: tuple[str, ...] = ()
+    class_names: tuple[str, ...] = ()
+    deepspeed_types: tuple[str, ...] = ()
+    deepspeed_params: dict[str, Any] = field(default_factory=dict)
+    deepspeed_offloads: bool = False
+
+
+OPTIMIZERS: dict[str, OptimizerInfo] = {
+    "adamw": OptimizerInfo(
+        _adamw,
+        "AdamW in one fused kernel; the default",
+        state_bytes=8,
+        is_elementwise=True,
+        uses_adamw_rate=True,
+        aliases=("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"),
+        class_names=("AdamW", "DeepSpeedCPUAdam"),
+        deepspeed_types=("adam", "adamw"),  # DeepSpeed's Adam is AdamW too, unless adam_w_mode is false
+        deepspeed_params={
+            "betas": list(ADAM_BETAS),
+            "eps": 1e-8,
+            "adam_w_mode": True,
+            "bias_correction": True,
+            "amsgrad": False,
+        },
+        deepspeed_offloads=True,
+    ),
+    "adamw8bit": OptimizerInfo(
+        _adamw_8bit,
+        "AdamW with 8-bit states (bitsandbytes); embeddings keep 8 bytes; slow on CPU",
+        state_bytes=2.03,  # by blocks of elements
+        uses_adamw_rate=True,
+        aliases=("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"),
+    ),
+    "adafactor": OptimizerInfo(
+        _adafactor,
+        "row and column averages in place of the states; takes AdamW's learning rate",
+        state_bytes=0.01,
+        uses_adamw_rate=True,
+    ),
+    "sgd": OptimizerInfo(
+        _sgd,
+        "momentum 0.9; needs a learning rate some 30 times AdamW's",
+        state_bytes=4,
+        is_elementwise=True,
+        class_names=("SGD",),
+        deepspeed_types=("sgd",),
+        deepspeed_params={"momentum": SGD_MOMENTUM, "dampening": 0, "nesterov": False},
+    ),
+}
+
+
+def name_optimizers(*properties: str) -> str:
+    """Returns the names of the optimizers that have all of these properties, for a message: "adamw or sgd"."""
+    names = [name for name, info in OPTIMIZERS.items() if all(getattr(info, each) for each in properties)]
+    return " or ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+
+
+def smaller_optimizers(name: str, is_split: bool) -> list[str]:
+    """Returns the optimizers with less state that can replace `name` at AdamW's learning rate.
+
+    is_split: whether processes hold shards of the weights or parts of layers.
+    """
+    return [
+        other
+        for other, info in OPTIMIZERS.items()
+        if info.state_bytes < OPTIMIZERS[name].state_bytes
+        and info.uses_adamw_rate
+        and (info.is_elementwise or not is_split)
+    ]
+
+
 def optimizers_help() -> str:
     """The text of `--help`, one line an optimizer, with its bytes of state per parameter. No percent signs."""
-    lines = [f"{name} ({facts.state_bytes:g} bytes): {facts.description}" for name, facts in OPTIMIZERS.items()]
+    lines = [f"{name} ({info.state_bytes:g} bytes): {info.description}" for name, info in OPTIMIZERS.items()]
     return "the optimizer, with its bytes of state per float32 parameter.\n" + ".\n".join(lines)
 
 

@@ -1,6 +1,5 @@
 """What each config file is on the machine that a plan is for, with the flags that fit it to that machine."""
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +7,7 @@ from common.errors import UserError
 from common.parallel.deepspeed_files import check_optimizer
 from common.parallel.launch import Launch, check_asked, check_machines, parse_launch
 from common.training.process_grid import Degrees
+from common.training.recipe_traits import Arguments, Traits
 from tools.plan.hardware import Machine
 from tools.plan.memory import Mode, parse_mode
 
@@ -30,22 +30,22 @@ def folder() -> Path:
 
 
 def modes_for(
-    machine: Machine, args: argparse.Namespace, check_model: Callable[[Degrees], list[str]]
+    machine: Machine, args: Arguments, traits: Traits, check_model: Callable[[Degrees], list[str]]
 ) -> tuple[list[Mode], list[str]]:
     """What each config is on a machine, and the names of those with which a run would be refused.
 
-    args: the recipe's flags. check_model: the problems of the model where processes share samples so.
+    args, traits: the recipe's. check_model: the problems of the model where processes share samples so.
     """
     found: list[tuple[Launch, Mode]] = []
     left_out = []
     for path in sorted(folder().glob("*.yaml")):
         try:
-            flags = _flags(path, machine, args)
+            flags = _flags(path, machine, traits)
             if flags is None:
                 continue
             launch = parse_launch(["--config_file", str(path), *flags, "recipe.py"])
-            mode = parse_mode(launch, path.stem, args, flags)
-            refused = [*check_asked(launch, args), *check_machines(launch)] or check_model(launch.degrees)
+            mode = parse_mode(launch, path.stem, traits, flags)
+            refused = [*check_asked(launch, args, traits), *check_machines(launch)] or check_model(launch.degrees)
             refused += check_optimizer(mode.zero, args.optimizer) if mode.zero else []
             if not refused and mode.kind == "FSDP" and mode.shards == 1 and mode.state_on == "device":
                 raise TooFewDevices
@@ -71,7 +71,7 @@ def _what(launch: Launch) -> tuple:
     return launch.mode, launch.sizes, launch.deepspeed_config, launch.num_processes
 
 
-def _flags(path: Path, machine: Machine, args: argparse.Namespace) -> tuple[str, ...] | None:
+def _flags(path: Path, machine: Machine, traits: Traits) -> tuple[str, ...] | None:
     """Of `accelerate launch`, so that a config uses all of the machine; None where it is for another kind of it.
 
     Raises TooFewDevices.
@@ -82,7 +82,7 @@ def _flags(path: Path, machine: Machine, args: argparse.Namespace) -> tuple[str,
         return None
     if machine.kind == "cpu" or launch.mode == "plain":
         return ("--num_processes", str(launch.num_processes)) if launch.num_processes > 1 else ()
-    if processes == 1 and parse_mode(launch, path.stem, args).state_on == "device":  # offload helps one device too
+    if processes == 1 and parse_mode(launch, path.stem, traits).state_on == "device":  # offload helps one device too
         raise TooFewDevices
     flags = {"num_processes": processes}
     if sizes["dp_replicate"] * sizes["dp_shard"] > 1:

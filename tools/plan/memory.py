@@ -4,7 +4,6 @@ The numbers are the config's own, a user's DeepSpeed file included. What each fo
 allocations of real processes (`benchmarks/plan.py`).
 """
 
-import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ import torch
 from common.parallel import deepspeed_files
 from common.parallel.launch import Launch
 from common.training.process_grid import Degrees
+from common.training.recipe_traits import Traits
 from tools.plan.layer_extrapolation import count_layers
 from tools.plan.memory_profile import Parts, Profile
 
@@ -103,6 +103,11 @@ class Mode:
         return self.processes // self.replicas // self.tensor
 
     @property
+    def splits_tensors(self) -> bool:
+        """Whether processes hold shards of the weights or parts of layers."""
+        return self.kind in ("FSDP", "DeepSpeed") or self.tensor > 1
+
+    @property
     def weights_dtype(self) -> str:
         """That in which the model computes: FSDP2 and DeepSpeed cast the weights, all else is left to autocast."""
         return self.precision if self.kind in ("FSDP", "DeepSpeed") and self.precision != "no" else "float32"
@@ -113,10 +118,10 @@ class Mode:
         return "no" if self.kind == "DeepSpeed" else self.precision
 
 
-def parse_mode(launch: Launch, name: str, args: argparse.Namespace, flags: tuple[str, ...] = ()) -> Mode:
-    """What a config says. args: the recipe's flags. flags: those of `accelerate launch` that it was parsed with."""
+def parse_mode(launch: Launch, name: str, traits: Traits, flags: tuple[str, ...] = ()) -> Mode:
+    """What a config says. traits: the recipe's. flags: those of `accelerate launch` that it was parsed with."""
     shared = {"name": name, "kind": launch.mode, "precision": launch.mixed_precision, "processes": launch.num_processes}
-    degrees, schedule = launch.degrees, getattr(args, "schedule", "")
+    degrees, schedule = launch.degrees, traits.pipeline_schedule or ""
     shared |= {"sequence": degrees.sequence, "tensor": degrees.tensor, "pipeline": degrees.pipeline}
     shared |= {"schedule": schedule, "nodes": launch.num_machines, "flags": flags}
     if launch.mode == "FSDP":
@@ -170,13 +175,13 @@ def peak(segments: dict[str, Parts]) -> tuple[str, Parts]:
     return max(segments.items(), key=lambda item: sum(item[1].values()))
 
 
-def on_host(shape: ModelSizes, mode: Mode) -> tuple[float, float]:
+def on_host(shape: ModelSizes, mode: Mode, state_bytes: float) -> tuple[float, float]:
     """Bytes that the processes of a machine keep in its memory, and in its files; masters and state in float32.
 
-    Each machine has its part of what is sharded over all.
+    Each machine has its part of what is sharded over all. state_bytes: of the optimizer, per parameter.
     """
     width = 2 if mode.precision != "no" else 4
-    state = 12.0 * shape.trained  # masters and two averages
+    state = (4.0 + state_bytes) * shape.trained  # with the masters
     held = {HOST: 0.0, FILES: 0.0, "device": 0.0}
     if mode.kind == "FSDP":
         frozen = width * float(shape.parameters - shape.trained)

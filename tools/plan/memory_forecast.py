@@ -14,6 +14,7 @@ import torch
 from common.errors import UserError
 from common.host_memory import format_bytes
 from common.training.batching import Samples
+from common.training.optimizers import OPTIMIZERS
 from common.training.process_grid import Degrees
 from tools.plan.cost import count_micro_batches
 from tools.plan.layer_extrapolation import choose_depths, count_layers, set_layers
@@ -110,7 +111,7 @@ class Forecaster:
 
     def __init__(self, tracer: Tracer, model: ModelSizes, device: str):
         self.tracer, self.model, self.device = tracer, model, device
-        has_stages = hasattr(tracer.run.args, "schedule")  # of which each has some of the layers
+        has_stages = bool(tracer.run.traits.pipeline_schedule)  # of which each has some of the layers
         self.depths, self.layers = choose_depths(tracer.config, has_stages), count_layers(tracer.config)
 
     def cases(self, mode: Mode, rows: int, activation_checkpointing: str, optimizer: str) -> list[Case]:
@@ -150,7 +151,7 @@ def predict_peak(
     """
     args, launch = run.args, run.asked
     model, device = measure_model(make_empty()), "cpu" if question["device"] == "cpu" else "cuda"
-    mode = parse_mode(launch, launch.source, args)
+    mode = parse_mode(launch, launch.source, run.traits)
     forecaster = Forecaster(Tracer(run, config, samples, held_out), model, device)
     rows = micro_batch_rows(args, samples, mode.degrees)
     cases = forecaster.cases(mode, rows, args.activation_checkpointing, args.optimizer)
@@ -161,7 +162,7 @@ def predict_peak(
     number = count_micro_batches(args.global_batch_size, mode.degrees.data, rows)
     segment, parts = peak(needs(profile, model, mode, number))
     if device == "cpu":  # whose memory is the host's
-        parts["offloaded"] = on_host(model, mode)[0] / mode.processes
+        parts["offloaded"] = on_host(model, mode, OPTIMIZERS[args.optimizer].state_bytes)[0] / mode.processes
     return [describe_peak(segment, parts) + _describe_shortfall(mode, parts, question)]
 
 

@@ -16,6 +16,7 @@ from common.errors import UserError
 from common.host_memory import format_bytes
 from common.models import adapters, model_setup
 from common.training.batching import Samples
+from common.training.optimizers import OPTIMIZERS, smaller_optimizers
 from common.training.process_grid import Degrees
 from tools.plan import configs, hardware
 from tools.plan.cost import Cost, count_micro_batches, estimate_cost
@@ -86,7 +87,7 @@ def _plan_rows(
     Raises TraceError, or InTraceProcess in a process that plays.
     """
     args, check_model = run.args, partial(check_shared_model, config, model_class, make_empty)
-    modes, left_out = configs.modes_for(machine, args, check_model)
+    modes, left_out = configs.modes_for(machine, args, run.traits, check_model)
     shape = measure_model(make_empty())
     forecaster = Forecaster(Tracer(run, config, samples, held_out), shape, machine.kind)
     share = max(math.ceil(args.global_batch_size / mode.degrees.data) for mode in modes)
@@ -107,7 +108,7 @@ def _adapter_lines(
     Raises InTraceProcess in a process that plays.
     """
     args, lines = run.args, []
-    if "lora_rank" not in args or adapters.is_asked(args) or not args.model_name_or_path:
+    if "lora_rank" not in args.shared_flags or adapters.is_asked(args) or not args.model_name_or_path:
         return lines
     before = dict(vars(args))
     for flags in ({"lora_rank": 16}, {"lora_rank": 16, "quantize": "nf4"}):
@@ -186,7 +187,7 @@ def _rows(
                 profile = few.scaled(more, (rows / mode.sequence - pair[0]) / (pair[1] - pair[0]))
                 number = count_micro_batches(args.global_batch_size, mode.degrees.data, rows)
                 _, parts = peak(needs(profile, shape, mode, number))
-                host, files = on_host(shape, mode)
+                host, files = on_host(shape, mode, OPTIMIZERS[args.optimizer].state_bytes)
                 lacking = lacks(machine, mode, parts, host, files)
                 tokens = math.ceil(rows * samples.max_length / mode.sequence)
                 sends_again = way == "full" or (way != "none" and mode.sequence > 1)
@@ -261,7 +262,9 @@ def _page(
     if best is None:
         least = min(rows, key=lambda row: row.lacks)
         yield f"\nnothing fits; {least.mode.name} with {least.checkpointing} lacks {format_bytes(least.lacks)}: take"
-        yield "more devices, a smaller --sequence_length, or --optimizer adamw8bit or adafactor"
+        smaller = smaller_optimizers(args.optimizer, least.mode.splits_tensors)
+        others = f", or --optimizer {' or '.join(smaller)}" if smaller else ""
+        yield f"more devices{',' if smaller else ' or'} a smaller --sequence_length{others}"
         return
     yield f"\nthe fastest that fits, {best.cost.seconds:,.3g} s an update by this model of costs:\n"
     yield "    " + launch_line(args, best)
@@ -313,7 +316,7 @@ def launch_line(args: argparse.Namespace, row: Row) -> str:
             kept.append(word)
     size = (
         f"--micro_batch_tokens {row.tokens}"
-        if hasattr(args, "micro_batch_tokens") and not args.micro_batch_size and row.mode.pipeline == 1
+        if "micro_batch_tokens" in args.shared_flags and not args.micro_batch_size and row.mode.pipeline == 1
         else f"--micro_batch_size {row.rows}"
     )
     line = f"accelerate launch --config_file {configs.folder() / row.mode.name}.yaml"

@@ -1,6 +1,5 @@
 """PlannedRun: stands in for `common.run.Run` in a planner process, and answers when the recipe knows its model."""
 
-import argparse
 import sys
 from collections.abc import Iterable
 from functools import cache, partial
@@ -16,6 +15,7 @@ from common.models import adapters
 from common.parallel import connect
 from common.parallel.launch import Launch, parse_launch
 from common.training.batching import Samples
+from common.training.recipe_traits import Arguments, Traits
 from tools.plan import hardware
 from tools.plan.memory_forecast import InTraceProcess, predict_peak
 from tools.plan.plan import plan
@@ -31,8 +31,8 @@ class PlannedRun:
 
     question: ClassVar[dict[str, Any]]
 
-    def __init__(self, args: argparse.Namespace, problems: Iterable[str] = (), lengths_vary: bool = True):
-        self.args, self.machine = args, None
+    def __init__(self, args: Arguments, problems: Iterable[str] = (), **traits: Any):
+        self.args, self.machine, self.traits = args, None, Traits(**traits)
         if "machine" in self.question:
             self.asked = Launch(use_cpu=True, mode="plain", num_processes=1, mixed_precision="no")
             here = self.question.get("here")
@@ -42,7 +42,7 @@ class PlannedRun:
             self.asked, on_cpu = _asked_launch(self.question), self.question["device"] == "cpu"
         args.resume = args.overwrite = args.dry_run = False
         degrees = self.asked.degrees
-        refuse([*argument_checks.check_arguments(args, on_cpu, lengths_vary, degrees), *problems])
+        refuse([*argument_checks.check_arguments(args, on_cpu, self.traits, degrees), *problems])
         self.accelerator = Accelerator(cpu=True)
         self.device, self.is_sharded = self.accelerator.device, False
 
@@ -56,10 +56,10 @@ class PlannedRun:
         model_class: Any = AutoModelForCausalLM,
     ) -> None:
         """Prints the plan or the prediction, and exits; returns in a process that traces an update."""
-        argument_checks.check_samples(self.args, train_set, held_out, self.asked.degrees)
+        argument_checks.check_samples(self.args, self.traits, train_set, held_out, self.asked.degrees)
         make_empty = cache(partial(adapters.empty_base, self.args, config, model_class))
         connect.seed_everything(self.args.seed)
-        if getattr(self.args, "micro_batch_tokens", None) == "auto":
+        if self.args.shared("micro_batch_tokens") == "auto":
             self.args.micro_batch_tokens = default_tokens(self.question.get("device", "cuda"), train_set.max_length)
         try:
             if self.machine is not None:

@@ -29,6 +29,7 @@ from common.training.activation_checkpointing import apply_activation_checkpoint
 from common.training.batching import Collate, GlobalBatch, Samples, longest_samples, shard_tokens
 from common.training.precision import weights_cast_once
 from common.training.process_grid import Degrees, set_running
+from common.training.recipe_traits import Traits
 from tools.plan.allocation_tracer import AllocationTracer
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -63,6 +64,7 @@ class TracedRun:
     """Stands in for `Run` from the end of `begin` on, with the same methods and what recipes read of it."""
 
     args: argparse.Namespace
+    traits: Traits
     accelerator: Accelerator
 
     def set_up(self, case: Case, samples: Samples, held_out: Samples | None, pipe: int) -> None:
@@ -129,7 +131,7 @@ class TracedRun:
             backward(loss, **kwargs)
 
         self.accelerator.backward = told
-        if hasattr(self.args, "schedule"):  # all micro-batches are taken before the first one is computed
+        if self.traits.pipeline_schedule:  # all micro-batches are taken before the first one is computed
             self.forwards = itertools.count()
             model.register_forward_pre_hook(self._begin_next_forward)
         self.model, self.optimizer = model, optimizer

@@ -94,7 +94,7 @@ def _identity(run: Any) -> list[Any]:
     accelerator, args = run.accelerator, run.args
     precision = [accelerator.mixed_precision, str(torch.get_default_dtype())]
     # An adapter's frozen base may be held in fewer bits than the masters of a whole model.
-    base = [adapters.is_asked(args), getattr(args, "quantize", None)]
+    base = [adapters.is_asked(args), args.shared("quantize")]
     computed_by = [running_mode(accelerator), accelerator.device.type, *base]
     return [*precision, *computed_by, torch.__version__, transformers.__version__]
 

@@ -24,6 +24,8 @@ def settle_mixture(parser: argparse.ArgumentParser, args: argparse.Namespace, si
     is_pretrained = args.model_name_or_path and not args.upcycle
     if args.upcycle and not args.model_name_or_path:
         parser.error("--upcycle has no effect without --model_name_or_path; name a dense model")
+    if args.upcycle and args.lora_rank:
+        parser.error("--lora_rank: an adapter's base has files of its own, and --upcycle makes a new one; take one out")
     if args.dense and args.model_name_or_path:
         parser.error("--dense is for models from scratch; train a pretrained dense model with recipes/lm.py")
     if args.dense and (args.balance or args.balance_strength or args.num_experts):

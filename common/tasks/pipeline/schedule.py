@@ -4,7 +4,6 @@ A stage computes a micro-batch and hands the hidden states to the next one; grad
 micro-batch a stage computes when, schedules of `torch.distributed.pipelining` decide: one step is a global batch.
 """
 
-import argparse
 import types
 from typing import Any
 
@@ -35,19 +34,20 @@ class Pipeline:
         description: for the first printed block, a name and a text a line.
     """
 
-    def __init__(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, args: argparse.Namespace):
+    def __init__(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, run: Any):
         """Leaves this process its stage of a bare model that `sum_token_losses` has changed, and of its optimizer.
 
         On all ranks together. From here on the model is called by `step`, and for an evaluation by itself.
+        run: the recipe's `Run`.
 
         Raises UserError: the stages would not compute what the model computes.
         """
-        self.args, degrees = args, running()
+        self.args, self.schedule, degrees = run.args, run.traits.pipeline_schedule, running()
         self.description: dict[str, str] = {}
         self.stages = Stages(model) if degrees.pipeline > 1 else None
         if self.stages is None:
             return
-        self.description = {"stages": self.stages.description, "schedule": args.schedule}
+        self.description = {"stages": self.stages.description, "schedule": self.schedule}
         self.backbone, self.loss_sum = self.stages.backbone, model.forward
         self.width, self.dtype = model.get_input_embeddings().embedding_dim, model.dtype
         self.stages.drop(model, optimizer)
@@ -104,7 +104,7 @@ class Pipeline:
                 output_args=(loss,) if self.stages.is_last else (hidden,),
                 group=self.stages.group,
             )
-            kind = Schedule1F1B if self.args.schedule == "1f1b" else ScheduleGPipe
+            kind = Schedule1F1B if self.schedule == "1f1b" else ScheduleGPipe
             loss_of = lambda loss_sum, _: loss_sum * self.scale  # noqa: E731
             self.made = key, kind(stage, num_micro_batches, loss_fn=loss_of, scale_grads=False)
         return self.made[1]

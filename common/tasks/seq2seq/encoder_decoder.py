@@ -23,6 +23,7 @@ from common.parallel.distributed_mode import is_sharded
 from common.tasks.seq2seq.pairs import Pairs
 from common.training.batching import Collate, cut_global_batch
 
+TRAITS = {"size_flags": ("sequence_length", "target_length"), "held_out_flags": ("generate",)}  # of the recipe
 SHAPE = ("num_layers", "d_model", "num_heads", "d_kv", "d_ff")
 TOKENIZERS = {
     "bpe": "trained on your text, of the vocabulary that the size has",

@@ -26,6 +26,8 @@ def check_arguments(args: argparse.Namespace) -> Iterator[str]:
         yield "--train_dir and --dataset_name are two answers to one question; give one"
     if args.validation_dir and not (args.train_dir or args.dataset_name):
         yield "--validation_dir without --train_dir: the digits have held-out images of their own; give both"
+    if args.dataset_config and not args.dataset_name:
+        yield "--dataset_config has no effect without --dataset_name; take it out, or name the data set"
     if args.label_column and not args.dataset_name:
         yield "--label_column has no effect without --dataset_name; take it out, or name the data set"
     if args.norm == "sync_batch" and launch.runs_on_cpu(launch.find_launch()):
