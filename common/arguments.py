@@ -29,6 +29,10 @@ from common.training.recipe_traits import Arguments
 if TYPE_CHECKING:
     from common.data.source_types import Source
 
+# Keywords of --metric, for recipes whose predictions a metric can compare with the held-out targets.
+ABOUT_METRIC = "modules of the package evaluate, for the end: .py files, directories, hub names; or f1:average=macro"
+METRIC = {"nargs": "+", "default": [], "metavar": "NAME_OR_PATH", "help": ABOUT_METRIC}
+
 
 class ArgumentParser(argparse.ArgumentParser):
     """argparse that reports a user error in one line, suggests the nearest flag, and accepts no abbreviations."""
@@ -321,7 +325,7 @@ def add_model_arguments(parser: ArgumentParser) -> None:
     """The flags of the recipes that take a pretrained model."""
     group = parser.add_argument_group("model")
     group.add_argument("--model_name_or_path", help="local directory or hub name of a pretrained model")
-    group.add_argument("--trust_remote_code", action="store_true", help="run code from the model or dataset")
+    group.add_argument("--trust_remote_code", action="store_true", help="run code from the model, dataset or metrics")
 
 
 def choose_model(

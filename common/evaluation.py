@@ -8,15 +8,18 @@ it has no validation loss, by which the resumed run sees that it begins with thi
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from common.errors import with_location
+from common.errors import UserError, with_location
 from common.parallel import liveness, shutdown
 from common.report import tracking
 from common.training import token_budget
 from common.training.stop_signals import STOPPED, StopRequests, StopVotes
+
+if TYPE_CHECKING:
+    from common.report.evaluate_metrics import Metrics
 
 Evaluate = Callable[[Any, torch.nn.Module], dict[str, Any]]  # a recipe's `evaluate(run, model)`
 
@@ -32,6 +35,8 @@ class Evaluations:
         self.run, self.is_of_update = run, False
         self.votes: StopVotes | None = None  # while requests to stop count
         self.hearing = ExitStack()
+        self.metrics: Metrics | None = None
+        self.lines: list[str] = []  # on the metrics
 
     @contextmanager
     def hear(self) -> Iterator[StopRequests]:
@@ -43,12 +48,16 @@ class Evaluations:
             yield requests
             self.hearing = hearing.pop_all()
 
-    def close(self) -> None:
-        """After the last evaluation: a request that came in it or after it still stops the run."""
+    def close(self) -> tuple[str, ...]:
+        """After the last evaluation: a request that came in it or after it still stops the run.
+
+        Returns lines on the results of --metric, to print.
+        """
         if self.votes.are_for_stop(now=True):
             self._stop()
         self.votes = None
         self.hearing.close()
+        return tuple(self.lines)
 
     def is_due(self) -> bool:
         """Whether the held-out samples are to be measured after this update."""
@@ -89,6 +98,32 @@ class Evaluations:
         if state.end(run.args) < run.args.num_updates:
             run.progress.end_early(run.args.patience)
             run.loader = run.load(range(0))
+
+    def load_metrics(self, held_out: Any, kind: type, num_labels: int = 0) -> None:
+        """Loads the modules of --metric, before a model is built or a file is written.
+
+        held_out: the held-out samples, or None. kind: int if the recipe predicts labels, of which there are
+        `num_labels`; float if it predicts numbers; str if it generates texts.
+
+        Raises UserError: there is nothing to compute them on, or a line for each module that cannot be used.
+        """
+        if not self.run.args.metric or self.run.args.plan is not None:
+            return
+        from common.report.evaluate_metrics import Metrics  # here because few runs need it
+
+        if held_out is None:
+            raise UserError("--metric has nothing to measure: there are no held-out data; name some, or take it out")
+        self.metrics = Metrics(self.run.args, kind, num_labels)
+
+    def compute_metrics(self, predictions: Any, references: Any) -> dict[str, Any]:
+        """Returns the results of --metric on all ranks, and none without it; `close` returns their lines.
+
+        predictions, references: numbers or texts of all held-out samples, (N,), alike on all ranks.
+        """
+        if self.metrics is None:
+            return {}
+        results, self.lines = self.metrics.compute(predictions, references)
+        return results
 
     def stop_if_asked(self) -> None:
         """Between two micro-batches of an evaluation.

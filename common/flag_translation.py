@@ -199,6 +199,7 @@ ELSEWHERE = {
     "chat_template": "dpo.py, lm.py, moe.py and pipeline.py",
     "label_column": "classify.py and vision.py",
     "head_learning_rate": "classify.py and vision.py",
+    "metric": "classify.py, seq2seq.py and vision.py",
 }
 ELSEWHERE |= dict.fromkeys("completion_column prompt_column shape".split(), CAUSAL)
 ELSEWHERE |= dict.fromkeys(

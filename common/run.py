@@ -246,7 +246,7 @@ class Run:
 
     def finish(self, results: dict[str, Any], *lines: str) -> None:
         """Prints and writes the results, and ends the run on all ranks together; status 1 if it trained nothing."""
-        self.evaluations.close()
+        lines += self.evaluations.close()
         self.results |= results
         status = NOTHING_TRAINED if tracking.describe_failure(self.results) else 0
         if self.accelerator.is_main_process:

@@ -27,9 +27,8 @@ from common.models.adapters import base_options, with_adapter
 from common.models.classifiers import HEAD_RATE_HELP, build_classifier, check_padding, find_inputs
 from common.parallel.shutdown import user_mistakes_end_here
 from common.report.predictions import draw_confusion, measure
-from common.report.scores import describe_scores, score
 from common.run import Run
-from common.tasks.classify import text_baseline, text_classifier
+from common.tasks.classify import scores, text_baseline, text_classifier
 from common.tasks.classify.labels import collate_texts, set_pipeline_inputs
 from common.training.accumulation import loss_scale, skip_step, synchronize_gradients
 from common.training.clipping import clip_gradients
@@ -55,6 +54,7 @@ def parse_arguments():
     group.add_argument("--task", choices=("classification", "regression"), help="kind of target (default: by labels)")
     group.add_argument("--new_head", action="store_true", help="replace the pretrained head, for different labels")
     group.add_argument("--head_learning_rate", type=arguments.positive_float, metavar="X", help=HEAD_RATE_HELP)
+    group.add_argument("--metric", **arguments.METRIC)
     args = parser.parse_args()
     arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=text_classifier.fine_tuning_rate)
     return args
@@ -86,8 +86,7 @@ def sum_losses(model, micro_batch):
 
 def evaluate(run, model):
     """Mean loss over all held-out samples, of mixed data also by source, and the figures of the predictions."""
-    losses, *answers = measure(run, model, predict)
-    return losses | score(*answers)
+    return scores.score(*measure(run, model, predict))
 
 
 def train(args, run, model, optimizer, batches):
@@ -120,6 +119,7 @@ def main():
     args = parse_arguments()
     run = Run(args, text_classifier.check_arguments(args))
     tokenizer, config, train_set, held_out, names = load_data(args)
+    run.evaluations.load_metrics(held_out, int if names else float, len(names or ()))
     kind, where = AutoModelForSequenceClassification, (args.model_name_or_path, args.trust_remote_code)
     run.begin(config, tokenizer, train_set, held_out, "head_learning_rate", model_class=kind)
     model, new_weights = build_classifier(config, *where, kind, args.new_head, **base_options(args))
@@ -138,11 +138,11 @@ def main():
     with run.optional_steps():
         if held_out:
             losses, *answers = measure(run, model, predict)
-            results |= losses | score(*answers)
+            results |= scores.score(losses, *answers) | run.evaluations.compute_metrics(*answers)
         if written and held_out and names:
             results |= text_baseline.measure(train_set, held_out, len(names), args.seed)
             lines = [draw_confusion(*answers, names, run.output_dir)]
-    run.finish(results, *describe_scores(results), *lines)
+    run.finish(results, *scores.describe_scores(results), *lines)
 
 
 if __name__ == "__main__":

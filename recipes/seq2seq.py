@@ -26,10 +26,9 @@ from transformers import AutoModelForSeq2SeqLM
 from common.models.adapters import build_base
 from common.models.load import describe_use
 from common.parallel.shutdown import user_mistakes_end_here
-from common.report.scores import score_targets
 from common.report.tracking import describe_held_out
 from common.run import Run
-from common.tasks.seq2seq import encoder_decoder
+from common.tasks.seq2seq import encoder_decoder, scores
 from common.tasks.seq2seq.pairs import collate_pairs, tokenize_pairs
 from common.training.accumulation import loss_scale, mean_losses, skip_step, synchronize_gradients
 from common.training.clipping import clip_gradients
@@ -57,6 +56,7 @@ def parse_arguments():
     group.add_argument("--target_length", type=arguments.positive, default=64, help="maximum tokens per target")
     about = "number of held-out targets to generate and score at the end; 0: none"
     group.add_argument("--generate", type=arguments.not_negative, default=200, metavar="N", help=about)
+    group.add_argument("--metric", **arguments.METRIC)
     args = parser.parse_args()
     arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=3e-4)
     return args
@@ -75,8 +75,7 @@ def load_data(args):
 def sum_losses(model, micro_batch):
     """The sum of the losses of a micro-batch's targets, in float32 at least."""
     inputs = {name: tensor for name, tensor in micro_batch.items() if not name.startswith("target")}
-    # The model's own logits, since models differ in what they do to them (T5 scales, Marian adds a bias). They are not
-    # computed in chunks: those of a target are few beside the tokens of its source.
+    # The model's own logits: T5 scales them, Marian adds a bias. Targets are short, so they need no chunks.
     logits = model(**inputs, use_cache=False).logits.flatten(0, 1).index_select(0, micro_batch["target_rows"])
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return torch.nn.functional.cross_entropy(logits, micro_batch["targets"], reduction="sum")
@@ -124,6 +123,7 @@ def main():
     args = parse_arguments()
     run = Run(args, encoder_decoder.check_arguments(args), **encoder_decoder.TRAITS)
     tokenizer, config, train_set, held_out = load_data(args)
+    run.evaluations.load_metrics(held_out, str)
     run.begin(config, tokenizer, train_set, held_out, model_class=AutoModelForSeq2SeqLM)
     model = encoder_decoder.prepare_encoder_decoder(build_base(args, config, AutoModelForSeq2SeqLM))
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
@@ -140,8 +140,8 @@ def main():
         results |= describe_held_out(evaluate(run, model), held_out) if held_out else {}
         if held_out and args.generate:
             written = encoder_decoder.write_targets(args, model, held_out, collate, run.accelerator, tokenizer)
-            figures, lines = score_targets(written, held_out, train_set, tokenizer)
-            results |= figures
+            figures, lines, *texts = scores.score_targets(written, held_out, train_set, tokenizer)
+            results |= figures | run.evaluations.compute_metrics(*texts)
     run.finish(results, *lines)
 
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForImageClassification
 
 from common.models.classifiers import HEAD_RATE_HELP, describe_new_weights
 from common.parallel.shutdown import user_mistakes_end_here
-from common.report.predictions import draw_confusion, loss_and_accuracy, measure
+from common.report.predictions import draw_confusion, measure
 from common.run import Run
 from common.tasks.vision import batch_norm, image_classifier, image_files, images
 from common.training.accumulation import loss_scale, skip_step, synchronize_gradients
@@ -37,7 +37,6 @@ MODEL_CONFIGS = {
     "resnet": (2e-3,),  # 6 residual blocks, 32 to 128 channels: 0.7 M
     "vit": (1e-3,),  # 6 layers of width 128: 1.2 M
 }
-MOST_CLASSES_DRAWN = 100
 
 
 def parse_arguments():
@@ -56,6 +55,7 @@ def parse_arguments():
     group.add_argument("--model_config", **arguments.one_of(MODEL_CONFIGS, "model from scratch (default: convnet)"))
     group.add_argument("--norm", **arguments.one_of(batch_norm.NORMS))
     group.add_argument("--head_learning_rate", type=arguments.positive_float, metavar="X", help=HEAD_RATE_HELP)
+    group.add_argument("--metric", **arguments.METRIC)
     args = parser.parse_args()
     arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=5e-5)
     return args
@@ -86,7 +86,7 @@ def sum_losses(model, micro_batch):
 
 def evaluate(run, model):
     """Mean loss and accuracy over all held-out images, each counted once."""
-    return loss_and_accuracy(*measure(run, model, predict))
+    return image_classifier.loss_and_accuracy(*measure(run, model, predict))
 
 
 def train(args, run, model, optimizer, batches):
@@ -119,6 +119,7 @@ def main():
     args = parse_arguments()
     run = Run(args, image_classifier.check_arguments(args), lengths_vary=False, size_flags=("image_size",))
     preprocessing, config, train_set, held_out, new_head = load_data(args)
+    run.evaluations.load_metrics(held_out, int, config.num_labels)
     flags = ("augment", "norm", "head_learning_rate")
     run.begin(config, None, train_set, held_out, *flags, model_class=AutoModelForImageClassification)
     model, new_weights = image_classifier.make_model(args, config, new_head)
@@ -135,11 +136,12 @@ def main():
     written = run.write_model(name, preprocessing)
     with run.optional_steps():
         if held_out:
-            results |= loss_and_accuracy(*(measured := measure(run, model, predict)))
+            losses, *answers = measure(run, model, predict)
+            results |= image_classifier.loss_and_accuracy(losses, *answers) | run.evaluations.compute_metrics(*answers)
         if written and held_out:
             lines = [image_classifier.describe_accuracy(results["accuracy"], train_set.images, held_out.images)]
-            if config.num_labels <= MOST_CLASSES_DRAWN:
-                lines.append(draw_confusion(*measured[1:], train_set.images.classes, run.output_dir))
+            if config.num_labels <= 100:  # more would not be readable
+                lines.append(draw_confusion(*answers, train_set.images.classes, run.output_dir))
     run.finish(results, *lines, *more)
 
 

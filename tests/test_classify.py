@@ -55,10 +55,9 @@ from common.data.tokenizer import train_tokenizer
 from common.errors import UserError
 from common.models import classifiers
 from common.models.load import check_model
-from common.report import scores
 from common.report.chance import ChanceCheck, constant_loss
 from common.report.predictions import draw_confusion
-from common.tasks.classify import labels, text_baseline, text_classifier
+from common.tasks.classify import labels, scores, text_baseline, text_classifier
 from common.training.fine_tuning_rate import default_rate
 from common.training.recipe_traits import Arguments
 
@@ -233,13 +232,13 @@ def test_the_figures_of_a_regression(float64_runs):
     """By their definitions, on numbers; and the run has them."""
     predictions, targets = np.array([0.5, 2.0, 1.0, 3.5]), np.array([1.0, 1.5, 0.5, 4.0])
     rest, deviation = predictions - targets, targets - targets.mean()
-    figures = scores.score(predictions, targets)
+    figures = scores.score({}, predictions, targets)
     assert figures["r2"] == pytest.approx(1 - (rest @ rest) / (deviation @ deviation))
     spread = predictions - predictions.mean()
     assert figures["pearson"] == pytest.approx(
         spread @ deviation / math.sqrt((spread @ spread) * (deviation @ deviation))
     )
-    assert math.isnan(scores.score(np.array([np.nan, 1.0]), targets[:2])["r2"])
+    assert math.isnan(scores.score({}, np.array([np.nan, 1.0]), targets[:2])["r2"])
     results = results_of(float64_runs["numbers-1-size-16"][2])
     assert {"validation_loss", "r2", "pearson"} <= results.keys() and "accuracy" not in results
 
@@ -589,9 +588,9 @@ def test_the_first_evaluation_of_a_process_draws_no_random_number():
     program = """
 import random
 import numpy as np
-from common.report.scores import score
+from common.tasks.classify.scores import score
 before = random.getstate()
-score(*[np.array([0, 1])] * 2)
+score({}, *[np.array([0, 1])] * 2)
 print(before == random.getstate())
 """
     control = "import random; before = random.getstate(); import sklearn.metrics; print(before == random.getstate())"

@@ -38,13 +38,13 @@ TOKENS = "data.chats data.text training.linear_cross_entropy training.losses tra
 PREDICTED = "models.classifiers report.predictions"
 OURS = {
     "classify.py": f"{TEXT} {PREDICTED} tasks.classify.labels tasks.classify.text_baseline "
-    "tasks.classify.text_classifier report.scores",
+    "tasks.classify.text_classifier tasks.classify.scores",
     "lm.py": f"{TEXT} {TOKENS}",
     "dpo.py": f"{TEXT} {TOKENS} tasks.dpo.preferences tasks.dpo.reference report.predictions",
     "pipeline.py": f"{TEXT} {TOKENS} tasks.pipeline.schedule tasks.pipeline.stages",
     "long_sequence.py": f"{TEXT} {TOKENS} tasks.long_sequence.architectures tasks.long_sequence.recurrent",
     "moe.py": f"{TEXT} {TOKENS} tasks.moe.routing tasks.moe.moe_model",
-    "seq2seq.py": f"{TEXT} tasks.seq2seq.pairs tasks.seq2seq.encoder_decoder report.scores",
+    "seq2seq.py": f"{TEXT} tasks.seq2seq.pairs tasks.seq2seq.encoder_decoder tasks.seq2seq.scores",
     "vision.py": f"{PREDICTED} tasks.vision.image_files tasks.vision.images tasks.vision.image_classifier "
     "tasks.vision.image_models tasks.vision.batch_norm",
 }
@@ -80,7 +80,8 @@ def test_each_recipe_loads_what_it_uses_and_no_more():
     ours = {path.stem for path in (ROOT / "common").iterdir()}
     for recipe, names in OURS.items():
         found = {name for name in loaded[recipe] if name.split(".")[0] in ours - {"__init__"}}
-        assert {name for name in found if not (ROOT / "common" / name.replace(".", "/")).is_dir()} == {*EVERY.split(), *names.split()}
+        files = {name for name in found if not (ROOT / "common" / name.replace(".", "/")).is_dir()}
+        assert files == {*EVERY.split(), *names.split()}
     for module in NOBODYS:
         assert not {name for name in loaded if module in loaded[name]}, module
     assert not {"PIL", "transformers"} & loaded["checkpoint"]  # `list` looks at files, and that is all

@@ -127,6 +127,9 @@ def place(tmp_path_factory):
         path = place / ("photos/train" if number % 2 else "photos/test") / ("cat" if number % 4 < 2 else "dog")
         path.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (20, 20), (8 * number, 0, 0)).save(path / f"{number}.png")
+    (place / "my_metrics").mkdir()
+    module = re.search(r"```python\n(import datasets\n.*?)```", PAGES["docs/classify.md"], re.DOTALL)[1]
+    (place / "my_metrics/mcc.py").write_text(module)
     model = make_model_dir(place / "path/to/model", place / "my.jsonl")
     small = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
     small |= {"vocab_size": 384, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}

@@ -49,11 +49,6 @@ def measure(
     return losses, predictions, targets
 
 
-def loss_and_accuracy(losses: dict[str, float], predictions: np.ndarray, targets: np.ndarray) -> dict[str, float]:
-    """The figures of what `measure` returns."""
-    return losses | {"accuracy": (predictions == targets).mean().item()}
-
-
 def draw_confusion(predictions: np.ndarray, targets: np.ndarray, names: Sequence[str], output_dir: Path) -> str:
     """Draws confusion.png, how often each class (row) was taken for each (column); the line that says where it is."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # here because it takes seconds; not pyplot: no display

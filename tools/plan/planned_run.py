@@ -46,6 +46,14 @@ class PlannedRun:
         self.accelerator = Accelerator(cpu=True)
         self.device, self.is_sharded = self.accelerator.device, False
 
+    @property
+    def evaluations(self) -> "PlannedRun":
+        """The object with `load_metrics`, before `begin`."""
+        return self
+
+    def load_metrics(self, *_: Any) -> None:
+        """Loads no modules: a plan computes no metrics."""
+
     def begin(
         self,
         config: Any,

@@ -35,6 +35,8 @@ def check_arguments(args: argparse.Namespace) -> Iterator[str]:
     """One line for each flag that has no effect."""
     if args.tokenizer and args.model_name_or_path:
         yield "--tokenizer is for models from scratch, a pretrained one has its own; take it out"
+    if args.metric and not args.generate:
+        yield "--metric compares the texts that --generate N writes, and N is 0; raise it, or take --metric out"
     if args.validation_file and not (args.train_file or args.dataset_name):
         yield "--validation_file needs --train_file or --dataset_name; name the training data"
 

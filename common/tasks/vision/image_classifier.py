@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from transformers import AutoModelForImageClassification, PreTrainedConfig, PreTrainedModel, ViTConfig
 
@@ -109,6 +110,11 @@ def describe_class(model: PreTrainedModel | None, preprocessing: images.Preproce
         return f"common.tasks.vision.image_models.{type(model).__name__}", [line]
     line = "pipeline   none: this model takes one channel, and a pipeline gives three"
     return "AutoModelForImageClassification", [] if preprocessing.takes_rgb else [line]
+
+
+def loss_and_accuracy(losses: dict[str, float], predictions: np.ndarray, targets: np.ndarray) -> dict[str, float]:
+    """The figures of what `measure` returns."""
+    return losses | {"accuracy": (predictions == targets).mean().item()}
 
 
 def describe_accuracy(accuracy: float, train: Images, held_out: Images) -> str:

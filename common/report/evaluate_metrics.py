@@ -1,0 +1,245 @@
+"""Metrics of the package `evaluate` on the held-out set: modules of the hub, or local ones."""
+
+import argparse
+import inspect
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from inspect import Parameter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.data.hub import locate
+from common.errors import UserError, refuse, with_location
+from common.parallel.liveness import decided_by_main
+
+SETTINGS = re.compile(r"(.+?):(\w+=[^,]*(?:,\w+=[^,]*)*)")  # f1:average=macro
+OWNERS = ("evaluate-metric", "evaluate-measurement", "evaluate-comparison")  # on the hub, of names without an owner
+INPUTS = {"predictions", "references"}
+DTYPES = {int: ("int", "uint", "float"), float: ("float",), str: ("string", "large_string")}
+KINDS = {int: "the numbers of labels", float: "numbers", str: "texts"}
+MOST_VALUES = 1000  # of a list or matrix that run.json keeps
+
+
+class Request(NamedTuple):
+    """One value of --metric: its text, a hub name or a path, the settings, and the name of its results."""
+
+    text: str
+    place: str
+    settings: dict[str, Any]
+    name: str
+
+
+class Loaded(NamedTuple):
+    """A module, the settings of its computation, and whether it takes a list of references for each prediction."""
+
+    module: Any
+    settings: dict[str, Any]
+    wraps: bool
+
+
+class Metrics:
+    """The modules of --metric. The main process alone loads them and computes; every rank calls every method."""
+
+    def __init__(self, args: argparse.Namespace, kind: type, num_labels: int):
+        """Finds and loads the modules.
+
+        kind: int if the recipe predicts labels, float if it predicts numbers, str if it generates texts.
+
+        Raises UserError: one line for each module that is missing, is remote code, or needs other inputs.
+        """
+        self.kind, self.num_labels, self.seed = kind, num_labels, args.seed
+        self.loaded: dict[str, Loaded] = {}  # by the request's text
+        found, is_local, problems = decided_by_main("metrics", lambda: _find(args.metric))
+        refuse(problems)
+        self.requests = [Request(*one) for one in found]
+        hub = [one for one, is_here in zip(self.requests, is_local, strict=True) if not is_here]
+        if not args.trust_remote_code:
+            refuse(
+                f"--metric {one.text}: not a .py file or directory here, and a metric of the hub is remote code; "
+                "correct the path, or pass --trust_remote_code to run that code"
+                for one in hub
+            )
+        missing = {one.text: problem for one in hub if (problem := _ask_hub(one.place))}
+        refuse(decided_by_main("modules of metrics", lambda: [*self._load(missing)]))
+
+    def _load(self, missing: dict[str, str]) -> Iterator[str]:
+        """Loads each module; yields a line for each problem.
+
+        missing: why a module cannot be downloaded, by the request's text. Without a network it may be in the cache.
+        """
+        from huggingface_hub import constants
+
+        try:
+            import evaluate  # here because it takes seconds
+        except ImportError as error:
+            yield f"--metric: the package evaluate cannot be imported ({error}); pip install evaluate"
+            return
+        evaluate.config.HF_EVALUATE_OFFLINE |= constants.HF_HUB_OFFLINE  # then it looks into its cache at once
+        evaluate.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # one request less per module
+        for request in self.requests:
+            if request.text in missing and not constants.HF_HUB_OFFLINE:
+                yield f"--metric {request.text}: {missing[request.text]}"
+                continue
+            settings = dict(request.settings)
+            try:
+                module = evaluate.load(
+                    str(Path(request.place).expanduser()),
+                    config_name=settings.pop("config_name", None),
+                    keep_in_memory=True,  # no file of the cache is shared with other runs
+                    seed=self.seed,
+                )
+                refuse(check_settings(module, settings, self.num_labels))
+                self.loaded[request.text] = Loaded(module, settings, self._takes_lists(module))
+            except UserError as error:
+                yield from (f"--metric {request.text}: {line}" for line in str(error).splitlines())
+            except Exception as error:  # of any module
+                reason = f"it cannot be loaded: {with_location(error)}"
+                if request.text in missing:
+                    reason = f"it is not in the cache, and {missing[request.text]}"
+                yield f"--metric {request.text}: {reason}"
+
+    def _takes_lists(self, module: Any) -> bool:
+        """Returns whether a module takes a list of references for each prediction.
+
+        Raises UserError: it takes inputs that the recipe does not have.
+        """
+        options = module.features if isinstance(module.features, list) else [module.features]
+        if needed := sorted(set(options[0]) - INPUTS):
+            raise UserError(f"it needs {', '.join(needed)}, and there are predictions and references only; remove it")
+        for wraps in (False, True):
+            if any(fits(option, self.kind, wraps) for option in options):
+                return wraps
+        forms = "; or ".join(", ".join(f"{name}: {one}" for name, one in option.items()) for option in options)
+        raise UserError(f"it compares {forms}, and this run's predictions are {KINDS[self.kind]}; remove it")
+
+    def compute(self, predictions: Sequence, references: Sequence) -> tuple[dict[str, Any], list[str]]:
+        """Returns the results, `NAME/key`, and a line for each metric, on all ranks.
+
+        A metric that fails costs one line, `error_after_training`. predictions, references: numbers or texts, (N,).
+        """
+        given, targets = (list(one) if isinstance(one, list) else one.tolist() for one in (predictions, references))
+
+        def results_of(request: Request) -> list[Any]:
+            module, settings, wraps = self.loaded[request.text]
+            try:
+                ours = [[target] for target in targets] if wraps else targets
+                result = module.compute(predictions=given, references=ours, **settings)
+                result = result if isinstance(result, Mapping) else {"value": result}
+                return [dict(flatten(result, len(targets))), None]
+            except Exception as error:  # of any module
+                return [{}, with_location(error)]
+
+        # The others do not wait in a collective: some metrics take longer than its time limit.
+        computed = decided_by_main("values of metrics", lambda: [results_of(request) for request in self.requests])
+        results, lines, errors = {}, [], []
+        for request, (values, error) in zip(self.requests, computed, strict=True):
+            if error is not None:
+                errors.append(f"--metric {request.text}: {error}")
+                continue
+            results |= {f"{request.name}/{key}": value for key, value in values.items()}
+            lines.append(f"metric     {request.name}: {', '.join(describe(*pair) for pair in values.items())}")
+        if errors:
+            results["error_after_training"] = f"missing    {'; '.join(errors)}; model/ and the rest are complete"
+        return results, lines
+
+
+def parse(text: str) -> Request:
+    """Splits NAME_OR_PATH:setting=value,... whose values are JSON or plain text; the settings may be missing."""
+    place, settings = found.groups() if (found := SETTINGS.fullmatch(text)) else (text, "")
+    pairs = dict(pair.split("=", 1) for pair in settings.split(",") if pair)
+    name = Path(place).stem if _is_local(place) else place
+    return Request(text, place, {key: _from_text(value) for key, value in pairs.items()}, name + text[len(place) :])
+
+
+def _from_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _is_local(place: str) -> bool:
+    return place.endswith(".py") or Path(place).expanduser().is_dir()
+
+
+def _find(texts: list[str]) -> list[list[Any]]:
+    """On the main process: the requests, whether each is a local module, and a line for each mistake."""
+    requests, problems = [parse(text) for text in dict.fromkeys(texts)], []
+    is_local = [_is_local(request.place) for request in requests]
+    for request, is_here in zip(requests, is_local, strict=True):
+        path = Path(request.place).expanduser()
+        file = path / f"{path.name}.py" if path.is_dir() else path
+        if is_here and not file.is_file():
+            problems.append(f"--metric {request.text}: there is no file {file}; correct the path, or rename the module")
+    names = [request.name for request in requests]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        problems.append(f"--metric: several modules are called {name}; rename all but one")
+    return [requests, is_local, problems]
+
+
+def _ask_hub(name: str) -> str | None:
+    """Why the hub has no such module to download now; None if it has. All ranks ask."""
+    problem = None
+    for full_name in [name] if "/" in name else [f"{owner}/{name}" for owner in OWNERS]:
+        if (problem := locate(full_name, "space").problem) is None:
+            return None
+    return problem
+
+
+def check_settings(module: Any, settings: dict[str, Any], num_labels: int) -> Iterator[str]:
+    """Yields one line for each setting that is unknown or missing."""
+    parameters = inspect.signature(module._compute).parameters.values()  # the method that authors of modules write
+    own = {one.name: one.default for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
+    own = {name: default for name, default in own.items() if name not in INPUTS}
+    if all(one.kind is not one.VAR_KEYWORD for one in parameters):
+        for name in settings.keys() - own.keys():
+            yield f"it has no setting {name}; use one of: {', '.join(own) or 'none'}"
+    for name in own.keys() - settings.keys():
+        if own[name] is Parameter.empty:
+            yield f"it needs the setting {name}; pass NAME_OR_PATH:{name}=VALUE"
+        elif name == "average" and own[name] == "binary" and num_labels > 2:  # as of f1, precision and recall
+            yield f"it compares two labels, and there are {num_labels}; pass NAME_OR_PATH:average=macro, or micro"
+
+
+def fits(option: Mapping[str, Any], kind: type, wraps: bool) -> bool:
+    """Whether inputs of these types take the values. wraps: with a list of references for each prediction."""
+    types = [getattr(one, "feature", None) if wraps and name == "references" else one for name, one in option.items()]
+    return all(str(getattr(one, "dtype", "")).startswith(DTYPES[kind]) for one in types)
+
+
+def flatten(result: Mapping[str, Any], num_samples: int) -> Iterator[tuple[str, Any]]:
+    """A metric's result as JSON: nested keys are joined by a slash; of a list with a number per sample, the mean."""
+    for key, value in result.items():
+        value = _as_json(value)
+        if isinstance(value, dict):
+            yield from ((f"{key}/{inner}", one) for inner, one in flatten(value, num_samples))
+        elif isinstance(value, list) and len(value) == num_samples and all(isinstance(x, int | float) for x in value):
+            yield f"{key}/mean", math.fsum(value) / num_samples
+        elif (count := _count(value)) > MOST_VALUES:
+            yield key, f"{count:,} values, more than are kept"
+        else:
+            yield key, value
+
+
+def _as_json(value: Any) -> Any:
+    """Numbers, texts, lists and dicts of them, from arrays and tensors too; everything else as text."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, Mapping):
+        return {str(key): _as_json(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(one) for one in value]
+    return value if value is None or isinstance(value, int | float | str) else str(value)
+
+
+def _count(value: Any) -> int:
+    """Number of values in nested lists."""
+    return sum(map(_count, value)) if isinstance(value, list) else 1
+
+
+def describe(key: str, value: Any) -> str:
+    """One value, for people."""
+    if isinstance(value, list):
+        return f"{key} ({_count(value)} values, in run.json)"
+    return f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}"

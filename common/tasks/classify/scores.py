@@ -1,0 +1,49 @@
+"""Accuracy, F1 or R2 of predictions, next to answers that need no model."""
+
+import math
+import random
+
+import numpy as np
+
+
+def score(losses: dict[str, float], predictions: np.ndarray, targets: np.ndarray) -> dict[str, float]:
+    """The losses and the figures of predictions (N,), for int targets those of classification, else of regression.
+
+    accuracy; macro_f1, the plain mean of the F1 of every label that is there or was predicted; and majority_share, the
+    accuracy of always answering with the most frequent label. Or r2, the share of the variance that is explained (0 is
+    always answering with the mean), and Pearson's r.
+    """
+    # scikit-learn's functions, because the modules of `evaluate` that call them are downloaded: they need a network and
+    # --trust_remote_code. --metric computes those in addition.
+    drawn = random.getstate()
+    from sklearn.metrics import accuracy_score, f1_score, r2_score  # here because it takes seconds
+
+    random.setstate(drawn)  # a library that it imports draws a number then: once in a process, so also after a resume
+    if targets.dtype.kind == "i":
+        return losses | {
+            "accuracy": float(accuracy_score(targets, predictions)),
+            "macro_f1": float(f1_score(targets, predictions, average="macro", zero_division=0)),
+            "majority_share": float(np.unique(targets, return_counts=True)[1].max() / len(targets)),
+        }
+    predictions, targets = predictions.astype(np.float64), targets.astype(np.float64)
+    if len(targets) < 2 or not np.isfinite(predictions).all():
+        return losses | {"r2": math.nan, "pearson": math.nan}
+    with np.errstate(invalid="ignore"):  # of equal predictions there is no correlation: nan
+        pearson = np.corrcoef(predictions, targets)[0, 1]
+    return losses | {"r2": float(r2_score(targets, predictions)), "pearson": float(pearson)}
+
+
+def describe_scores(results: dict[str, float]) -> list[str]:
+    """A line with the metrics next to baselines, if there is a held-out set."""
+    if "r2" in results:
+        return [f"R2 {results['r2']:.3f} (0: always the mean), Pearson {results['pearson']:.3f}"]
+    if "accuracy" not in results:
+        return []
+    line = (
+        f"accuracy {results['accuracy']:.1%}, macro-F1 {results['macro_f1']:.1%}; always the most frequent label: "
+        f"accuracy {results['majority_share']:.1%}"
+    )
+    if "tfidf_accuracy" in results:
+        line += f"; TF-IDF and logistic regression on {results['tfidf_texts']:,} texts: {results['tfidf_accuracy']:.1%}"
+        line += f" of {results['tfidf_held_out_texts']:,}"
+    return [line]

@@ -1,0 +1,51 @@
+"""Scores of generated texts, next to answers that need no model."""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from common.tasks.seq2seq.pairs import Pairs
+
+
+def score_targets(
+    written: dict[int, list[int]], samples: Pairs, train: Pairs, tokenizer: PreTrainedTokenizerBase
+) -> tuple[dict[str, Any], list[str], list[str], list[str]]:
+    """Scores the texts that a model wrote for some of `samples`.
+
+    Returns chrF (0 to 100) of the texts and of two baselines, and the share of exact texts; lines to print; the texts;
+    and their targets, as the tokenizer decodes them. The baselines: for every sample the most frequent target of the
+    (first 100,000) training pairs; and the first tokens of each source, of the mean length of a training target.
+    """
+    from sacrebleu.metrics import CHRF  # here because only recipes that write text need it
+
+    def texts(sequences: Iterable[Any]) -> list[str]:
+        return [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in sequences]
+
+    def chrf(answers: list[str]) -> float:
+        return CHRF().corpus_score(answers, [targets]).score
+
+    pairs = [samples[index] for index in written]
+    answers, targets = texts(written.values()), texts(target for _, target in pairs)
+    counts = Counter(train[index][1].tobytes() for index in range(min(len(train), 100_000)))
+    frequent = texts([np.frombuffer(counts.most_common(1)[0][0], np.int64)])
+    num_copied = train.num_target_tokens // len(train)
+    figures = {
+        "num_generated": len(written),
+        "chrf": chrf(answers),
+        "exact": sum(answer == target for answer, target in zip(answers, targets, strict=True)) / len(written),
+        "chrf_of_most_frequent_target": chrf(frequent * len(pairs)),
+        "chrf_of_copied_source": chrf(texts(source[:num_copied] for source, _ in pairs)),
+        "examples": [
+            {"target": target, "written": answer} for target, answer in list(zip(targets, answers, strict=True))[-4:]
+        ],
+    }
+    lines = [
+        f"\nchrF of {len(written)} held-out targets, written greedily: {figures['chrf']:.1f}, {figures['exact']:.1%} "
+        f"of them exact; of always {frequent[0]!r}: {figures['chrf_of_most_frequent_target']:.1f}; of the first "
+        f"{num_copied} tokens of each source: {figures['chrf_of_copied_source']:.1f}"
+    ]
+    lines += [f"{name:>11}  {text}" for one in figures["examples"] for name, text in one.items()]
+    return figures, lines, answers, targets
