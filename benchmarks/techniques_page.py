@@ -8,6 +8,10 @@ SPEED, MEMORY = "samples_per_second", "memory_bytes"
 FINAL = "all that pays"
 BESIDE_FINAL = "plain, beside all that pays"  # the plain loop, in the rounds of what is left
 HIDDEN = ("together: ", BESIDE_FINAL)  # names of runs that have no row in the table begin so
+NEAR = 0.1  # arms whose speed and memory differ less from the plain loop's lie on its point in the picture
+# Where a label may be: its offset from the point in points, and its side that is there.
+PLACES = [((8, 0), ("left", "center")), ((-4, 8), ("left", "bottom")), ((-4, -8), ("left", "top"))]
+PLACES += [((4, 8), ("right", "bottom")), ((4, -8), ("right", "top")), ((-8, 0), ("right", "center"))]
 AIMS = {SPEED: (1.5, "speed at least 1.5 x the plain loop's"), MEMORY: (0.25, "memory at most 0.25 x the plain loop's")}
 # Samples a second and MB, of the same arms: a V100 and Hugging Face's Trainer, from "Methods and tools for efficient
 # training on a single GPU", the performance guide of transformers.
@@ -199,14 +203,57 @@ def page(results, picture):
     return "\n".join(lines) + "\n"
 
 
+def labelled(results):
+    """Names of the arms whose points get a label, the most important ones first.
+
+    The plain loop, the recipe and what pays together; then each arm whose speed or memory differs from the plain loop's
+    by more than `NEAR`.
+    """
+    plain, ends = medians(results, "plain"), ["plain", "recipe", FINAL]
+    found = {name: medians(results, name) for name in names_of(results)}
+    far = [
+        name
+        for name, arm in found.items()
+        if arm and plain and max(abs(arm[measure] / plain[measure] - 1) for measure in (SPEED, MEMORY)) > NEAR
+    ]
+    return [name for name in ends if found.get(name)] + [name for name in far if name not in ends]
+
+
+def annotate(axis, texts):
+    """Writes a text beside each point, inside the axes, where it covers no other text and no point. Returns the texts.
+
+    texts: {(x, y): text}, the most important ones first; a text without a free place is left out.
+    """
+    from matplotlib.transforms import Bbox
+
+    axis.figure.canvas.draw()  # settles the axes
+    inside = axis.get_window_extent()
+    centres = axis.transData.transform(list(texts))
+    points = [Bbox.from_extents(x - 8, y - 8, x + 8, y + 8) for x, y in centres]
+    written = []
+    for number, (point, text) in enumerate(texts.items()):
+        taken = [*points[:number], *points[number + 1 :], *(one.get_window_extent() for one in written)]
+        for offset, sides in PLACES:
+            options = {"xytext": offset, "textcoords": "offset points", "fontsize": 8}
+            label = axis.annotate(text, point, ha=sides[0], va=sides[1], **options)
+            label.set_in_layout(False)
+            box = label.get_window_extent()
+            if all(map(inside.contains, *zip(box.min, box.max, strict=True))) and not any(map(box.overlaps, taken)):
+                written.append(label)
+                break
+            label.remove()
+    return written
+
+
 def draw(results, path):
-    """Memory against speed: a point an arm, with its number of the table."""
+    """Memory against speed: a point an arm; those that `labelled` names have a label. Returns the labels."""
     import matplotlib
 
     matplotlib.use("Agg")  # needs no screen
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(11, 6), layout="constrained")
+    places = {}
     for number, name in enumerate(names_of(results), start=1):
         if (found := medians(results, name)) is None:
             continue
@@ -215,7 +262,7 @@ def draw(results, path):
         x, y = found[MEMORY] / 1e6, found[SPEED]
         label = f"{number}  {run['label'].partition(':')[0]}"
         axis.scatter(x, y, s=90 if is_end else 36, color=color, marker="D" if is_end else "o", label=label, zorder=3)
-        axis.annotate(str(number), (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8)
+        places[name] = (x, y), f"{number}  {run['label'].partition(':')[0].partition(' (')[0]}"
     axis.set_xlabel("memory in MB (less is better)")
     axis.set_ylabel("samples per second (more is better)")
     axis.set_xlim(left=0)
@@ -224,5 +271,7 @@ def draw(results, path):
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     axis.set_title(f"{results['machine']}\nblue: float32, red: 16 bit", fontsize=9)
+    labels = annotate(axis, dict(places[name] for name in labelled(results)))
     figure.savefig(path, dpi=130)
     plt.close(figure)
+    return labels

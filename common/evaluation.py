@@ -15,6 +15,7 @@ import torch
 from common.errors import UserError, with_location
 from common.parallel import liveness, shutdown
 from common.report import tracking
+from common.report.totals import EVALUATION, pause
 from common.training import token_budget
 from common.training.stop_signals import STOPPED, StopRequests, StopVotes
 
@@ -73,7 +74,7 @@ class Evaluations:
             return {}
         self.is_of_update = self.is_due()
         try:
-            return evaluate(self.run, model) if self.is_of_update else {}
+            return self._evaluate(evaluate, model) if self.is_of_update else {}
         except EvaluationStopped:
             self.run.news["asked"] = 1.0  # on all ranks; `Run.end_update` then saves
             return {}
@@ -90,7 +91,7 @@ class Evaluations:
             return
         if state.update in (0, state.validation_since):  # nothing to evaluate yet; other held-out data from here
             return
-        figures = evaluate(run, model)
+        figures = self._evaluate(evaluate, model)
         state.measured(figures["validation_loss"])
         run.progress.add_evaluation(figures)
         run.checkpoints.last_saved = -1  # that one has no figures
@@ -124,6 +125,10 @@ class Evaluations:
             return {}
         results, self.lines = self.metrics.compute(predictions, references)
         return results
+
+    def _evaluate(self, evaluate: Evaluate, model: torch.nn.Module) -> dict[str, Any]:
+        with pause(self.run.state.training, EVALUATION):
+            return evaluate(self.run, model)
 
     def stop_if_asked(self) -> None:
         """Between two micro-batches of an evaluation.

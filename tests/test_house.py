@@ -1,8 +1,10 @@
 """The house: files and functions stay small, imports go downward, no circle, and a recipe loads its own job only."""
 
 import ast
+import os
 
 import pytest
+import yaml
 from conftest import ROOT
 from quick import imported
 
@@ -93,3 +95,27 @@ def test_files_classes_and_functions_stay_small(path):
     for node in ast.walk(ast.parse(text)):
         if (most := LARGEST.get(type(node))) is not None:
             assert node.end_lineno - node.lineno < most, f"{node.name} has {node.end_lineno - node.lineno + 1} lines"
+
+
+def hooks_of(config):
+    """The commands of the pre-commit hooks, and the packages that they install."""
+    hooks = [hook for repository in config["repos"] for hook in repository["hooks"]]
+    return [hook["entry"] for hook in hooks], {package for hook in hooks for package in hook["additional_dependencies"]}
+
+
+def test_commits_are_checked_with_the_ruff_of_the_style_check():
+    """Control: a different version is noticed."""
+    text = (ROOT / ".pre-commit-config.yaml").read_text()
+    (pin,) = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("ruff==")]
+    commands, packages = hooks_of(yaml.safe_load(text))
+    assert [command.split()[:2] for command in commands] == [["ruff", "check"], ["ruff", "format"]]
+    assert packages == {pin}
+    assert hooks_of(yaml.safe_load(text.replace(pin, "ruff==0.1.0", 1)))[1] != {pin}
+
+
+def test_the_workflow_runs_the_checks_of_this_repository():
+    (job,) = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"].values()
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    assert commands[-1].endswith(" .ci/run") and os.access(ROOT / ".ci/run", os.X_OK)
+    python = next(step["with"]["python-version"] for step in job["steps"] if "setup-python" in step.get("uses", ""))
+    assert python == "3.11" and job["timeout-minutes"] == 90

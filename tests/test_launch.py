@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 from conftest import BIN, ROOT, assert_refused, launch_command, recipe_arguments, run
-from running import set_world, settings_shown
+from running import Run, set_world, settings_shown
 
 import common.parallel.connect
 import common.parallel.launch
@@ -219,6 +219,27 @@ def test_a_default_config_file_of_the_users_runs_as_what_it_says(functions_file,
     assert result.returncode == 0, result.stderr
     assert "mode  FSDP, offloaded to the host, 2 processes on cpu, a rehearsal" in result.stdout
     assert re.search(r"fsdp_offload_params +True +.*default_config.yaml", result.stdout)
+
+
+def test_the_error_line_is_the_last_one_with_one_process_too(tmp_path):
+    """Control: without the config's `quiet`, the launcher's own traceback follows, and shows the whole command."""
+    settings = yaml.safe_load((ROOT / "accelerate_configs/cpu.yaml").read_text())
+    del settings["mpirun_config"]
+    (tmp_path / "loud.yaml").write_text(yaml.safe_dump(settings))
+    configs = [ROOT / "accelerate_configs/cpu.yaml", tmp_path / "loud.yaml"]
+    with Run(tmp_path) as started:
+        for config in configs:
+            started.start([BIN / "accelerate", "launch", "--config_file", config, "recipes/lm.py", "--bad"])
+        assert started.wait(120) == [1, 1]
+    error = "error: unrecognized argument --bad (--help lists the flags)"
+    shipped, loud = (started.output(number).splitlines() for number in range(2))
+    assert shipped[-1] == error and shipped.count(error) == 1 and not any("Traceback" in line for line in shipped)
+    assert loud.count(error) == 1 and "CalledProcessError" in loud[-1]
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu_bf16", "single_gpu"])
+def test_every_config_for_one_process_is_quiet(name):
+    assert parse_launch(["--config_file", str(ROOT / f"accelerate_configs/{name}.yaml"), "lm.py"]).settings["quiet"]
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch):

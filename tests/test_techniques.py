@@ -150,6 +150,26 @@ def test_the_page_of_the_techniques_is_made_from_its_measurements_and_has_every_
     assert techniques_page.page(changed, RESULTS.with_suffix(".png").name) != page
 
 
+def test_the_labels_of_the_picture_cover_neither_each_other_nor_a_point(tmp_path, monkeypatch):
+    """Control: with a label at each point they do."""
+
+    def covered(labels):
+        boxes = [label.get_window_extent() for label in labels]
+        return [a for number, a in enumerate(boxes) if any(map(a.overlaps, boxes[number + 1 :]))]
+
+    results = json.loads(RESULTS.read_text())
+    labels = techniques_page.draw(results, tmp_path / "a.png")
+    words = [label.get_text() for label in labels]
+    assert covered(labels) == [] and any("plain padded loop" in text for text in words)
+    assert any("the recipe as shipped" in text for text in words) and not any("2 workers" in text for text in words)
+    everywhere = [name for name in techniques_page.names_of(results) if techniques_page.medians(results, name)]
+    monkeypatch.setattr(techniques_page, "labelled", lambda _: everywhere)
+    monkeypatch.setattr(
+        techniques_page, "annotate", lambda axis, texts: [axis.annotate(text, point) for point, text in texts.items()]
+    )
+    assert covered(techniques_page.draw(results, tmp_path / "b.png"))
+
+
 def test_the_well_known_setting_shows_the_published_ratios():
     """Control: other figures of ours are another page, with the same published ones."""
     results = json.loads(RESULTS.read_text())

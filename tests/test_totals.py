@@ -3,12 +3,13 @@
 import json
 import re
 import shutil
+from statistics import median
 
 import pytest
 from conftest import example_flags, read_metrics, run_specs
 
 from common.checkpoint.format import hash_of, list_checkpoints
-from common.report.totals import Totals
+from common.report.totals import Totals, describe_pauses
 
 
 def flags(functions_file, model_dir, output_dir, *more):
@@ -60,6 +61,33 @@ def runs(functions_file, model_dir, tmp_path_factory):
     return out, first, second
 
 
+SLOW = 2.0  # seconds
+
+
+def test_evaluations_and_saves_are_no_training_time(functions_file, model_dir, tmp_path):
+    """Runs in which they are slow train as fast as the run without. Control: with their time, they would not."""
+    changes = {"plain": {}, "evaluation": {"slow_phase": ["evaluation", SLOW]}}
+    changes["saving"] = {"slow_phase": ["checkpoint", SLOW]}
+    more = ["--num_updates", 8, "--eval_every", 4, "--save_every", 4]
+    specs = [(flags(functions_file, model_dir, tmp_path / name, *more), change) for name, change in changes.items()]
+    printed = run_specs("lm", specs, tmp_path).stdout
+    results = {name: results_of(tmp_path / name) for name in changes}
+    speeds = {name: [line["tokens_per_second"] for line in read_metrics(tmp_path / name)] for name in changes}
+    for name in ("evaluation", "saving"):
+        slow, plain = results[name], results["plain"]
+        assert slow[f"{name}_seconds"] > 2 * SLOW > plain[f"{name}_seconds"]
+        assert slow["training_seconds"] < plain["training_seconds"] + SLOW
+        assert median(speeds[name]) > median(speeds["plain"]) / 3
+        pauses = slow["evaluation_seconds"] + slow["saving_seconds"]
+        with_pauses = slow["tokens_per_second"] * slow["training_seconds"] / (slow["training_seconds"] + pauses)
+        assert with_pauses < median(speeds["plain"]) / 3
+        words = f"{slow['evaluation_seconds']:.1f} s of evaluation and {slow['saving_seconds']:.1f} s of saving"
+        assert f"\nnot counted as training time: {words} checkpoints\n" in printed
+    card = (tmp_path / "evaluation/model/README.md").read_text()
+    seconds = results["evaluation"]["evaluation_seconds"]
+    assert f"| seconds of evaluations between updates | {seconds:,.6g} |" in card
+
+
 @pytest.mark.parametrize("name", ["patience", "best", "none"])
 def test_the_model_is_the_one_of_the_lowest_loss_that_was_printed(name, runs):
     """Also with --save_every larger than the run, no multiple of --eval_every, and 0; and after a resume."""
@@ -92,6 +120,12 @@ def test_a_killed_run_reports_all_its_starts(runs):
     tokens = [line["seconds"] * line["tokens_per_second"] for line in lines]
     assert results["tokens_per_second"] * results["training_seconds"] == pytest.approx(sum(tokens) + sum(tokens[6:]))
     assert results["padding_share"] == pytest.approx(whole["padding_share"])
+    # What is no training time, too: of all evaluations, and of the saves that a later line or the run's end tells.
+    pauses = [sum(line["evaluation_seconds"] for line in [*lines, *read_metrics(out / "killed")[6:]])]
+    assert [results["evaluation_seconds"]] == pytest.approx(pauses)
+    again = read_metrics(out / "killed")
+    saves = [line["saving_seconds"] for line in [*lines, *again[6:]] if "saving_seconds" in line]
+    assert len(saves) == 2 and sum(saves) < results["saving_seconds"]  # after updates 3 and 6; and 8
     assert re.search(r"trained in \d+ s \(2 starts; \d+ s for 2 updates that were made again\), ", printed)
     card = (out / "killed/model/README.md").read_text()
     assert f"| seconds of training, over all starts | {results['training_seconds']:,.6g} |" in card
@@ -111,3 +145,17 @@ def test_repeated_updates_count_after_two_kills():
     later = Totals({})
     later.add_repeated([{"seconds": 1.0, "tokens_per_second": 5.0}, {"loss": 1.0}], totals.repeated())
     assert later.repeated() == {"repeated_seconds": 3.0, "repeated_tokens": 15.0, "repeated_updates": 2}
+
+
+def test_evaluations_and_saves_of_lost_updates_count_after_two_kills():
+    """Control: checkpoints and lines of older versions have none of them."""
+    line = {"seconds": 2.0, "tokens_per_second": 5.0, "evaluation_seconds": 4.0, "saving_seconds": 1.0}
+    totals = Totals({"evaluation_seconds": 3.0})
+    totals.add_repeated([line], {})
+    later = Totals({"seconds": 1.0})
+    later.add_repeated([line, {"loss": 1.0}], totals.repeated())
+    assert (later.figures()["evaluation_seconds"], later.figures()["saving_seconds"]) == (8.0, 2.0)
+    older = Totals({"seconds": 6.0, "tokens": 12})
+    older.add_repeated([{"seconds": 2.0, "tokens_per_second": 5.0}], {})
+    assert (older.figures()["evaluation_seconds"], older.figures()["saving_seconds"]) == (0, 0)
+    assert describe_pauses(older.figures()) is None and older.figures()["training_seconds"] == 8.0

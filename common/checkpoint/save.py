@@ -9,6 +9,7 @@ A checkpoint is a directory of safetensors and JSON; format.py defines its conte
 import argparse
 import tempfile
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from common.models.model_setup import without_wrapper
 from common.parallel.distributed_mode import running_mode
 from common.parallel.liveness import wait_for_all
 from common.parallel.sharding import offload_devices
+from common.report.totals import SAVING, pause
 from common.training.optimizers import inner_optimizer
 from common.training.process_grid import running
 from common.training.stop_signals import StopRequests
@@ -142,7 +144,8 @@ class Checkpoints:
             self.writer.commit_soon()
         is_due = self.args.save_every and state.update % self.args.save_every == 0
         if news["asked"] or is_due or (self.args.keep_best and state.is_best):
-            self.save(state, model, optimizer)
+            with pause(state.training, SAVING):
+                self.save(state, model, optimizer)
         if news["asked"]:
             self.writer.finish()
         return news["asked"] > 0
@@ -197,9 +200,10 @@ class Checkpoints:
 
     def training_done(self, state: TrainingState, model: torch.nn.Module, optimizer: Any) -> None:
         """After the last update: a checkpoint of the end, for a run that dies before its model is written."""
-        if self.args.save_every and not self.cannot:
-            self.save(state, model, optimizer, in_place=True)
-        self.writer.finish()
+        with pause(state.training, SAVING) if self.args.save_every or self.args.keep_best else nullcontext():
+            if self.args.save_every and not self.cannot:
+                self.save(state, model, optimizer, in_place=True)
+            self.writer.finish()
 
     def best_at_end(self, state: TrainingState, model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
         """With --keep_best, the best checkpoint as the run's results name it; call it after `training_done`.

@@ -1,5 +1,6 @@
 """Locates a model or dataset on the hub or in a local directory, and lists the splits of a dataset."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -146,8 +147,10 @@ def load_split(name: str, config: str | None, split: str) -> Any:
 
     From the hub it is downloaded once and memory-mapped by `datasets`, so that a second run needs no network.
     """
-    from datasets import Dataset, load_dataset, load_from_disk
+    from datasets import Dataset, disable_progress_bars, load_dataset, load_from_disk
 
+    if not sys.stderr.isatty():  # in a log, each bar would be one long line
+        disable_progress_bars()
     path, (is_here, problem, revision) = Path(name).expanduser(), locate(name, "dataset")
     saved = is_saved(path)
     try:

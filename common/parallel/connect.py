@@ -3,6 +3,7 @@
 import argparse
 import os
 import socket
+import sys
 import warnings
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, set_seed
+from transformers.utils.logging import disable_progress_bar
 
 from common.errors import UserError, main_logger
 from common.parallel import deepspeed_files, deepspeed_flags, liveness, parallelism_config, sharding
@@ -46,6 +48,8 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs) -> Acce
     Raises UserError: the mode, world size or precision that runs is not the one that was asked.
     """
     set_running(launch.degrees)
+    if not sys.stderr.isatty():  # in a log, each of transformers' bars would be one long line
+        disable_progress_bar()
     for name in mpi_variables():  # they have no effect here, but would have in a process that this one starts
         del os.environ[name]
     liveness.reset()

@@ -31,8 +31,11 @@ FIGURES = {
     "tokens_per_second": "tokens per second of training",
     "training_seconds": "seconds of training, over all starts",
     "repeated_seconds": "of these for updates that were made again",
+    "evaluation_seconds": "seconds of evaluations between updates",
+    "saving_seconds": "seconds of saving checkpoints between updates",
     "peak_memory_bytes": "most memory of a process, GiB",
 }
+IF_ANY = ("repeated_seconds", "evaluation_seconds", "saving_seconds")  # not shown if they are 0
 # That say nothing about the model: where and how the run was kept.
 KEPT = "output_dir overwrite resume dry_run plan save_every keep_last report_to num_workers connect_timeout".split()
 KEPT += ["profile", "allow_changed"]
@@ -61,7 +64,7 @@ def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> 
     figures = {
         words: results[key] / units.get(key, 1)
         for key, words in FIGURES.items()
-        if results.get(key) is not None and (key != "repeated_seconds" or results[key])
+        if results.get(key) is not None and (key not in IF_ANY or results[key])
     }
     apart = [one["source"] for one in run.get("held_out_sources") or []]
     losses = {source: results.get(f"validation_loss/{source}") for source in apart}

@@ -1,4 +1,4 @@
-"""The bar and metrics.jsonl: an update after the other, as it is shown and recorded."""
+"""The progress bar, or lines of progress in a log, and metrics.jsonl: each update as it is shown and recorded."""
 
 import json
 import os
@@ -27,6 +27,54 @@ def _for_trackers(record: dict[str, Any]) -> dict[str, float]:
     return {re.sub(r"[^\w./ -]", "_", name): value for name, value in numbers.items()}
 
 
+class LogLines:
+    """Progress as lines of text on stderr, for a log file or a pipe, in which a bar would be one endless line.
+
+    The first update, the last one, and between them at most one line every `SECONDS` and every 1 % of the run; in a
+    long run, at least one line every `SILENCE`.
+    """
+
+    SECONDS, SILENCE = 10.0, 600.0
+
+    def __init__(self, num_done: int, num_updates: int):
+        self.total, self.printed, self.line = num_updates, num_done, ""
+        self.num_tokens = self.seconds = self.printed_at = self.began = 0.0
+        self.first: int | None = None  # the first update of this start, done at `began`
+
+    def update(self, done: int, num_tokens: float, unit: str, record: dict[str, Any]) -> None:
+        """Ends an update. record: its line of metrics.jsonl. unit: of what `num_tokens` counts.
+
+        Tokens per second are those since the last line. The time left counts with evaluations and saves, as they have
+        been so far.
+        """
+        seconds = record["seconds"]
+        now = time.perf_counter()
+        if is_first := self.first is None:
+            self.first, self.began = done, now
+        self.num_tokens, self.seconds = self.num_tokens + num_tokens, self.seconds + seconds
+        pace = seconds if is_first else (now - self.began) / (done - self.first)
+        left = tqdm.format_interval(pace * (self.total - done))
+        parts = [f"loss {record['loss']:.4f}"]
+        parts += [f"learning rate {record['learning_rate']:.3g}"] if "learning_rate" in record else []
+        parts += [
+            f"{self.num_tokens / self.seconds:,.0f} {unit}/s",
+            f"data-loading time {record['waiting_for_data']:.1%}",
+        ]
+        parts += [f"{record['skipped_updates']} skipped"] if record["skipped_updates"] else []
+        self.line = f"update {done:,} of {self.total:,} ({done / self.total:.1%}): {', '.join([*parts, left])} left"
+        waited = now - self.printed_at
+        is_far = 100 * (done - self.printed) >= self.total or waited >= self.SILENCE
+        if is_first or done == self.total or (waited >= self.SECONDS and is_far):
+            self.printed, self.printed_at = done, now
+            self.print()
+
+    def print(self) -> None:
+        """Prints the last update, unless it has been printed."""
+        if self.line:
+            print(self.line, file=sys.stderr, flush=True)
+            self.line, self.num_tokens, self.seconds = "", 0.0, 0.0
+
+
 class Progress:
     """Shows and records one update after the other, on the main process; the other ranks only keep time.
 
@@ -37,13 +85,16 @@ class Progress:
     def __init__(self, accelerator: Accelerator, output_dir: Path, num_updates: int, state: Any, work: Any = None):
         self.accelerator, self.is_main, self.state = accelerator, accelerator.is_main_process, state
         self.output_dir, self.work, self.totals = output_dir, work, Totals(state.training)
-        hidden = {} if self.is_main else {"disable": True}  # else TQDM_DISABLE decides
+        is_terminal = sys.stderr.isatty()
+        hidden = {} if self.is_main and is_terminal else {"disable": True}  # else TQDM_DISABLE decides
         self.bar = tqdm(total=num_updates, initial=state.update, unit="update", smoothing=0.1, **hidden)
+        has_lines = self.is_main and not is_terminal and not os.environ.get("TQDM_DISABLE")
+        self.log_lines = LogLines(state.update, num_updates) if has_lines else None
         # Line buffered: a killed run leaves whole lines.
         self.file = open(output_dir / "metrics.jsonl", "a", buffering=1) if self.is_main else None
         self.memory_at_start = memory_in_use_bytes(accelerator.device)
         self.waited = self.waited_before = 0.0
-        self.started = self.last = time.perf_counter()
+        self.last, self.seconds = time.perf_counter(), 0.0  # training time of this start
         self.num_updates = 0  # of this start
         self.unit = "tokens"
         self.held_out = ""
@@ -69,7 +120,9 @@ class Progress:
     def update(self, batch, **record: Any) -> None:
         """Ends an update: one line of metrics.jsonl, the bar, the trackers. `record` is printed in its order."""
         now = time.perf_counter()
-        seconds, self.last = now - self.last, now
+        pauses = self.totals.take_pauses()
+        seconds, self.last = now - self.last - sum(pauses.values()), now
+        self.seconds += seconds
         tokens_per_second = batch.num_tokens / seconds
         self.num_updates += 1
         if not self.is_main:  # whose totals go into a checkpoint
@@ -77,13 +130,13 @@ class Progress:
         flops = self.work.of(batch) if self.work else 0.0
         self.totals.add(batch, seconds=seconds, waited=self.waited - self.waited_before, flops=flops)
         self.waited_before = self.waited
-        memory = peak_memory_bytes(self.accelerator.device)
         record |= {
             "target_tokens": batch.num_targets,
             "seconds": seconds,
+            **pauses,
             "tokens_per_second": tokens_per_second,
             **(self.work.figures(flops, seconds) if self.work else {}),
-            "peak_memory_bytes": memory,
+            "peak_memory_bytes": peak_memory_bytes(self.accelerator.device),
             "waiting_for_data": self.waiting_share,
             "skipped_updates": self.state.skipped_updates,
             "sample_digest": batch.sample_digest,
@@ -102,9 +155,16 @@ class Progress:
         if line := self.chance.note(self.state.update, record["loss"]):
             self.bar.write(line)
             sys.stdout.flush()
+        self._show(batch, record)
+
+    def _show(self, batch: Any, record: dict[str, Any]) -> None:
+        """The update on the bar, or as a line of a log."""
+        if self.log_lines is not None:
+            self.log_lines.update(self.state.update, batch.num_tokens, self.unit, record)
+            return
         self.bar.set_postfix_str(
-            f"loss {record['loss']:.3f}, {self.held_out}{tokens_per_second:,.0f} {self.unit}/s, "
-            f"{memory / 2**30:.2f} GiB, waiting {self.waiting_share:.0%}"
+            f"loss {record['loss']:.3f}, {self.held_out}{record['tokens_per_second']:,.0f} {self.unit}/s, "
+            f"{record['peak_memory_bytes'] / 2**30:.2f} GiB, waiting {self.waiting_share:.0%}"
             + (f", {self.state.skipped_updates} skipped" if self.state.skipped_updates else ""),
             refresh=False,
         )
@@ -176,8 +236,8 @@ class Progress:
 
     @property
     def waiting_share(self) -> float:
-        """Share of the time so far that the loop waited for data."""
-        return self.waited / max(time.perf_counter() - self.started, 1e-9)
+        """Share of the training time so far that the loop waited for data."""
+        return self.waited / max(self.seconds, 1e-9)
 
     def results(self) -> dict[str, Any]:
         """What the training took over all starts, for the summary; memory is that of this start."""
@@ -207,6 +267,8 @@ class Progress:
     def __exit__(self, kind: type | None, *_: Any) -> None:
         liveness.in_loop = False
         self.bar.close()
+        if self.log_lines is not None:
+            self.log_lines.print()
         if self.file:
             with suppress(OSError):  # of a full disk, which the last line has met already
                 self.file.close()

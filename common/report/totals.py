@@ -3,22 +3,47 @@
 Each update counts once, in the start whose result the run kept. A start that is killed loses the updates after its
 last checkpoint: they are made again, and their time and tokens are summed apart, from the lines of metrics.jsonl that
 the resumed run removes. The totals are saved in every checkpoint, next to the position.
+
+Training time is the time of updates only. Evaluations and saves between updates are timed separately.
 """
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+EVALUATION, SAVING = "evaluation_seconds", "saving_seconds"
+PAUSES = (EVALUATION, SAVING)  # between updates, with the training stopped
+
+
+@contextmanager
+def pause(saved: dict[str, Any], name: str) -> Iterator[None]:
+    """Adds the time of a block to one of `PAUSES`, which is no training time. saved: the totals of a run."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        saved[name] = saved.get(name, 0.0) + time.perf_counter() - began
 
 
 class Totals:
     """The totals of a run. `saved` is the dict that a checkpoint holds; it is empty in checkpoints of older versions.
 
     All values are sums over updates: their number, seconds, tokens, computed tokens with padding, FLOPs of the model,
-    seconds of waiting for data, work per rank; repeated_*: of updates that were made again.
+    seconds of waiting for data, work per rank; seconds of the pauses between them; repeated_*: of updates that were
+    made again. In checkpoints of older versions, the seconds include the pauses.
     """
 
     def __init__(self, saved: dict[str, Any]):
         self.saved = saved
+        self.pauses_before = {name: self.get(name) for name in PAUSES}
+
+    def take_pauses(self) -> dict[str, float]:
+        """Returns the seconds of each pause since the last call, without the pauses that did not occur."""
+        before, self.pauses_before = self.pauses_before, {name: self.get(name) for name in PAUSES}
+        return {name: self.get(name) - before[name] for name in PAUSES if self.get(name) > before[name]}
 
     def get(self, name: str) -> float:
         return self.saved.get(name, 0)
@@ -44,6 +69,9 @@ class Totals:
         for name, value in known.items():
             self.saved[name] = max(self.get(name), value)
         for line in lines:
+            for name in PAUSES:
+                if isinstance(seconds := line.get(name), int | float):
+                    self.saved[f"repeated_{name}"] = self.get(f"repeated_{name}") + seconds
             if isinstance(seconds := line.get("seconds"), int | float):
                 self.saved["repeated_seconds"] = self.get("repeated_seconds") + seconds
                 tokens = seconds * (line.get("tokens_per_second") or 0)
@@ -61,6 +89,7 @@ class Totals:
             "timed_updates": self.get("updates"),
             "repeated_updates": self.get("repeated_updates"),
             "repeated_seconds": self.get("repeated_seconds"),
+            **{name: self.get(name) + self.get(f"repeated_{name}") for name in PAUSES},
             # Of the tokens that all ranks processed; and how much more work the busiest of them had than the idlest.
             "padding_share": 1 - tokens / processed if processed else 0.0,
             "work_difference": max(work) / min(work) - 1 if work else 0.0,
@@ -78,3 +107,10 @@ def describe(results: dict[str, Any], num_starts: int) -> str:
         parts.append(f"{timed:,} of {results['updates']:,} updates: an older version did not save the time of the rest")
     text += f" ({'; '.join(parts)})" if parts else ""
     return f"{text}, {results['tokens_per_second']:,.0f} {results['unit']}/s without padding"
+
+
+def describe_pauses(results: dict[str, Any]) -> str | None:
+    """Returns the time of evaluations and saves in words, or None if the run has hardly paused."""
+    parts = {"evaluation": results.get(EVALUATION), "saving checkpoints": results.get(SAVING)}
+    words = " and ".join(f"{seconds:.1f} s of {name}" for name, seconds in parts.items() if seconds and seconds > 0.05)
+    return f"not counted as training time: {words}" if words else None

@@ -28,7 +28,7 @@ from common.redaction import redact
 from common.report import curves
 from common.report.killed_runs import describe_killed
 from common.report.model_card import write_model_card
-from common.report.totals import Totals
+from common.report.totals import Totals, describe_pauses
 from common.report.totals import describe as describe_totals
 from common.training.batching import GlobalBatches
 from common.training.process_grid import running
@@ -347,6 +347,8 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, i
             f"busiest process computed {results['work_difference']:.1%} more than the idlest; waiting for data "
             f"{results['waiting_for_data']:.1%}"
         )
+        if line := describe_pauses(results):
+            print(line)
     if results["skipped_updates"]:
         skipped, updates = results["skipped_updates"], results["updates"]
         print(f"skipped    {skipped:,} of {updates:,} updates, whose loss or gradient was not finite")

@@ -150,6 +150,7 @@ def slow_phase(how):
         "clipping": (torch.nn.utils, "clip_grad_norm_"),
         "optimizer": (torch.optim.AdamW, "step"),
         "checkpoint": (Checkpoints, "save"),
+        "evaluation": (accumulation, "mean_losses"),
         "other": (Progress, "update"),
     }
     before(*places[phase], lambda *_, **__: time.sleep(seconds if rank in ([], [RANK]) else 0))

@@ -35,6 +35,8 @@ FIGURES = {
     "exact": ("exact matches", "{:.1%}"),
     "training_seconds": ("trained in, seconds", "{:,.1f}"),
     "tokens_per_second": ("{unit} a second, without padding", "{:,.0f}"),
+    "evaluation_seconds": ("evaluations between updates, seconds", "{:,.1f}"),
+    "saving_seconds": ("saving checkpoints between updates, seconds", "{:,.1f}"),
     "padding_share": ("padding, of what was computed", "{:.1%}"),
     "work_difference": ("busiest process computed more than the idlest", "{:.1%}"),
     "waiting_for_data": ("waiting for data", "{:.1%}"),
