@@ -7,6 +7,8 @@ of it again and again takes half a second. `parallel.shutdown.user_mistakes_end_
 import gc
 
 from common import launcher as launcher  # first: the launcher may end while the rest is imported
+from common.versions import exit_if_broken
 
 GC_THRESHOLD = gc.get_threshold()  # Python's own
 gc.set_threshold(100_000, *GC_THRESHOLD[1:])
+exit_if_broken()

@@ -17,6 +17,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from common.checkpoint.identity import CHANGEABLE
 from common.errors import UserError, refuse
+from common.internals.python import HelpFormatter, flags_of
 from common.models.adapters import QUANTIZED
 from common.models.export_dtype import EXPORT_DTYPES
 from common.parallel.shutdown import exit_with_mistakes
@@ -38,7 +39,7 @@ class ArgumentParser(argparse.ArgumentParser):
     """argparse that reports a user error in one line, suggests the nearest flag, and accepts no abbreviations."""
 
     def __init__(self, **kwargs):
-        super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
+        super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **kwargs)
         self.shared_flags: set[str] = set()
 
     def parse_args(self, args: Sequence[str] | None = None, **kwargs) -> argparse.Namespace:
@@ -59,7 +60,7 @@ class ArgumentParser(argparse.ArgumentParser):
         """A line for each flag that this recipe does not have, with its values, of all the words that were given."""
         from common.flag_translation import here
 
-        names = {option.lstrip("-"): option for option in self._option_string_actions}
+        names = {option.lstrip("-"): option for option in flags_of(self)}
         left, given, lines, follows = list(unknown), [], [], False
         for word in asked:
             is_unknown = left[:1] == [word]
@@ -75,7 +76,7 @@ class ArgumentParser(argparse.ArgumentParser):
             name, value = flag[2:].replace("-", "_"), " ".join(values)
             if not flag.startswith("--"):
                 answer = ": it belongs to no flag (a switch, such as --resume, takes no value)"
-            elif told := here(name, "none" if values and not value else value, self._option_string_actions):
+            elif told := here(name, "none" if values and not value else value, flags_of(self)):
                 answer = f": {told}"
             elif nearest := difflib.get_close_matches(name, names, n=1, cutoff=0.75):
                 answer = f": did you mean {names[nearest[0]]}?"
@@ -83,17 +84,6 @@ class ArgumentParser(argparse.ArgumentParser):
                 answer = " (--help lists the flags)"
             lines.append(f"unrecognized argument {' '.join(words)}{answer}")
         return lines
-
-
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Keeps line breaks that a help text has, and shows defaults except where there is none."""
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return [line for part in text.splitlines() for line in super(_HelpFormatter, self)._split_lines(part, width)]
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        has_none = action.default is None or action.default is False or action.default == []  # 0 is one
-        return action.help if has_none else super()._get_help_string(action)
 
 
 def positive(text: str) -> int:

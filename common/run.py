@@ -34,7 +34,7 @@ import torch
 from accelerate.utils import send_to_device
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from common import argument_checks
+from common import argument_checks, versions
 from common.checkpoint.identity import identify
 from common.checkpoint.save import Checkpoints
 from common.checkpoint.training_state import TrainingState
@@ -70,6 +70,7 @@ class Run:
         problems: a line for each mistake in the recipe's own flags. traits: what the recipe is, where it differs from
         lm.py (`training.recipe_traits.Traits`). Raises UserError: a line for each mistake.
         """
+        versions.check_versions()
         self.args, self.asked, self.traits = args, launch.find_launch(), Traits(**traits)
         if args.plan is not None:
             _hand_over(args)

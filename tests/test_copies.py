@@ -16,6 +16,8 @@ from common.parallel.shutdown import user_mistakes_end_here
 LANGUAGE = {"lm.py", "moe.py", "long_sequence.py", "seq2seq.py", "classify.py"}
 # What a recipe may load of common/: what every one does, and what its job needs.
 EVERY = """
+    internals.accelerate internals.huggingface_hub internals.library internals.python internals.torch
+    internals.transformers
     argument_checks arguments auto_micro_batch checkpoint.adapter checkpoint.agreement checkpoint.architecture
     checkpoint.format checkpoint.identity checkpoint.layouts checkpoint.optimizer_state checkpoint.random_states
     checkpoint.resume checkpoint.save checkpoint.training_state checkpoint.write data.hub errors evaluation files
@@ -31,6 +33,7 @@ EVERY = """
     training.process_grid training.recipe_traits training.stop_signals training.token_budget versions
 """
 TEXT = """
+    internals.datasets
     data.cache data.chat_formats data.column_selection data.compressed data.messages data.mixed data.readers
     data.source_types data.sources data.standard_library data.tokenizer training.data_mixing
 """
@@ -45,7 +48,8 @@ OURS = {
     "long_sequence.py": f"{TEXT} {TOKENS} tasks.long_sequence.architectures tasks.long_sequence.recurrent",
     "moe.py": f"{TEXT} {TOKENS} tasks.moe.routing tasks.moe.moe_model",
     "seq2seq.py": f"{TEXT} tasks.seq2seq.pairs tasks.seq2seq.encoder_decoder tasks.seq2seq.scores",
-    "vision.py": f"{PREDICTED} tasks.vision.image_files tasks.vision.images tasks.vision.image_classifier "
+    "vision.py": f"{PREDICTED} internals.datasets tasks.vision.image_files "
+    "tasks.vision.images tasks.vision.image_classifier "
     "tasks.vision.image_models tasks.vision.batch_norm",
 }
 # Packages that take seconds or that not everybody has.

@@ -11,10 +11,11 @@ from quick import imported
 # From the bottom up: a folder or module of common/ imports what stands before it, and nothing that comes behind it.
 LAYERS = [
     "errors",
+    "versions",
+    "internals",
     "redaction",
     "files",
     "host_memory",
-    "versions",
     "launcher",
     "training",
     "flag_translation",

@@ -11,6 +11,7 @@ from common.checkpoint.architecture import class_of
 from common.checkpoint.format import own_file
 from common.errors import UserError, one_line
 from common.files import fingerprint
+from common.internals.transformers import make_model
 from common.models import export_dtype
 from common.models.adapter_files import ADAPTER_CONFIG, has_own_layers, write_config
 
@@ -79,7 +80,7 @@ def merged(directory: Path, manifest: dict[str, Any], adapter: Path) -> Any:
     options |= {"config": _own_config(directory, manifest), "ignore_mismatched_sizes": own_layers}
     if quantized:
         with torch.device("meta"):
-            empty = model_class._from_config(options["config"])
+            empty = make_model(model_class, options["config"])
         options["quantization_config"].llm_int8_skip_modules = quantization.find_kept(empty)
     options |= {"revision": was.partition("@")[2]} if "@" in was else {}
     try:

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 from safetensors import safe_open
-from safetensors.torch import _TYPES as DTYPES
 
 from common.checkpoint.random_states import check_random_states
 from common.checkpoint.training_state import TrainingState
@@ -33,6 +32,26 @@ from common.training.optimizers import OPTIMIZERS
 FORMAT = 3  # 2 had no parts by columns, 1 no XXH3
 DIGESTS = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}  # of files; SHA-256 in format 1
 MANIFEST = "manifest.json"
+DTYPES = {  # of the safetensors format
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "C64": torch.complex64,
+}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MASTER_DTYPES = (torch.float32, torch.float64)  # of what is trained, whatever computes
 UNIFORM = [name for info in OPTIMIZERS.values() for name in info.class_names]  # they keep the same for every weight

@@ -15,10 +15,10 @@ import torch
 from accelerate import Accelerator
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from common.checkpoint.format import DTYPE_NAMES, DTYPES
 from common.checkpoint.optimizer_state import OptimizerState, counts_in_tensors
+from common.internals.torch import persistent_buffers, shard_offset
 from common.models.adapters import has_adapter
 from common.models.model_setup import without_wrapper
 from common.parallel.process_groups import group_of
@@ -53,29 +53,22 @@ class _Part:
     columns: tuple[int, int] | None = None
 
 
-# Where DeepSpeed's optimizers keep the groups of parameters, and this rank's stretch of each in float32. Its public
-# `safe_get_local_fp32_param` and `safe_get_local_optimizer_state` cannot serve: they refuse all but ZeRO-3 (assertion),
-# and there the state before a first step, which a resume must set (KeyError), and they copy to the device.
-ZERO_NAMES = (
-    ("fp16_groups", "fp32_partitioned_groups_flat"),  # ZeRO-3
-    ("bit16_groups", "single_partition_of_fp32_groups"),  # ZeRO-2, and ZeRO-1 but in bf16
-    ("bf16_groups", "fp32_groups_flat_partition"),  # BF16_Optimizer: ZeRO-1 in bf16
-)
-
-
 def _zero_optimizer(optimizer: Any) -> Any | None:
     """DeepSpeed's ZeRO optimizer among the wrappers, or None."""
     while is_wrapper(optimizer):
         optimizer = optimizer.optimizer
-        if any(hasattr(optimizer, groups) for groups, _ in ZERO_NAMES):
-            return optimizer
+        if type(optimizer).__module__.startswith("deepspeed."):
+            from common.internals.deepspeed import is_zero  # here because most runs do without DeepSpeed
+
+            if is_zero(optimizer):
+                return optimizer
     return None
 
 
 def _dtensor_part(name: str, p: DTensor, share: Share | None) -> _Part:
     placements, mesh = p.placements, p.device_mesh
     assert all(one in (Replicate(), Shard(0)) for one in placements), f"{name} is cut as {placements}"
-    _, offset = compute_local_shape_and_global_offset(p.shape, mesh, placements)
+    offset = shard_offset(p)
     # Of the copies that HSDP keeps, the first one is written.
     is_owner = all(mesh.get_local_rank(dim) == 0 for dim, one in enumerate(placements) if one == Replicate())
     start = offset[0] * (p.numel() // p.shape[0]) if p.ndim else 0
@@ -105,10 +98,12 @@ def _parts(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> 
     named = dict(without_wrapper(model).named_parameters())
     zero = _zero_optimizer(optimizer)
     if zero is not None:
+        from common.internals.deepspeed import is_zero3, zero_groups
+
         names = {id(p): name for name, p in named.items()}
-        parts = _zero3_parts if hasattr(zero, "fp16_partitioned_groups") else _zero12_parts
+        parts = _zero3_parts if is_zero3(zero) else _zero12_parts
         yield from parts(zero, names)
-        trained = {id(p) for group, _ in _zero_groups(zero) for p in group}
+        trained = {id(p) for group, _ in zero_groups(zero) for p in group}
         named = {name: p for name, p in named.items() if id(p) not in trained}  # the frozen ones
     shares = without_wrapper(model).shares.of if hasattr(without_wrapper(model), "shares") else {}
     rank = accelerator.process_index
@@ -129,26 +124,20 @@ def _parts(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> 
             yield _Part(name, weight=p.detach(), holder=holder, cut=lambda s: s, is_owner=is_owner, **where)
 
 
-def _zero_groups(zero: Any) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
-    """Each group of parameters, and this rank's stretch of it in float32."""
-    groups, stretches = next(names for names in ZERO_NAMES if hasattr(zero, names[0]))
-    return zip(getattr(zero, groups), getattr(zero, stretches), strict=True)
-
-
 def _zero12_parts(zero: Any, names: dict[int, str]) -> Iterator[_Part]:
     """ZeRO-1 and 2: the parameters of a group are laid end to end."""
-    for group, flat in _zero_groups(zero):
+    from common.internals.deepspeed import zero12_fragment, zero_groups
+
+    for group, flat in zero_groups(zero):
         for p in group:
-            fragment = p._hp_mapping
+            fragment = zero12_fragment(p)
             if fragment is None:  # lies in another rank's stretch
                 continue
-            at = fragment.hp_fragment_address
 
-            def cut(state: torch.Tensor, at: Any = at) -> torch.Tensor:
-                return state.narrow(0, at.start, at.numel)
+            def cut(state: torch.Tensor, at: Any = fragment) -> torch.Tensor:
+                return state.narrow(0, at.offset, at.numel)
 
-            start = fragment.lp_fragment_address.start
-            yield _Part(names[id(p)], tuple(p.shape), start, cut(flat).detach(), flat, cut, is_owner=True)
+            yield _Part(names[id(p)], tuple(p.shape), fragment.start, cut(flat).detach(), flat, cut, is_owner=True)
 
 
 def _ds_part(name: str, p: Any, weight: torch.Tensor, holder: torch.Tensor | None, cut: Callable) -> _Part:
@@ -163,7 +152,9 @@ def _ds_part(name: str, p: Any, weight: torch.Tensor, holder: torch.Tensor | Non
 
 def _zero3_parts(zero: Any, names: dict[int, str]) -> Iterator[_Part]:
     """ZeRO-3: this rank's share of each parameter, in float32; a group that lies in files is read for its turn."""
-    for group, flat in _zero_groups(zero):
+    from common.internals.deepspeed import zero_groups
+
+    for group, flat in zero_groups(zero):
         offset = 0
         for p in group:
 
@@ -178,11 +169,10 @@ def _buffers(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[Piece
     stages = getattr(without_wrapper(model), "pipeline_stages", None)
     held_before = stages.held_before if stages else ()
     for prefix, module in without_wrapper(model).named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                full = f"{prefix}.{name}" if prefix else name
-                is_owner = accelerator.process_index % running().stage_size == 0 and full not in held_before
-                yield Piece(f"buffer/{full}", buffer.detach(), 0, tuple(buffer.shape), is_owner)
+        for name, buffer in persistent_buffers(module):
+            full = f"{prefix}.{name}" if prefix else name
+            is_owner = accelerator.process_index % running().stage_size == 0 and full not in held_before
+            yield Piece(f"buffer/{full}", buffer.detach(), 0, tuple(buffer.shape), is_owner)
 
 
 def _state_pieces(part: _Part, state: dict[str, Any]) -> Iterator[Piece]:
@@ -238,9 +228,12 @@ def holders(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) ->
     """The tensor that the optimizer knows, by the parameter's name; None if it is not trained."""
     found = {part.name: part.holder for part in _parts(accelerator, model, optimizer)}
     zero = _zero_optimizer(optimizer)
-    if zero is not None and not hasattr(zero, "fp16_partitioned_groups"):  # also those in other ranks' stretches
+    if zero is not None:
+        from common.internals.deepspeed import is_zero3, zero_groups
+
         names = {id(p): name for name, p in without_wrapper(model).named_parameters()}
-        found |= {names[id(p)]: flat for group, flat in _zero_groups(zero) for p in group}
+        if not is_zero3(zero):  # also those in other ranks' stretches
+            found |= {names[id(p)]: flat for group, flat in zero_groups(zero) for p in group}
     return found
 
 
@@ -301,7 +294,9 @@ def make_state(
         if state:
             keeper.state[part.holder] = state
     if hasattr(inner, "ds_opt_adam"):
-        _replay_steps(inner)
+        from common.internals.deepspeed import replay_steps
+
+        replay_steps(inner)
 
 
 def _scalar_dtype(
@@ -319,30 +314,11 @@ def _scalar_dtype(
     return DTYPES[dtype] if dtype else None
 
 
-def _replay_steps(cpu_adam: Any) -> None:
-    """DeepSpeed's CPU Adam keeps its powers of beta out of Python's sight, as products that grow with each step.
-
-    Only steps make them again: what it computes for a step that does not follow the one before, `pow(beta, step)`,
-    differs in the last bit (at step 10, for one), and it offers no other way in. A step of no elements takes 0.65
-    microseconds: 100,000 updates 0.07 s.
-    """
-    group, nothing = cpu_adam.param_groups[0], [torch.zeros(0)] * 4
-    settings = (group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"])
-    for step in range(1, 1 + max((state["step"] for state in cpu_adam.state.values()), default=0)):
-        cpu_adam.ds_opt_adam.adam_update(cpu_adam.opt_id, step, *settings, *nothing)
-
-
 @torch.no_grad()
 def refresh(optimizer: Any) -> None:
     """After `pieces` were read into: brings the weights that compute up to the float32 ones, where these are apart."""
     zero = _zero_optimizer(optimizer)
-    if zero is None:
-        return
-    if not hasattr(zero, "fp16_partitioned_groups"):
-        zero.update_lp_params()
-        return
-    zero.empty_partition_cache()  # what a forward before has gathered is of the weights before
-    for index in range(len(zero.fp16_groups)):
-        zero._reassign_or_swap_out_partitioned_parameters(index)
-    if zero.persistent_parameters:  # small ones, which every rank keeps whole
-        zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+    if zero is not None:
+        from common.internals.deepspeed import copy_master_weights
+
+        copy_master_weights(zero)

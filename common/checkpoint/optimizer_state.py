@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from common.internals.torch import write_count
 from common.training.optimizers import inner_optimizer, wrapped_optimizers
 
 
@@ -159,5 +160,5 @@ class Steps:
 def _facts_of(value: Any) -> list[Any]:
     """Of a switch nothing: whether an optimizer has made its tables is none of its state."""
     if isinstance(value, torch.Tensor):
-        return [(id(value), value._version)]
+        return [(id(value), write_count(value))]
     return [value] if isinstance(value, int | float) and not isinstance(value, bool) else []

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from common.errors import UserError, one_line
 from common.files import fingerprint, weight_files
+from common.internals.huggingface_hub import is_offline, set_offline
 from common.parallel.liveness import decided_by_main, is_soon
 
 
@@ -29,16 +30,15 @@ def locate(name: str, repo_type: str) -> Place:
 
     Raises UserError: this rank does not see a directory that rank 0 sees, or the other way round.
     """
-    from huggingface_hub import constants
-
     path = Path(name).expanduser()
 
     def find() -> list[Any]:
         if path.is_dir() or (repo_type == "model" and path.is_file()):
-            return [path.is_dir(), _local_problem(path, repo_type), None, constants.HF_HUB_OFFLINE]
-        return [False, *_ask_hub(name, repo_type), constants.HF_HUB_OFFLINE]
+            return [path.is_dir(), _local_problem(path, repo_type), None, is_offline()]
+        return [False, *_ask_hub(name, repo_type), is_offline()]
 
-    *found, constants.HF_HUB_OFFLINE = decided_by_main(f"{repo_type} {name}", find)
+    *found, offline = decided_by_main(f"{repo_type} {name}", find)
+    set_offline(offline)
     place = Place(*found)
     if not is_soon(lambda: path.is_dir() == place.is_here):
         seen, other = ("a directory", "none") if place.is_here else ("no directory", "one")
@@ -62,7 +62,7 @@ def _ask_hub(name: str, repo_type: str) -> tuple[str | None, str | None]:
     One request with a time limit. The libraries' own loaders try again for 20 to 50 s before they say that there is no
     network.
     """
-    from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     try:
@@ -73,7 +73,7 @@ def _ask_hub(name: str, repo_type: str) -> tuple[str | None, str | None]:
         why = "it is neither a directory here nor known to the hub (if it is private or gated, log in: hf auth login)"
         return why, None
     except Exception as error:  # whatever the HTTP library calls it: there is no answer
-        constants.HF_HUB_OFFLINE = True
+        set_offline(True)
         config = try_to_load_from_cache(name, "config.json", repo_type=repo_type)
         why = f"no such directory here, and the hub does not answer ({one_line(error)}); give a local directory"
         return why, Path(config).parent.name if isinstance(config, str) else None

@@ -17,6 +17,7 @@ from pathlib import Path
 from common.data.readers import file_classes, read_file, with_class_names
 from common.data.source_types import COMPRESSIONS, FILE_TYPES, Corpus, Row, Source, file_type
 from common.errors import UserError, one_line, refuse, shorten
+from common.internals.datasets import content_hash
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ def _open_dataset(source: Source) -> Corpus:
                 row = dict(zip(batch, values, strict=True))
                 yield Row(f"{where}[{start + offset}]", with_class_names(row, classes))
 
-    identity = [where, dataset._fingerprint, len(dataset)]
+    identity = [where, content_hash(dataset), len(dataset)]
     return Corpus(where, identity, tuple(dataset.column_names), rows, classes, unused)
 
 

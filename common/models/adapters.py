@@ -50,7 +50,7 @@ def with_default_alpha(settings: dict[str, Any]) -> dict[str, Any]:
 
 def has_adapter(model: nn.Module) -> bool:
     """Whether an adapter is trained beside the model's frozen weights."""
-    return getattr(model, "_hf_peft_config_loaded", False)
+    return bool(getattr(model, "peft_config", None))
 
 
 def base_options(args: Arguments) -> dict[str, Any]:

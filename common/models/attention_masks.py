@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from transformers import AttentionMaskInterface, masking_utils
 
+from common.internals.transformers import expect_unpacked_rows
+
 
 def decide_on_the_host() -> None:
     """From now on transformers' masks, of SDPA and of eager attention, depend on shapes alone; in this process."""
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None  # no row holds several sequences
+    expect_unpacked_rows()
     AttentionMaskInterface.register("sdpa", partial(_mask, masking_utils.sdpa_mask, True))
     AttentionMaskInterface.register("eager", partial(_mask, masking_utils.eager_mask, False))
 

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import UserError, shorten
+from common.internals.transformers import draw_weights
 from common.models import quantization
 from common.models.load import build_model
 from common.models.model_setup import without_wrapper
@@ -165,16 +166,12 @@ def _head_parameters(config: PreTrainedConfig, trust_remote_code: bool, model_cl
     return [name for name, shape in shapes[0].items() if shape != shapes[1][name]]
 
 
-@torch.no_grad()
 def _draw_again(model: PreTrainedModel, names: set[str]) -> None:
     """Random weights, as of a new model, in the layers that these parameters belong to."""
     for layer in sorted({name.rpartition(".")[0] for name in names}):
         module = model.get_submodule(layer)
-        parameters = list(module.parameters(recurse=False))
-        for one in (module, *parameters):
-            one._is_hf_initialized = False  # else transformers takes them for loaded
-        with gathered(parameters, modifier_rank=0):
-            model._init_weights(module)
+        with gathered(list(module.parameters(recurse=False)), modifier_rank=0):
+            draw_weights(model, module)
 
 
 def describe_new_weights(head: list[str], head_learning_rate: float | None) -> dict[str, str]:

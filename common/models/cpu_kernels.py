@@ -12,7 +12,6 @@ Dropout: random numbers of 16 bits, four per draw. torch draws one number per el
 million elements on two cores, compared with 0.8 ms here.
 """
 
-import copy
 import inspect
 from types import MethodType
 from typing import Any
@@ -23,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from common.internals.torch import replace_parameters
 from common.training.precision import autocast_dtype, without_autocast
 
 # Of queries and keys. What is kept for the backward grows with its square: here about as much as all else of a layer.
@@ -38,7 +38,7 @@ def use_cpu_kernels(model: PreTrainedModel) -> None:
     for module in model.modules():
         if type(module) is nn.Dropout:
             module.forward = MethodType(_dropout_forward, module)
-        kind = type(module), tuple(module._parameters), _eps(module)  # norms of one class may differ in having a weight
+        kind = type(module), _parameters_of(module), _eps(module)  # norms of one class may differ in having a weight
         if kind not in is_ours:
             is_ours[kind] = _is_root_mean_square_norm(module)
         if is_ours[kind]:
@@ -127,20 +127,24 @@ def _dropout_forward(dropout: nn.Dropout, x: Tensor) -> Tensor:
 
 def _is_root_mean_square_norm(module: nn.Module) -> bool:
     """Whether the module is `weight * x / sqrt(mean(x**2) + eps)` (Zhang and Sennrich, 2019, arXiv:1910.07467)."""
-    given, eps = {name for name, parameter in module._parameters.items() if parameter is not None}, _eps(module)
-    if given != {"weight"} or module.weight.ndim != 1 or eps is None or list(module.children()):
+    given, eps = _parameters_of(module), _eps(module)
+    if given != ("weight",) or module.weight.ndim != 1 or eps is None or list(module.children()):
         return False
     if len(inspect.signature(type(module).forward).parameters) != 2:  # itself and x: no gate
         return False
     generator = torch.Generator().manual_seed(0)  # no draw of the run's own random numbers
     x, weight = torch.randn(2, 4, len(module.weight), generator=generator, device="cpu").split([3, 1], dim=1)
-    twin, weight = copy.copy(module), weight[0, 0]
-    twin._parameters = module._parameters | {"weight": weight}
+    weight = weight[0, 0]
     try:
-        with torch.no_grad(), without_autocast(x.device):
-            return torch.allclose(type(module).forward(twin, x), _RootMeanSquareNorm.apply(x, weight, eps, x.dtype))
+        with torch.no_grad(), without_autocast(x.device), replace_parameters(module, {"weight": weight}):
+            return torch.allclose(type(module).forward(module, x), _RootMeanSquareNorm.apply(x, weight, eps, x.dtype))
     except Exception:  # whatever a foreign forward raises: a module of other inputs
         return False
+
+
+def _parameters_of(module: nn.Module) -> tuple[str, ...]:
+    """The names of the module's own parameters."""
+    return tuple(name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False))
 
 
 def _eps(norm: nn.Module) -> float | None:

@@ -55,13 +55,11 @@ def _empty(model: nn.Module, tied: dict[str, str], buffers: dict[str, torch.Tens
     empty: dict[str, nn.Parameter] = {}
     for prefix, module in model.named_modules():
         prefix += "." if prefix else ""
-        for name, p in module._parameters.items():
-            if p is not None:
-                new = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-                module._parameters[name] = empty.setdefault(tied[prefix + name], new)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffers[prefix + name]
+        for name, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            new = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+            module.register_parameter(name, empty.setdefault(tied[prefix + name], new))
+        for name, _ in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(module, name, buffers[prefix + name])
     return empty
 
 

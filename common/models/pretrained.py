@@ -2,9 +2,6 @@
 
 import copy
 import json
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -25,6 +22,7 @@ from transformers.utils import find_adapter_config_file
 
 from common.data.hub import locate_pretrained
 from common.errors import UserError, one_line
+from common.internals.transformers import has_model, keep_untied, read_matrices_in
 from common.models import tied_weights
 from common.models.untrained import empty_model
 
@@ -60,7 +58,7 @@ def load_config(
     if not _is_object(Path(name) / "generation_config.json"):
         raise UserError(f"--model_name_or_path {name_or_path}: its generation_config.json is no JSON object; remove it")
     remote = model_class.__name__ in (getattr(config, "auto_map", None) or {})
-    if type(config) not in model_class._model_mapping and not remote:
+    if not has_model(model_class, config) and not remote:
         kind = JOBS.get(model_class, model_class.__name__)
         what = f"{config.model_type} has no {kind} in transformers; take a model of another type"
         raise UserError(f"--model_name_or_path {name_or_path}: {what}")
@@ -90,25 +88,6 @@ def _is_object(path: Path) -> bool:
         return False
 
 
-@contextmanager
-def _matrices_read_in(dtype: torch.dtype | None) -> Iterator[None]:
-    """Pretrained matrices come from their files in this dtype, and never exist in float32; vectors as they would."""
-    if dtype is None:
-        yield
-        return
-    plan = PreTrainedModel._get_dtype_plan  # it has no public form; transformers 5.17 has this one too
-
-    def with_matrices(model, asked):
-        names = (name for name, one in model.named_parameters() if one.ndim > 1)
-        return {f"^{re.escape(name)}$": dtype for name in names} | plan(model, asked)
-
-    PreTrainedModel._get_dtype_plan = with_matrices
-    try:
-        yield
-    finally:
-        PreTrainedModel._get_dtype_plan = plan
-
-
 def load(
     config: PreTrainedConfig,
     name_or_path: str,
@@ -126,7 +105,7 @@ def load(
             from common.models import quantization
 
             options["quantization_config"].llm_int8_skip_modules = quantization.find_kept(empty)
-        with _matrices_read_in(frozen_dtype), tied_weights.keep_apart(tied_weights.find_untied(where, empty)):
+        with read_matrices_in(frozen_dtype), keep_untied(tied_weights.find_untied(where, empty)):
             model, loaded = model_class.from_pretrained(
                 **options, dtype=torch.get_default_dtype(), output_loading_info=True
             )

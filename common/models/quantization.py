@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from common.internals.transformers import float32_modules
 from common.training.precision import narrow_dtype
 
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # it asks for a package that is no need
@@ -35,10 +36,12 @@ def options(quantize: str | None) -> dict[str, Any]:
 
 
 def keep_weights(model: nn.Module) -> None:
-    """Keeps an evaluation on a CPU from packing the weights anew: bitsandbytes 0.50 has no gradient of that form."""
+    """Keeps an evaluation on a CPU from packing the weights anew: bitsandbytes has no gradient of that form."""
     for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+        if type(module).__module__.startswith("bitsandbytes."):
+            from common.internals.bitsandbytes import keep_packing  # here because most runs do without bitsandbytes
+
+            keep_packing(module)
 
 
 def find_kept(model: nn.Module) -> list[str]:
@@ -78,7 +81,7 @@ def imagine(model: nn.Module, dtype: torch.dtype) -> None:
     """
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    kept = [*find_kept(model), *(model._keep_in_fp32_modules or [])]
+    kept = [*find_kept(model), *float32_modules(model)]
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and should_convert_module(name, kept):
             model.set_submodule(name, _Imagined(module, dtype))

@@ -1,8 +1,8 @@
 """Unties weights that the configuration ties although the model files store them separately: the files decide."""
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 from huggingface_hub import get_safetensors_metadata
 from safetensors import safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import cached_file
+
+from common.internals.transformers import find_file
 
 FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
@@ -60,35 +61,7 @@ def _weight_files(where: Mapping[str, Any]) -> dict[str, Path | str]:
 
 def _local(where: Mapping[str, Any], name: str, download: bool = False) -> Path | None:
     """The path of a model's file; without `download`, None if it is not on this machine."""
-    options = {"local_files_only": not download or where.get("local_files_only", False)}
-    options |= dict.fromkeys(
-        ("_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors"), download
-    )
-    found = cached_file(where["pretrained_model_name_or_path"], name, **options)
-    return found and Path(found)
-
-
-@contextmanager
-def keep_apart(names: list[str]) -> Iterator[None]:
-    """Models that are loaded meanwhile do not tie these weights.
-
-    transformers compares the values too, but not under ZeRO-3, where each process holds a part of them only.
-    """
-    if not names:
-        yield
-        return
-    original = PreTrainedModel.tie_weights
-
-    def tie_others(self, missing_keys=None, recompute_mapping=True):
-        for name in names:
-            self.all_tied_weights_keys.pop(name, None)
-        original(self, missing_keys=missing_keys, recompute_mapping=False)
-
-    PreTrainedModel.tie_weights = tie_others
-    try:
-        yield
-    finally:
-        PreTrainedModel.tie_weights = original
+    return find_file(where, name, not download or where.get("local_files_only", False), must_exist=download)
 
 
 def follow_files(config: PreTrainedConfig, model: PreTrainedModel, untied: list[str]) -> None:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.integrations import unset_hf_deepspeed_config
 from transformers.integrations.deepspeed import deepspeed_config
 
+from common.internals.transformers import make_model, set_unsplit_layers, unsplit_layers
 from common.models.attention_masks import decide_on_the_host
 from common.models.cpu_kernels import use_cpu_kernels
 from common.models.single_copy import holds_weights
@@ -56,7 +57,7 @@ def build_untrained(config: PreTrainedConfig, trust_remote_code: bool, model_cla
     dtype = torch.get_default_dtype()
     with whole_weights(), nullcontext() if holds_weights() else torch.device("meta"):
         if not hasattr(model_class, "from_config"):
-            model = model_class._from_config(config, dtype=dtype)
+            model = make_model(model_class, config, dtype=dtype)
         else:
             model = model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     return make_ready(model)
@@ -74,5 +75,5 @@ def make_ready(model: PreTrainedModel) -> PreTrainedModel:
     # Of the modules that FSDP2 is to shard as a whole, leave out what contains the input embedding (BertEmbeddings,
     # ViTEmbeddings): Accelerate 1.15 shards that by itself, after these, and fails where it has been sharded already.
     kinds = {type(module).__name__ for module in model.modules() if embedding not in module.modules()}
-    model._no_split_modules = kinds & set(model._no_split_modules or ())
+    set_unsplit_layers(model, kinds & unsplit_layers(model))
     return model

@@ -26,15 +26,16 @@ def _build_extension(builder_name: str, package: str) -> None:
     """
     import deepspeed  # here because it takes seconds
     from deepspeed.accelerator import get_accelerator
-    from torch.utils.cpp_extension import _get_build_directory
+
+    from common.internals.deepspeed import build_without_debug_symbols
+    from common.internals.torch import extension_directory
 
     # This environment's ninja, also where it was not activated: another version's builds all again.
     if (path := os.environ.get("PATH", "")).split(os.pathsep)[0] != (ours := str(Path(sys.executable).parent)):
         os.environ["PATH"] = os.pathsep.join([ours, path])
     builder = get_accelerator().create_op_builder(builder_name)
-    flags = [flag for flag in builder.cxx_args() if flag != "-g"]  # debugging symbols are a third of the time
-    builder.cxx_args = lambda: flags
-    directory = Path(_get_build_directory(builder.name, verbose=False))
+    build_without_debug_symbols(builder)
+    directory = extension_directory(builder.name)
     library = directory / f"{builder.name}.so"
     # DeepSpeed builds a second one for async_io.
     locks = [directory / "lock", *([directory.parent / "pin_memory/lock"] if builder.name == "async_io" else [])]

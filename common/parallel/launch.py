@@ -17,9 +17,9 @@ import psutil
 import torch
 import yaml
 from accelerate.commands.config.config_args import default_config_file
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import parse_flag_from_env
 
+from common.internals.accelerate import read_launch
 from common.launcher import find_launch_words
 from common.parallel import deepspeed_files, deepspeed_flags, parallelism_config, sharding
 from common.training.process_grid import Degrees
@@ -101,11 +101,8 @@ def find_launch() -> Launch:
 
 def parse_launch(argv: list[str], environment: dict[str, str] | None = None) -> Launch:
     """What the words after `accelerate launch` ask for; `environment` is that of the launcher."""
-    parser = launch_command_parser()
     with open(os.devnull, "w") as null, redirect_stderr(null):  # the launcher has printed its warnings already
-        # Private, but the very code that `accelerate launch` runs: 150 lines of what wins, flag, file or default. The
-        # public `load_config_from_file` knows no flags, and leaves 4 to 6 settings of each shipped config open.
-        args, defaults, _ = _validate_launch_command(parser.parse_args(argv))
+        args, defaults, known = read_launch(argv)
     config_file = args.config_file or (default_config_file if defaults is not None else None)
     launch = Launch(
         source=f"`accelerate launch` with {config_file}" if config_file else "`accelerate launch`",
@@ -135,7 +132,7 @@ def parse_launch(argv: list[str], environment: dict[str, str] | None = None) -> 
             "no GPU, the same config runs on the CPU"
         )
     if config_file:
-        _read_config_file(launch, known={action.dest for action in parser._actions})
+        _read_config_file(launch, known)
     says_precision = "mixed_precision" in launch.given or launch.file_settings.get("mixed_precision")
     if launch.mode == "DeepSpeed" and not says_precision:
         launch.mixed_precision = deepspeed_files.file_precision(launch.deepspeed_config) or launch.mixed_precision

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     AttentionMaskInterface,
     AutoModelForCausalLM,
@@ -27,6 +28,7 @@ from transformers import (
 )
 
 from common.errors import UserError
+from common.internals.transformers import attention_name, is_recurrent, supports_sdpa
 from common.parallel.process_groups import group_of
 from common.training.precision import autocast_dtype
 from common.training.process_grid import Degrees
@@ -60,14 +62,14 @@ def check_model(config: PreTrainedConfig, model_class: Any, degrees: Degrees) ->
 
 def _why_not(config: PreTrainedConfig) -> str | None:
     """Why a causal language model's sequences cannot be shared, if they cannot: the end of a sentence."""
-    kind, text = AutoModelForCausalLM._model_mapping.get(type(config), None), config.get_text_config()
+    kind, text = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), config.get_text_config()
     if isinstance(kind, tuple) or kind is None or text is not config:
         return "has other inputs than text, or is a model of its own"
     others = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
-    if others or kind._is_stateful:
+    if others or is_recurrent(kind):
         where = f" in its layers of {', '.join(others)}" if others else ""
         return f"passes something from token to token beside attention{where}"
-    if not kind._supports_sdpa or not kind._supports_attention_backend:
+    if not supports_sdpa(kind) or not kind.is_backend_compatible():
         return "does not ask for its attention by transformers' interface, or not for SDPA's"
     if "position_ids" not in inspect.signature(kind.forward).parameters or config.model_type in OTHERS:
         return "finds positions or masks by itself, and would count each part from 0"
@@ -90,7 +92,7 @@ def share_sequences(model: PreTrainedModel, degrees: Degrees) -> None:
     if degrees.sequence == 1:
         return
     name, num_layers = type(model).__name__, getattr(model.config.get_text_config(), "num_hidden_layers", 1)
-    if model.config._attn_implementation != "sdpa" or not type(model).__module__.startswith("transformers."):
+    if attention_name(model) != "sdpa" or not type(model).__module__.startswith("transformers."):
         raise UserError(
             f"parallelism_config_sp_size: {name} does not run transformers' own code with SDPA; set it to 1"
         )

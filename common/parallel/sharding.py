@@ -1,7 +1,6 @@
 """FSDP2 and DeepSpeed: checks FSDP2's requirements, and both modes without a GPU. Files: `deepspeed_files`."""
 
 import dataclasses
-import importlib
 import os
 import sys
 import warnings
@@ -12,11 +11,11 @@ from typing import Any
 import psutil
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import DistributedType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from common.internals.accelerate import shard_over, shard_without_gpu
+from common.internals.transformers import unsplit_layers
 from common.parallel.deepspeed_files import offload_devices
 from common.parallel.extensions import build_extensions
 from common.training.optimizers import OPTIMIZERS, name_optimizers
@@ -57,7 +56,7 @@ def check_layer_classes(
         found = {type(module).__name__ for module in model.modules()}
         if missing := [name for name in wanted if name not in found]:
             blocks = [part for module in model.modules() if isinstance(module, torch.nn.ModuleList) for part in module]
-            layers = found & set(getattr(model, "_no_split_modules", None) or ())
+            layers = found & unsplit_layers(model)
             layers = layers or {type(block).__name__ for block in blocks}
             yield (
                 f"{source}: {setting}: {type(model).__name__} has no layer {', '.join(missing)}; use "
@@ -78,9 +77,9 @@ def prepare_rehearsal(mode: str) -> None:
 
 def connect_rehearsal(mode: str) -> None:
     """Lets Accelerate shard on a CPU, over gloo: the state that it would make by itself has no sharding there."""
-    state = PartialState(backend="gloo")
+    PartialState(backend="gloo")
     if mode == "FSDP":
-        state.distributed_type = DistributedType.MULTI_GPU  # the only types for which Accelerate looks at FSDP
+        shard_without_gpu()
 
 
 def share_of_cores() -> int:
@@ -109,8 +108,7 @@ def shard_over_peers(accelerator: Accelerator, degrees: Degrees) -> None:
     # As Accelerate's own mesh has it, whose tensor parallelism would cut the model once more.
     sizes, names = (degrees.data, degrees.tensor), ("dp_shard_cp", "tp")
     mesh = init_device_mesh(accelerator.device.type, sizes, mesh_dim_names=names)
-    accelerator.state.device_mesh = mesh["dp_shard_cp"]
-    accelerator.state.parallelism_config = ParallelismConfig(dp_shard_size=degrees.data)
+    shard_over(accelerator, mesh["dp_shard_cp"], degrees.data)
 
 
 def configure_plugins(accelerator: Accelerator, max_grad_norm: float) -> None:
@@ -124,6 +122,8 @@ def configure_plugins(accelerator: Accelerator, max_grad_norm: float) -> None:
         sums = {"reduce_dtype": torch.float32, "output_dtype": None}
         fsdp.mixed_precision_policy = dataclasses.replace(fsdp.mixed_precision_policy, **sums)
     if accelerator.deepspeed_plugin is not None:
+        from common.internals.deepspeed import silence_memory_report  # here because most runs do without DeepSpeed
+
         # DeepSpeed calls collectives under names that torch 2.13 deprecates: a warning for each call.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         config = accelerator.deepspeed_plugin.deepspeed_config
@@ -137,4 +137,4 @@ def configure_plugins(accelerator: Accelerator, max_grad_norm: float) -> None:
         # With that, ZeRO-1 in bf16 runs another optimizer of DeepSpeed's. By itself it keeps each gradient a second
         # time, in bf16, and prints eighteen lines on memory.
         config.setdefault("bf16", {})["immediate_grad_update"] = True
-        importlib.import_module("deepspeed.runtime.bf16_optimizer").see_memory_usage = lambda *_, **__: None
+        silence_memory_report()

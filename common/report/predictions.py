@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from common.training.accumulation import mean_losses
+from common.training.precision import BATCH_NORMS
 from common.training.process_grid import running
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ def measure(
     """
     model.eval()
     for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):  # the main process's statistics, which are saved
+        if isinstance(module, BATCH_NORMS):  # the main process's statistics, which are saved
             for statistics in (module.running_mean, module.running_var):
                 accelerate.utils.broadcast(statistics)
     measured, answers = [], []

@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from torch.profiler import profile, record_function, schedule
 
+from common.internals.torch import SCHEDULED_BACKWARD
 from common.report.tracking import write_run
 from common.training.batching import GlobalBatch
 from common.training.token_budget import is_repeated
@@ -117,7 +118,7 @@ def _named_phases(run: Any) -> ExitStack:
     replace(run, "micro_batches", micro_batches)
     name(run.model, "forward", "forward")  # a pipeline's schedule has its micro-batches before it begins
     name(run.accelerator, "backward", "backward")
-    name(torch.autograd, "backward", "backward")  # which that schedule calls
+    name(*SCHEDULED_BACKWARD, "backward")  # which that schedule calls
     if engine := getattr(run.accelerator, "deepspeed_engine_wrapped", None):
         name(engine.engine, "step", "optimizer")
     return names

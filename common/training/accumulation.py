@@ -34,7 +34,7 @@ def synchronize_gradients(accelerator: Accelerator, model: torch.nn.Module, now:
     With --micro_batch_tokens auto, nothing is reduced here (`token_budget`), and an error of memory ends here. Then
     only the loop's `loss_sum` still holds activations: it begins each update with None in it.
     """
-    accelerator.gradient_state._set_sync_gradients(now)  # read by AcceleratedOptimizer.step, and for DeepSpeed's engine
+    accelerator.sync_gradients = now  # read by AcceleratedOptimizer.step, and for DeepSpeed's engine
     keeps_whole_gradients = not now and accelerator.distributed_type != DistributedType.FSDP
     budget = token_budget.adjusting()
     with (

@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from common.errors import UserError
+from common.internals.torch import argument_names
+from common.internals.transformers import is_checkpointed, wrap_checkpointing
 
 # Measured on one CPU core with a Llama shape (4 layers of width 384, MLP of 1024, 6 heads, SDPA, no output head) and
 # 2 x 512 tokens. Bytes alive between forward and backward, without the parameters, in float32 and under bf16 autocast:
@@ -51,8 +53,7 @@ def _keep_matrix_products(context: Any, operator: Any, *args: Any, **kwargs: Any
     """The policy of `selective`, asked once for each operator that a layer's forward runs."""
     if operator not in _KEPT_OPERATORS:
         return CheckpointPolicy.PREFER_RECOMPUTE
-    names = [argument.name for argument in operator._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = dict(zip(argument_names(operator), args, strict=False)) | kwargs
     # Attention that drops out draws random numbers inside its kernel. Were its result kept, the second run would not
     # draw them, and every later dropout of the layer would get another mask than in forward: a wrong gradient.
     if given.get("dropout_p"):
@@ -77,7 +78,7 @@ def apply_activation_checkpointing(model: nn.Module, mode: str, device: torch.de
     """
     assert mode in ACTIVATION_CHECKPOINTING, mode
     if mode == "none":
-        if any(_is_checkpointed(module) for module in model.modules()):  # the model's own config can have asked for it
+        if any(is_checkpointed(module) for module in model.modules()):  # the model's own config can have asked for it
             _first_method(model, "activation_checkpointing_disable", "gradient_checkpointing_disable")()
         return
     cannot = f"--activation_checkpointing {mode}: {type(model).__name__} cannot checkpoint its layers; use none"
@@ -95,7 +96,7 @@ def apply_activation_checkpointing(model: nn.Module, mode: str, device: torch.de
     enable = _first_method(model, "activation_checkpointing_enable", "gradient_checkpointing_enable")
     enable(settings)
     # A few models bring their own switch, which takes no settings: it would run another mode than the one asked for.
-    checkpointed = [module for module in model.modules() if _is_checkpointed(module)]
+    checkpointed = [module for module in model.modules() if is_checkpointed(module)]
     if not checkpointed:
         raise UserError(cannot)
     if mode == "offload":
@@ -103,14 +104,10 @@ def apply_activation_checkpointing(model: nn.Module, mode: str, device: torch.de
 
         offload = HostOffload(device)
         for module in checkpointed:
-            module._gradient_checkpointing_func = offload.around(module._gradient_checkpointing_func)
+            wrap_checkpointing(module, offload.around)
     # The library also makes the embedding's output require a gradient, which only the re-entrant kind needs; with
     # frozen embeddings it would cost a gradient that nobody reads, and it breaks the graph of torch.compile.
     model.disable_input_require_grads()
-
-
-def _is_checkpointed(module: nn.Module) -> bool:
-    return bool(getattr(module, "gradient_checkpointing", False)) and hasattr(module, "_gradient_checkpointing_func")
 
 
 def _first_method(model: nn.Module, *names: str) -> Any:

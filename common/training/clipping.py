@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
+from common.internals.torch import multiply_in_place
 from common.training import token_budget
 
 
@@ -59,7 +60,7 @@ def clip_gradients(accelerator: Accelerator, model: torch.nn.Module, max_norm: f
     dist.all_reduce(square, group=shares.group)
     norm = square.sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1)  # as torch.nn.utils.clip_grad_norm_ does
-    torch._foreach_mul_(list(local.values()), factor.to(next(iter(local.values())).device))
+    multiply_in_place(list(local.values()), factor.to(next(iter(local.values())).device))
     return norm
 
 

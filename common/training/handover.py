@@ -5,7 +5,6 @@ fit in shared memory, or no descriptor is left, it is sent through the pipe betw
 """
 
 import io
-import multiprocessing.queues
 import os
 import pickle
 import resource
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
+from common.internals.python import handle_unsent
 from common.training.stop_signals import ignore_signals
 
 ALIGNMENT = 64  # bytes, as torch aligns a tensor of its own
@@ -33,7 +33,7 @@ def start_worker(number: int) -> None:
     Python would print the error and drop the batch, for which the training process would wait for ever.
     """
     ignore_signals(number)
-    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_worker)
+    handle_unsent(_end_worker)
 
 
 def _end_worker(error: BaseException, _: Any) -> None:

@@ -21,7 +21,8 @@ from torch import nn
 from common.errors import UserError
 
 # The modules whose weight is a matrix whatever its sizes: the head of a regression has shape (1, width) and is decayed.
-MATRIX_MODULES = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
+MATRIX_MODULES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+MATRIX_MODULES += (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 # (0.9, 0.95) is what language models are trained with (GPT-3, LLaMA, nanoGPT). torch's 0.999 averages the squared
 # gradient over 1000 updates, which is longer than many of these runs, and makes one bad batch felt for as long.
@@ -145,11 +146,10 @@ def _adamw_8bit(groups: list[dict[str, Any]], model: nn.Module, learning_rate: f
         import bitsandbytes  # here because it takes seconds to import, and not every machine has it
     except ImportError as error:
         raise UserError(f"--optimizer adamw8bit needs bitsandbytes ({error}): pip install bitsandbytes") from error
+    from common.internals.bitsandbytes import use_own_manager
+
     optimizer = bitsandbytes.optim.AdamW8bit(groups, lr=learning_rate, betas=ADAM_BETAS)
-    # The documented manager is one for the process: it remembers overrides by position (group, index), so the optimizer
-    # of a second model inherits the first one's, and it keeps every model alive. Hence a manager of its own.
-    optimizer.mng = bitsandbytes.optim.GlobalOptimManager.__new__(bitsandbytes.optim.GlobalOptimManager)
-    optimizer.mng.initialize()
+    use_own_manager(optimizer)
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             optimizer.mng.register_module_override(module, "weight", {"optim_bits": 32})

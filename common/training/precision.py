@@ -6,11 +6,14 @@ from types import MethodType
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import DistributedType
 from torch import nn
 from transformers import PreTrainedModel
 
+from common.internals.torch import replace_parameters
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # Transformers computes a mixture's experts with these, the second where torch's own does not run. Autocast has neither.
 GROUPED_PRODUCTS = (("aten", "_grouped_mm"), ("transformers", "grouped_mm_fallback"))
 
@@ -44,17 +47,17 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 def is_deepspeed() -> bool:
     """Whether DeepSpeed runs, which casts the whole model, and keeps float32 copies of what is trained."""
-    return bool(AcceleratorState._shared_state) and AcceleratorState().distributed_type == DistributedType.DEEPSPEED
+    return is_initialized() and AcceleratorState().distributed_type == DistributedType.DEEPSPEED
 
 
 def is_fsdp() -> bool:
     """Whether FSDP2 runs, which casts each layer's parameters and inputs where autocast leaves norms in float32."""
-    return bool(AcceleratorState._shared_state) and AcceleratorState().distributed_type == DistributedType.FSDP
+    return is_initialized() and AcceleratorState().distributed_type == DistributedType.FSDP
 
 
 def narrow_dtype() -> torch.dtype | None:
     """The 16 bits that autocast or FSDP2 compute in; None without, and for DeepSpeed, which casts the whole model."""
-    if not AcceleratorState._shared_state or is_deepspeed():
+    if not is_initialized() or is_deepspeed():
         return None
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(AcceleratorState().mixed_precision)
 
@@ -87,7 +90,7 @@ def follow_precision(model: PreTrainedModel) -> None:
     """Lets a bare model's inputs and batch norms fit weights in bf16 or fp16, as DeepSpeed and FSDP2 give them."""
     model.register_forward_pre_hook(_narrow_inputs, with_kwargs=True)
     for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine and module.track_running_stats:
+        if isinstance(module, BATCH_NORMS) and module.affine and module.track_running_stats:
             module.forward = MethodType(_normalize, module)
 
 
@@ -101,13 +104,10 @@ def _narrow_inputs(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) 
     return tuple(map(narrow, args)), {name: narrow(value) for name, value in kwargs.items()}
 
 
-def _normalize(norm: nn.modules.batchnorm._BatchNorm, images: torch.Tensor) -> torch.Tensor:
+def _normalize(norm: nn.Module, images: torch.Tensor) -> torch.Tensor:
     """Batch norm with weights in the type of its running statistics, float32: torch takes no others."""
     if norm.weight.dtype == norm.running_mean.dtype:
         return type(norm).forward(norm, images)
-    narrow = dict(norm._parameters)
-    norm._parameters.update({name: p.to(norm.running_mean.dtype) for name, p in narrow.items()})
-    try:
+    wide = {name: p.to(norm.running_mean.dtype) for name, p in norm.named_parameters(recurse=False)}
+    with replace_parameters(norm, wide):
         return type(norm).forward(norm, images)
-    finally:
-        norm._parameters.update(narrow)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
+from common.internals.torch import divide_in_place
 from common.training.batching import GlobalBatch
 from common.training.out_of_memory import is_out_of_memory
 
@@ -65,7 +66,7 @@ class TokenBudget:
             traceback.clear_frames(error.__traceback__)  # which hold the activations
             self.has_run_out = True
         if self.has_run_out:
-            self.accelerator.gradient_state._set_sync_gradients(True)  # else the optimizer would keep the gradients
+            self.accelerator.sync_gradients = True  # else the optimizer would keep the gradients
             if self.accelerator.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -189,4 +190,4 @@ def average_gradients(accelerator: Accelerator, model: torch.nn.Module) -> None:
         sums.append(dist.all_reduce(sent, async_op=True))
     for one in sums:
         one.wait()
-    torch._foreach_div_([p.grad for p in trained if p.grad is not None], accelerator.num_processes)
+    divide_in_place([p.grad for p in trained if p.grad is not None], accelerator.num_processes)

@@ -18,6 +18,7 @@ from common.checkpoint.architecture import class_of
 from common.checkpoint.format import FORMAT, Reader, find_damage, newer_line, own_file, read_manifest, require
 from common.errors import UserError, one_line
 from common.files import PARTIAL, complete_or_absent
+from common.internals.transformers import make_model
 from common.models import export_dtype
 from common.models.adapter_files import ADAPTER_CONFIG
 
@@ -119,7 +120,7 @@ def _whole_model(directory: Path, weights: dict[str, torch.Tensor], model_class:
     dtype = next(value.dtype for value in weights.values() if value.is_floating_point())
     config = model_class.config_class.from_pretrained(directory / "model", local_files_only=True)
     with torch.device("meta"):  # no memory, and no time, for weights that are replaced
-        model = model_class._from_config(config, dtype=dtype)
+        model = make_model(model_class, config, dtype=dtype)
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
     tied = set(model.all_tied_weights_keys)
     model.tie_weights(missing_keys=set(missing), recompute_mapping=False)  # not what was trained apart

@@ -5,10 +5,9 @@ from typing import Any, NamedTuple
 from weakref import finalize
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from common.internals.torch import dispatch_mode, is_fake, storage_key, tree_leaves, without_fakes
 
 _ATEN = torch.ops.aten
 GROUPED = _ATEN._grouped_mm.default
@@ -34,7 +33,7 @@ COPY = _ATEN._to_copy.default
 
 
 def _is_without_data(tensor: torch.Tensor) -> bool:
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
+    return tensor.is_meta or is_fake(tensor)
 
 
 def _lstm_workspace(args: tuple) -> int:
@@ -50,7 +49,7 @@ def _lstm_workspace(args: tuple) -> int:
         return 0 if workspace is None else workspace.nbytes
 
     steps, few = args[0].shape[0], FEW_STEPS
-    with unset_fake_temporarily():
+    with without_fakes():
         if steps <= 2 * few:
             return measured(steps)
         one, two = measured(few), measured(2 * few)
@@ -65,7 +64,7 @@ class Event(NamedTuple):
     size: int
 
 
-class AllocationTracer(TorchDispatchMode):
+class AllocationTracer(dispatch_mode()):
     """While it is on, what each operator makes becomes an event, and so does its end."""
 
     def __init__(self):
@@ -124,7 +123,7 @@ class AllocationTracer(TorchDispatchMode):
     def number_of(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's storage, which is counted from now on if it is new."""
         storage = tensor.untyped_storage()
-        address = storage._cdata
+        address = storage_key(tensor)
         if address not in self._numbers:
             number = self._numbers[address] = len(self.events)
             self.events.append(Event(self.segment, number, storage.nbytes()))

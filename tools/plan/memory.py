@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from common.internals.transformers import unsplit_layers
 from common.parallel import deepspeed_files
 from common.parallel.launch import Launch
 from common.training.process_grid import Degrees
@@ -46,7 +47,7 @@ class ModelSizes:
 
 def measure_model(model: torch.nn.Module) -> ModelSizes:
     """Of a model with or without data. What is gathered at once are the modules that the model says not to split."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
+    names = unsplit_layers(model)
     sizes, inside = [0], set()
     for module in model.modules():
         if type(module).__name__ in names and not inside & {id(p) for p in module.parameters()}:

@@ -19,10 +19,10 @@ from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from common.internals.accelerate import forget_state
+from common.internals.torch import drop_collectives, fake_mode, replace_functions, without_fakes
 from common.models import single_copy, untrained
 from common.parallel import liveness, sequence, tensor
 from common.training.activation_checkpointing import apply_activation_checkpointing
@@ -75,8 +75,7 @@ class TracedRun:
                 del os.environ[name]
         # However this process ends, no rank is to hear of it, and nothing of the run is to be cleared away.
         liveness.leave = sys.excepthook = lambda *_: os._exit(1)
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
+        forget_state()
         _share_with_nobody(case.degrees)
         torch.set_num_threads(1)
         autocast = "bf16" if case.autocast == "fp16" else case.autocast  # as wide, and CPUs have it
@@ -108,7 +107,7 @@ class TracedRun:
             micro_batch, larger = (shard_tokens(one, 0, degrees.sequence) for one in (micro_batch, larger))
         sequence.share_sequences(model, degrees)
         tensor.cut_model(model, optimizer, degrees)
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake = fake_mode()
         self.stack = contextlib.ExitStack()
         self.stack.enter_context(self.fake)
         parameters = _fill(model, optimizer, DTYPES[self.case.weights])
@@ -177,7 +176,7 @@ class TracedRun:
 
     def all_finite(self, batch: GlobalBatch, loss_sums: Any, grad_norm: Any, **own_news: Any) -> bool:
         """Nothing is exchanged; what a recipe reads of it is zero."""
-        with unset_fake_temporarily():
+        with without_fakes():
             self.news = {name: torch.zeros(getattr(one, "shape", ())) for name, one in own_news.items()}
         return True
 
@@ -241,17 +240,15 @@ def _fill(
     """Gives a model without data, and its optimizer, new parameters and buffers on the CPU; tied ones stay so."""
     new: dict[int, Any] = {}
     for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is not None:
-                if id(p) not in new:
-                    # Frozen beside an adapter, it may be in 16 bits while what is trained is in float32.
-                    kind = dtype if p.is_floating_point() and p.itemsize >= dtype.itemsize else p.dtype
-                    empty = torch.nn.Parameter(torch.empty_like(p, device="cpu", dtype=kind), p.requires_grad)
-                    new[id(p)] = new[id(empty)] = empty
-                module._parameters[name] = new[id(p)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+        for name, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(p) not in new:
+                # Frozen beside an adapter, it may be in 16 bits while what is trained is in float32.
+                kind = dtype if p.is_floating_point() and p.itemsize >= dtype.itemsize else p.dtype
+                empty = torch.nn.Parameter(torch.empty_like(p, device="cpu", dtype=kind), p.requires_grad)
+                new[id(p)] = new[id(empty)] = empty
+            module.register_parameter(name, new[id(p)])
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(module, name, torch.empty_like(buffer, device="cpu"))
     for group in optimizer.param_groups:
         group["params"] = [new[id(p)] for p in group["params"]]
     return dict(model.named_parameters())
@@ -262,8 +259,7 @@ def _share_with_nobody(degrees: Degrees) -> None:
     set_running(degrees)
     alone = SimpleNamespace(rank=lambda: 0, size=lambda: degrees.group)
     tensor.group_of = sequence.group_of = lambda _: alone
-    for name in ("all_reduce", "all_gather", "all_to_all_single"):
-        setattr(torch.distributed, name, lambda *_, **__: None)
+    drop_collectives(("all_reduce", "all_gather", "all_to_all_single"))
 
 
 def _use_gpu_kernels() -> None:
@@ -282,5 +278,4 @@ def _use_gpu_kernels() -> None:
             query, key, value, attn_mask, True, dropout_p, is_causal
         )[0]
 
-    torch.nn.functional.dropout = dropout
-    torch.nn.functional.scaled_dot_product_attention = attention
+    replace_functions(dropout=dropout, scaled_dot_product_attention=attention)

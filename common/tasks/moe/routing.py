@@ -61,7 +61,7 @@ def find_layers(model: PreTrainedModel) -> list[Layer]:
 
     Known by their experts, which are one module and are called with the choice. UserError: another kind.
     """
-    recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+    recorded = getattr(model, "can_record_outputs", {}).get("router_logits")
     config, layers = model.config.get_text_config(), []
     for block in model.modules() if recorded else ():
         children = (child.get_base_layer() if hasattr(child, "get_base_layer") else child for child in block.children())
@@ -146,7 +146,7 @@ class Routing:
         return {"experts": experts, "balance": balance}
 
     def _listen(self, model: PreTrainedModel, index: int, layer: Layer) -> None:
-        recorded = model._can_record_outputs["router_logits"]
+        recorded = model.can_record_outputs["router_logits"]
         parameters = list(inspect.signature(layer.experts.forward).parameters)
 
         # Nothing is computed here: activation checkpointing would miss it, as it runs these again without listening.

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from common.errors import UserError, one_line
 from common.parallel.process_groups import group_of
@@ -31,7 +31,7 @@ def check_stages(config: PreTrainedConfig, degrees: Degrees | None = None) -> It
         return
     asked, name = f"parallelism_config_pp_size {degrees.pipeline}", config.model_type
     text = config.get_text_config()
-    if text is not config or type(config) not in AutoModelForCausalLM._model_mapping:
+    if text is not config or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         yield f"{asked}: {name} has other inputs than text, or is a model of its own; take another model"
     elif not (plan := getattr(config, "base_model_pp_plan", None)):
         yield f"{asked}: transformers has no pipeline plan (base_model_pp_plan) for {name}; take another model"

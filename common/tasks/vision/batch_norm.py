@@ -10,6 +10,7 @@ import math
 from torch import nn
 
 from common.errors import UserError
+from common.training.precision import BATCH_NORMS
 
 NORMS = {
     "group": "statistics of each image: the update is the same however it is cut; from scratch only, the default there",
@@ -32,7 +33,7 @@ def settle_norm(args: argparse.Namespace, model: nn.Module) -> None:
 
     Raises UserError: --norm has no effect on the model, or a micro-batch is too small for it; one line.
     """
-    if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+    if not any(isinstance(module, BATCH_NORMS) for module in model.modules()):
         if args.norm in ("batch", "sync_batch"):
             raise UserError(f"--norm {args.norm}: {type(model).__name__} has no batch norm; take it out")
         return

@@ -17,6 +17,7 @@ from PIL import Image, ImageOps
 
 from common.data.hub import held_out_splits, load_split
 from common.errors import UserError, one_line, refuse, shorten
+from common.internals.datasets import content_hash
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 DIGITS = "scikit-learn's digits"
@@ -156,7 +157,7 @@ def hub(name: str, config: str | None, split: str, label_column: str | None = No
 
     return Images(
         where,
-        fingerprint_of([data._fingerprint, column]),
+        fingerprint_of([content_hash(data), column]),
         classes,
         numbers,
         read,

@@ -1,0 +1,29 @@
+"""Private names of bitsandbytes, and its attributes that are overwritten. Tested with 0.50.2."""
+
+from typing import Any
+
+from torch import nn
+
+from common.internals.library import private
+
+
+def use_own_manager(optimizer: Any) -> None:
+    """Gives an optimizer a manager of its own for the layers whose states differ.
+
+    Overwrites `mng`, and makes a `GlobalOptimManager` without its constructor, which raises. The documented manager is
+    global: it remembers overrides by position (group, index), so that the optimizer of a second model inherits those of
+    the first one, and it keeps every model alive.
+    """
+    from bitsandbytes.optim import GlobalOptimManager
+
+    optimizer.mng = GlobalOptimManager.__new__(GlobalOptimManager)
+    private(GlobalOptimManager, "initialize")(optimizer.mng)
+
+
+def keep_packing(module: nn.Module) -> None:
+    """Keeps an evaluation on a CPU from repacking a 4-bit weight, because the new format has no gradient in 0.50.
+
+    Overwrites `support_avx512bf16_for_cpu` of the layer; older versions lack it, and never repack.
+    """
+    if hasattr(module, "support_avx512bf16_for_cpu"):
+        module.support_avx512bf16_for_cpu = False

@@ -1,0 +1,32 @@
+"""Finds a private name of a library, or ends the run with one line if the installed version lacks it."""
+
+import inspect
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from common.errors import UserError
+from common.versions import TESTED
+
+
+def private(owner: Any, name: str) -> Any:
+    """Returns `owner.name`.
+
+    Args:
+        owner: module, its full name, or class of a library.
+
+    Raises UserError: the installed version of the library does not have the name.
+    """
+    location = owner if isinstance(owner, str) else owner.__name__
+    if inspect.isclass(owner):
+        location = f"{owner.__module__}.{owner.__qualname__}"
+    try:
+        return getattr(import_module(owner) if isinstance(owner, str) else owner, name)
+    except (ImportError, AttributeError) as error:
+        library = location.partition(".")[0]
+        try:
+            installed = version(library)
+        except PackageNotFoundError:
+            raise error from None
+        fix = f"; install {library}=={TESTED[library][-1]}" if library in TESTED else ""
+        raise UserError(f"{library} {installed}: {location} has no {name}, which the recipes use{fix}") from error

@@ -1,0 +1,33 @@
+"""Private names of Python's standard library. Tested with Python 3.11."""
+
+import argparse
+import multiprocessing.queues
+from collections.abc import Callable
+from typing import Any
+
+
+def flags_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Returns the flags of a parser, and the action of each. Needs `_option_string_actions`, in all versions."""
+    return parser._option_string_actions
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keeps line breaks in help texts, and shows defaults unless there is none.
+
+    Overrides `_split_lines` and `_get_help_string`, in all versions; without them, help texts are filled as usual.
+    """
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return [line for part in text.splitlines() for line in super(HelpFormatter, self)._split_lines(part, width)]
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        has_none = action.default is None or action.default is False or action.default == []  # 0 is a default
+        return action.help if has_none else super()._get_help_string(action)
+
+
+def handle_unsent(handler: Callable[[BaseException, Any], None]) -> None:
+    """Calls `handler` with the error and the object if this process cannot send an object through a queue.
+
+    Overwrites `multiprocessing.queues.Queue._on_queue_feeder_error`, since Python 3.7, which drops the object.
+    """
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(handler)

@@ -1,0 +1,163 @@
+"""Private names of torch.
+
+Tested with torch 2.13. The source of torch 2.11 has the same names with the same arguments.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from common.internals.library import private
+
+# --- modules and tensors
+
+
+@contextmanager
+def replace_parameters(module: nn.Module, replacements: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Replaces parameters of the module itself by tensors, for the duration of the block.
+
+    Needs `Module._parameters`, a dict in all versions. `torch.func.functional_call` would also run the module's hooks,
+    and the method `forward` of the instance instead of that of its class.
+    """
+    parameters = module._parameters
+    before = {name: parameters[name] for name in replacements}
+    parameters.update(replacements)
+    try:
+        yield
+    finally:
+        parameters.update(before)
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields name and tensor of each buffer of the module itself that a state dict contains.
+
+    Needs `Module._non_persistent_buffers_set`, in all versions since 1.6. `state_dict` would run hooks that all-gather.
+    """
+    excluded = module._non_persistent_buffers_set
+    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        if name not in excluded:
+            yield name, buffer
+
+
+def write_count(tensor: torch.Tensor) -> int:
+    """Returns a number that grows with each in-place write to the tensor. Needs `Tensor._version`, in all versions."""
+    return tensor._version
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Returns a number that identifies the tensor's storage while it is allocated, also if it has no data.
+
+    Needs `UntypedStorage._cdata`, in all versions since 2.0. `data_ptr` is 0 for every storage without data.
+    """
+    return tensor.untyped_storage()._cdata
+
+
+def multiply_in_place(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiplies all tensors by one factor, in a few kernels.
+
+    Needs `torch._foreach_mul_`; without it, falls back to one kernel per tensor, with the same result.
+    """
+    if hasattr(torch, "_foreach_mul_"):
+        torch._foreach_mul_(tensors, factor)
+    else:
+        for tensor in tensors:
+            tensor.mul_(factor)
+
+
+def divide_in_place(tensors: list[torch.Tensor], divisor: int) -> None:
+    """Divides all tensors by one number, in a few kernels.
+
+    Needs `torch._foreach_div_`; without it, falls back to one kernel per tensor, with the same result.
+    """
+    if hasattr(torch, "_foreach_div_"):
+        torch._foreach_div_(tensors, divisor)
+    else:
+        for tensor in tensors:
+            tensor.div_(divisor)
+
+
+def shard_offset(tensor: Any) -> tuple[int, ...]:
+    """Returns the index of this rank's first element in a DTensor, per dimension.
+
+    Needs `torch.distributed.tensor._utils.compute_local_shape_and_global_offset`, since 2.5. Raises UserError without.
+    """
+    compute = private("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset")
+    return compute(tensor.shape, tensor.device_mesh, tensor.placements)[1]
+
+
+# --- operators
+
+
+def argument_names(operator: Any) -> list[str]:
+    """Returns the argument names of an operator (`torch.ops...default`). Needs `OpOverload._schema`, since 1.12."""
+    return [argument.name for argument in operator._schema.arguments]
+
+
+def extension_directory(name: str) -> Path:
+    """Returns the directory where torch builds a C++ extension, and creates it.
+
+    Needs `torch.utils.cpp_extension._get_build_directory`, in all versions. Raises UserError without. The public
+    `get_default_build_root` lacks TORCH_EXTENSIONS_DIR and the folder per version of Python and CUDA.
+    """
+    return Path(private("torch.utils.cpp_extension", "_get_build_directory")(name, verbose=False))
+
+
+# --- traces: `torch.profiler`, and updates without data
+
+# Called by torch's pipeline schedules for each micro-batch; replaced while `--profile` records.
+SCHEDULED_BACKWARD = (torch.autograd, "backward")
+
+
+def dispatch_mode() -> type:
+    """Returns the base class of a mode that receives each operator.
+
+    Needs `torch.utils._python_dispatch.TorchDispatchMode`, since 1.12. Raises UserError without.
+    """
+    return private("torch.utils._python_dispatch", "TorchDispatchMode")
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Returns the leaves of nested tuples, lists and dicts.
+
+    Needs `torch.utils._pytree.tree_leaves`, since 2.2. Raises UserError without.
+    """
+    return private("torch.utils._pytree", "tree_leaves")(tree)
+
+
+def fake_mode() -> AbstractContextManager:
+    """Returns a mode in which new tensors have no data; real ones are converted by its method `from_tensor`.
+
+    Needs `torch._subclasses.fake_tensor.FakeTensorMode`, since 2.0. Raises UserError without.
+    """
+    return private("torch._subclasses.fake_tensor", "FakeTensorMode")(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Returns whether a `fake_mode` made the tensor. Needs `torch._subclasses.fake_tensor.FakeTensor`, since 2.0."""
+    return isinstance(tensor, private("torch._subclasses.fake_tensor", "FakeTensor"))
+
+
+def without_fakes() -> AbstractContextManager:
+    """Returns a context inside `fake_mode` in which new tensors have data.
+
+    Needs `torch._subclasses.fake_tensor.unset_fake_temporarily`, since 2.1. Raises UserError without.
+    """
+    return private("torch._subclasses.fake_tensor", "unset_fake_temporarily")()
+
+
+def drop_collectives(names: Iterable[str]) -> None:
+    """Replaces functions of `torch.distributed` by functions that do nothing, for the rest of the process."""
+    for name in names:
+        private(torch.distributed, name)
+        setattr(torch.distributed, name, lambda *_, **__: None)
+
+
+def replace_functions(**functions: Callable[..., torch.Tensor]) -> None:
+    """Replaces functions of `torch.nn.functional`, by name, for the rest of the process."""
+    for name, function in functions.items():
+        private(nn.functional, name)
+        setattr(nn.functional, name, function)

@@ -1,0 +1,428 @@
+"""Private names of other libraries: all in common/internals/, and each works with the installed version.
+
+Judges a new version of a library in half a minute. Then raise TESTED in common/versions.py and requirements.txt.
+"""
+
+import argparse
+import ast
+import functools
+import multiprocessing
+import re
+
+import pytest
+import torch
+from conftest import BIN, ROOT, run
+from private_names import OURS, find_private_names
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MambaForCausalLM, T5Config
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from common.errors import UserError
+from common.internals import bitsandbytes as of_bitsandbytes
+from common.internals import datasets as of_datasets
+from common.internals import huggingface_hub as of_hub
+from common.internals import python as of_python
+from common.internals import torch as of_torch
+from common.internals import transformers as of_transformers
+from common.internals.library import private
+from common.versions import PACKAGES, TESTED, check_versions, versions
+
+INTERNALS = ROOT / "common/internals"
+
+
+# --- nothing private outside of common/internals/
+
+
+def sources():
+    paths = [path for folder in OURS for path in sorted((ROOT / folder).rglob("*.py"))]
+    return {str(path.relative_to(ROOT)): path.read_text() for path in paths if INTERNALS not in path.parents}
+
+
+# Attributes of our own modules that a process replaces in itself.
+OWN = {"head._logits_to_gradient"}
+
+
+def test_private_names_of_libraries_are_in_one_place():
+    assert [line for line in find_private_names(sources()) if line.split()[1] not in OWN] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("from torch._subclasses import FakeTensor", "torch._subclasses.FakeTensor"),
+        ("import torch.utils._pytree", "torch.utils._pytree"),
+        ("from safetensors.torch import _TYPES as DTYPES", "safetensors.torch._TYPES"),
+        ("names = list(nn.Linear(1, 1)._parameters)", "._parameters"),
+        ("buffers = module._buffers", "module._buffers"),
+        ("has_adapter = getattr(model, '_hf_peft_config_loaded', False)", "_hf_peft_config_loaded"),
+        ("cached_file(name, _raise_exceptions_for_missing_entries=False)", "cached_file(_raise_exceptions_for_"),
+        ("torch.nn.functional.dropout = print", "torch.nn.functional.dropout ="),
+        ("setattr(torch.distributed, name, print)", "setattr(torch.distributed)"),
+    ],
+)
+def test_a_private_name_in_a_source_is_found(line, name):
+    """The control."""
+    (found,) = find_private_names({"file.py": f"import torch\nfrom torch import nn\n\n{line}\n"})
+    assert found.startswith("file.py:4 ") and name in found
+
+
+@pytest.mark.parametrize(
+    "line", ["key = torch.ops.aten._grouped_mm.default", "os._exit(1)", "row._replace(a=1)", "sys.excepthook = print"]
+)
+def test_a_documented_name_is_none(line):
+    assert find_private_names({"file.py": f"import os, sys, torch\n{line}\n"}) == []
+
+
+def test_each_function_is_tried_here():
+    text = ROOT.joinpath("tests/test_internals.py").read_text()
+    for path in INTERNALS.glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name != "Fragment":
+                assert re.search(rf"\b{node.name}\b", text), f"{path.name}: {node.name}"
+
+
+def test_a_name_that_is_not_there_is_one_line():
+    assert private("torch.nn.functional", "dropout") is nn.functional.dropout
+    assert private(nn.Linear, "forward") is nn.Linear.forward
+    installed = re.escape(versions()["torch"])
+    with pytest.raises(UserError, match=rf"^torch {installed}: torch.nn has no _gone, .*; install torch==2[.\d]+$"):
+        private("torch.nn", "_gone")
+    with pytest.raises(UserError, match=r"^torch .*: torch.nn.modules.linear.Linear has no _gone, which"):
+        private(nn.Linear, "_gone")
+    with pytest.raises(ImportError):
+        private("no_such_library", "name")
+
+
+# --- versions
+
+
+def test_the_newest_tested_versions_are_the_required_ones(caplog):
+    required = dict(re.findall(r"^([\w-]+)==([\d.]+)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
+    assert {package: newest for package, (_, newest) in TESTED.items()} == {name: required[name] for name in PACKAGES}
+    check_versions({name: required[name] for name in PACKAGES} | {"torch": "2.13.0+cu130"})
+    check_versions({name: oldest for name, (oldest, _) in TESTED.items()})
+    check_versions({"transformers": TESTED["transformers"][0]})  # the others are not installed
+    assert not caplog.records
+
+
+def test_an_untested_version_is_one_line(caplog):
+    check_versions({"torch": "2.10.1", "transformers": "5.24.0.dev0", "accelerate": "1.15.0", "peft": "0.21.3"})
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "untested versions: torch 2.10.1 (tested: 2.11.0 to 2.13.0), transformers 5.24.0.dev0 (tested: 5.17.0 to "
+        "5.23.0), peft 0.21.3 (tested: 0.21.2); if something fails, install requirements.txt"
+    )
+
+
+def test_a_version_that_does_not_work_is_an_error():
+    message = (
+        "torch 2.5.1+cu121: has no torch.distributed.fsdp.FSDPModule; install torch==2.13.0\ntransformers 4.57.6: has"
+    )
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_versions({"torch": "2.5.1+cu121", "transformers": "4.57.6", "accelerate": "1.10.0"})
+
+
+@pytest.mark.parametrize(("version", "status"), [("4.57.6", 2), (versions()["transformers"], 0)])
+def test_a_recipe_ends_before_it_imports_a_version_that_does_not_work(version, status, tmp_path):
+    """Control: the installed version."""
+    metadata = tmp_path / f"transformers-{version}.dist-info/METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: transformers\nVersion: {version}\n")
+    code = "import sys, common; assert 'torch' not in sys.modules"
+    result = run([BIN / "python", "-c", code], PYTHONPATH=f"{tmp_path}:{ROOT}")
+    line = f"error: transformers {version}: has no transformers.PreTrainedConfig; install transformers==5.23.0\n"
+    assert (result.returncode, result.stderr) == (status, line if status else "")
+
+
+# --- torch
+
+
+def test_parameters_are_replaced_for_a_block_and_no_hook_runs():
+    norm, calls, x = nn.BatchNorm1d(2), [], torch.randn(4, 2)
+    norm.register_forward_hook(lambda *_: calls.append(1))
+    norm.weight.data, norm.bias.data = norm.weight.data.bfloat16(), norm.bias.data.bfloat16()
+    before = dict(norm.named_parameters())
+    with pytest.raises(ZeroDivisionError):
+        with of_torch.replace_parameters(norm, {name: p.float() * 3 for name, p in before.items()}):
+            assert torch.allclose(type(norm).forward(norm, x).std(0, correction=0), torch.tensor(3.0), rtol=1e-3)
+            raise ZeroDivisionError
+    after = dict(norm.named_parameters())
+    assert all(after[name] is p for name, p in before.items()) and not calls
+
+
+def test_a_state_dict_has_the_persistent_buffers():
+    module = nn.Module()
+    module.register_buffer("saved", torch.ones(2))
+    module.register_buffer("computed", torch.ones(2), persistent=False)
+    module.register_buffer("nothing", None)
+    ((name, buffer),) = of_torch.persistent_buffers(module)
+    assert [name] == list(module.state_dict()) == ["saved"] and buffer is module.saved
+
+
+def test_writes_are_counted_and_storages_told_apart():
+    x = torch.zeros(2)
+    before = of_torch.write_count(x)
+    assert of_torch.write_count(x) == before
+    x.add_(1)
+    assert of_torch.write_count(x) > before
+    with of_torch.fake_mode():
+        y, z = torch.zeros(2), torch.zeros(2)
+        assert of_torch.storage_key(y) == of_torch.storage_key(y.view(1, 2)) != of_torch.storage_key(z)
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_tensors_are_scaled_in_place_also_without_the_fused_kernels(is_fused, monkeypatch):
+    tensors = [torch.randn(3), torch.randn(2, 2)]
+    expected = [x * torch.tensor(0.3) / 7 for x in tensors]
+    if not is_fused:
+        monkeypatch.delattr(torch, "_foreach_mul_")
+        monkeypatch.delattr(torch, "_foreach_div_")
+    of_torch.multiply_in_place(tensors, torch.tensor(0.3))
+    of_torch.divide_in_place(tensors, 7)
+    assert all(torch.equal(x, y) for x, y in zip(tensors, expected, strict=True))
+
+
+def test_operators_and_extensions(tmp_path, monkeypatch):
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert of_torch.argument_names(attention)[:5] == ["query", "key", "value", "dropout_p", "is_causal"]
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert of_torch.extension_directory("some") == tmp_path / "some" and (tmp_path / "some").is_dir()
+
+
+def test_operators_are_seen_without_data():
+    calls = []
+
+    class Mode(of_torch.dispatch_mode()):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with of_torch.fake_mode() as fake, Mode():
+        x = fake.from_tensor(torch.ones(2, 2))
+        assert of_torch.is_fake(x @ x)
+        with of_torch.without_fakes():
+            assert not of_torch.is_fake(torch.ones(2))
+    assert torch.ops.aten.mm.default in calls
+    assert of_torch.tree_leaves([1, (2, {"a": 3})]) == [1, 2, 3]
+
+
+def test_functions_are_replaced(monkeypatch):
+    for owner, name in ((torch.distributed, "all_reduce"), (nn.functional, "dropout")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # set back at the end
+    with pytest.raises(ValueError, match="process group"):
+        torch.distributed.all_reduce(torch.ones(1))
+    of_torch.drop_collectives(["all_reduce"])
+    assert torch.distributed.all_reduce(torch.ones(1)) is None
+    of_torch.replace_functions(dropout=lambda x, *_: x + 1)
+    assert nn.Dropout(0.5)(torch.ones(1)).item() == 2
+    with pytest.raises(UserError, match="has no _gone"):
+        of_torch.replace_functions(_gone=print)
+
+
+def test_a_pipeline_schedule_calls_the_backward_that_a_profile_names(monkeypatch):
+    from torch.distributed.pipelining import _backward
+
+    owner, name = of_torch.SCHEDULED_BACKWARD
+    original, calls = getattr(owner, name), []
+    monkeypatch.setattr(owner, name, lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs))
+    x = torch.ones(2, requires_grad=True)
+    (gradient,) = _backward.stage_backward((x * 3).sum(), None, [x])
+    assert calls and gradient.tolist() == [3, 3]
+
+
+# --- transformers
+
+LLAMA = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+@pytest.fixture
+def llama():
+    return LlamaForCausalLM(LlamaConfig(**LLAMA))
+
+
+def test_models_are_made_and_drawn():
+    config = LlamaConfig(**LLAMA)
+    assert of_transformers.has_model(AutoModelForCausalLM, config)
+    assert not of_transformers.has_model(AutoModelForCausalLM, T5Config())
+    with torch.device("meta"):
+        assert of_transformers.make_model(LlamaForCausalLM, config, dtype=torch.bfloat16).dtype == torch.bfloat16
+    model = of_transformers.make_model(LlamaForCausalLM, config, dtype=torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    of_transformers.draw_weights(model, model.lm_head)
+    changed = [name for name, p in model.named_parameters() if not torch.equal(p, before[name])]
+    assert changed == ["lm_head.weight"] and 0.01 < model.lm_head.weight.std() < 0.03
+
+
+def test_matrices_are_read_in_another_dtype(llama, tmp_path):
+    llama.save_pretrained(tmp_path)
+    for dtype in (torch.bfloat16, None):
+        with of_transformers.read_matrices_in(dtype):
+            model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+        assert {p.dtype for p in model.parameters() if p.ndim > 1} == {dtype or torch.float32}
+        assert {p.dtype for p in model.parameters() if p.ndim == 1} == {torch.float32}
+
+
+def test_weights_are_not_tied(llama, tmp_path, monkeypatch):
+    """Control: without the block, here with equal values, they are."""
+    with torch.no_grad():
+        llama.lm_head.weight.copy_(llama.model.embed_tokens.weight)
+    llama.save_pretrained(tmp_path)
+    config = LlamaConfig(**LLAMA, tie_word_embeddings=True)
+    for names in (["lm_head.weight"], []):
+        with of_transformers.keep_untied(names):
+            model = LlamaForCausalLM.from_pretrained(tmp_path, config=config)
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == (not names)
+
+
+def test_files_are_found(llama, tmp_path):
+    llama.save_pretrained(tmp_path)
+    where = {"pretrained_model_name_or_path": str(tmp_path)}
+    found = of_transformers.find_file(where, "config.json", local_files_only=True, must_exist=True)
+    assert found == tmp_path / "config.json"
+    assert of_transformers.find_file(where, "none.json", local_files_only=True, must_exist=False) is None
+    with pytest.raises(OSError, match="none.json"):
+        of_transformers.find_file(where, "none.json", local_files_only=True, must_exist=True)
+
+
+def test_properties_of_models(llama):
+    from transformers import T5ForConditionalGeneration
+
+    assert of_transformers.unsplit_layers(llama) == {"LlamaDecoderLayer"}
+    of_transformers.set_unsplit_layers(llama, {"LlamaMLP"})
+    assert of_transformers.unsplit_layers(llama) == {"LlamaMLP"} and not of_transformers.unsplit_layers(nn.Linear(1, 1))
+    with torch.device("meta"):
+        t5 = T5ForConditionalGeneration(T5Config(d_model=8, d_ff=8, num_layers=1, num_heads=1))
+    assert of_transformers.float32_modules(t5) == ["wo"] and of_transformers.float32_modules(llama) == []
+    assert of_transformers.attention_name(llama) == "sdpa"
+    assert of_transformers.is_recurrent(MambaForCausalLM) and not of_transformers.is_recurrent(LlamaForCausalLM)
+    assert of_transformers.supports_sdpa(LlamaForCausalLM) and not of_transformers.supports_sdpa(MambaForCausalLM)
+
+
+def test_the_checkpointing_of_layers_is_wrapped(llama):
+    calls = []
+
+    def count(function):
+        return lambda *args, **kwargs: calls.append(1) or function(*args, **kwargs)
+
+    assert not any(map(of_transformers.is_checkpointed, llama.modules()))
+    llama.gradient_checkpointing_enable({"use_reentrant": False})
+    layers = [module for module in llama.modules() if isinstance(module, LlamaDecoderLayer)]
+    assert all(of_transformers.is_checkpointed(layer) for layer in layers) and len(layers) == 2
+    for layer in layers:
+        of_transformers.wrap_checkpointing(layer, count)
+    llama.train()(torch.zeros(1, 4, dtype=torch.int64)).logits.sum().backward()
+    assert len(calls) == 2
+
+
+def test_masks_look_at_no_positions(llama, monkeypatch):
+    """Control: by themselves they see two sequences in the row."""
+    from transformers import masking_utils
+
+    positions = torch.tensor([[0, 1, 0, 1]])
+    assert masking_utils.find_packed_sequence_indices(positions).tolist() == [[0, 0, 1, 1]]
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", masking_utils.find_packed_sequence_indices)
+    of_transformers.expect_unpacked_rows()
+    mask = functools.partial(masking_utils.create_causal_mask, llama.config, past_key_values=None)
+    mask = mask(inputs_embeds=torch.zeros(1, 4, 8), attention_mask=None, position_ids=positions)
+    assert mask is None or bool(mask[0, 0, 3, 0] == 0)
+
+
+# --- bitsandbytes, datasets, huggingface_hub, Python
+
+
+def test_an_optimizer_has_a_manager_of_its_own():
+    import bitsandbytes
+
+    layers = [nn.Embedding(64, 128), nn.Embedding(64, 128)]
+    for layer, has_own in zip(layers, (True, False), strict=True):
+        optimizer = bitsandbytes.optim.AdamW8bit(layer.parameters(), lr=1e-3)
+        if has_own:
+            of_bitsandbytes.use_own_manager(optimizer)
+            optimizer.mng.register_module_override(layer, "weight", {"optim_bits": 32})
+        assert (optimizer.mng is not bitsandbytes.optim.GlobalOptimManager.get_instance()) == has_own
+        layer(torch.arange(64)).sum().backward()
+        optimizer.step()
+        assert (optimizer.state[layer.weight]["state1"].dtype == torch.float32) == has_own
+    layer = bitsandbytes.nn.Linear4bit(64, 64)
+    of_bitsandbytes.keep_packing(layer)
+    assert layer.support_avx512bf16_for_cpu is False
+
+
+def test_a_dataset_has_a_hash_of_its_content():
+    import datasets
+
+    one, same, other = (datasets.Dataset.from_dict({"a": values}) for values in ([1, 2], [1, 2], [1, 3]))
+    assert of_datasets.content_hash(one) == of_datasets.content_hash(same) != of_datasets.content_hash(other)
+
+
+def test_the_hub_is_left_alone(monkeypatch):
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert not of_hub.is_offline()
+    of_hub.set_offline(True)
+    assert of_hub.is_offline()
+    with pytest.raises(OfflineModeIsEnabled):
+        HfApi(endpoint="http://127.0.0.1:9").model_info("some/model")
+
+
+def test_flags_and_help():
+    parser = argparse.ArgumentParser(formatter_class=of_python.HelpFormatter)
+    parser.add_argument("--size", type=int, default=0, help="first line\nsecond line")
+    parser.add_argument("--name", help="no default")
+    assert of_python.flags_of(parser).keys() == {"-h", "--help", "--size", "--name"}
+    lines = [" ".join(line.split()) for line in parser.format_help().splitlines()]
+    assert "second line (default: 0)" in lines and "--name NAME no default" in lines
+
+
+def test_an_object_that_cannot_be_sent_is_told(monkeypatch):
+    queue_class = multiprocessing.queues.Queue
+    monkeypatch.setattr(queue_class, "_on_queue_feeder_error", queue_class._on_queue_feeder_error)
+    queue, errors = multiprocessing.Queue(), multiprocessing.SimpleQueue()
+    of_python.handle_unsent(lambda error, _: errors.put(repr(error)))
+    queue.put(lambda: None)
+    assert "lambda" in errors.get()
+    queue.close()
+
+
+# --- Accelerate and DeepSpeed, in a process of their own, whose state they change
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What tests/internals_alone.py prints, by subject."""
+    environment = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ROOT}
+    script, directory = ROOT / "tests/internals_alone.py", tmp_path_factory.mktemp("alone")
+    result = run([BIN / "python", script, directory], **environment)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return dict(line.split(": ", 1) for line in result.stdout.splitlines() if ": " in line)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("read_launch", "FSDP2, known fsdp_version, unknown fsdp_vershun"),
+        ("forget_state", "bf16; before: ValueError"),
+        ("shard_without_gpu", "FSDP; before: NO"),
+        ("shard_over", "sharded over the given mesh"),
+        ("shard_offset", "(3, 0)"),
+        ("silence_memory_report", "silent"),
+        ("build_without_debug_symbols", "-g before: True, after: False"),
+        ("is_zero", "stages 1 1 2 3 3; AdamW: False"),
+        ("is_zero3", "False False False True True"),
+        ("zero_groups", "30 float32 elements in each"),
+        ("zero12_fragment", "(0, 16, 0) (16, 4, 0) (20, 8, 0) (28, 2, 0)"),
+        ("copy_master_weights", "the model computes with them in each; before: not"),
+    ],
+)
+def test_accelerate_and_deepspeed(told, function, expected):
+    assert told[function] == expected
+
+
+def test_cpu_adam_goes_on_as_if_it_had_made_the_steps(told):
+    if told["replay_steps"] == "not built":
+        pytest.skip("DeepSpeed's CPU Adam is not built yet: python -m common.parallel.extensions")
+    assert told["replay_steps"] == "equal; without: different"
