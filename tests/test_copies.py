@@ -37,7 +37,7 @@ TEXT = """
     data.cache data.chat_formats data.column_selection data.compressed data.messages data.mixed data.readers
     data.source_types data.sources data.standard_library data.tokenizer training.data_mixing
 """
-TOKENS = "data.chats data.text training.linear_cross_entropy training.losses training.output_head"
+TOKENS = "data.chats data.text data.token_store training.linear_cross_entropy training.losses training.output_head"
 PREDICTED = "models.classifiers report.predictions"
 OURS = {
     "classify.py": f"{TEXT} {PREDICTED} tasks.classify.labels tasks.classify.text_baseline "
@@ -47,7 +47,7 @@ OURS = {
     "pipeline.py": f"{TEXT} {TOKENS} tasks.pipeline.schedule tasks.pipeline.stages",
     "long_sequence.py": f"{TEXT} {TOKENS} tasks.long_sequence.architectures tasks.long_sequence.recurrent",
     "moe.py": f"{TEXT} {TOKENS} tasks.moe.routing tasks.moe.moe_model",
-    "seq2seq.py": f"{TEXT} tasks.seq2seq.pairs tasks.seq2seq.encoder_decoder tasks.seq2seq.scores",
+    "seq2seq.py": f"{TEXT} data.token_store tasks.seq2seq.pairs tasks.seq2seq.encoder_decoder tasks.seq2seq.scores",
     "vision.py": f"{PREDICTED} internals.datasets tasks.vision.image_files "
     "tasks.vision.images tasks.vision.image_classifier "
     "tasks.vision.image_models tasks.vision.batch_norm",

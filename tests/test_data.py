@@ -315,13 +315,13 @@ def test_an_unwritable_cache_is_one_line(tokenizer, tmp_path):
 
 PEAK = """
 import os, resource, sys
-from common.data import columns, text
+from common.data import column_selection, text
 from transformers import PreTrainedTokenizerFast
 
 tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])
 for name, batch in (("small", None), ("large", None), ("large", 1 << 40)):
     if (child := os.fork()) == 0:  # a fresh peak for each, and the libraries are imported once
-        columns.BATCH_CHARACTERS = batch or columns.BATCH_CHARACTERS
+        column_selection.BATCH_CHARACTERS = batch or column_selection.BATCH_CHARACTERS
         source = text.Source(files=(f"{sys.argv[2]}/{name}.jsonl",))
         text.tokenize(source, tokenizer, 512, "blocks", f"{sys.argv[2]}/cache-{batch}")
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, flush=True)

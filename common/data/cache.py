@@ -4,15 +4,13 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from tqdm import tqdm
 
-from common.data.source_types import Row
 from common.errors import UserError, one_line
 from common.files import PARTIAL, complete_or_absent, remove
 
@@ -74,10 +72,3 @@ def hash_files(directory: Path) -> str:
         with open(path, "rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
-
-
-def with_progress(rows: Iterator[Row], name: str) -> Iterator[Row]:
-    with tqdm(desc=f"tokenising {name}", unit="B", unit_scale=True, disable=None) as bar:  # None: only on a terminal
-        for row in rows:
-            yield row
-            bar.update(sum(len(str(value)) for value in row.values.values()))

@@ -13,9 +13,9 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from common.data.column_selection import utf8_length
+from common.data.column_selection import unused_columns, utf8_length
 from common.data.messages import Chat, Message, arguments_of, function_names, read_chat, with_json_arguments
-from common.data.source_types import Row
+from common.data.source_types import Corpus, Row
 from common.data.tokenizer import encode_plain
 from common.errors import UserError, one_line
 
@@ -57,7 +57,7 @@ def encode_chats(
 ) -> Iterator[Encoded]:
     """The tokenizer's chat template decides every token; the targets are the tokens of the assistant's turns.
 
-    `counts` gets, by its number, the token with which each turn ends, and what `chat_notes` reports.
+    `counts` gets, by its number, the token with which each turn ends, and what `corpus_facts` reports.
     """
     if not tokenizer.chat_template:
         raise UserError(
@@ -67,6 +67,7 @@ def encode_chats(
     if not tokenizer.is_fast:
         raise UserError(f"{type(tokenizer).__name__} does not tell where a token lies in a text; use a fast tokenizer")
     chats = [read_chat(row, column, counts) for row in batch]
+    counts["chats"] += len(chats)
     written = [_write(chat, tokenizer, counts) for chat in chats]
     encoded = encode_plain(tokenizer, [text for text, _ in written], return_offsets_mapping=True)
     for chat, (text, spans), ids, offsets in zip(
@@ -263,7 +264,7 @@ def _count_unwritten(chat: Chat, text: str, render: Render, counts: Counter) -> 
                 counts["partly" if chat.is_learned[number] else ("unwritten", "half of a content", "messages")] += 1
 
 
-def chat_notes(counts: Counter) -> list[str]:
+def _chat_notes(counts: Counter) -> list[str]:
     """A line for each way in which something of the messages is not learned."""
     unwritten = sorted((key[1:], n) for key, n in counts.items() if isinstance(key, tuple) and n)
     notes = []
@@ -291,10 +292,20 @@ def chat_notes(counts: Counter) -> list[str]:
     return notes
 
 
-def check_answers(counts: Counter, name: str) -> None:
-    """Raises UserError, one line, if no answer of the whole source is learned."""
+def corpus_facts(
+    corpus: Corpus, columns: tuple[str, ...], counts: Counter, tokenizer: PreTrainedTokenizerBase, *notes: str
+) -> dict[str, Any]:
+    """What is kept of a corpus beside its tokens. Raises UserError, one line, if none of its answers is learned."""
     if counts["lost"] and counts["lost"] >= counts["answers"]:
         raise UserError(
-            f"{name}: none of its {counts['answers']:,} answers has a target of its own; mend the chat template, which "
-            "leaves them out or does not mark them with {% generation %}, or name one with --chat_template"
+            f"{corpus.name}: none of its {counts['answers']:,} answers has a target of its own; mend the chat "
+            "template, which leaves them out or does not mark them with {% generation %}, or name one with "
+            "--chat_template"
         )
+    ends = [token for token, _ in counts.most_common() if isinstance(token, int)]
+    return {
+        "name": corpus.name,
+        "columns": columns,
+        "notes": [*_chat_notes(counts), *filter(None, [*notes, unused_columns(corpus)])],
+        "end_tokens": ends if counts["chats"] else [tokenizer.eos_token_id],
+    }

@@ -1,8 +1,10 @@
 """Selects the columns that contain the text of a row, and checks that their values are texts."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+
+from tqdm import tqdm
 
 from common.data.source_types import Corpus, Row, Source
 from common.errors import UserError, missing_column, shorten
@@ -129,14 +131,16 @@ def by_number(name: str) -> tuple[bool, float, str]:
     return (False, number, name) if math.isfinite(number) else (True, 0, name)
 
 
-def batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Rows in batches of bounded text, so that memory depends on neither the rows' length nor their number."""
+def batches(corpus: Corpus, columns: tuple[str, ...], whole_files: bool = False) -> Iterator[list[Row]]:
+    """Rows in batches of bounded text, so that memory depends on neither their length nor their number."""
     batch, size = [], 0
-    for row in rows:
-        batch.append(row)
-        size += sum(len(value) if isinstance(value, str) else len(str(value)) for value in row.values.values())
-        if size >= BATCH_CHARACTERS or len(batch) == 4096:
+    with tqdm(desc=f"tokenising {corpus.name}", unit="B", unit_scale=True, disable=None) as bar:  # None: on a terminal
+        for row in corpus.rows(columns, whole_files):
+            batch.append(row)
+            size += sum(len(value) if isinstance(value, str) else len(str(value)) for value in row.values.values())
+            if size >= BATCH_CHARACTERS or len(batch) == 4096:
+                yield batch
+                bar.update(size)
+                batch, size = [], 0
+        if batch:
             yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch

@@ -9,7 +9,8 @@ import sysconfig
 import textwrap
 import tokenize as python_tokenize
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -116,14 +117,31 @@ def python_functions(text: str) -> Iterator[str]:
     yield from visit(tree)
 
 
-def parse_function(function: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """The node of a Python function's source, or None where it cannot be parsed."""
+def find_docstring(function: str) -> tuple[str, int, int] | None:
+    """(docstring, its first line, the line behind it), or None; lines from 0, and at least one of code comes behind."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escapes in somebody else's strings
         try:
-            return ast.parse(function).body[0]
+            node = ast.parse(function).body[0]
         except SyntaxError:  # indented text inside a string defeats the removal of the indent
             return None
+    docstring, statements = ast.get_docstring(node, clean=False), node.body
+    if not docstring or len(statements) == 1 or statements[0].end_lineno == statements[1].lineno:
+        return None
+    return docstring, statements[0].lineno - 1, statements[0].end_lineno
+
+
+def derived_corpus(
+    corpus: Corpus, text_column: str, columns: tuple[str, ...], values_of: Callable[[str], tuple[str, ...] | None]
+) -> Corpus:
+    """Rows with these columns: what `values_of` makes of a function's source, if it makes something of it."""
+
+    def rows(wanted: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
+        for row in corpus.rows((text_column,), False):
+            if values := values_of(row.values[text_column]):
+                yield Row(row.where, dict(zip(columns, values, strict=True)))
+
+    return replace(corpus, columns=columns, rows=rows)
 
 
 def write_files(directory: str) -> None:

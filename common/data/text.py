@@ -4,29 +4,28 @@
     samples = tokenize(Source(embedded="train"), tokenizer, sequence_length=512)
     input_ids, targets, target_rows = samples[0]
 
-The cache holds one flat int32 file of tokens. A token that is not a target (a prompt's, a user's turn's, the first of
-all) is stored as its bitwise complement ~token, which is negative: one file says both what is read and what is learned.
+Not targets, and stored as their complement, are the tokens of a prompt or of a user's turn, and the first of all.
 """
 
 import gzip
-import itertools
-import json
 import lzma
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from common.data.cache import cached, hash_files, with_progress
+from common.data.cache import cached
 from common.data.chat_formats import with_known_format
-from common.data.chats import Encoded, chat_notes, check_answers, encode_chats, with_end_of_text
-from common.data.column_selection import batches, choose_columns, text_of, unused_columns, watched
+from common.data.chats import Encoded, corpus_facts, encode_chats, with_end_of_text
+from common.data.column_selection import batches, choose_columns, text_of, watched
 from common.data.mixed import Mixed
 from common.data.source_types import Corpus, Row, Source
 from common.data.sources import open_source
+from common.data.token_store import TokenStore, TokenWriter, mark_targets, split_targets
 from common.data.tokenizer import (
     check_end_of_text,
     encode_plain,
@@ -40,7 +39,9 @@ logger = main_logger(__name__)
 COMPRESSED_BYTES = 64 << 20  # xz takes a minute for this; more held-out text than that is not compressed
 
 
-def _encode_stream(rows: Iterable[Row], column: str, tokenizer: PreTrainedTokenizerBase, counts: Counter) -> Iterator:
+def _encode_stream(
+    rows: Iterator[list[Row]], column: str, tokenizer: PreTrainedTokenizerBase, counts: Counter
+) -> Iterator[tuple[list[int], str]]:
     """(tokens, text) pieces of the stream of documents, each as `tokenizer(document)` makes it, and eos.
 
     Where nothing else stands before a document, or eos, it is the eos of the one before. Every token is a target but
@@ -52,7 +53,7 @@ def _encode_stream(rows: Iterable[Row], column: str, tokenizer: PreTrainedTokeni
     if begin[:1] in ([], [tokenizer.eos_token_id]):
         begin = begin[1:]
         yield [tokenizer.eos_token_id], ""
-    for batch in batches(rows):
+    for batch in rows:
         texts = [text_of(row, column) for row in batch]
         counts["bytes"] += sum(len(text.encode()) for text in texts)
         for row, text, ids in zip(batch, texts, encode_plain(tokenizer, texts)["input_ids"], strict=True):
@@ -119,13 +120,12 @@ def tokenize(
     corpus = watched(corpus, columns) if corpus is opened else corpus
     if source.chat_template and columns != ("messages",):
         logger.warning("%s: --chat_template has no effect on it, for its rows hold no messages", corpus.name)
+    how = (corpus, shape, columns, tokenizer, sequence_length, measure_compression)
     directory = cached(
         "samples",
         [corpus.identity, shape, columns, tokenizer_identity(tokenizer), measure_compression]
         + ([sequence_length] if shape == "examples" else []),  # blocks are cut when they are read
-        lambda partial: _write_samples(
-            partial, corpus, shape, columns, tokenizer, sequence_length, measure_compression
-        ),
+        lambda partial: _write_samples(partial, *how),
         cache_dir,
     )
     no_more_threads()
@@ -141,92 +141,63 @@ def _write_samples(
     sequence_length: int,
     measure_compression: bool,
 ) -> None:
-    """tokens.bin (int32), for examples also offsets.bin and target_counts.bin (int64, running sums), and meta.json."""
-    is_chat = columns == ("messages",)
+    """Fills a store: for blocks a stream, for examples also the column target_counts, a running sum."""
+    is_chat, is_blocks = columns == ("messages",), shape == "blocks"
     is_text = len(columns) == 1 and not is_chat
-    counts, whole_text = Counter(), bytearray()  # in memory, but for what is beyond COMPRESSED_BYTES
-
-    def keep(text: str) -> None:
-        if measure_compression and is_text and len(whole_text) <= COMPRESSED_BYTES:
-            whole_text.extend(text.encode())
-
-    rows = with_progress(corpus.rows(columns, shape == "blocks"), corpus.name)
-    if shape == "blocks":
-        _write_blocks(directory, _encode_stream(rows, columns[0], tokenizer, counts), counts, keep)
+    counts = Counter(dict.fromkeys(("documents", "targets", "bytes", "truncated", "dropped", "empty", "max_length"), 0))
+    whole_text = bytearray()  # in memory, but for what is beyond COMPRESSED_BYTES
+    rows = batches(corpus, columns, is_blocks)
+    if is_blocks:
+        samples = _encode_stream(rows, columns[0], tokenizer, counts)
     else:
-        encoded = (
-            encode_chats(batch, tokenizer, counts) if is_chat else encode_texts(batch, columns, tokenizer, counts)
-            for batch in batches(rows)
+        how = (tokenizer, counts)
+        encoded = (encode_chats(batch, *how) if is_chat else encode_texts(batch, columns, *how) for batch in rows)
+        samples = _stored_examples(chain.from_iterable(encoded), sequence_length, counts)
+    with TokenWriter(directory, is_blocks, **({} if is_blocks else {"target_counts": [0]})) as writer:
+        for tokens, text in samples:
+            if is_blocks and not writer.num_tokens:
+                tokens[0] = ~tokens[0]
+            writer.append(tokens, **({} if is_blocks else {"target_counts": [counts["targets"]]}))
+            if measure_compression and is_text and len(whole_text) <= COMPRESSED_BYTES:
+                whole_text.extend(text.encode())
+        if is_blocks and counts["documents"]:
+            counts["targets"] = writer.num_tokens - 1
+        if counts["targets"] == 0:
+            raise UserError(
+                f"{corpus.name}: no sample with a target in it ({counts['dropped']} rows were empty or all prompt); "
+                "give more text, or raise --sequence_length"
+            )
+        is_compressed = measure_compression and is_text and len(whole_text) <= COMPRESSED_BYTES
+        writer.finish(
+            counts,
+            **corpus_facts(corpus, columns, counts, tokenizer),
+            shape=shape,
+            # Is each byte of the text paid for by exactly one target? Then a loss can be told in bits per byte.
+            whole_text=is_text and not counts["truncated"] and (is_blocks or bool(special_tokens_around(tokenizer)[0])),
+            gzip_bytes=len(gzip.compress(whole_text, 9)) if is_compressed else None,
+            xz_bytes=len(lzma.compress(whole_text, preset=9)) if is_compressed else None,
         )
-        _write_examples(directory, itertools.chain.from_iterable(encoded), sequence_length, counts, keep)
-    if counts["targets"] == 0:
-        raise UserError(
-            f"{corpus.name}: no sample with a target in it ({counts['dropped']} rows were empty or all prompt); "
-            "give more text, or raise --sequence_length"
-        )
-    check_answers(counts, corpus.name)
-    ends = [token for token, _ in counts.most_common() if isinstance(token, int)]
-    is_compressed = measure_compression and is_text and len(whole_text) <= COMPRESSED_BYTES
-    names = ("documents", "tokens", "targets", "bytes", "truncated", "dropped", "empty", "max_length")
-    meta = {name: counts[name] for name in names} | {
-        "end_tokens": ends if is_chat else [tokenizer.eos_token_id],
-        # Is each byte of the text paid for by exactly one target? Then a loss can be told in bits per byte.
-        "whole_text": is_text
-        and not counts["truncated"]
-        and (shape == "blocks" or bool(special_tokens_around(tokenizer)[0])),
-        "name": corpus.name,
-        "shape": shape,
-        "columns": columns,
-        "notes": [*chat_notes(counts), *filter(None, [unused_columns(corpus)])],
-        "gzip_bytes": len(gzip.compress(whole_text, 9)) if is_compressed else None,
-        "xz_bytes": len(lzma.compress(whole_text, preset=9)) if is_compressed else None,
-        "content": hash_files(directory),
-    }
-    (directory / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
-def _write_blocks(directory: Path, pieces: Iterator, counts: Counter, keep: Callable[[str], None]) -> None:
-    with open(directory / "tokens.bin", "wb") as file:
-        for ids, text in pieces:
-            tokens = np.array(ids, np.int32)
-            if counts["tokens"] == 0:
-                tokens[:1] = ~tokens[:1]
-            file.write(tokens.tobytes())
-            counts["tokens"] += len(tokens)
-            keep(text)
-    counts["targets"] = max(0, counts["tokens"] - 1) if counts["documents"] else 0
+def _stored_examples(
+    encoded: Iterator[Encoded], sequence_length: int, counts: Counter
+) -> Iterator[tuple[np.ndarray, str]]:
+    """(tokens as they are stored, text) of the examples that have a target."""
+    for ids, is_target, text in encoded:
+        stored = mark_targets(ids, is_target, sequence_length)
+        num_targets = int((stored >= 0).sum())
+        if not num_targets:
+            counts["dropped"] += 1
+            continue
+        counts["documents"] += 1
+        counts["targets"] += num_targets
+        counts["bytes"] += len(text.encode())
+        counts["truncated"] += len(ids) > len(stored)
+        counts["max_length"] = max(counts["max_length"], len(stored) - 1)
+        yield stored, text
 
 
-def _write_examples(
-    directory: Path, samples: Iterable[Encoded], sequence_length: int, counts: Counter, keep: Callable[[str], None]
-) -> None:
-    with (
-        open(directory / "tokens.bin", "wb") as tokens,
-        open(directory / "offsets.bin", "wb") as offsets,
-        open(directory / "target_counts.bin", "wb") as targets,
-    ):
-        offsets.write(bytes(8))
-        targets.write(bytes(8))
-        for ids, is_target, text in samples:
-            sample = np.array(ids[: sequence_length + 1], np.int32)
-            mask = np.array(is_target[: sequence_length + 1], bool)
-            mask[:1] = False  # nothing comes before it
-            if not mask.any():
-                counts["dropped"] += 1
-                continue
-            tokens.write(np.where(mask, sample, ~sample).tobytes())
-            counts["documents"] += 1
-            counts["tokens"] += len(sample)
-            counts["targets"] += int(mask.sum())
-            counts["bytes"] += len(text.encode())
-            counts["truncated"] += len(ids) > len(sample)
-            counts["max_length"] = max(counts["max_length"], len(sample) - 1)
-            offsets.write(np.int64(counts["tokens"]).tobytes())
-            targets.write(np.int64(counts["targets"]).tobytes())
-            keep(text)
-
-
-class Samples:
+class Samples(TokenStore):
     """Memory-mapped samples. Item i is (input_ids, targets, target_rows), int64; after input_ids[target_rows[j]] comes
     targets[j], which is learned.
 
@@ -236,18 +207,13 @@ class Samples:
     unit = "tokens"
 
     def __init__(self, directory: str | Path, sequence_length: int) -> None:
-        self.directory, self.sequence_length = Path(directory), sequence_length
-        self.meta = meta = json.loads((self.directory / "meta.json").read_text())
-        self.is_blocks = meta["shape"] == "blocks"
-        self._tokens = np.memmap(self.directory / "tokens.bin", np.int32, "r")
-        if not self.is_blocks:
-            self._offsets = np.memmap(self.directory / "offsets.bin", np.int64, "r")
-            self._target_counts = np.memmap(self.directory / "target_counts.bin", np.int64, "r")
-        # Inputs and targets of all samples, and the inputs of the longest.
-        self.num_tokens = meta["tokens"] - (1 if self.is_blocks else meta["documents"])
+        super().__init__(directory, block_length=sequence_length)
+        self.sequence_length, self.is_blocks, meta = sequence_length, self.is_stream, self.meta
+        self._target_counts = None if self.is_blocks else self.column("target_counts")
+        self.num_tokens = meta["tokens"] - (1 if self.is_blocks else len(self))  # inputs of all samples
         self.num_target_tokens = meta["targets"]
         self.num_dropped = meta["dropped"]  # rows, which were empty or all prompt within the length
-        self.max_length = min(sequence_length, self.num_tokens) if self.is_blocks else meta["max_length"]
+        self.max_length = meta["max_length"] or min(sequence_length, self.num_tokens)  # inputs of the longest sample
         # UTF-8 bytes of the text, by which a loss becomes bits per byte; None where not all of it is predicted.
         self.num_bytes = meta["bytes"] if meta["whole_text"] else None
         self.gzip_bytes, self.xz_bytes = meta["gzip_bytes"], meta["xz_bytes"]  # None if not measured
@@ -255,22 +221,11 @@ class Samples:
         self.fingerprint = f"{meta['content']}-{sequence_length}"  # equal where every sample is equal
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Samples, (self.directory, self.sequence_length)  # a DataLoader's worker maps the files itself
-
-    def __len__(self) -> int:
-        return -(-self.num_tokens // self.sequence_length) if self.is_blocks else self.meta["documents"]
+        return Samples, (self.directory, self.sequence_length)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        index = int(index)
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        if self.is_blocks:
-            start, end = index * self.sequence_length, (index + 1) * self.sequence_length + 1
-        else:
-            start, end = int(self._offsets[index]), int(self._offsets[index + 1])
-        stored = np.array(self._tokens[start:end], np.int64)
-        target_rows = np.flatnonzero(stored[1:] >= 0)
-        return np.where(stored < 0, ~stored, stored)[:-1], stored[target_rows + 1], target_rows
+        ids, targets, target_rows = split_targets(self.row(index)["tokens"])
+        return ids[:-1], targets, target_rows
 
     def dummy_sample(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """A sample of one token that has no target."""
@@ -278,26 +233,21 @@ class Samples:
 
     def lengths(self, ids: np.ndarray) -> np.ndarray:
         """Input tokens of each sample, int64, without reading a token."""
-        ids = np.asarray(ids, np.int64)
-        if self.is_blocks:
-            return np.minimum(self.sequence_length, self.num_tokens - ids * self.sequence_length)
-        return np.asarray(self._offsets[ids + 1] - self._offsets[ids] - 1)
+        return super().lengths(ids)[..., 0] - 1
 
     def num_targets(self, ids: np.ndarray) -> np.ndarray:
         """Targets of each sample, int64, without reading a token."""
         if self.is_blocks:
             return self.lengths(ids)
         ids = np.asarray(ids, np.int64)
-        return np.asarray(self._target_counts[ids + 1] - self._target_counts[ids])
+        return self._target_counts[ids + 1] - self._target_counts[ids]
 
     def describe(self) -> str:
         """One line for people."""
         meta = self.meta
-        what = (
-            f"blocks of {self.sequence_length} tokens from {meta['documents']:,} documents"
-            if self.is_blocks
-            else (f"examples of {self.num_tokens / len(self):,.0f} tokens on average, at most {self.max_length}")
-        )
+        what = f"examples of {self.num_tokens / len(self):,.0f} tokens on average, at most {self.max_length}"
+        if self.is_blocks:
+            what = f"blocks of {self.sequence_length} tokens from {meta['documents']:,} documents"
         losses = [f"{meta['truncated']:,} cut at {self.sequence_length}"] if meta["truncated"] else []
         losses += [f"{meta['dropped']:,} empty or without a target left out"] if meta["dropped"] else []
         line = f"{meta['name']} ({', '.join(meta['columns'])}): {len(self):,} {what}; "

@@ -3,16 +3,12 @@
     pairs = tokenize_preferences(Source(files=("train.jsonl",)), tokenizer, length=512)
     micro_batch = collate_preferences([pairs[0], pairs[1]], tokenizer.pad_token_id, beta=0.1)
 
-Tokenised once into the cache: one flat int32 file, chosen and rejected by turns. As in `text`, a token that is no
-target is stored as its bitwise complement. The targets are those of the answers, from where the two sequences part:
-before, the same tokens follow the same tokens, their log-probabilities are equal, and the loss has only differences.
+Tokenised once into the cache. The targets are those of the answers, from where the two sequences part: before, the same
+tokens follow the same tokens, their log-probabilities are equal, and the loss has only differences.
 """
 
-import ast
-import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,14 +17,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from common.data.cache import cached, hash_files, with_progress
-from common.data.chats import Encoded, chat_notes, check_answers, encode_chats
-from common.data.column_selection import batches, check_columns, unused_columns, watched
+from common.data.cache import cached
+from common.data.chats import Encoded, corpus_facts, encode_chats
+from common.data.column_selection import batches, check_columns, watched
 from common.data.messages import TRAINING_KEYS, history_of, is_wanted, messages_of, with_system
 from common.data.source_types import Corpus, Row, Source
 from common.data.sources import open_source
-from common.data.standard_library import parse_function
+from common.data.standard_library import derived_corpus, find_docstring
 from common.data.text import encode_texts
+from common.data.token_store import TokenStore, TokenWriter, mark_targets, split_targets
 from common.data.tokenizer import check_end_of_text, no_more_threads, tokenizer_identity
 from common.errors import UserError
 from common.training.batching import round_up
@@ -42,7 +39,10 @@ def columns_of(source: Source) -> tuple[str, ...] | None:
     """Those with text, for a tokenizer; None for the embedded corpus, which has its own."""
     if source.embedded:
         return None
-    corpus = open_source(source)
+    return _columns_of(open_source(source))
+
+
+def _columns_of(corpus: Corpus) -> tuple[str, ...]:
     check_columns(corpus, ANSWERS)
     return tuple(name for name in ("prompt", *ANSWERS) if name in corpus.columns)
 
@@ -73,8 +73,7 @@ def tokenize_preferences(
     corpus = open_source(source)
     if source.embedded:
         corpus = embedded_preferences(corpus, source.text_column)
-    check_columns(corpus, ANSWERS)
-    columns = tuple(name for name in ("prompt", *ANSWERS) if name in corpus.columns)
+    columns = _columns_of(corpus)
     corpus = watched(corpus, columns, CONTEXT if "prompt" in columns else (*CONTEXT, *PROMPTS))
     directory = cached(
         "preferences",
@@ -89,24 +88,18 @@ def tokenize_preferences(
 def embedded_preferences(corpus: Corpus, text_column: str) -> Corpus:
     """The embedded corpus as preferences: a function's body is chosen, its lines in reverse order are rejected."""
 
-    def rows(wanted: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
-        for row in corpus.rows((text_column,), False):
-            if parts := split_body(row.values[text_column]):
-                prompt, body = parts
-                backwards = "\n".join(body.strip("\n").split("\n")[::-1]) + "\n"
-                yield Row(row.where, {"prompt": prompt, "chosen": body, "rejected": backwards})
+    def values_of(function: str) -> tuple[str, str, str] | None:
+        prompt, body = split_body(function) or ("", "")
+        return (prompt, body, "\n".join(body.strip("\n").split("\n")[::-1]) + "\n") if prompt else None
 
-    return replace(corpus, columns=("prompt", *ANSWERS), rows=rows)
+    return derived_corpus(corpus, text_column, ("prompt", *ANSWERS), values_of)
 
 
 def split_body(function: str) -> tuple[str, str] | None:
     """(a Python function's lines to the end of its docstring, its body), or None where there is no docstring."""
-    node = parse_function(function)
-    if node is None or len(node.body) == 1 or not ast.get_docstring(node, clean=False):
+    if not (found := find_docstring(function)):
         return None
-    lines, end = function.split("\n"), node.body[0].end_lineno
-    if node.body[1].lineno == end:  # on one line
-        return None
+    lines, end = function.split("\n"), found[-1]
     return "\n".join(lines[:end]) + "\n", "\n".join(lines[end:])
 
 
@@ -199,79 +192,50 @@ def _encode(
 def _write(
     directory: Path, corpus: Corpus, columns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase, sequence_length: int
 ) -> None:
-    """tokens.bin (int32), offsets.bin (int64; the ends of chosen and rejected by turns, after a 0), targets.bin (int64,
-    of each sequence), and meta.json."""
-    counts, is_chat = Counter(), False
-    files = [directory / f"{name}.bin" for name in ("tokens", "offsets", "targets")]
-    with open(files[0], "wb") as tokens, open(files[1], "wb") as offsets, open(files[2], "wb") as targets:
-        offsets.write(bytes(8))
-        for batch in batches(with_progress(corpus.rows(columns, False), corpus.name)):
+    """Fills a store, in whose rows chosen comes before rejected; the column targets counts those of each."""
+    counts = Counter(dict.fromkeys(("pairs", "truncated", "dropped", "empty", "max_length"), 0))
+    with TokenWriter(directory, targets=[]) as writer:
+        for batch in batches(corpus, columns):
             for row in batch:
                 _check_row(row, columns)
                 corpus.unused.update(_unsaid_prompts(row, columns))
-            is_chat = isinstance(batch[0].values.get(ANSWERS[0]), list)
             both = [_encode(batch, columns, answer, tokenizer, counts) for answer in ANSWERS]
             for chosen, rejected in zip(*both, strict=True):
                 if chosen[0][:1] != rejected[0][:1]:  # nothing comes before a first token, so that it cannot count
                     eos = tokenizer.eos_token_id
                     chosen, rejected = (([eos, *ids], [False, *mask]) for ids, mask, _ in (chosen, rejected))
-                counts["part early"] += _part_early(chosen, rejected)
-                pair, num_cut = part_answers(chosen[:2], rejected[:2], sequence_length)
-                if not any((stored >= 0).any() for stored in pair):
+                pair, num_cut, is_early = part_answers(chosen[:2], rejected[:2], sequence_length)
+                counts["part early"] += is_early
+                num_targets = [int((stored >= 0).sum()) for stored in pair]
+                if not any(num_targets):
                     counts["dropped"] += 1
                     continue
+                writer.append(*pair, targets=num_targets)
                 counts["pairs"] += 1
                 counts["truncated"] += num_cut
                 counts["max_length"] = max(counts["max_length"], *(len(stored) - 1 for stored in pair))
-                for stored in pair:
-                    tokens.write(stored.tobytes())
-                    counts["tokens"] += len(stored)
-                    offsets.write(np.int64(counts["tokens"]).tobytes())
-                    targets.write(np.int64((stored >= 0).sum()).tobytes())
-    if not counts["pairs"]:
-        raise UserError(
-            f"{corpus.name}: no pair of answers that differ within --sequence_length {sequence_length} "
-            f"({counts['dropped']} rows); give other data, or raise it"
-        )
-    check_answers(counts, corpus.name)
-    ends = [token for token, _ in counts.most_common() if isinstance(token, int)]
-    early = f"{counts['part early']:,} pairs part before their answers: what differs there is not compared"
-    names = ("pairs", "tokens", "truncated", "dropped", "empty", "max_length")
-    meta = {name: counts[name] for name in names} | {
-        "name": corpus.name,
-        "columns": columns,
-        "notes": [*chat_notes(counts), *filter(None, [early * bool(counts["part early"]), unused_columns(corpus)])],
-        "end_tokens": ends if is_chat else [tokenizer.eos_token_id],
-        "content": hash_files(directory),
-    }
-    (directory / "meta.json").write_text(json.dumps(meta, indent=1))
-
-
-def _part_early(*pair: Encoded) -> bool:
-    """Whether the first tokens that differ are no targets."""
-    for one, other in zip(*(zip(ids, mask, strict=True) for ids, mask, *_ in pair), strict=False):
-        if one[0] != other[0]:
-            return not (one[1] and other[1])
-    return False
+        if not counts["pairs"]:
+            raise UserError(
+                f"{corpus.name}: no pair of answers that differ within --sequence_length {sequence_length} "
+                f"({counts['dropped']} rows); give other data, or raise it"
+            )
+        early = f"{counts['part early']:,} pairs part before their answers: what differs there is not compared"
+        early *= bool(counts["part early"])
+        writer.finish(counts, **corpus_facts(corpus, columns, counts, tokenizer, early))
 
 
 def part_answers(
     chosen: tuple[list[int], list[bool]], rejected: tuple[list[int], list[bool]], sequence_length: int
-) -> tuple[list[np.ndarray], int]:
-    """Both sequences as they are stored, int32, with targets only from where they part; and how many were cut."""
-    pair, num_cut = [], 0
-    for ids, is_target in (chosen, rejected):
-        stored = np.array(ids[: sequence_length + 1], np.int32)
-        mask = np.array(is_target[: sequence_length + 1], bool)
-        mask[:1] = False  # nothing comes before it
-        pair.append((stored, mask))
-        num_cut += len(ids) > len(stored)
-    shorter = min(len(stored) for stored, _ in pair)
-    differs = pair[0][0][:shorter] != pair[1][0][:shorter]
+) -> tuple[list[np.ndarray], int, bool]:
+    """Both sequences as they are stored, int32, with targets only from where they part; how many were cut; and whether
+    the first tokens that differ are no targets."""
+    shorter = min(len(chosen[0]), len(rejected[0]))
+    differs = np.array(chosen[0][:shorter]) != np.array(rejected[0][:shorter])
     same = int(differs.argmax()) if differs.any() else shorter
-    for _, mask in pair:
-        mask[:same] = False
-    return [np.where(mask, stored, ~stored) for stored, mask in pair], num_cut
+    is_early = same < shorter and not (chosen[1][same] and rejected[1][same])
+    masked = [(ids, [False] * same + is_target[same:]) for ids, is_target in (chosen, rejected)]
+    num_cut = sum(len(ids) > sequence_length + 1 for ids, _ in masked)
+    return [mark_targets(*answer, sequence_length) for answer in masked], num_cut, is_early
 
 
 class Pair(NamedTuple):
@@ -282,17 +246,15 @@ class Pair(NamedTuple):
     reference: np.ndarray  # (2,), the reference's log-probabilities of chosen and rejected; zeros until they are known
 
 
-class Preferences:
+class Preferences(TokenStore):
     """Memory-mapped pairs, `batching.Samples`. A target is a pair: the loss is a mean over pairs."""
 
     unit = "tokens"
 
     def __init__(self, directory: str | Path, sequence_length: int, reference: str, values: Path | None = None) -> None:
-        self.directory, self.sequence_length = Path(directory), sequence_length
-        self.meta = meta = json.loads((self.directory / "meta.json").read_text())
-        self._tokens = np.memmap(self.directory / "tokens.bin", np.int32, "r")
-        self._offsets = np.memmap(self.directory / "offsets.bin", np.int64, "r")
-        self._targets = np.memmap(self.directory / "targets.bin", np.int64, "r")
+        super().__init__(directory, ANSWERS)
+        self.sequence_length, meta = sequence_length, self.meta
+        self._targets = self.column("targets").reshape(-1, 2)
         self.num_target_tokens, self.num_dropped = meta["pairs"], meta["dropped"]
         self.max_length = 2 * meta["max_length"]
         self.end_tokens = meta["end_tokens"]
@@ -306,20 +268,12 @@ class Preferences:
         self._reference = None if path is None else np.load(path, mmap_mode="r")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A DataLoader's worker maps the files itself.
         return Preferences, (self.directory, self.sequence_length, self.identity["reference"], self._values)
 
-    def __len__(self) -> int:
-        return self.meta["pairs"]
-
     def __getitem__(self, index: int) -> Pair:
-        index = int(index)
-        if not 0 <= index < len(self):
-            raise IndexError(f"pair {index} of {len(self)}")
-        start, middle, end = (int(offset) for offset in self._offsets[2 * index : 2 * index + 3])
-        answers = np.array(self._tokens[start:middle]), np.array(self._tokens[middle:end])
+        answers = tuple(map(np.array, self.row(index).values()))
         known = np.zeros(2, np.float32) if self._reference is None else np.array(self._reference[index])
-        return Pair(answers, index, known)
+        return Pair(answers, int(index), known)
 
     def dummy_sample(self) -> Pair:
         """One token, and no pair."""
@@ -328,8 +282,7 @@ class Preferences:
 
     def sequence_lengths(self, ids: np.ndarray) -> np.ndarray:
         """Input tokens of the sequences of these pairs, int64 (2 n,), without reading a token."""
-        ends = self._offsets[2 * np.asarray(ids, np.int64)[:, None] + np.arange(3)]
-        return np.diff(ends, axis=1).ravel() - 1
+        return super().lengths(ids).ravel() - 1
 
     def lengths(self, ids: np.ndarray) -> np.ndarray:
         """Input tokens of each pair, both padded to the longer one, int64 (n,)."""
@@ -341,7 +294,7 @@ class Preferences:
 
     def num_predicted(self, ids: np.ndarray) -> np.ndarray:
         """Tokens of the answers of each pair, int64."""
-        return self._targets[2 * np.asarray(ids, np.int64)[:, None] + np.arange(2)].sum(1)
+        return self._targets[ids].sum(1)
 
     def describe(self) -> str:
         """One line for people."""
@@ -370,12 +323,10 @@ def collate_preferences(
     length = round_up(max(1, *(len(stored) - 1 for stored in rows)), max(1, multiple_of // 2))
     input_ids = np.full((len(rows), length), pad_token_id, np.int64)
     tokens, places = [], []
-    for row, stored in zip(input_ids, rows, strict=True):
-        read = np.where(stored < 0, ~stored, stored)[: max(1, len(stored) - 1)]
-        row[: len(read)] = read
     for number, stored in enumerate(rows):
-        predicted = np.flatnonzero(stored[1:] >= 0)
-        tokens.append(stored[predicted + 1].astype(np.int64))
+        ids, targets, predicted = split_targets(stored)
+        input_ids[number, : max(1, len(ids) - 1)] = ids[: max(1, len(ids) - 1)]
+        tokens.append(targets)
         places.append(number * length + predicted)
     ends = np.cumsum([0, *(len(one) for one in tokens)])
     which = np.full((2 * len(real), max(map(len, tokens))), ends[-1])

@@ -4,15 +4,11 @@
     source, target = pairs[0]
     micro_batch = collate_pairs([pairs[0], pairs[1]], tokenizer.pad_token_id, config.decoder_start_token_id)
 
-Tokenised once into the cache: one flat int32 file of tokens, source and target by turns, and where each begins.
+Tokenised once into the cache.
 """
 
-import ast
 import inspect
-import json
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,15 +17,18 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from common.data.cache import cached, hash_files, with_progress
+from common.data.cache import cached
 from common.data.column_selection import batches, check_columns, filled_text, unused_columns, watched
 from common.data.mixed import Mixed
-from common.data.source_types import Corpus, Row, Source
+from common.data.source_types import Corpus, Source
 from common.data.sources import open_source
-from common.data.standard_library import parse_function
+from common.data.standard_library import derived_corpus, find_docstring
+from common.data.token_store import TokenStore, TokenWriter
 from common.data.tokenizer import no_more_threads, tokenizer_identity
 from common.errors import UserError
 from common.training.batching import pad_rows
+
+NAMES = ("source", "target")
 
 
 def tokenize_pairs(
@@ -71,27 +70,16 @@ def tokenize_pairs(
 
 def docstring_corpus(corpus: Corpus, text_column: str, columns: tuple[str, str]) -> Corpus:
     """The embedded corpus as pairs: each function without its docstring, and the docstring's first line."""
-
-    def rows(wanted: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
-        for row in corpus.rows((text_column,), False):
-            if pair := split_docstring(row.values[text_column]):
-                yield Row(row.where, dict(zip(columns, pair, strict=True)))
-
-    return replace(corpus, columns=columns, rows=rows)
+    return derived_corpus(corpus, text_column, columns, split_docstring)
 
 
 def split_docstring(function: str) -> tuple[str, str] | None:
     """(a Python function's source without its docstring, the docstring's first line), or None where there is none."""
-    if (node := parse_function(function)) is None:
+    docstring, start, end = find_docstring(function) or ("", 0, 0)
+    if not docstring.strip():
         return None
-    docstring = ast.get_docstring(node, clean=False)
-    if not (docstring and docstring.strip()) or len(node.body) == 1:  # without a body nothing is left to read
-        return None
-    lines, expression = function.split("\n"), node.body[0]
-    if node.lineno == expression.lineno or node.body[1].lineno == expression.end_lineno:  # all on one line
-        return None
-    rest = lines[: expression.lineno - 1] + lines[expression.end_lineno :]
-    return "\n".join(rest), inspect.cleandoc(docstring).split("\n")[0].strip()
+    lines = function.split("\n")
+    return "\n".join(lines[:start] + lines[end:]), inspect.cleandoc(docstring).split("\n")[0].strip()
 
 
 def _encode(
@@ -122,73 +110,56 @@ def _write_pairs(
     tokenizer: PreTrainedTokenizerBase,
     lengths: tuple[int, int],
 ) -> None:
-    """tokens.bin (int32), offsets.bin (int64; the ends of source and target by turns, after a 0), and meta.json."""
+    """Fills a store, in whose rows a source comes before its target."""
     counts: Counter[str] = Counter()
-    with open(directory / "tokens.bin", "wb") as tokens, open(directory / "offsets.bin", "wb") as offsets:
-        offsets.write(bytes(8))
-        for batch in batches(with_progress(corpus.rows(columns, False), corpus.name)):
+    with TokenWriter(directory) as writer:
+        for batch in batches(corpus, columns):
             encoded = []
-            for column, length, is_target in zip(columns, lengths, (False, True), strict=True):
+            for column, length, name in zip(columns, lengths, NAMES, strict=True):
                 texts = [filled_text(row, column) for row in batch]
-                ids, num_cut = _encode(tokenizer, texts, length, is_target)
-                counts["targets_cut" if is_target else "sources_cut"] += num_cut
+                ids, num_cut = _encode(tokenizer, texts, length, name == "target")
+                counts[f"{name}s_cut"] += num_cut
+                counts[f"{name}s"] += sum(map(len, ids))
                 encoded.append(ids)
-            for row, *pair in zip(batch, *encoded, strict=True):
-                if not pair[0]:
+            for row, source, target in zip(batch, *encoded, strict=True):
+                if not source:
                     raise UserError(f"{row.where}: column {columns[0]} makes no token; mend or remove the row")
-                for ids, name in zip(pair, ("sources", "targets"), strict=True):
-                    tokens.write(np.array(ids, np.int32).tobytes())
-                    counts[name] += len(ids)
-                    offsets.write(np.int64(counts["sources"] + counts["targets"]).tobytes())
+                writer.append(source, target)
                 counts["pairs"] += 1
-                counts["max_length"] = max(counts["max_length"], len(pair[0]) + len(pair[1]))
-    if not counts["pairs"]:
-        raise UserError(f"{corpus.name}: no pair of {' and '.join(columns)} in it; give other data")
-    facts = {"name": corpus.name, "columns": columns, "lengths": lengths, "content": hash_files(directory)}
-    facts["unused"] = unused_columns(corpus)
-    (directory / "meta.json").write_text(json.dumps(facts | counts, indent=1))
+                counts["max_length"] = max(counts["max_length"], len(source) + len(target))
+        if not counts["pairs"]:
+            raise UserError(f"{corpus.name}: no pair of {' and '.join(columns)} in it; give other data")
+        unused = unused_columns(corpus)
+        writer.finish(counts, name=corpus.name, columns=columns, lengths=lengths, unused=unused)
 
 
 Pair = tuple[np.ndarray, np.ndarray]
 
 
-class Pairs:
+class Pairs(TokenStore):
     """Memory-mapped pairs, `batching.Samples`. Item i is (source, target), int64 (length,) each; eos included.
 
-    The work of a pair is that of its source and its target together.
+    The work of a pair is that of its source and its target together, and `lengths` are both.
     """
 
     unit = "tokens"
 
     def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
-        self.meta = meta = Counter(json.loads((self.directory / "meta.json").read_text()))
-        self._tokens = np.memmap(self.directory / "tokens.bin", np.int32, "r")
-        self._offsets = np.memmap(self.directory / "offsets.bin", np.int64, "r")
-        self.num_target_tokens = meta["targets"]
-        self.max_length = meta["max_length"]  # of a source and its target together
-        self.fingerprint = meta["content"]  # equal where every pair is equal, wherever the text lies
+        super().__init__(directory, NAMES)
+        self.num_target_tokens = self.meta["targets"]
+        self.max_length = self.meta["max_length"]  # of a source and its target together
+        self.fingerprint = self.meta["content"]  # equal where every pair is equal, wherever the text lies
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Pairs, (self.directory,)  # a DataLoader's worker maps the files itself
-
-    def __len__(self) -> int:
-        return self.meta["pairs"]
+        return Pairs, (self.directory,)
 
     def __getitem__(self, index: int) -> Pair:
-        if not 0 <= index < len(self):
-            raise IndexError(f"pair {index} of {len(self)}")
-        start, middle, end = (int(offset) for offset in self._offsets[2 * index : 2 * index + 3])
-        return self._tokens[start:middle].astype(np.int64), self._tokens[middle:end].astype(np.int64)
+        source, target = self.row(index).values()
+        return source.astype(np.int64), target.astype(np.int64)
 
     def dummy_sample(self) -> Pair:
         """A source of one token, and no target."""
         return self[0][0][:1], np.zeros(0, np.int64)
-
-    def lengths(self, ids: np.ndarray) -> np.ndarray:
-        """Tokens of source and target of each pair, int64 (n, 2), without reading a token."""
-        ends = self._offsets[2 * np.asarray(ids, np.int64)[:, None] + np.arange(3)]
-        return np.diff(ends, axis=1)
 
     def num_targets(self, ids: np.ndarray) -> np.ndarray:
         """Target tokens of each pair, int64."""
@@ -200,9 +171,9 @@ class Pairs:
         line = f"{meta['name']} ({' to '.join(meta['columns'])}): {len(self):,} pairs of "
         line += f"{meta['sources'] / len(self):,.0f} and {meta['targets'] / len(self):,.1f} tokens on average"
         line += f"; {self.num_target_tokens:,} targets"
-        for number, name in enumerate(("sources", "targets")):
-            if meta[f"{name}_cut"]:
-                line += f"; {meta[f'{name}_cut']:,} {name} cut at {meta['lengths'][number]}"
+        for name, length in zip(NAMES, meta["lengths"], strict=True):
+            if meta[f"{name}s_cut"]:
+                line += f"; {meta[f'{name}s_cut']:,} {name}s cut at {length}"
         return line + (f"\n{'':12}{meta['unused']}" if meta["unused"] else "")
 
 
