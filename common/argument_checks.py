@@ -12,7 +12,6 @@ from common.errors import UserError, main_logger, refuse
 from common.files import LOCK, PARTIAL, lock_output_dir, make_new_directory, remove, why_not_writable
 from common.models import adapters
 from common.parallel.launch import started_world_size
-from common.report.killed_runs import describe_killed
 from common.report.settings import given_flags
 from common.training import epochs
 from common.training.batching import Samples, updates_per_epoch
@@ -190,6 +189,8 @@ def _check_output_dir(path: Path, overwrite: bool, is_locked: bool = False) -> l
         if not (path / "run.json").is_file():
             return [f"--output_dir {path} is not empty and holds no run; name another directory"]
         if not overwrite:
+            from common.report.killed_runs import describe_killed
+
             killed = describe_killed(path, is_over=is_locked)
             return [
                 f"--output_dir {path} holds a run{f', {killed}' if killed else ''}; continue it with --resume, delete "

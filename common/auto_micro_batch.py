@@ -6,6 +6,7 @@ that fits and one that does not, the largest that fits is found by bisection. On
 memory growth of the trial before leaves room for twice as much, because a process over the limit of a cgroup is killed.
 """
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,7 @@ def _trials(run: Any, budget: TokenBudget, update: int) -> Iterator[GlobalBatch]
     budget.tokens = search.best
     budget.history[:] = [entry for entry in budget.history if entry[0] < update] + [[update, search.best]]
     _set_tokens(run, search.best)
+    run.progress.last = time.perf_counter()  # the trials are not training time
     if run.accelerator.is_main_process:
         run.progress.bar.write(f"--micro_batch_tokens auto: {search.best:,} tokens at once; {search.reason}")
         write_run(run.output_dir, read_earlier(run.output_dir) | budget.to_record(run.args))

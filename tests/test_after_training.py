@@ -52,7 +52,7 @@ def alone(tmp_path_factory, rows):
     for name in ALONE:
         flags = short(out / name) if name == "vision" else text_flags(rows, out / name)
         runs.append((flags, {"broken_steps": EVALUATION}, name))
-    broken = ["common.models.load.write_sample", "common.report.curves.start_drawing"]
+    broken = ["common.models.load.write_sample", "common.report.drawing.start_drawing"]
     broken += ["common.report.tracking.write_model_card"]
     more = ("--report_to", "tensorboard", "--num_updates", 12, "--eval_every", 4)
     runs.append((text_flags(rows, out / "all", *more), {"broken_steps": broken, "broken_tracker": 5}, "lm"))

@@ -8,28 +8,15 @@ this repository, and a run starts it and goes on.
 
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-FEWEST = 10  # updates that make a curve
 SMOOTH = 50  # parts of a run over which the bold line of a noisy figure is a mean
 COLOURS = ("#4c72b0", "#dd8452")
 NOISY = {"loss", "grad_norm", "tokens_per_second"}
 HELD_OUT = ("validation_loss", "accuracy", "macro_f1", "r2")  # what an evaluation measures
 FROM_ZERO = {"tokens_per_second", "peak_memory_bytes"}  # 0 is on the picture
-
-
-def start_drawing(output_dir: Path, unit: str) -> subprocess.Popen:
-    """A process that writes curves.png, whole or not at all. unit: of what is counted, such as tokens."""
-    return subprocess.Popen([sys.executable, __file__, str(output_dir), unit], stderr=subprocess.PIPE, text=True)
-
-
-def finish(drawing: subprocess.Popen) -> None:
-    """Waits for it, and says what kept it from drawing."""
-    if (problem := drawing.communicate()[1]) and drawing.returncode:
-        print(f"curves.png could not be drawn: {problem.splitlines()[-1]}", file=sys.stderr)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from common.errors import UserError, reported_in_one_line, with_location
 from common.files import PARTIAL, disk_line, find_lost_directory, lost_line
 from common.parallel import liveness
-from common.report import chance, curves
+from common.report import drawing
 from common.report.totals import Totals
 from common.report.tracking import describe_sources, memory_in_use_bytes, peak_memory_bytes, to_json_line
 
@@ -100,13 +100,18 @@ class Progress:
         self.held_out = ""
         self.per_epoch: int | None = 1  # updates; None: mixed sources, each with epochs of its own
         self.drawing: subprocess.Popen | None = None
-        self.chance: chance.ChanceCheck | None = None
+        self.chance: Any = None  # a `chance.ChanceCheck` of samples with labels
 
     def batches(self, loader):
         """The loader's global batches, with the time that the loop waits for each."""
         self.unit = loader.dataset.samples.unit
         self.per_epoch = len(loader.dataset) if loader.dataset.mixing is None else None
-        self.chance = self.chance or chance.ChanceCheck(loader.dataset.samples, self.bar.total)
+        samples = loader.dataset.samples
+        parts = getattr(samples, "parts", {"": samples}).values()
+        if self.chance is None and any(hasattr(part, "labels") for part in parts):
+            from common.report.chance import ChanceCheck
+
+            self.chance = ChanceCheck(samples, self.bar.total)
         iterator = iter(loader)
         while True:
             before = time.perf_counter()
@@ -152,7 +157,7 @@ class Progress:
         if "validation_loss" in record:
             self._tell_evaluation(record)
             self.draw()
-        if line := self.chance.note(self.state.update, record["loss"]):
+        if self.chance and (line := self.chance.note(self.state.update, record["loss"])):
             self.bar.write(line)
             sys.stdout.flush()
         self._show(batch, record)
@@ -206,13 +211,13 @@ class Progress:
     def draw(self, now: bool = False) -> None:
         """Lets curves.png be drawn, while the training goes on, or `now`."""
         is_free = self.drawing is None or now or self.drawing.poll() is not None
-        if self.is_main and is_free and self.state.update >= curves.FEWEST:
+        if self.is_main and is_free and self.state.update >= drawing.FEWEST:
             with reported_in_one_line("curves.png could not be drawn"):
                 if self.drawing is not None:
                     self.drawing.communicate()
-                self.drawing = curves.start_drawing(self.output_dir, self.unit)
+                self.drawing = drawing.start_drawing(self.output_dir, self.unit)
                 if now:
-                    curves.finish(self.drawing)
+                    drawing.finish(self.drawing)
 
     def end_early(self, patience: int) -> None:
         """The updates end here, all `patience` evaluations after the best one."""

@@ -25,8 +25,7 @@ from common.parallel import liveness
 from common.parallel.distributed_mode import describe_mode, describe_precision, running_mode
 from common.parallel.matmul_throughput import advise
 from common.redaction import redact
-from common.report import curves
-from common.report.killed_runs import describe_killed
+from common.report import drawing
 from common.report.model_card import write_model_card
 from common.report.totals import Totals, describe_pauses
 from common.report.totals import describe as describe_totals
@@ -75,7 +74,7 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
     batches = run.loader.dataset
     if accelerator.is_main_process:
         before = read_earlier(output_dir)
-        if how := describe_killed(output_dir, is_over=True):
+        if before and (how := _describe_killed(output_dir)):
             print(f"{output_dir}: the run before this start: {how}", flush=True)
         launcher = run.asked.command or ["python"] * (accelerator.num_processes == 1)
         totals = Totals(state.training)
@@ -126,6 +125,12 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
             for tracker in accelerator.trackers
             if tracker.name in RUN_NAMES
         }
+
+
+def _describe_killed(output_dir: Path) -> str | None:
+    from common.report.killed_runs import describe_killed
+
+    return describe_killed(output_dir, is_over=True)
 
 
 def read_earlier(output_dir: Path) -> dict[str, Any]:
@@ -335,9 +340,11 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, i
     run = json.loads((output_dir / "run.json").read_text())
     if (picture := output_dir / "curves.png").is_file():
         with reported_in_one_line("curves.png could not be drawn"):
+            from common.report import curves
+
             updates = curves.read(output_dir / "metrics.jsonl")
             if curves.with_end(updates, results) != updates:  # it was drawn without the last held-out loss
-                curves.finish(curves.start_drawing(output_dir, results["unit"]))
+                drawing.finish(drawing.start_drawing(output_dir, results["unit"]))
     if is_again:
         print("\nnothing was left to train; the figures of the training are those of the finished run")
     if results["tokens_per_second"]:
