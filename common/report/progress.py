@@ -27,6 +27,15 @@ def _for_trackers(record: dict[str, Any]) -> dict[str, float]:
     return {re.sub(r"[^\w./ -]", "_", name): value for name, value in numbers.items()}
 
 
+def _check_of_chance(samples: Any, num_updates: int) -> Any:
+    """Returns a `chance.ChanceCheck`, or None for samples without labels."""
+    if not any(hasattr(part, "labels") for part in getattr(samples, "parts", {"": samples}).values()):
+        return None
+    from common.report.chance import ChanceCheck
+
+    return ChanceCheck(samples, num_updates)
+
+
 class LogLines:
     """Progress as lines of text on stderr, for a log file or a pipe, in which a bar would be one endless line.
 
@@ -106,12 +115,7 @@ class Progress:
         """The loader's global batches, with the time that the loop waits for each."""
         self.unit = loader.dataset.samples.unit
         self.per_epoch = len(loader.dataset) if loader.dataset.mixing is None else None
-        samples = loader.dataset.samples
-        parts = getattr(samples, "parts", {"": samples}).values()
-        if self.chance is None and any(hasattr(part, "labels") for part in parts):
-            from common.report.chance import ChanceCheck
-
-            self.chance = ChanceCheck(samples, self.bar.total)
+        self.chance = self.chance or _check_of_chance(loader.dataset.samples, self.bar.total)
         iterator = iter(loader)
         while True:
             before = time.perf_counter()
