@@ -84,8 +84,10 @@ def test_each_recipe_loads_what_it_uses_and_no_more():
     ours = {path.stem for path in (ROOT / "common").iterdir()}
     for recipe, names in OURS.items():
         found = {name for name in loaded[recipe] if name.split(".")[0] in ours - {"__init__"}}
-        files = {name for name in found if not (ROOT / "common" / name.replace(".", "/")).is_dir()}
-        assert files == {*EVERY.split(), *names.split()}
+        assert {name for name in found if not (ROOT / "common" / name.replace(".", "/")).is_dir()} == {
+            *EVERY.split(),
+            *names.split(),
+        }
     for module in NOBODYS:
         assert not {name for name in loaded if module in loaded[name]}, module
     assert not {"PIL", "transformers"} & loaded["checkpoint"]  # `list` looks at files, and that is all
