@@ -12,11 +12,10 @@ from common.errors import UserError, main_logger, refuse
 from common.files import LOCK, PARTIAL, lock_output_dir, make_new_directory, remove, why_not_writable
 from common.models import adapters
 from common.parallel.launch import started_world_size
-from common.report.settings import given_flags
 from common.training import epochs
 from common.training.batching import Samples, updates_per_epoch
 from common.training.process_grid import Degrees
-from common.training.recipe_traits import Arguments, Traits
+from common.training.recipe_traits import Arguments, Traits, given_flags
 
 logger = main_logger(__name__)
 MICRO_BATCHES_PER_STAGE = 4  # so that at most a fifth of the time is the pipeline's bubble

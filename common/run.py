@@ -42,7 +42,7 @@ from common.errors import refuse
 from common.evaluation import Evaluations, optional_steps
 from common.models import adapters, model_setup
 from common.models.load import attention_length
-from common.parallel import connect, distributed_mode, launch, shutdown
+from common.parallel import connect, distributed_mode, launch, launch_checks, shutdown
 from common.parallel.liveness import wait_for_all
 from common.report import flops, progress, settings, tracking
 from common.training import accumulation, token_budget
@@ -75,7 +75,7 @@ class Run:
         if args.plan is not None:
             _hand_over(args)
         found = argument_checks.check_arguments(args, launch.runs_on_cpu(self.asked), self.traits, self.asked.degrees)
-        refuse([*found, *launch.check_launch(self.asked, args, self.traits), *problems])
+        refuse([*found, *launch_checks.check_launch(self.asked, args, self.traits), *problems])
         trackers = {"log_with": args.report_to or None, "project_dir": args.output_dir}
         self.accelerator = connect.make_accelerator(self.asked, args, **trackers)
         self.device, self.is_sharded = self.accelerator.device, distributed_mode.is_sharded(self.accelerator)
@@ -103,7 +103,7 @@ class Run:
         argument_checks.check_samples(self.args, self.traits, train_set, held_out, self.asked.degrees)
         self.make_empty = make_empty = cache(partial(adapters.empty_base, self.args, config, model_class))
         problems = model_setup.check_model(config, model_class, make_empty, self.asked.degrees)
-        refuse([*problems, *launch.check_layer_classes(self.asked, make_empty)])
+        refuse([*problems, *launch_checks.check_layer_classes(self.asked, make_empty)])
         connect.check_space(self.asked, lambda: [p.numel() for p in make_empty().parameters()])
         identity = identify(self.args, self.accelerator, config, tokenizer, train_set, held_out, *own_flags)
         self.resumed = self.checkpoints.find(identity, self.traits.size_flags)

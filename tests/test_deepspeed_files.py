@@ -15,7 +15,8 @@ from running import set_world, settings_shown
 from common.errors import UserError
 from common.parallel.deepspeed_files import flatten, read_deepspeed_config
 from common.parallel.deepspeed_flags import WIDTH_KEYS, check_deepspeed, describe_settled, settle_deepspeed
-from common.parallel.launch import check_launch, parse_launch
+from common.parallel.launch import parse_launch
+from common.parallel.launch_checks import check_launch
 from common.training.process_grid import Degrees
 from common.training.recipe_traits import Traits
 

@@ -13,7 +13,8 @@ from running import Run, set_world, settings_shown
 import common.parallel.connect
 import common.parallel.launch
 from common.parallel.connect import make_accelerator
-from common.parallel.launch import Launch, check_launch, find_unseen_gpu, parse_launch
+from common.parallel.launch import Launch, parse_launch
+from common.parallel.launch_checks import check_launch, find_unseen_gpu
 from common.training.recipe_traits import Traits
 
 

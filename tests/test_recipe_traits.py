@@ -8,7 +8,8 @@ from conftest import ROOT, launch, read_metrics, recipe_arguments
 
 from common import arguments
 from common.argument_checks import check_arguments
-from common.parallel.launch import check_launch, parse_launch
+from common.parallel.launch import parse_launch
+from common.parallel.launch_checks import check_launch
 from common.tasks.seq2seq.encoder_decoder import TRAITS
 from common.training.process_grid import Degrees
 from common.training.recipe_traits import Traits

@@ -31,7 +31,6 @@ from common.files import PARTIAL, lock_output_dir, remove
 from common.models.model_setup import without_wrapper
 from common.parallel.distributed_mode import running_mode
 from common.parallel.liveness import wait_for_all
-from common.parallel.sharding import offload_devices
 from common.report.totals import SAVING, pause
 from common.training.optimizers import inner_optimizer
 from common.training.process_grid import running
@@ -239,7 +238,11 @@ class Checkpoints:
 def _cannot_save(accelerator: Accelerator) -> str | None:
     """Why this run's state cannot be saved, or None."""
     plugin = accelerator.deepspeed_plugin
-    zero = plugin.deepspeed_config.get("zero_optimization", {}) if plugin is not None else {}
+    if plugin is None:
+        return None
+    from common.parallel.deepspeed_files import offload_devices
+
+    zero = plugin.deepspeed_config.get("zero_optimization", {})
     if offload_devices(zero)["offload_optimizer"] == "nvme":
         return (
             "--save_every, --resume: checkpoints do not hold an optimizer state that lies in files (nvme_path); give "

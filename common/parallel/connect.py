@@ -6,6 +6,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import torch
@@ -15,9 +16,9 @@ from accelerate.utils import DeepSpeedPlugin, set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from common.errors import UserError, main_logger
-from common.parallel import deepspeed_files, deepspeed_flags, liveness, parallelism_config, sharding
+from common.parallel import liveness
 from common.parallel.distributed_mode import running_mode
-from common.parallel.launch import Launch, mpi_variables, names_threads, runs_on_cpu, started_world_size
+from common.parallel.launch import Launch, asked_sizes, mpi_variables, names_threads, runs_on_cpu, started_world_size
 from common.parallel.process_groups import AveragedByPeers
 from common.redaction import redact
 from common.training.process_grid import running, set_running
@@ -34,6 +35,8 @@ def check_space(launch: Launch, parameter_sizes: Callable[[], list[int]]) -> Non
     """
     if launch.mode != "DeepSpeed":
         return
+    from common.parallel import deepspeed_files
+
     deepspeed_files.check_nvme_space(launch.deepspeed_config, parameter_sizes, launch.num_machines)
     plugin = AcceleratorState().deepspeed_plugin
     if deepspeed_files.size_nvme_buffers(plugin.deepspeed_config, parameter_sizes, launch.num_processes):
@@ -62,6 +65,8 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs) -> Acce
     name_interface()
     settled = None
     if launch.mode == "DeepSpeed":
+        from common.parallel import deepspeed_flags
+
         settled = deepspeed_flags.settle_deepspeed(
             launch.deepspeed_config, args, launch.mixed_precision, launch.degrees
         )
@@ -70,22 +75,24 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs) -> Acce
         os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"
         kwargs["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=settled.config)
     if launch.degrees.data < launch.degrees.num_processes:
-        parallelism_config.hide_from_accelerate(parallelism_config.asked_sizes(launch.settings))
-    threads = sharding.share_of_cores()  # before Accelerate may bind each process to some
+        from common.parallel import parallelism_config
+
+        parallelism_config.hide_from_accelerate(asked_sizes(launch.settings))
+    threads = share_of_cores()  # before Accelerate may bind each process to some
     with liveness.connecting(args.connect_timeout):
         if is_sharded_on_cpu:
+            from common.parallel import sharding
+
             sharding.connect_rehearsal(launch.mode)
         accelerator = Accelerator(**kwargs)
         # DDP: gradients lie in the buckets that are sent, and not beside them once more.
         accelerator.ddp_handler = AveragedByPeers(gradient_as_bucket_view=True)
         accelerator.wait_for_everyone()  # NCCL connects at the first collective
     _check_what_runs(launch, accelerator)
-    sharding.shard_over_peers(accelerator, launch.degrees)
-    sharding.configure_plugins(accelerator, args.max_grad_norm)
-    if sharding.updates_on_host(accelerator) and not names_threads(launch):
+    if launch.mode in ("FSDP", "DeepSpeed") and _configure_sharding(launch, accelerator, args.max_grad_norm):
         torch.set_num_threads(threads)  # of DeepSpeed's CPU Adam too: it takes torch's OpenMP
-    if across := parallelism_config.across_machines(launch.degrees, launch.num_machines):
-        logger.warning(across)
+    if launch.num_machines > 1:
+        _warn_of_groups_across_machines(launch)
     if settled is not None:
         where = launch.deepspeed_config if isinstance(launch.deepspeed_config, str) else launch.source
         accelerator.print(redact(deepspeed_flags.describe_settled(where, settled)), flush=True)
@@ -94,9 +101,27 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs) -> Acce
     return accelerator
 
 
+def _configure_sharding(launch: Launch, accelerator: Accelerator, max_grad_norm: float) -> bool:
+    """Configures FSDP2 or DeepSpeed; returns whether the CPU updates the weights and has threads to share for that."""
+    from common.parallel import sharding
+
+    sharding.shard_over_peers(accelerator, launch.degrees)
+    sharding.configure_plugins(accelerator, max_grad_norm)
+    return sharding.updates_on_host(accelerator) and not names_threads(launch)
+
+
+def _warn_of_groups_across_machines(launch: Launch) -> None:
+    from common.parallel import parallelism_config
+
+    if across := parallelism_config.across_machines(launch.degrees, launch.num_machines):
+        logger.warning(across)
+
+
 def _name_device(launch: Launch, is_sharded_on_cpu: bool) -> None:
     """Which device Accelerate and DeepSpeed are to take, in the environment, and a GPU's float32 products."""
     if is_sharded_on_cpu:
+        from common.parallel import sharding
+
         sharding.prepare_rehearsal(launch.mode)
     elif runs_on_cpu(launch):
         # Read by Accelerate when its state is made: CPU, and gloo in the place of NCCL. Without it, the processes of
@@ -121,6 +146,16 @@ def _check_what_runs(launch: Launch, accelerator: Accelerator) -> None:
     if accelerator.mixed_precision != launch.mixed_precision:
         runs = accelerator.mixed_precision
         raise UserError(f"{asked} mixed precision {launch.mixed_precision}, but {runs} would run")
+
+
+def share_of_cores() -> int:
+    """The cores that each process of this host has for itself: those that they may use, divided among them."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else sys.maxsize  # not on macOS
+    cores = min(allowed, psutil.cpu_count(logical=False) or os.cpu_count() or 1)
+    limit = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of computing in so many
+    quota, period = limit.read_text().split() if limit.is_file() else ("max", "1")
+    cores = cores if quota == "max" else min(cores, int(quota) // int(period))
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def name_interface() -> None:

@@ -5,7 +5,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from common.parallel import sharding
 from common.training.process_grid import running
 
 
@@ -27,7 +26,9 @@ def describe_mode(accelerator: Accelerator) -> str:
         zero = accelerator.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
         mode += f" ZeRO-{zero.get('stage')}"
         names = {"offload_param": "weights", "offload_optimizer": "optimizer"}
-        for part, device in sharding.offload_devices(zero).items():
+        from common.parallel.deepspeed_files import offload_devices
+
+        for part, device in offload_devices(zero).items():
             mode += "" if device in ("none", "auto") else f", {names[part]} on {device}"
     if mode == "FSDP":
         parallel = accelerator.parallelism_config

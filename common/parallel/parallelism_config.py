@@ -11,22 +11,10 @@ from typing import Any
 from common.training.optimizers import OPTIMIZERS, name_optimizers
 from common.training.process_grid import Degrees
 
-SIZES = ("dp_replicate", "dp_shard", "sp", "tp", "pp", "cp")
-STAGES = "parallelism_config_pp_size"
 SPLITS = {"sp": "processes a sequence", "tp": "processes a layer", "pp": "stages of a pipeline"}
 # Of Accelerate's other ways to split a sequence.
 OTHERS = ("sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation")
 OTHERS += ("cp_backend", "cp_comm_strategy")
-
-
-def asked_sizes(settings: dict[str, Any]) -> dict[str, int]:
-    """The sizes of `parallelism_config`, in the launcher's settings; without a launcher, of Accelerate's variables."""
-    if settings.get("use_parallelism_config"):
-        given = {name: settings.get(f"parallelism_config_{name}_size") for name in SIZES}
-        return {name: 1 if size is None else int(size) for name, size in given.items()}
-    if settings or os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
-        return dict.fromkeys(SIZES, 1)
-    return {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1)) for name in SIZES}
 
 
 def check_others(source: str, settings: dict[str, Any], asked: Iterable[str]) -> Iterator[str]:

@@ -2,13 +2,10 @@
 
 import dataclasses
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from accelerate import Accelerator, PartialState
 from torch.distributed.device_mesh import init_device_mesh
@@ -80,16 +77,6 @@ def connect_rehearsal(mode: str) -> None:
     PartialState(backend="gloo")
     if mode == "FSDP":
         shard_without_gpu()
-
-
-def share_of_cores() -> int:
-    """The cores that each process of this host has for itself: those that they may use, divided among them."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else sys.maxsize  # not on macOS
-    cores = min(allowed, psutil.cpu_count(logical=False) or os.cpu_count() or 1)
-    limit = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of computing in so many
-    quota, period = limit.read_text().split() if limit.is_file() else ("max", "1")
-    cores = cores if quota == "max" else min(cores, int(quota) // int(period))
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def updates_on_host(accelerator: Accelerator) -> bool:

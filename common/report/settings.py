@@ -1,28 +1,22 @@
 """One view of every effective setting, its value, and which file, flag, variable or default it comes from."""
 
 import argparse
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
-from common.parallel.deepspeed_files import BATCH_KEYS, flatten, read_deepspeed_config
 from common.parallel.distributed_mode import describe_mode, describe_precision
 from common.parallel.launch import Launch
 from common.redaction import redact
+from common.training.recipe_traits import given_flags
 
 # Variables that change what a run does or where it reads and writes.
 PREFIXES = ("ACCELERATE_", "CUDA_", "DS_", "FSDP_", "GLOO_", "HF_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "PYTORCH_")
 PREFIXES += ("TOKENIZERS_", "TORCH", "TRANSFORMERS_", "XDG_CACHE_HOME")
 LAUNCH_SETTINGS = ("num_machines", "machine_rank", "main_process_ip", "main_process_port", "num_processes")
 LAUNCH_SETTINGS += ("mixed_precision", "use_cpu", "gpu_ids", "num_cpu_threads_per_process")
-
-
-def given_flags() -> set[str]:
-    """Those of the command line. An argument's name is its flag's, and no flag may be shortened."""
-    return {word.split("=")[0] for word in sys.argv[1:] if word.startswith("--")}
 
 
 def list_settings(args: argparse.Namespace, launch: Launch, accelerator: Accelerator) -> Iterator[tuple[str, Any, str]]:
@@ -43,6 +37,8 @@ def list_settings(args: argparse.Namespace, launch: Launch, accelerator: Acceler
             yield (name, launch.settings[name], _source(launch, name))
 
     if accelerator.deepspeed_plugin is not None:
+        from common.parallel.deepspeed_files import BATCH_KEYS, flatten, read_deepspeed_config
+
         source = launch.deepspeed_config if isinstance(launch.deepspeed_config, str) else launch.source
         asked = dict(flatten(read_deepspeed_config(launch.deepspeed_config)))
         for name, value in flatten(accelerator.deepspeed_plugin.deepspeed_config):

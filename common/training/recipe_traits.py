@@ -9,6 +9,7 @@ same name.
 """
 
 import argparse
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,3 +59,8 @@ class Arguments(argparse.Namespace):
     def shared(self, name: str) -> Any:
         """Returns the value of a shared flag; None if this recipe does not have it."""
         return vars(self)[name] if name in self.shared_flags else None
+
+
+def given_flags() -> set[str]:
+    """Those of the command line. An argument's name is its flag's, and no flag may be shortened."""
+    return {word.split("=")[0] for word in sys.argv[1:] if word.startswith("--")}

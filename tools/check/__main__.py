@@ -30,7 +30,8 @@ from common.files import disk_line, why_not_writable, write_file
 from common.host_memory import available_memory
 from common.parallel import liveness, rank_watch
 from common.parallel.connect import name_interface
-from common.parallel.launch import Launch, check_started, find_launch, runs_on_cpu, started_world_size
+from common.parallel.launch import Launch, find_launch, runs_on_cpu, started_world_size
+from common.parallel.launch_checks import check_started
 from common.parallel.matmul_throughput import sustained_rates
 from common.parallel.shutdown import leave_together, user_mistakes_end_here
 from common.versions import versions

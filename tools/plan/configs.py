@@ -5,7 +5,8 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.parallel.deepspeed_files import check_optimizer
-from common.parallel.launch import Launch, check_asked, check_machines, parse_launch
+from common.parallel.launch import Launch, parse_launch
+from common.parallel.launch_checks import check_asked, check_machines
 from common.training.process_grid import Degrees
 from common.training.recipe_traits import Arguments, Traits
 from tools.plan.hardware import Machine
