@@ -346,7 +346,7 @@ def text_sources(args: Arguments) -> "tuple[Source, Source | None]":
     Raises UserError: a line for each file that is not there or cannot be read, or two answers to where the text is.
     """
     # Here because recipes without text need none of them.
-    from common.data.mixed import held_out_files, needless_weights, training_files
+    from common.data.mixed_files import held_out_files, needless_weights, training_files
     from common.data.source_types import Source
     from common.data.sources import check_sources, have_no_columns
 

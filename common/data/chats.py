@@ -13,15 +13,15 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from common.data.column_selection import unused_columns, utf8_length
+from common.data.column_selection import utf8_length
+from common.data.corpus_facts import Encoded
 from common.data.messages import Chat, Message, arguments_of, function_names, read_chat, with_json_arguments
-from common.data.source_types import Corpus, Row
+from common.data.source_types import Row
 from common.data.tokenizer import encode_plain
 from common.errors import UserError, one_line
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")  # by which a chat template marks what the assistant says
 CHATML = Path(__file__).with_name("chatml.jinja")
-Encoded = tuple[list[int], list[bool], str]  # a sample's tokens, which of them may be targets, its text
 
 
 def read_chat_template(name: str) -> str:
@@ -41,11 +41,6 @@ def read_chat_template(name: str) -> str:
     if "abc" not in written:
         raise UserError(f"--chat_template {name}: it writes nothing of a message; loop over `messages` in it")
     return text
-
-
-def with_end_of_text(ids: list[int], eos: int) -> list[int]:
-    """With the eos token at its end, which some tokenizers put there by themselves."""
-    return ids if ids[-1:] == [eos] else [*ids, eos]
 
 
 Spans = list[tuple[int, int]]
@@ -262,50 +257,3 @@ def _count_unwritten(chat: Chat, text: str, render: Render, counts: Counter) -> 
             without = written([*chat.messages[:number], message | {key: ""}, *chat.messages[number + 1 :]]) or ""
             if len(text) - len(without) < len(str(message[key]).strip()) / 2:
                 counts["partly" if chat.is_learned[number] else ("unwritten", "half of a content", "messages")] += 1
-
-
-def _chat_notes(counts: Counter) -> list[str]:
-    """A line for each way in which something of the messages is not learned."""
-    unwritten = sorted((key[1:], n) for key, n in counts.items() if isinstance(key, tuple) and n)
-    notes = []
-    if unwritten:
-        told = ", ".join(f"{key} ({n:,} {unit})" for (key, unit), n in unwritten)
-        notes.append(f"the chat template does not write {told}: the model does not see them")
-    if counts["lost"]:
-        notes.append(
-            f"{counts['lost']:,} of {counts['answers']:,} answers have no target of their own: the chat template "
-            "leaves them out, or does not mark them with {% generation %}; nothing is learned of them but their ends"
-        )
-    if counts["partly"]:
-        notes.append(
-            f"{counts['partly']:,} of {counts['answers']:,} answers are targets in part only: the chat template "
-            "leaves more than half of them out, or does not mark it"
-        )
-    if counts["learned in vain"]:
-        notes.append(
-            f"{counts['learned in vain']:,} messages of others have weight 1: only the assistant's are learned"
-        )
-    if counts["nulls"]:
-        notes.append(
-            f"{counts['nulls']:,} nulls inside of messages and tools left out: Arrow adds the keys of other rows"
-        )
-    return notes
-
-
-def corpus_facts(
-    corpus: Corpus, columns: tuple[str, ...], counts: Counter, tokenizer: PreTrainedTokenizerBase, *notes: str
-) -> dict[str, Any]:
-    """What is kept of a corpus beside its tokens. Raises UserError, one line, if none of its answers is learned."""
-    if counts["lost"] and counts["lost"] >= counts["answers"]:
-        raise UserError(
-            f"{corpus.name}: none of its {counts['answers']:,} answers has a target of its own; mend the chat "
-            "template, which leaves them out or does not mark them with {% generation %}, or name one with "
-            "--chat_template"
-        )
-    ends = [token for token, _ in counts.most_common() if isinstance(token, int)]
-    return {
-        "name": corpus.name,
-        "columns": columns,
-        "notes": [*_chat_notes(counts), *filter(None, [*notes, unused_columns(corpus)])],
-        "end_tokens": ends if counts["chats"] else [tokenizer.eos_token_id],
-    }

@@ -177,14 +177,3 @@ def history_of(row: Row) -> list[Message]:
         raise UserError(f"{row.where}: column history is not a list of pairs, [question, answer]; mend the row")
     roles = ("user", "assistant")
     return [{"role": role, "content": text} for one in rounds for role, text in zip(roles, one, strict=True)]
-
-
-def texts_of(row: Row, columns: tuple[str, ...]) -> list[str]:
-    texts = []
-    for column in columns:
-        if column != "messages" and not isinstance(row.values.get(column), list):
-            texts.append(text_of(row, column))
-        else:
-            contents = [message.get("content") for message in messages_of(row, column)]
-            texts += [content for content in contents if isinstance(content, str)]
-    return texts

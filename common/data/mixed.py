@@ -7,97 +7,15 @@ Files without weights are concatenated, like a single file.
 """
 
 import hashlib
-import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from common.data.source_types import Source
-from common.data.sources import expand
-from common.errors import UserError, refuse
 from common.training.batching import Samples
-from common.training.data_mixing import LONGEST, Mixing, in_lowest_terms
-
-NUMBER = re.compile(r"(?:(?:[0-9]{1,30}\.?[0-9]{0,30}|\.[0-9]{1,30})(?:e[+-]?[0-9]{1,2})?|[0-9]{1,30}/[0-9]{1,30})")
-
-
-def training_files(given: list[str], **columns: Any) -> Source:
-    """The files of --train_file as one source, or, where they have weights, as the parts of a mixed one.
-
-    columns: the other fields of a Source. Raises UserError, a line for each thing that is wrong with the weights.
-    """
-    named = [_split_weight(one) for one in given]
-    if all(weight is None for _, weight in named):
-        return Source(files=tuple(given), **columns)
-    refuse(_problems(named))
-    weights = in_lowest_terms([Fraction(weight) for _, weight in named])
-    if sum(weights) > LONGEST:
-        raise UserError(
-            f"--train_file: the weights are in the proportion {':'.join(map(str, weights))}, whose sum is "
-            f"{sum(weights):,}; round them until it is {LONGEST:,} at most"
-        )
-    return _apart([file for file, _ in named], weights, **columns)
-
-
-def held_out_files(files: list[str], is_mixed: bool, **columns: Any) -> Source:
-    """The files of --validation_file as one source; each as a source of its own where the training data are mixed."""
-    refuse(needless_weights("--validation_file", files, "all held-out data are measured; take it out"))
-    if not is_mixed or len(files) == 1:
-        return Source(files=tuple(files), **columns)
-    refuse(_given_twice("--validation_file", files))
-    return _apart(files, (), **columns)
-
-
-def _apart(files: list[str], weights: tuple[int, ...], **columns: Any) -> Source:
-    return Source(parts=tuple(Source(files=(file,), **columns) for file in files), weights=weights, **columns)
-
-
-def _split_weight(given: str) -> tuple[str, str | None]:
-    """A file, or pattern, and its weight as it was written; none where there is a file of that whole name."""
-    file, colon, weight = given.rpartition(":")
-    if not (colon and file) or expand(given):
-        return given, None
-    return (file, weight) if NUMBER.fullmatch(weight) or expand(file) else (given, None)
-
-
-def needless_weights(flag: str, given: list[str], why: str) -> Iterator[str]:
-    """A line for each file, or data set, that has a weight where it means nothing."""
-    for file, weight in map(_split_weight, given):
-        if weight is not None:
-            yield f"{flag} {file}:{weight}: a weight is for the files of --train_file; {why}"
-
-
-def _problems(named: list[tuple[str, str | None]]) -> Iterator[str]:
-    if len(named) == 1:
-        file, weight = named[0]
-        yield f"--train_file {file}:{weight}: a single source has no weight; take :{weight} out, or name others too"
-        return
-    without = [file for file, weight in named if weight is None]
-    if without:
-        some = next(f"{file}:{weight}" for file, weight in named if weight is not None)
-        yield f"--train_file {' '.join(without)}: no weight, as {some} has; give all files one, or none"
-    for file, weight in named:
-        if weight is not None and not (NUMBER.fullmatch(weight) and _is_positive(weight)):
-            yield f"--train_file {file}:{weight}: the weight is not a number above 0, such as 0.7, 7 or 1/3; correct it"
-    yield from _given_twice("--train_file", [file for file, _ in named])
-
-
-def _is_positive(number: str) -> bool:
-    above, _, below = number.partition("/")
-    return float(above) > 0 and (not below or int(below) > 0)
-
-
-def _given_twice(flag: str, files: list[str]) -> Iterator[str]:
-    """A line for each two sources that have a file in common."""
-    paths = [{Path(path).resolve() for path in expand(file)} or {Path(file)} for file in files]
-    for (first, some), (second, others) in combinations(zip(files, paths, strict=True), 2):
-        if both := sorted(some & others):
-            yield f"{flag} {first} {second}: {both[0]} is in both sources; leave it in one"
+from common.training.data_mixing import Mixing, in_lowest_terms
 
 
 class Mixed:

@@ -13,16 +13,14 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from common.data.cache import cached
-from common.data.chat_formats import with_known_format
-from common.data.chats import Encoded, corpus_facts, encode_chats, with_end_of_text
 from common.data.column_selection import batches, choose_columns, text_of, watched
-from common.data.mixed import Mixed
+from common.data.corpus_facts import Encoded, corpus_facts, with_end_of_text
 from common.data.source_types import Corpus, Row, Source
 from common.data.sources import open_source
 from common.data.token_store import TokenStore, TokenWriter, mark_targets, split_targets
@@ -32,8 +30,12 @@ from common.data.tokenizer import (
     no_more_threads,
     special_tokens_around,
     tokenizer_identity,
+    with_messages,
 )
 from common.errors import UserError, main_logger
+
+if TYPE_CHECKING:
+    from common.data.mixed import Mixed
 
 logger = main_logger(__name__)
 COMPRESSED_BYTES = 64 << 20  # xz takes a minute for this; more held-out text than that is not compressed
@@ -110,12 +112,14 @@ def tokenize(
     Raises UserError that names file and place for whatever cannot be read or makes no sample.
     """
     if source.parts:
+        from common.data.mixed import Mixed
+
         how = (tokenizer, sequence_length, shape, cache_dir, measure_compression)
         return Mixed({part.files[0]: tokenize(part, *how) for part in source.parts}, source.weights)
     check_end_of_text(tokenizer)
     tokenizer.chat_template = source.chat_template or tokenizer.chat_template
     opened = open_source(source)
-    corpus = with_known_format(opened, source, shape, bool(tokenizer.chat_template))
+    corpus = with_messages(opened, source, shape, bool(tokenizer.chat_template))
     shape, columns = choose_columns(corpus, source, shape)
     corpus = watched(corpus, columns) if corpus is opened else corpus
     if source.chat_template and columns != ("messages",):
@@ -150,8 +154,12 @@ def _write_samples(
     if is_blocks:
         samples = _encode_stream(rows, columns[0], tokenizer, counts)
     else:
-        how = (tokenizer, counts)
-        encoded = (encode_chats(batch, *how) if is_chat else encode_texts(batch, columns, *how) for batch in rows)
+        if is_chat:
+            from common.data.chats import encode_chats
+
+            encoded = (encode_chats(batch, tokenizer, counts) for batch in rows)
+        else:
+            encoded = (encode_texts(batch, columns, tokenizer, counts) for batch in rows)
         samples = _stored_examples(chain.from_iterable(encoded), sequence_length, counts)
     with TokenWriter(directory, is_blocks, **({} if is_blocks else {"target_counts": [0]})) as writer:
         for tokens, text in samples:

@@ -12,10 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from common.data.cache import cached
-from common.data.chat_formats import with_known_format
-from common.data.column_selection import check_columns, choose_columns, utf8_length
-from common.data.messages import texts_of
-from common.data.source_types import Corpus, Source
+from common.data.column_selection import check_columns, choose_columns, text_of, utf8_length
+from common.data.source_types import Corpus, Row, Source
 from common.data.sources import open_source
 from common.errors import UserError, one_line
 
@@ -49,6 +47,19 @@ def load_tokenizer(
     return tokenizer
 
 
+# Columns of which `chat_formats` makes messages, or a prompt and a completion.
+CHAT_COLUMNS = {"messages", "conversations", "conversation", "instruction"}
+
+
+def with_messages(corpus: Corpus, source: Source, shape: str | None, has_template: bool) -> Corpus:
+    """Returns the corpus as `chat_formats.with_known_format` does, which it loads for columns of chats only."""
+    if not CHAT_COLUMNS & set(corpus.columns):
+        return corpus
+    from common.data.chat_formats import with_known_format
+
+    return with_known_format(corpus, source, shape, has_template)
+
+
 def train_tokenizer(
     source: Source,
     vocab_size: int,
@@ -72,7 +83,7 @@ def train_tokenizer(
     for part in source.parts or (source,):
         corpus, wanted = open_source(part), columns
         if wanted is None:
-            corpus = with_known_format(corpus, part, None, has_template=bool(source.chat_template))
+            corpus = with_messages(corpus, part, None, bool(source.chat_template))
             _, wanted = choose_columns(corpus, part, None)
         check_columns(corpus, wanted, flags)
         texts.append((corpus, wanted))
@@ -86,6 +97,20 @@ def train_tokenizer(
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     tokenizer.chat_template = source.chat_template
     return tokenizer
+
+
+def _texts_of(row: Row, columns: tuple[str, ...]) -> list[str]:
+    """Returns the texts in the columns of a row, of messages their contents."""
+    texts = []
+    for column in columns:
+        if column != "messages" and not isinstance(row.values.get(column), list):
+            texts.append(text_of(row, column))
+        else:
+            from common.data.messages import messages_of
+
+            contents = [message.get("content") for message in messages_of(row, column)]
+            texts += [content for content in contents if isinstance(content, str)]
+    return texts
 
 
 def _train_bpe(
@@ -105,7 +130,7 @@ def _train_bpe(
         for corpus, columns in sources:
             left = TOKENIZER_BYTES / len(sources)
             for row in corpus.rows(columns, True):
-                for text in texts_of(row, columns):
+                for text in _texts_of(row, columns):
                     left -= utf8_length(text, row.where)
                     # the library gathers 256 items before it works on them: keep each small
                     yield from (text[start : start + 65536] for start in range(0, len(text), 65536))

@@ -2,12 +2,11 @@
 
 import argparse
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, BertConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from common.data.mixed import Mixed
 from common.data.source_types import Source
 from common.data.tokenizer import load_tokenizer, train_tokenizer
 from common.errors import refuse, shorten
@@ -24,6 +23,9 @@ from common.tasks.classify.labels import (
     read_packages,
 )
 from common.training.fine_tuning_rate import default_rate
+
+if TYPE_CHECKING:
+    from common.data.mixed import Mixed
 
 # BERT of base and large size is fine-tuned at 2e-5 to 5e-5 (arXiv:1810.04805, appendix A.3), its smallest versions and
 # ELECTRA-small at up to 3e-4 (github.com/google-research/bert; arXiv:2003.10555). In between, the rate follows the
@@ -149,13 +151,17 @@ def choose_model(
 
 def label(
     rows: Rows, names: list[str] | None, tokenizer: PreTrainedTokenizerBase, sequence_length: int
-) -> LabelledTexts | Mixed:
+) -> "LabelledTexts | Mixed":
     """Rows as samples: tokenised, with the number of their label in `names`, or with the number that they are."""
     parts = {
         name: LabelledTexts(title, examples, encode_labels(examples, names), tokenizer, sequence_length)
         for (name, examples), title in zip(rows.sources.items(), rows.titles or rows.sources, strict=True)
     }
-    return Mixed(parts, rows.weights) if rows.weights or len(parts) > 1 else next(iter(parts.values()))
+    if not rows.weights and len(parts) == 1:
+        return next(iter(parts.values()))
+    from common.data.mixed import Mixed
+
+    return Mixed(parts, rows.weights)
 
 
 def describe_task(

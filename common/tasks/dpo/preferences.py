@@ -18,8 +18,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from common.data.cache import cached
-from common.data.chats import Encoded, corpus_facts, encode_chats
+from common.data.chats import encode_chats
 from common.data.column_selection import batches, check_columns, watched
+from common.data.corpus_facts import Encoded, corpus_facts
 from common.data.messages import TRAINING_KEYS, history_of, is_wanted, messages_of, with_system
 from common.data.source_types import Corpus, Row, Source
 from common.data.sources import open_source

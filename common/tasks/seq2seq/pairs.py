@@ -11,7 +11,7 @@ import inspect
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerBase
 
 from common.data.cache import cached
 from common.data.column_selection import batches, check_columns, filled_text, unused_columns, watched
-from common.data.mixed import Mixed
 from common.data.source_types import Corpus, Source
 from common.data.sources import open_source
 from common.data.standard_library import derived_corpus, find_docstring
@@ -27,6 +26,9 @@ from common.data.token_store import TokenStore, TokenWriter
 from common.data.tokenizer import no_more_threads, tokenizer_identity
 from common.errors import UserError
 from common.training.batching import pad_rows
+
+if TYPE_CHECKING:
+    from common.data.mixed import Mixed
 
 NAMES = ("source", "target")
 
@@ -51,6 +53,8 @@ def tokenize_pairs(
     """
     if source.parts:
         how = (columns, tokenizer, source_length, target_length, cache_dir)
+        from common.data.mixed import Mixed
+
         return Mixed({part.files[0]: tokenize_pairs(part, *how) for part in source.parts}, source.weights)
     corpus = open_source(source)
     if source.embedded:
