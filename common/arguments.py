@@ -167,7 +167,7 @@ def recipe_parser(description: str, lengths_vary: bool = True) -> ArgumentParser
     _add_run(parser)
     _add_batch(parser, lengths_vary)
     _add_optimizer(parser)
-    parser.shared_flags |= {action.dest for action in parser._actions}
+    parser.shared_flags |= {action.dest for action in flags_of(parser).values()}
     return parser
 
 
@@ -290,7 +290,9 @@ def add_language_arguments(
     add_model_arguments(parser)
     if adapters:
         _add_adapter(parser)
-    parser.shared_flags |= {action.dest for action in parser._actions}  # a recipe adds its own flags after these
+    parser.shared_flags |= {
+        action.dest for action in flags_of(parser).values()
+    }  # a recipe adds its own flags after these
 
 
 def _add_adapter(parser: argparse.ArgumentParser) -> None:

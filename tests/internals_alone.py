@@ -144,7 +144,7 @@ def try_builds():
 
     def train(weight, state, steps, replays):
         weight = nn.Parameter(weight.clone())
-        optimizer = DeepSpeedCPUAdam([weight], lr=0.1)
+        optimizer = DeepSpeedCPUAdam([weight], lr=0.1, betas=(0.9, 0.95))
         if state is not None:
             optimizer.state[weight] = {name: x.clone() if torch.is_tensor(x) else x for name, x in state.items()}
             if replays:
@@ -154,11 +154,16 @@ def try_builds():
             optimizer.step()
         return weight.detach(), optimizer.state[weight]
 
-    start = torch.linspace(-1, 1, 4096)
-    whole, _ = train(start, None, 15, False)
-    half, state = train(start, None, 9, False)
-    replayed, alone = (train(half, state, 6, replays)[0] for replays in (True, False))
-    words = ["equal" if torch.equal(whole, x) else "different" for x in (replayed, alone)]
+    start, outcomes = torch.linspace(-1, 1, 4096), {True: set(), False: set()}
+    for done in range(5, 40, 4):
+        whole, _ = train(start, None, done + 3, False)
+        half, state = train(start, None, done, False)
+        for replays, seen in outcomes.items():
+            seen.add("equal" if torch.equal(whole, train(half, state, 3, replays)[0]) else "different")
+    words = [
+        "equal" if outcomes[True] == {"equal"} else "different",
+        "different" if "different" in outcomes[False] else "equal",
+    ]
     print(f"replay_steps: {words[0]}; without: {words[1]}")
 
 

@@ -16,7 +16,7 @@ from common.parallel.shutdown import user_mistakes_end_here
 LANGUAGE = {"lm.py", "moe.py", "long_sequence.py", "seq2seq.py", "classify.py"}
 # What a recipe may load of common/: what every one does, and what its job needs.
 EVERY = """
-    internals.accelerate internals.huggingface_hub internals.library internals.python internals.torch
+    internals.accelerate internals.library internals.python internals.torch
     internals.transformers
     argument_checks arguments auto_micro_batch checkpoint.adapter checkpoint.agreement checkpoint.architecture
     checkpoint.format checkpoint.identity checkpoint.layouts checkpoint.optimizer_state checkpoint.random_states

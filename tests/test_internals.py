@@ -24,6 +24,7 @@ from common.internals import huggingface_hub as of_hub
 from common.internals import python as of_python
 from common.internals import torch as of_torch
 from common.internals import transformers as of_transformers
+from common.internals.evaluate import configure
 from common.internals.library import private
 from common.versions import PACKAGES, TESTED, check_versions, versions
 
@@ -367,6 +368,17 @@ def test_the_hub_is_left_alone(monkeypatch):
     assert of_hub.is_offline()
     with pytest.raises(OfflineModeIsEnabled):
         HfApi(endpoint="http://127.0.0.1:9").model_info("some/model")
+
+
+def test_evaluate_is_offline_if_the_hub_is(monkeypatch):
+    import evaluate
+
+    for offline, name in ((False, "HF_EVALUATE_OFFLINE"), (True, "HF_UPDATE_DOWNLOAD_COUNTS")):
+        monkeypatch.setattr(evaluate.config, name, offline)
+    configure(offline=False)
+    assert not evaluate.config.HF_EVALUATE_OFFLINE and not evaluate.config.HF_UPDATE_DOWNLOAD_COUNTS
+    configure(offline=True)
+    assert evaluate.config.HF_EVALUATE_OFFLINE
 
 
 def test_flags_and_help():

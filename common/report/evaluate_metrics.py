@@ -71,13 +71,14 @@ class Metrics:
         """
         from huggingface_hub import constants
 
+        from common.internals.evaluate import configure
+
         try:
             import evaluate  # here because it takes seconds
         except ImportError as error:
             yield f"--metric: the package evaluate cannot be imported ({error}); pip install evaluate"
             return
-        evaluate.config.HF_EVALUATE_OFFLINE |= constants.HF_HUB_OFFLINE  # then it looks into its cache at once
-        evaluate.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # one request less per module
+        configure(offline=constants.HF_HUB_OFFLINE)  # then it looks into its cache at once
         for request in self.requests:
             if request.text in missing and not constants.HF_HUB_OFFLINE:
                 yield f"--metric {request.text}: {missing[request.text]}"

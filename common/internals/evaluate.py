@@ -1,0 +1,14 @@
+"""Settings of evaluate that are overwritten. Tested with 0.4.6."""
+
+from common.internals.library import private
+
+
+def configure(offline: bool) -> None:
+    """Lets `evaluate.load` use only its cache if `offline`, and count no downloads: one request less per module.
+
+    Overwrites HF_EVALUATE_OFFLINE and HF_UPDATE_DOWNLOAD_COUNTS of `evaluate.config`; raises UserError without.
+    """
+    config = private("evaluate", "config")
+    config.HF_EVALUATE_OFFLINE = private("evaluate.config", "HF_EVALUATE_OFFLINE") or offline
+    private("evaluate.config", "HF_UPDATE_DOWNLOAD_COUNTS")
+    config.HF_UPDATE_DOWNLOAD_COUNTS = False
