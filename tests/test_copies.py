@@ -2,96 +2,111 @@
 
 import errno
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import BIN, ROOT, launch, run, write_rows
+from conftest import BIN, ROOT, launch, launch_command, run, write_rows
 from test_recipes import RECIPES
 
 from common.errors import UserError
 from common.files import complete_or_absent
 from common.parallel.shutdown import user_mistakes_end_here
 
-LANGUAGE = {"lm.py", "moe.py", "long_sequence.py", "seq2seq.py", "classify.py"}
-# What a recipe may load of common/: what every one does, and what its job needs.
-EVERY = """
-    internals.accelerate internals.library internals.python internals.torch
-    internals.transformers
-    argument_checks arguments auto_micro_batch checkpoint.adapter checkpoint.agreement checkpoint.architecture
-    checkpoint.format checkpoint.identity checkpoint.layouts checkpoint.optimizer_state checkpoint.random_states
-    checkpoint.resume checkpoint.save checkpoint.training_state checkpoint.write data.hub errors evaluation files
-    flag_translation host_memory launcher models.adapter_files models.adapters models.attention_masks
-    models.cpu_kernels models.export_dtype models.load models.model_setup models.quantization models.tied_weights
-    parallel.connect parallel.deepspeed_files parallel.deepspeed_flags parallel.distributed_mode parallel.extensions
-    parallel.launch parallel.liveness parallel.matmul_throughput parallel.parallelism_config parallel.process_groups
-    parallel.sequence parallel.sharding parallel.shutdown parallel.tensor planner redaction report.chance
-    report.curves report.flops report.killed_runs report.model_card report.profiling report.progress report.settings
-    report.totals report.tracking run training.accumulation training.activation_checkpointing
-    training.activation_offload training.batching training.clipping training.epochs training.fine_tuning_rate
-    training.handover training.micro_batch_partition training.optimizers training.out_of_memory training.precision
-    training.process_grid training.recipe_traits training.stop_signals training.token_budget versions
-"""
-TEXT = """
-    internals.datasets
-    data.cache data.chat_formats data.column_selection data.compressed data.messages data.mixed data.readers
-    data.source_types data.sources data.standard_library data.tokenizer training.data_mixing
-"""
-TOKENS = "data.chats data.text data.token_store training.linear_cross_entropy training.losses training.output_head"
-PREDICTED = "models.classifiers report.predictions"
-OURS = {
-    "classify.py": f"{TEXT} {PREDICTED} tasks.classify.labels tasks.classify.text_baseline "
-    "tasks.classify.text_classifier tasks.classify.scores",
-    "lm.py": f"{TEXT} {TOKENS}",
-    "dpo.py": f"{TEXT} {TOKENS} tasks.dpo.preferences tasks.dpo.reference report.predictions",
-    "pipeline.py": f"{TEXT} {TOKENS} tasks.pipeline.schedule tasks.pipeline.stages",
-    "long_sequence.py": f"{TEXT} {TOKENS} tasks.long_sequence.architectures tasks.long_sequence.recurrent",
-    "moe.py": f"{TEXT} {TOKENS} tasks.moe.routing tasks.moe.moe_model",
-    "seq2seq.py": f"{TEXT} data.token_store tasks.seq2seq.pairs tasks.seq2seq.encoder_decoder tasks.seq2seq.scores",
-    "vision.py": f"{PREDICTED} internals.datasets tasks.vision.image_files "
-    "tasks.vision.images tasks.vision.image_classifier "
-    "tasks.vision.image_models tasks.vision.batch_norm",
-}
 # Packages that take seconds or that not everybody has.
 NOBODYS = "datasets evaluate sklearn sacrebleu bitsandbytes deepspeed matplotlib tensorboard torchvision".split()
 NOBODYS += ["pyarrow", "plotly"]
+SKLEARN = ("classify.py", "vision.py")  # which take scores or data from it, and draw confusions
+# What one process without such a flag must not load.
+FORBIDDEN = "parallel.tensor parallel.sequence parallel.sharding parallel.deepspeed_files parallel.deepspeed_flags"
+FORBIDDEN += " parallel.parallelism_config parallel.rank_watch models.lora models.quantization models.fsdp_loading"
+FORBIDDEN += " report.profiling planner auto_micro_batch checkpoint.resume training.activation_offload data.mixed"
+MOST_LINES = 11_700  # of common/ that lm.py loads; lower it when the number falls
 
-# Forks, so that torch and transformers are imported once.
+# Trains each recipe in a fork, so that torch and transformers are imported once, and prints the modules of common/.
 LOADED = """
-import os, runpy, sys
-import torch, accelerate
+import json, os, runpy, sys
+import torch, accelerate, transformers.modeling_utils
 
-def loaded(name, load, heavy=()):
+for recipe, flags in json.loads(sys.argv[1]).items():
+    reads, writes = os.pipe()
     if (child := os.fork()) == 0:
-        load()
-        found = [module.partition(".")[2] for module in sys.modules if module.startswith("common.")]
-        print(name, *found, *(module for module in sys.modules if "." not in module), flush=True)
+        sys.argv = [f"recipes/{recipe}", *flags]
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            assert not end.code, end.code
+        files = {name: module.__file__ for name, module in sys.modules.items() if name.startswith("common.")}
+        files = {name: path for name, path in files.items() if path and not path.endswith("__init__.py")}
+        others = [name for name in sys.modules if "." not in name]
+        os.write(writes, json.dumps([recipe, files, others]).encode())
         os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-
-loaded("checkpoint", lambda: __import__("tools.checkpoint.__main__"))
-import transformers.modeling_utils
-for recipe in sys.argv[1:]:
-    loaded(recipe, lambda: runpy.run_path(f"recipes/{recipe}", run_name="imported"))
+    os.close(writes)
+    told = open(reads).read()
+    assert os.waitpid(child, 0)[1] == 0, recipe
+    print("LOADED", told, flush=True)
 """
 
 
-def test_each_recipe_loads_what_it_uses_and_no_more():
-    result = run([BIN / "python", "-c", LOADED, *RECIPES])
-    assert result.returncode == 0, result.stderr
-    loaded = {line.split()[0]: set(line.split()[1:]) for line in result.stdout.splitlines()}
-    assert loaded.keys() == {"checkpoint", *RECIPES}
-    ours = {path.stem for path in (ROOT / "common").iterdir()}
-    for recipe, names in OURS.items():
-        found = {name for name in loaded[recipe] if name.split(".")[0] in ours - {"__init__"}}
-        assert {name for name in found if not (ROOT / "common" / name.replace(".", "/")).is_dir()} == {
-            *EVERY.split(),
-            *names.split(),
-        }
-    for module in NOBODYS:
-        assert not {name for name in loaded if module in loaded[name]}, module
-    assert not {"PIL", "transformers"} & loaded["checkpoint"]  # `list` looks at files, and that is all
-    assert "checkpoint.format" in loaded["checkpoint"]
+def data_flags(recipe, directory):
+    """Flags of a short run of a recipe on a few rows, or on its own data."""
+    given, _ = COPIES[recipe]
+    given = [str(directory / "rows.jsonl") if flag == "DATA" else str(flag) for flag in given]
+    length = [] if recipe == "vision.py" else ["--sequence_length", "64"]
+    return [*given, *length, "--num_updates", "11", "--global_batch_size", "4"]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """By recipe, the modules of common/ with their files, and the top-level names, after a run with cpu.yaml."""
+    directory = tmp_path_factory.mktemp("loaded")
+    write_rows(directory / "rows.jsonl", 80)
+    (directory / "loaded.py").write_text(LOADED)
+    runs = {one: [*data_flags(one, directory), "--output_dir", str(directory / one)] for one in RECIPES}
+    result = run([*launch_command("cpu"), directory / "loaded.py", json.dumps(runs)], PYTHONPATH=ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = [json.loads(line.partition(" ")[2]) for line in result.stdout.splitlines() if line.startswith("LOADED ")]
+    return {recipe: (modules, set(others)) for recipe, modules, others in found}
+
+
+def documented():
+    """The files of common/ that docs/new_recipe.md names for a copy of each recipe."""
+    text = (ROOT / "docs/new_recipe.md").read_text()
+    section = text.partition("## Files that a copy needs")[2].partition("\n## ")[0]
+    shared = re.findall(r"^    (\S.*)$", section, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+\.py)` \| (.+) \|$", section, re.MULTILINE)
+    every = {name for line in shared for name in line.split()}
+    return {recipe: every | set(re.findall(r"[\w/]+\.py", names)) for recipe, names in rows}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_loads_what_its_page_names_and_no_more(recipe, loaded):
+    modules, others = loaded[recipe]
+    files = {str(Path(path).relative_to(ROOT / "common")) for path in modules.values()}
+    assert files == documented()[recipe]
+    assert not {f"common.{name}" for name in FORBIDDEN.split()} & modules.keys()
+    tasks = {name.split(".")[2] for name in modules if name.startswith("common.tasks.")}
+    assert tasks <= {recipe.removesuffix(".py")}
+    allowed = (
+        {"sklearn", "pyarrow", "matplotlib"}
+        if recipe in SKLEARN
+        else {"sacrebleu"}
+        if recipe == "seq2seq.py"
+        else set()
+    )
+    assert not set(NOBODYS) - allowed & others
+
+
+def test_the_first_recipe_loads_few_lines(loaded):
+    modules, _ = loaded["lm.py"]
+    assert sum(len(Path(path).read_text().splitlines()) for path in modules.values()) <= MOST_LINES
+
+
+def test_the_list_of_checkpoints_looks_at_files_only():
+    command = "import sys, tools.checkpoint.__main__; print('PIL' in sys.modules, 'transformers' in sys.modules)"
+    assert run([BIN / "python", "-c", command]).stdout.split() == ["False", "False"]
 
 
 STARTED = """
@@ -131,21 +146,37 @@ COPIES = {
 }
 
 
+def copy_files(recipe, directory, left_out=()):
+    """Copies a recipe and the files of common/ that its page names."""
+    shutil.copy(ROOT / "recipes" / recipe, directory)
+    for name in documented()[recipe] - set(left_out):
+        (directory / "common" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "common" / name, directory / "common" / name)
+    shutil.copy(ROOT / "common/__init__.py", directory / "common")
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_copied_recipe_runs_from_another_directory(recipe, tmp_path):
-    """`cp -r recipes/lm.py common elsewhere/`: its own common/ wins, and a dry run writes nothing."""
-    shutil.copy(ROOT / "recipes" / recipe, tmp_path)
-    shutil.copytree(ROOT / "common", tmp_path / "common", ignore=shutil.ignore_patterns("__pycache__"))
+def test_a_copy_of_these_files_trains_from_another_directory(recipe, tmp_path):
+    """Its own common/ wins."""
+    copy_files(recipe, tmp_path)
     errors = tmp_path / "common/errors.py"
     errors.write_text(errors.read_text() + "\nprint('the copy of common/')\n")
     write_rows(tmp_path / "rows.jsonl", 80)
     (tmp_path / "empty").mkdir()
-    given, said = COPIES[recipe]
-    given = [tmp_path / "rows.jsonl" if flag == "DATA" else flag for flag in given]
-    printed = launch(*given, "--dry_run", script=tmp_path / recipe, cwd=tmp_path / "empty").stdout
-    for part in ("the copy of common/", "dry run", said):
+    flags = [*data_flags(recipe, tmp_path), "--output_dir", tmp_path / "run"]
+    printed = launch(*flags, script=tmp_path / recipe, cwd=tmp_path / "empty").stdout
+    for part in ("the copy of common/", COPIES[recipe][1]):
         assert part in printed, part
-    assert not list((tmp_path / "empty").iterdir())
+    assert (tmp_path / "run/model").is_dir() and not list((tmp_path / "empty").iterdir())
+
+
+def test_a_copy_without_one_of_these_files_does_not_train(tmp_path):
+    """The control."""
+    copy_files("lm.py", tmp_path, left_out=["training/clipping.py"])
+    write_rows(tmp_path / "rows.jsonl", 80)
+    flags = [*data_flags("lm.py", tmp_path), "--output_dir", tmp_path / "run"]
+    result = launch(*flags, script=tmp_path / "lm.py", cwd=tmp_path, check=False)
+    assert result.returncode and "training.clipping" in result.stderr
 
 
 # --- a bug keeps its traceback

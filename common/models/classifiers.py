@@ -11,7 +11,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import UserError, shorten
 from common.internals.transformers import draw_weights
-from common.models import quantization
 from common.models.load import build_model
 from common.models.model_setup import without_wrapper
 from common.models.single_copy import are_imagined, decided_once
@@ -150,6 +149,8 @@ def build_classifier(
         _draw_again(model, kept)
         new_weights |= kept
     if "quantization_config" in options:
+        from common.models import quantization
+
         layers = quantization.unquantize_new(model, new_weights)
         _draw_again(model, {f"{layer}.weight" for layer in layers})
     return model, decided_once(lambda: sorted(new_weights))  # by the ranks that have read the files

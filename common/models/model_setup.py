@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -60,6 +61,8 @@ def whole_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, torch
         from common.parallel import tensor
 
         return tensor.whole_state_dict(bare)
+    if accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        return bare.state_dict()  # Accelerate's method imports DeepSpeed wherever it is installed
     return accelerator.get_state_dict(model)
 
 
