@@ -70,6 +70,16 @@ def test_imports_go_downward_and_close_no_circle():
     assert upward(draw(sources())) == []
 
 
+def test_nothing_that_trains_imports_a_tool():
+    """And the code of a recipe's task is imported by this recipe and this task only."""
+    for name, text in sources().items():
+        names = imported(text)
+        assert not {found for found in names if found.split(".")[0] == "tools"}, name
+        tasks = {found.split(".")[2] for found in names if found.startswith("common.tasks.")}
+        own = name.split(".")[2] if name.startswith("common.tasks.") else name.rpartition(".")[2]
+        assert tasks <= {own}, name
+
+
 @pytest.mark.parametrize(
     ("name", "line", "arrow"),
     [
