@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig
 
 from common.training.recipe_traits import Traits
+from tools.plan.__main__ import split_machine
 from tools.plan.allocation_tracer import AllocationTracer
 from tools.plan.configs import modes_for
 from tools.plan.hardware import describe, parse_machine
@@ -245,6 +246,32 @@ WRONG |= {"8 x 80GiB, host 1": "'host 1' cannot be read", "80GiB, link 3GB": "'l
 @pytest.mark.parametrize("text", WRONG)
 def test_a_machine_that_cannot_be_read_is_told_in_one_line(text, tmp_path):
     assert_refused(launch("--plan", text, "--output_dir", tmp_path / "out", check=False), WRONG[text])
+
+
+@pytest.mark.parametrize(
+    ("words", "machine"),
+    [
+        (["--model_config", "tiny", "8 x 80GiB, host 1TiB"], "8 x 80GiB, host 1TiB"),
+        (["--train_file", "a.jsonl", "24GB"], "24GB"),
+        (["--compile", "4 x A1000"], "4 x A1000"),  # which is refused later, by its name
+        (["--train_file", "a.jsonl", "b.jsonl"], "here"),
+        (["--num_updates", "4090"], "here"),
+        (["A100"], "A100"),
+        ([], "here"),
+    ],
+)
+def test_the_last_word_of_the_tool_may_be_a_machine(words, machine):
+    flags = words if machine == "here" else words[:-1]
+    assert split_machine(words) == (flags, machine)
+
+
+def test_the_tool_says_what_it_is_not_given(tmp_path):
+    for given, words in (([], "no recipe"), (["recipes/none.py"], "recipes/none.py: no such recipe")):
+        result = run([BIN / "python", "-m", "tools.plan", *given], cwd=ROOT)
+        assert result.returncode == 2 and words in result.stderr and "Traceback" not in result.stderr
+    flags = ["--output_dir", tmp_path / "out", "--model_config", "tiny"]
+    refused = run([BIN / "python", "-m", "tools.plan", "recipes/lm.py", *flags, "8 x A1000"], cwd=ROOT)
+    assert refused.returncode == 2 and "'8 x A1000' names no devices" in refused.stderr
 
 
 def test_a_plan_has_a_row_for_each_config_and_advises_what_fits(tmp_path):

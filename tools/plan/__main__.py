@@ -14,8 +14,9 @@ import sys
 from pathlib import Path
 
 USAGE = "usage: python -m tools.plan RECIPE [FLAGS ...] [MACHINE]"
-# The last word is a machine, and not the value of a flag: a number of devices, or a size of memory.
-MACHINE = re.compile(r"\d+ *x\b.*|[\d.]+ *[MGT]i?B\b.*")
+# The last word is a machine, and not the value of a flag, if it has a number of devices or a size of memory. The name
+# of a GPU alone, such as A100, is a machine unless it follows a flag.
+MACHINE, GPU = re.compile(r"\d+ *x\b.*|[\d.]+ *[MGT]i?B\b.*"), re.compile(r"([A-Z]\d+[A-Z]?|[45]0\d0)(,.*)?")
 
 
 def main() -> None:
@@ -32,9 +33,8 @@ def main() -> None:
         print(f"error: {recipe}: no such recipe; {USAGE}", file=sys.stderr)
         sys.exit(2)
     machine = options.get("--machine", "here")
-    if flags and not options and (MACHINE.fullmatch(flags[-1]) or not (flags[-2:-1] or [""])[0].startswith("--")):
-        if not flags[-1].startswith("--"):
-            machine = flags.pop()
+    if not options:
+        flags, machine = split_machine(flags)
     question = json.loads(options["--predict"]) if "--predict" in options else {"machine": machine}
     if machine == "here" and "--predict" not in options:
         question["here"] = _describe_devices()
@@ -42,9 +42,20 @@ def main() -> None:
     _run(recipe, flags, question)
 
 
+def split_machine(words: list[str]) -> tuple[list[str], str]:
+    """Returns the flags of the recipe, and the machine: the last word, or "here"."""
+    before, last = ["", *words][-2:] if words else ("", "")
+    if MACHINE.fullmatch(last) or (GPU.fullmatch(last) and not before.startswith("--")):
+        return words[:-1], last
+    return words, "here"
+
+
 def _describe_devices() -> dict | None:
     """Returns the fields of this machine's `hardware.Machine`, as measured in a process that may use the GPUs."""
-    result = subprocess.run([sys.executable, "-m", "tools.plan.hardware"], capture_output=True, text=True)
+    root = str(Path(__file__).resolve().parents[2])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+    command = [sys.executable, "-P", "-m", "tools.plan.hardware"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
     if result.returncode:
         print(f"error: this machine's devices could not be measured: {result.stderr.strip()[-300:]}", file=sys.stderr)
         sys.exit(2)
