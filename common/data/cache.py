@@ -14,14 +14,20 @@ from filelock import FileLock, Timeout
 from common.errors import UserError, one_line
 from common.files import PARTIAL, complete_or_absent, remove
 
-FORMAT = 4  # raise it when the meaning of a file in the cache changes
+FORMAT = 4  # increase this when the meaning of a cached file changes
 
 
 def cached(kind: str, identity: list[Any], write: Callable[[Path], None], cache_dir: str | Path | None = None) -> Path:
-    """The directory of the cache that `write` fills, once for each `identity`: what its files depend on, as JSON.
+    """Returns a cache directory that `write` has filled; `write` runs once per `identity`.
 
-    Of many processes that call this one works and the others wait. The cache is $XDG_CACHE_HOME/accelerate_recipes,
-    else ~/.cache/accelerate_recipes.
+    If many processes call this, one process writes and the others wait. The cache is
+    $XDG_CACHE_HOME/accelerate_recipes, or by default ~/.cache/accelerate_recipes.
+
+    Args:
+        identity: everything that the files depend on, as JSON values.
+        cache_dir: replaces the default cache.
+
+    Raises UserError if the cache cannot be written.
     """
     directory = place_of(kind, identity, cache_dir)
     _remove_unfinished(directory.parent)
@@ -32,21 +38,26 @@ def cached(kind: str, identity: list[Any], write: Callable[[Path], None], cache_
                     write(partial)
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise  # else another host has filled it, and an old listing hid that: it is the same
+                    # Otherwise a different host has filled it with the same files, which an outdated directory listing
+                    # did not show.
+                    raise
     return directory
 
 
 def place_of(kind: str, identity: list[Any], cache_dir: str | Path | None = None) -> Path:
-    """The directory that `cached` returns; it is there if it has been filled."""
+    """Returns the path that `cached` returns; the directory exists only if it has been filled."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accelerate_recipes"
     digest = hashlib.blake2b(json.dumps([kind, FORMAT, *identity]).encode(), digest_size=10).hexdigest()
     return Path(cache_dir or root) / f"{kind}-{digest}"
 
 
 def _only_one(directory: Path) -> AbstractContextManager:
-    """One process at a time. A lock and not a collective: that would time out while rank 0 tokenises for hours.
+    """Acquires the lock of a cache directory, which only one process at a time can hold.
 
-    The system frees the lock of a process that dies.
+    It is a lock because a collective would time out while rank 0 tokenises for hours. The operating system releases the
+    lock of a process that dies.
+
+    Raises UserError if the cache cannot be written.
     """
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +69,7 @@ def _only_one(directory: Path) -> AbstractContextManager:
 
 
 def _remove_unfinished(root: Path) -> None:
-    """Removes what killed processes have left half written; what a process still writes is locked, and stays."""
+    """Removes the incomplete files of killed processes; files that a process is still writing are locked and remain."""
     for path in root.glob(f"*{PARTIAL}"):
         name = path.name.removesuffix(PARTIAL).removesuffix(".old")
         with suppress(Timeout, OSError), FileLock(root / f"{name}.lock", timeout=0):
@@ -66,7 +77,7 @@ def _remove_unfinished(root: Path) -> None:
 
 
 def hash_files(directory: Path) -> str:
-    """Of the contents of its files, in the order of their names."""
+    """Returns a hash of the contents of a directory's files, in the order of their names."""
     digest = hashlib.blake2b(digest_size=10)
     for path in sorted(directory.iterdir()):
         with open(path, "rb") as file:

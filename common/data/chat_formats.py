@@ -9,20 +9,23 @@ from common.data.messages import history_of, with_system
 from common.data.source_types import Corpus, Row, Source
 from common.errors import UserError
 
-CONVERSATIONS = ("conversations", "conversation")  # names of ShareGPT's column
-ALPACA = ("instruction", "output")  # and an input, in some rows
-# Who speaks, by the names that data sets of this kind have.
+CONVERSATIONS = ("conversations", "conversation")  # column names of ShareGPT
+ALPACA = ("instruction", "output")  # some rows also have an `input`
+# Message roles, by the speaker names that datasets in these formats use.
 ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 ROLES |= {"model": "assistant", "chatgpt": "assistant", "tool": "tool", "observation": "tool"}
 
 
 def with_known_format(corpus: Corpus, source: Source, shape: str | None, has_template: bool) -> Corpus:
-    """The corpus with the column `messages`, or `prompt` and `completion`, if its columns are those of a format.
+    """Returns a corpus with the column `messages`, or `prompt` and `completion`, if its columns match a known format.
 
-    Unchanged if it has a prompt and a completion already, or if blocks or columns were asked for by name. The column
-    `system`, and of instructions `history`, become messages; `tools` stays what it is.
+    The corpus is returned unchanged if it already has a prompt and a completion, or if blocks or columns were
+    requested. The column `system` becomes a message; for instructions, so does `history`. The column `tools` is kept.
 
-    has_template: whether a chat template will write the messages; without one, an instruction becomes a prompt.
+    Args:
+        shape: the requested kind of samples, as in `tokenize`.
+        has_template: whether a chat template will write the messages; without a template, an instruction becomes a
+            prompt.
     """
     names = set(corpus.columns)
     if not names_decide(source, shape):
@@ -50,6 +53,10 @@ def with_known_format(corpus: Corpus, source: Source, shape: str | None, has_tem
 
 
 def _messages(row: Row, column: str) -> list[dict[str, Any]]:
+    """Returns the turns of a ShareGPT column as messages; turns that already have a role are kept.
+
+    Raises UserError if the column is not a list of turns, or a turn has an unknown speaker or a non-text value.
+    """
     turns = row.values.get(column)
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise UserError(f'{row.where}: column {column} is not a list of {{"from": ..., "value": ...}}; mend the row')
@@ -68,7 +75,12 @@ def _messages(row: Row, column: str) -> list[dict[str, Any]]:
 
 
 def _instructed(row: Row, has_template: bool) -> dict[str, Any]:
-    """Messages for a chat template; else a prompt with the headings of the Alpaca data set, and a completion."""
+    """Returns messages for a chat template; without a template, a prompt with the headings of the Alpaca dataset.
+
+    The prompt comes with a completion.
+
+    Raises UserError if there are earlier turns but no chat template.
+    """
     instruction, output = (text_of(row, name) for name in ALPACA)
     more = text_of(row, "input") if row.values.get("input") else ""
     history = history_of(row)

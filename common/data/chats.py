@@ -20,12 +20,15 @@ from common.data.source_types import Row
 from common.data.tokenizer import encode_plain
 from common.errors import UserError, one_line
 
-GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")  # by which a chat template marks what the assistant says
+GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")  # chat templates mark the assistant's text with it
 CHATML = Path(__file__).with_name("chatml.jinja")
 
 
 def read_chat_template(name: str) -> str:
-    """The template of a file, or of ChatML by its name. Raises UserError, one line."""
+    """Returns the chat template in a file, or the ChatML template for the name "chatml".
+
+    Raises UserError, one line, if the file cannot be read or the template is invalid or ignores the messages.
+    """
     try:
         text = (CHATML if name == "chatml" else Path(name)).read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -36,7 +39,7 @@ def read_chat_template(name: str) -> str:
         written = render_jinja_template([probe], chat_template=text)[0][0]
     except TemplateSyntaxError as error:
         raise UserError(f"--chat_template {name}, line {error.lineno}: {one_line(error)}; mend it") from error
-    except Exception:  # of a template that wants other messages: it is tried when they are read
+    except Exception:  # The template needs other messages; it is tested when they are read.
         return text
     if "abc" not in written:
         raise UserError(f"--chat_template {name}: it writes nothing of a message; loop over `messages` in it")
@@ -50,9 +53,12 @@ Render = Callable[..., tuple[str, Spans]]
 def encode_chats(
     batch: list[Row], tokenizer: PreTrainedTokenizerBase, counts: Counter, column: str = "messages"
 ) -> Iterator[Encoded]:
-    """The tokenizer's chat template decides every token; the targets are the tokens of the assistant's turns.
+    """Yields the encoded conversations of a batch; the tokenizer's chat template determines every token.
 
-    `counts` gets, by its number, the token with which each turn ends, and what `corpus_facts` reports.
+    The tokens of the assistant's turns are the targets. `counts` counts the id of the token that ends each turn, and
+    the values that `corpus_facts` reports.
+
+    Raises UserError if the template or the tokenizer cannot be used, or a row has no valid messages.
     """
     if not tokenizer.chat_template:
         raise UserError(
@@ -74,9 +80,10 @@ def encode_chats(
             turn = (starts >= start) & (starts < end)
             is_target |= turn
             tokens = [ids[place] for place in np.flatnonzero(turn)]
-            while tokens and not tokenizer.decode(tokens[-1:]).strip():  # many templates end a turn with a line's end
+            while tokens and not tokenizer.decode(tokens[-1:]).strip():  # many templates end a turn with a line break
                 tokens.pop()
-            if tokens and tokens[-1] in tokenizer.added_tokens_decoder:  # else it is text, at which nothing stops
+            # Only special tokens are counted: ordinary text does not end generation.
+            if tokens and tokens[-1] in tokenizer.added_tokens_decoder:
                 counts[tokens[-1]] += 1
         counts["empty"] += any(
             message["role"] == "assistant" and not (message.get("content") or message.get("tool_calls"))
@@ -89,10 +96,11 @@ def encode_chats(
 def _without_crossing(
     tokenizer: PreTrainedTokenizerBase, text: str, spans: Spans, ids: list[int], offsets: Spans
 ) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """(ids, starts, ends) with no token that begins before a turn and ends in it.
+    """Returns (ids, starts, ends) in which no token begins before a turn and ends inside it.
 
-    When the model is used, the prompt is tokenised without its answer: such a token would never be seen there. The
-    parts are tokenised apart; with a tokenizer for which this is a different text, the token belongs to the turn.
+    At inference, the prompt is tokenised without its answer, so the model would never see such a token. Therefore the
+    parts are tokenised separately. If the tokenizer then decodes to a different text, the token belongs to the turn
+    instead.
     """
     starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
     crossing = {start: (starts < start) & (ends > start) for start, _ in spans}
@@ -112,10 +120,12 @@ def _without_crossing(
 
 
 def _count_answers(chat: Chat, text: str, starts: np.ndarray, ends: np.ndarray, counts: Counter) -> None:
-    """Counts the answers, those of which no token is a target, and those of which few are.
+    """Counts the answers, those without a target, and those with targets in less than half of a text.
 
-    starts, ends: of the targets, in characters. What stands nowhere in the text was rewritten or left out by the
-    template; `_count_unwritten` counts what was left out.
+    A text that is not found was rewritten or omitted by the template; `_count_unwritten` counts omitted texts.
+
+    Args:
+        starts, ends: character offsets of the targets.
     """
     place = 0
     for message, is_learned in zip(chat.messages, chat.is_learned, strict=True):
@@ -130,7 +140,7 @@ def _count_answers(chat: Chat, text: str, starts: np.ndarray, ends: np.ndarray, 
 
 
 def _learned_part(text: str, piece: str, place: int, starts: np.ndarray, ends: np.ndarray) -> tuple[int, float]:
-    """(end, share of targets) of the first occurrence behind `place` that has a target; (0, 0) without one."""
+    """Returns (end, share of targets) of the first occurrence after `place` with a target; (0, 0) if there is none."""
     while (following := int(np.searchsorted(ends, place, side="right"))) < len(ends):
         at = text.find(piece, max(place, int(starts[following]) - len(piece) + 1))
         if at < 0:
@@ -143,7 +153,10 @@ def _learned_part(text: str, piece: str, place: int, starts: np.ndarray, ends: n
 
 
 def _write(chat: Chat, tokenizer: PreTrainedTokenizerBase, counts: Counter) -> tuple[str, Spans]:
-    """The conversation as text, and the spans of characters that are learned of it."""
+    """Returns the conversation as text and the character spans of its targets.
+
+    Raises UserError if the template cannot be used with these messages.
+    """
     cannot = f"{chat.where}: the chat template cannot be used"
     try:
         template = tokenizer.get_chat_template(tools=chat.tools)
@@ -157,7 +170,7 @@ def _write(chat: Chat, tokenizer: PreTrainedTokenizerBase, counts: Counter) -> t
             texts, spans = render_jinja_template(
                 [messages], tools=tools, chat_template=template, **options, **tokenizer.special_tokens_map
             )
-        except Exception as error:  # templates raise jinja2's errors, and what Python raises for a missing key
+        except Exception as error:  # templates raise jinja2's errors and Python's own, such as for a missing key
             raise UserError(f"{cannot}: {one_line(error)}; mend the messages, or the --chat_template") from error
         utf8_length(texts[0], chat.where)
         return texts[0], spans[0] if spans else []
@@ -168,7 +181,7 @@ def _write(chat: Chat, tokenizer: PreTrainedTokenizerBase, counts: Counter) -> t
 
 
 def _as_the_template_takes_it(chat: Chat, render: Render) -> tuple[Chat, str, Spans]:
-    """The conversation with the arguments of its tool calls as objects, or as JSON if the template needs a text."""
+    """Returns (chat, text, spans); tool call arguments are objects, or JSON strings if the template needs text."""
     arguments = arguments_of(chat.messages)
     if not arguments:
         return chat, *render(chat.messages)
@@ -180,14 +193,19 @@ def _as_the_template_takes_it(chat: Chat, render: Render) -> tuple[Chat, str, Sp
             return as_json, *render(as_json.messages)
         except UserError:
             raise error from None
-    # Without a filter for JSON, Jinja writes an object as Python does.
+    # Without a JSON filter, Jinja writes an object in Python syntax.
     if any(str(one) in text and str(one) != json.dumps(one, ensure_ascii=False) for one in arguments):
         return as_json, *render(as_json.messages)
     return chat, text, spans
 
 
 def _added_turns(chat: Chat, text: str, _: Spans, render: Render, cannot: str) -> Spans:
-    """A turn is what its rendering adds to the rendering of the turns before it with the prompt for an answer."""
+    """Returns the span of each target turn: the text that it adds to the rendering of the turns before it.
+
+    The rendering of the turns before it ends with the generation prompt.
+
+    Raises UserError if a turn changes the text before it.
+    """
     spans = []
     for turn in (number for number, is_learned in enumerate(chat.is_learned) if is_learned):
         before = render(chat.messages[:turn], prompt=True)[0]
@@ -201,9 +219,9 @@ def _added_turns(chat: Chat, text: str, _: Spans, render: Render, cannot: str) -
 
 
 def _marked_turns(chat: Chat, _: str, spans: Spans, render: Render, __: str) -> Spans:
-    """What the template marks with {% generation %}, without the turns that are only context.
+    """Returns the spans that the template marks with {% generation %}, except those of turns that are only context.
 
-    These are found by their number: a turn has the marks that its rendering adds to those of the turns before it.
+    Context turns are identified by counting marks: a turn has the marks that its rendering adds to the turns before it.
     """
     left_out = set()
     for turn, (message, is_learned) in enumerate(zip(chat.messages, chat.is_learned, strict=True)):
@@ -214,7 +232,7 @@ def _marked_turns(chat: Chat, _: str, spans: Spans, render: Render, __: str) -> 
 
 
 def _count_unwritten(chat: Chat, text: str, render: Render, counts: Counter) -> None:
-    """Counts what the template leaves out: without it, or with a different content, it writes the same text."""
+    """Counts the parts of messages that the template omits, whose removal or change leaves its text the same."""
 
     def written(messages: list[Message], *tools: None) -> str | None:
         try:
@@ -223,7 +241,7 @@ def _count_unwritten(chat: Chat, text: str, render: Render, counts: Counter) -> 
             return None
 
     def is_unwritten(numbers: list[int], key: str) -> bool:
-        """Without the key, or, as every message has one, with a different or no content, the text is the same."""
+        """Returns whether the text is the same without the key; for "content", with different or empty content."""
 
         def changed(content: Callable[[Message], str]) -> list[Message]:
             return [
@@ -252,7 +270,8 @@ def _count_unwritten(chat: Chat, text: str, render: Render, counts: Counter) -> 
         if key != "content":
             continue
         counts["lost"] += sum(chat.is_learned[one] for one in unwritten)
-        for number in set(numbers) - set(unwritten):  # a part is left out, as of what comes before </think>
+        # The template omits a part of the content, such as the text before </think>.
+        for number in set(numbers) - set(unwritten):
             message = chat.messages[number]
             without = written([*chat.messages[:number], message | {key: ""}, *chat.messages[number + 1 :]]) or ""
             if len(text) - len(without) < len(str(message[key]).strip()) / 2:

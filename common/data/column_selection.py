@@ -10,12 +10,12 @@ from common.data.source_types import Corpus, Row, Source
 from common.errors import UserError, missing_column, shorten
 
 PAIR = ("prompt", "completion")
-# What other data sets call these two.
+# Names of the prompt and the completion in other datasets.
 PAIRS_ELSEWHERE = (
     ("prompt", "instruction", "question", "query", "problem", "input", "user", "source"),
     ("completion", "output", "response", "answer", "solution", "chosen", "assistant", "target"),
 )
-# Columns to which other tools give a meaning, and what it is that a run without them does not learn from.
+# Columns that have a meaning in other tools, each with the effect of ignoring it here.
 MEANINGS = {
     **dict.fromkeys(("system", "system_prompt"), "its text is not in the samples"),
     "history": "earlier turns are not in the samples",
@@ -34,16 +34,19 @@ MEANINGS = {
     ),
     **dict.fromkeys(("messages", "conversations", "prompt", "completion"), "another form of the row is read"),
 }
-BATCH_CHARACTERS = 1 << 20  # text handed to the tokenizer at once: it needs some 100 bytes a token for the time being
+BATCH_CHARACTERS = 1 << 20  # text per tokenizer call, which needs about 100 bytes per token meanwhile
 
 
 def names_decide(source: Source, shape: str | None) -> bool:
-    """Whether the names of the columns say what a sample is: neither blocks nor a column were asked for."""
+    """Returns whether the column names determine the kind of sample: neither blocks nor a column were requested."""
     return shape != "blocks" and source.text_column == "text" and not (source.prompt_column or source.completion_column)
 
 
 def choose_columns(corpus: Corpus, source: Source, shape: str | None) -> tuple[str, tuple[str, ...]]:
-    """(shape, columns): messages before prompt and completion before text, unless blocks or a column was asked for."""
+    """Returns (shape, columns): messages, else prompt and completion, else text; blocks or a column can be requested.
+
+    Raises UserError if a required column is missing.
+    """
     pair = (source.prompt_column or PAIR[0], source.completion_column or PAIR[1])
     if source.prompt_column or source.completion_column:
         check_columns(corpus, pair, "--prompt_column, --completion_column")
@@ -57,13 +60,16 @@ def choose_columns(corpus: Corpus, source: Source, shape: str | None) -> tuple[s
 
 
 def check_columns(corpus: Corpus, wanted: tuple[str, ...], flags: str = "") -> None:
-    """Raises UserError, one line that names the `flags` to give, if the corpus has not all wanted columns."""
+    """Raises UserError, one line that names the `flags` to set, if a required column is missing."""
     if missing := [column for column in wanted if column not in corpus.columns]:
         raise UserError(missing_column(corpus.name, missing, corpus.columns) + (f" ({flags})" if flags else ""))
 
 
 def watched(corpus: Corpus, used: tuple[str, ...], optional: tuple[str, ...] = ()) -> Corpus:
-    """The corpus, which notes in `unused` the columns that hold something and are neither `used` nor `optional`."""
+    """Returns the corpus, which now counts values of ignored columns in `unused`.
+
+    Ignored columns are neither `used` nor `optional`; empty values are not counted.
+    """
     known = (*used, *(name for name in optional if name not in used))
 
     def rows(_: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
@@ -76,7 +82,7 @@ def watched(corpus: Corpus, used: tuple[str, ...], optional: tuple[str, ...] = (
 
 
 def unused_columns(corpus: Corpus) -> str:
-    """Names the columns of which nothing is used, those with a meaning elsewhere first; empty if all are used."""
+    """Returns a text that lists the ignored columns, those of MEANINGS first; empty if all columns are used."""
     names = sorted(
         (name for name, number in corpus.unused.items() if number), key=lambda name: (name not in MEANINGS, name)
     )
@@ -85,7 +91,7 @@ def unused_columns(corpus: Corpus) -> str:
 
 
 def _hint(columns: tuple[str, ...]) -> str:
-    """How to name columns that other data sets use for what `prompt` and `completion` are here."""
+    """Returns a hint with the flags for columns that other datasets use as `prompt` and `completion`."""
     names = {column.lower(): column for column in columns}
     prompt, completion = (next((names[name] for name in known if name in names), None) for known in PAIRS_ELSEWHERE)
     if not (prompt or completion):
@@ -94,7 +100,10 @@ def _hint(columns: tuple[str, ...]) -> str:
 
 
 def text_of(row: Row, column: str) -> str:
-    """A row's text. Raises UserError, one line, where it is missing, no string, or not to be written in UTF-8."""
+    """Returns a row's text.
+
+    Raises UserError, one line, if the column is missing, its value is not a string, or it cannot be encoded as UTF-8.
+    """
     if column not in row.values:
         raise UserError(missing_column(row.where, [column], tuple(row.values)))
     text = row.values[column]
@@ -106,7 +115,7 @@ def text_of(row: Row, column: str) -> str:
 
 
 def filled_text(row: Row, column: str) -> str:
-    """As `text_of`, and not empty."""
+    """Returns the same as `text_of`, but raises UserError for an empty text too."""
     text = text_of(row, column)
     if not text.strip():
         raise UserError(f"{row.where}: column {column} is an empty text; fill it or remove the row")
@@ -114,7 +123,10 @@ def filled_text(row: Row, column: str) -> str:
 
 
 def utf8_length(text: str, where: str) -> int:
-    """Length in UTF-8. JSON's escapes can spell half a surrogate pair, which no tokenizer takes."""
+    """Returns the length in UTF-8 bytes.
+
+    Raises UserError for half a surrogate pair: JSON escapes can contain it, but no tokenizer accepts it.
+    """
     try:
         return len(text.encode())
     except UnicodeEncodeError as error:
@@ -123,7 +135,7 @@ def utf8_length(text: str, where: str) -> int:
 
 
 def by_number(name: str) -> tuple[bool, float, str]:
-    """By what classes are sorted: numbers by size, "-1" and "2.0" too, and before all others."""
+    """Returns a sort key for class names: numbers by value, such as "-1" and "2.0", before all other names."""
     try:
         number = int(name) if name.lstrip("-").isdecimal() else float(name)
     except ValueError:
@@ -132,9 +144,9 @@ def by_number(name: str) -> tuple[bool, float, str]:
 
 
 def batches(corpus: Corpus, columns: tuple[str, ...], whole_files: bool = False) -> Iterator[list[Row]]:
-    """Rows in batches of bounded text, so that memory depends on neither their length nor their number."""
+    """Yields rows in batches of bounded text size, so that memory use does not depend on their length or number."""
     batch, size = [], 0
-    with tqdm(desc=f"tokenising {corpus.name}", unit="B", unit_scale=True, disable=None) as bar:  # None: on a terminal
+    with tqdm(desc=f"tokenising {corpus.name}", unit="B", unit_scale=True, disable=None) as bar:  # None: on terminals
         for row in corpus.rows(columns, whole_files):
             batch.append(row)
             size += sum(len(value) if isinstance(value, str) else len(str(value)) for value in row.values.values())

@@ -8,21 +8,24 @@ from typing import IO
 
 from common.data.source_types import file_type
 
-PIECE_BYTES = 1 << 16  # that are unpacked at once
+PIECE_BYTES = 1 << 16  # compressed bytes per read
 
 
 def can_unpack(compression: str) -> bool:
-    """Whether this Python has the module for a value of `rows.COMPRESSIONS`."""
+    """Returns whether this Python has the module for a compression in `source_types.COMPRESSIONS`."""
     if compression == "zstd":
         return find_spec("zstandard") is not None
-    from fsspec.compression import available_compressions  # here because few files are compressed
+    from fsspec.compression import available_compressions  # imported here because few files are compressed
 
     return compression in available_compressions()
 
 
 @contextmanager
 def open_binary(path: str) -> Iterator[IO[bytes]]:
-    """The bytes of a file, unpacked as its extension says. Reading raises EOFError where the file is cut off."""
+    """Opens a file for reading its bytes, decompressed according to its extension.
+
+    Reading raises EOFError if a compressed file is truncated.
+    """
     compression = file_type(path)[1]
     with open(path, "rb") as raw:
         if compression is None:
@@ -37,13 +40,16 @@ def open_binary(path: str) -> Iterator[IO[bytes]]:
 
 
 class _ZstandardFrames(io.RawIOBase):
-    """The contents of all frames; the reader of `zstandard`, also fsspec's, takes a file that is cut off as whole."""
+    """The contents of all zstd frames of a file; a truncated file raises EOFError.
+
+    The reader of `zstandard`, which fsspec uses too, accepts truncated files as complete.
+    """
 
     def __init__(self, raw: IO[bytes]) -> None:
         import zstandard
 
         self.raw, self.unpacked, self.error = raw, memoryview(b""), zstandard.ZstdError
-        self.unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # as `zstd --long=31` writes
+        self.unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # for files written by `zstd --long=31`
         self.frame, self.packed = None, b""
 
     def readable(self) -> bool:

@@ -1,4 +1,4 @@
-"""What is reported of a tokenised corpus, and the tokens that end its texts."""
+"""The metadata and notes saved with a tokenised corpus, and the tokens that end its texts."""
 
 from collections import Counter
 from typing import Any
@@ -9,16 +9,16 @@ from common.data.column_selection import unused_columns
 from common.data.source_types import Corpus
 from common.errors import UserError
 
-Encoded = tuple[list[int], list[bool], str]  # a sample's tokens, which of them may be targets, its text
+Encoded = tuple[list[int], list[bool], str]  # a sample's tokens, a mask of possible targets, its text
 
 
 def with_end_of_text(ids: list[int], eos: int) -> list[int]:
-    """With the eos token at its end, which some tokenizers put there by themselves."""
+    """Returns the ids with the eos token at the end; some tokenizers already add it."""
     return ids if ids[-1:] == [eos] else [*ids, eos]
 
 
 def _chat_notes(counts: Counter) -> list[str]:
-    """A line for each way in which something of the messages is not learned."""
+    """Returns a line for each kind of message content without targets."""
     unwritten = sorted((key[1:], n) for key, n in counts.items() if isinstance(key, tuple) and n)
     notes = []
     if unwritten:
@@ -48,7 +48,10 @@ def _chat_notes(counts: Counter) -> list[str]:
 def corpus_facts(
     corpus: Corpus, columns: tuple[str, ...], counts: Counter, tokenizer: PreTrainedTokenizerBase, *notes: str
 ) -> dict[str, Any]:
-    """What is kept of a corpus beside its tokens. Raises UserError, one line, if none of its answers is learned."""
+    """Returns the metadata to save with the tokens of a corpus.
+
+    Raises UserError, one line, if no answer contains a target.
+    """
     if counts["lost"] and counts["lost"] >= counts["answers"]:
         raise UserError(
             f"{corpus.name}: none of its {counts['answers']:,} answers has a target of its own; mend the chat "

@@ -14,21 +14,24 @@ from common.parallel.liveness import decided_by_main, is_soon
 
 
 class Place(NamedTuple):
-    """Where a model or a data set is, as rank 0 has found out for all ranks."""
+    """The location of a model or dataset, determined by rank 0 for all ranks."""
 
-    is_here: bool  # in a directory
-    problem: str | None  # why it cannot be fetched from the hub now, or used
-    revision: str | None  # on the hub, or in its cache: the commit that all ranks load
+    is_here: bool  # it is a local directory or file
+    problem: str | None  # why it cannot be downloaded or used now
+    revision: str | None  # commit on the hub, or in its cache, that all ranks load
 
 
 @cache
 def locate(name: str, repo_type: str) -> Place:
-    """Rank 0 looks, and asks the hub; all ranks go by what it finds. repo_type: "model" or "dataset".
+    """Locates a model or dataset; rank 0 looks it up locally and on the hub, and all ranks use the result.
 
-    Once in a process. If the hub does not answer, all processes go offline: the loaders then look into their caches, at
-    once.
+    The result is cached per process. If the hub does not answer, all processes go offline, so that the loaders use
+    their caches immediately.
 
-    Raises UserError: this rank does not see a directory that rank 0 sees, or the other way round.
+    Args:
+        repo_type: "model" or "dataset".
+
+    Raises UserError if a directory exists on this rank but not on rank 0, or the other way round.
     """
     path = Path(name).expanduser()
 
@@ -47,6 +50,7 @@ def locate(name: str, repo_type: str) -> Place:
 
 
 def _local_problem(path: Path, repo_type: str) -> str | None:
+    """Returns why a local path is not a model directory, or None."""
     if path.is_file():
         return "it is a file; give the directory of a model"
     if repo_type == "model" and (path / "run.json").exists():
@@ -57,10 +61,10 @@ def _local_problem(path: Path, repo_type: str) -> str | None:
 
 
 def _ask_hub(name: str, repo_type: str) -> tuple[str | None, str | None]:
-    """Why it cannot be fetched from the hub now, or None; and the commit to load, which an earlier run may have cached.
+    """Returns (why it cannot be downloaded from the hub now, or None; the commit to load, which may be in the cache).
 
-    One request with a time limit. The libraries' own loaders try again for 20 to 50 s before they say that there is no
-    network.
+    It sends a single request with a time limit. The libraries' own loaders retry for 20 to 50 s before they report a
+    missing network.
     """
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
@@ -72,22 +76,22 @@ def _ask_hub(name: str, repo_type: str) -> tuple[str | None, str | None]:
     except RepositoryNotFoundError:
         why = "it is neither a directory here nor known to the hub (if it is private or gated, log in: hf auth login)"
         return why, None
-    except Exception as error:  # whatever the HTTP library calls it: there is no answer
+    except Exception as error:  # the HTTP library raises many types; all mean that there is no answer
         set_offline(True)
         config = try_to_load_from_cache(name, "config.json", repo_type=repo_type)
         why = f"no such directory here, and the hub does not answer ({one_line(error)}); give a local directory"
         return why, Path(config).parent.name if isinstance(config, str) else None
     if repo_type == "model":
-        with suppress(Exception):  # as of no file of this name; notes the commit for a later run without a network
+        with suppress(Exception):  # The file may be missing; this saves the commit for a later run without a network.
             commit = Path(hf_hub_download(name, "config.json")).parent.name
     return None, commit
 
 
 def locate_pretrained(name_or_path: str) -> tuple[dict[str, Any], str | None]:
-    """The first arguments of a transformers `from_pretrained`, and why there is none, or None.
+    """Returns the first arguments of transformers' `from_pretrained`, and the problem with the model or None.
 
-    A local directory, with ~ for the user's, or a hub name: of which the cache may have it although the hub does not
-    answer.
+    The name is a local directory, in which ~ is the user's home directory, or a name on the hub. A model on the hub may
+    be in the cache although the hub does not answer.
     """
     place = locate(name_or_path, "model")
     if place.is_here:
@@ -97,11 +101,11 @@ def locate_pretrained(name_or_path: str) -> tuple[dict[str, Any], str | None]:
 
 
 def identify_pretrained(name_or_path: str) -> str:
-    """What a pretrained model is known by: a hash of its directory's weights, or a name on the hub with its commit.
+    """Returns the identity of a pretrained model: a hash of its directory's weights, or its hub name and commit.
 
-    Rank 0 alone reads the weights for it: they may be as large as the hosts' disks are slow.
+    Only rank 0 reads the weights, because they can be large and the hosts' disks slow.
 
-    Raises UserError: the files here are of other names or sizes.
+    Raises UserError if the weight files of this host differ from those of rank 0 in name or size.
     """
     place, path = locate(name_or_path, "model"), Path(name_or_path).expanduser()
     if not place.is_here:
@@ -117,39 +121,42 @@ def identify_pretrained(name_or_path: str) -> str:
 
 
 def is_saved(path: Path) -> bool:
-    """Whether `save_to_disk` of `datasets` wrote the directory: several splits, or one data set."""
+    """Returns whether `save_to_disk` of `datasets` wrote the directory, with several splits or a single dataset."""
     return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
 
 
 def held_out_splits(name: str, config: str | None) -> Iterator[str]:
-    """The splits of a data set to measure on, the better one first: validation, then test, where they are there.
+    """Yields the available splits for evaluation, the preferred split first: validation, then test.
 
-    None also where the data set cannot be found or read: opening it says what is wrong.
+    It yields no split if the dataset cannot be found or read; opening the dataset reports the problem.
     """
     from datasets import get_dataset_split_names, load_from_disk
 
     place, path = locate(name, "dataset"), Path(name).expanduser()
 
     def splits() -> list[str]:
-        with suppress(Exception):  # of a dozen types
+        with suppress(Exception):  # there are a dozen exception types
             if (path / "dataset_dict.json").exists():
                 return list(load_from_disk(str(path)))
             if not is_saved(path) and (place.is_here or not place.problem):
                 return list(get_dataset_split_names(name, config, revision=place.revision))
-        return []  # among them of one split, saved by itself
+        return []  # also for a single split that was saved by itself
 
     found = decided_by_main(f"splits of {name}", splits)
     yield from (split for split in ("validation", "test") if split in found)
 
 
 def load_split(name: str, config: str | None, split: str) -> Any:
-    """A split of a data set of the hub, or of what `save_to_disk` wrote: one that was saved by itself is any split.
+    """Returns a split of a dataset on the hub, or of a dataset written by `save_to_disk`.
 
-    From the hub it is downloaded once and memory-mapped by `datasets`, so that a second run needs no network.
+    A dataset that was saved without splits serves as any split. Data of the hub is downloaded once and memory-mapped by
+    `datasets`, so that a second run needs no network.
+
+    Raises UserError if the dataset or the split cannot be read, or has no rows.
     """
     from datasets import Dataset, disable_progress_bars, load_dataset, load_from_disk
 
-    if not sys.stderr.isatty():  # in a log, each bar would be one long line
+    if not sys.stderr.isatty():  # in a log, each bar would be a single long line
         disable_progress_bars()
     path, (is_here, problem, revision) = Path(name).expanduser(), locate(name, "dataset")
     saved = is_saved(path)

@@ -1,8 +1,9 @@
 """Extracts the messages of a row, marks those that are targets, and reads the available tools.
 
-Datasets write the same conversation in several formats; here it gets a single format. Arrow (Parquet, `datasets`) adds
-the keys of all other objects to each object, as nulls: these are dropped. Arguments of a tool call are objects, also if
-they were written as JSON. System texts and earlier turns in separate columns become messages.
+Datasets store the same conversation in several formats; this module converts it to a single format. Arrow (Parquet,
+`datasets`) adds the keys of all other objects to each object, with null values: these are dropped. Arguments of a tool
+call become objects, also if they were stored as JSON. System texts and earlier turns in separate columns become
+messages.
 """
 
 import json
@@ -14,12 +15,12 @@ from common.data.source_types import Row
 from common.errors import UserError
 
 Message = dict[str, Any]
-# Keys by which other tools say whether a turn is learned: OpenAI (weight), axolotl (train, training), ms-swift (loss).
+# Keys with which other tools mark targets: OpenAI (weight), axolotl (train, training), ms-swift (loss).
 TRAINING_KEYS = ("weight", "train", "training", "loss", "loss_mask")
 
 
 class Chat(NamedTuple):
-    """A conversation: its messages without TRAINING_KEYS, whether each is learned, and the functions it may call."""
+    """A conversation: its messages without TRAINING_KEYS, a target flag per message, and the functions it may call."""
 
     where: str
     messages: list[Message]
@@ -28,7 +29,12 @@ class Chat(NamedTuple):
 
 
 def read_chat(row: Row, column: str, counts: Counter) -> Chat:
-    """The conversation in a column, and in `tools` its functions. `counts` gets what is left out of them."""
+    """Returns the conversation in a column, with the functions in the column `tools`.
+
+    `counts` counts the parts that are omitted or have no effect.
+
+    Raises UserError if the messages or tools are invalid.
+    """
     messages, is_learned = messages_of(row, column, counts), []
     for message in messages:
         said = is_wanted(message, f"{row.where}: column {column}")
@@ -39,7 +45,10 @@ def read_chat(row: Row, column: str, counts: Counter) -> Chat:
 
 
 def is_wanted(message: Message, where: str) -> bool | None:
-    """Whether the message says that it is learned; None if it does not say."""
+    """Returns whether the message is marked as a target, or None if it has no such mark.
+
+    Raises UserError if a mark is neither 0 nor 1, or if marks contradict each other.
+    """
     found = {key: message[key] for key in TRAINING_KEYS if key in message}
     told = f"{where} has a message of {message['role']} with " + " and ".join(f"{k} {v!r}" for k, v in found.items())
     if any(value not in (0, 1) for value in found.values()):
@@ -50,10 +59,15 @@ def is_wanted(message: Message, where: str) -> bool | None:
 
 
 def messages_of(row: Row, column: str = "messages", counts: Counter | None = None) -> list[Message]:
+    """Returns the messages of a column in the single format of this module.
+
+    Raises UserError if the column is not a list of messages, or a message has no content.
+    """
     messages = row.values.get(column)
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise UserError(f'{row.where}: column {column} is not a list of {{"role": ..., "content": ...}}; mend the row')
-    # Its own nulls say nothing: Parquet gives every message the keys of all; templates ask whether a key is there.
+    # Nulls are dropped because Parquet gives every message the keys of all, and templates test for the presence of a
+    # key.
     present = [
         {key: _without_nulls(value, counts) for key, value in message.items() if value is not None}
         for message in messages
@@ -64,7 +78,7 @@ def messages_of(row: Row, column: str = "messages", counts: Counter | None = Non
 
 
 def _without_nulls(value: Any, counts: Counter | None) -> Any:
-    """Without the keys of objects, at any depth, whose value is null."""
+    """Returns a value without null-valued keys of objects, at any depth; `counts` counts the removed keys."""
     if isinstance(value, list):
         return [_without_nulls(one, counts) for one in value]
     if not isinstance(value, dict):
@@ -76,7 +90,12 @@ def _without_nulls(value: Any, counts: Counter | None) -> Any:
 
 
 def _joined(message: Message, where: str) -> dict[str, str]:
-    """The content of a message that has it in parts, as one text: many templates would write a list as Python does."""
+    """Returns a dictionary with the content of a message as one text if it consists of parts; otherwise it is empty.
+
+    Many templates would write a list in Python syntax.
+
+    Raises UserError if a part is not text.
+    """
     parts = message.get("content")
     if not isinstance(parts, list):
         return {}
@@ -87,7 +106,7 @@ def _joined(message: Message, where: str) -> dict[str, str]:
 
 
 def _from_json(value: Any, kind: type) -> Any:
-    """A value that was written as JSON of this kind; any other as it is."""
+    """Returns the decoded value if it is a JSON string of this type; otherwise the value itself."""
     if not isinstance(value, str):
         return value
     try:
@@ -98,7 +117,7 @@ def _from_json(value: Any, kind: type) -> Any:
 
 
 def _called(message: Message) -> Message:
-    """The message's tool calls as objects, where they or their arguments were written as JSON."""
+    """Returns the message's tool calls as objects, decoded if the calls or their arguments are JSON strings."""
     calls = _from_json(message.get("tool_calls"), list)
     if not isinstance(calls, list):
         return {}
@@ -114,14 +133,14 @@ def _called(message: Message) -> Message:
 
 
 def arguments_of(messages: list[Message]) -> list[dict[str, Any]]:
-    """The arguments, as objects, of all tool calls."""
+    """Returns the arguments of all tool calls that are objects."""
     calls = (call for message in messages for call in message.get("tool_calls") or () if isinstance(call, dict))
     functions = (call["function"] if isinstance(call.get("function"), dict) else call for call in calls)
     return [one["arguments"] for one in functions if isinstance(one.get("arguments"), dict)]
 
 
 def with_json_arguments(messages: list[Message]) -> list[Message]:
-    """The messages with the arguments of tool calls as JSON, for templates that join them to a text."""
+    """Returns the messages with tool call arguments as JSON strings, for templates that concatenate them with text."""
 
     def write(value: Any) -> Any:
         if isinstance(value, list):
@@ -140,7 +159,7 @@ def with_json_arguments(messages: list[Message]) -> list[Message]:
 
 
 def function_names(message: Message) -> list[str]:
-    """The names of the functions that a message calls."""
+    """Returns the names of the functions that a message calls."""
     calls = message.get("tool_calls")
     calls = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
     functions = (call["function"] if isinstance(call.get("function"), dict) else call for call in calls)
@@ -148,6 +167,10 @@ def function_names(message: Message) -> list[str]:
 
 
 def _tools_of(row: Row, counts: Counter) -> list[dict[str, Any]] | None:
+    """Returns the functions of the column `tools`, or None.
+
+    Raises UserError if the column is neither a list of functions nor such a list as JSON.
+    """
     tools = _from_json(row.values.get("tools"), list)
     if tools is None or tools in ("", []):
         return None
@@ -157,7 +180,10 @@ def _tools_of(row: Row, counts: Counter) -> list[dict[str, Any]] | None:
 
 
 def with_system(row: Row, messages: list[Message]) -> list[Message]:
-    """The messages behind the row's text in its column `system`, if there is one."""
+    """Returns the messages, preceded by the text of the row's column `system` if it has a text.
+
+    Raises UserError if the messages begin with a different system text.
+    """
     if row.values.get("system") in (None, ""):
         return messages
     system = text_of(row, "system")
@@ -169,8 +195,11 @@ def with_system(row: Row, messages: list[Message]) -> list[Message]:
 
 
 def history_of(row: Row) -> list[Message]:
-    """The turns before the row's own, from its column `history`: pairs of a question and its answer."""
-    rounds = _from_json(row.values.get("history"), list) or []  # CSV has it as JSON
+    """Returns the turns of the column `history`, which precede the row's own: pairs of a question and its answer.
+
+    Raises UserError if the column is not a list of such pairs.
+    """
+    rounds = _from_json(row.values.get("history"), list) or []  # in CSV it is JSON
     if not isinstance(rounds, list) or not all(
         isinstance(one, list | tuple) and len(one) == 2 and all(isinstance(text, str) for text in one) for one in rounds
     ):

@@ -1,9 +1,9 @@
-"""Combines files with weights into one dataset: `--train_file code.jsonl:0.7 books.txt:0.3`; each is read separately.
+"""Combines files with weights into a single dataset, such as `--train_file code.jsonl:0.7 books.txt:0.3`.
 
     source = training_files(["code.jsonl:0.7", "books.txt:0.3"])
     samples = Mixed({part.files[0]: tokenize(part, ...) for part in source.parts}, source.weights)
 
-Files without weights are concatenated, like a single file.
+Each file is read separately. Files without weights are concatenated, like a single file.
 """
 
 import hashlib
@@ -19,10 +19,13 @@ from common.training.data_mixing import Mixing, in_lowest_terms
 
 
 class Mixed:
-    """The samples of several sources, `batching.Samples`; their ids go through one source after the other.
+    """The samples of several sources, `batching.Samples`; ids count through the sources in order.
 
-    parts: the samples of each, by its name. weights: whole numbers in lowest terms, in which they are mixed; none where
-    they are only measured, each apart. Between two sources no sample is shared, and no text is joined.
+    No sample is shared between two sources, and no text is concatenated across sources.
+
+    Args:
+        parts: the samples of each source, by its name.
+        weights: mixing weights, integers in lowest terms; empty for held-out data, which is evaluated per source.
     """
 
     def __init__(self, parts: dict[str, Samples], weights: tuple[int, ...] = ()) -> None:
@@ -34,9 +37,9 @@ class Mixed:
         self.num_target_tokens = sum(part.num_target_tokens for part in self._all)
         self.max_length = max(part.max_length for part in self._all)
         digest = hashlib.blake2b("/".join(part.fingerprint for part in self._all).encode(), digest_size=10)
-        # What stands behind the @ is compared by itself, so that other weights are told as such.
+        # The part after the @ is compared separately, so that different weights are reported as such.
         self.fingerprint = digest.hexdigest() + (f"@{':'.join(map(str, weights))}" if weights else "")
-        # What only some kinds of samples have: of text, its bytes, those of it compressed, and what it ends with.
+        # Some kinds of samples lack these: bytes of text, compressed bytes, and end tokens.
         self.num_bytes, self.gzip_bytes, self.xz_bytes = map(self._sum, ("num_bytes", "gzip_bytes", "xz_bytes"))
         ends = (token for part in self._all for token in getattr(part, "end_tokens", ()))
         self.end_tokens = list(dict.fromkeys(ends))
@@ -55,15 +58,15 @@ class Mixed:
         return self._all[source][int(index - self._ends[source] + self.sizes[source])]
 
     def dummy_sample(self) -> Any:
-        """Of the first source."""
+        """Returns the dummy sample of the first source."""
         return self._all[0].dummy_sample()
 
     def lengths(self, ids: np.ndarray) -> np.ndarray:
-        """Of each sample, int64; (n, 2) if it has two sequences."""
+        """Returns the length of each sample, int64; shape (n, 2) if a sample has two sequences."""
         return self._of_each("lengths", ids)
 
     def num_targets(self, ids: np.ndarray) -> np.ndarray:
-        """Of each sample, int64."""
+        """Returns the targets of each sample, int64."""
         return self._of_each("num_targets", ids)
 
     def _of_each(self, name: str, ids: np.ndarray) -> np.ndarray:
@@ -77,21 +80,23 @@ class Mixed:
 
     @property
     def mean_targets(self) -> float:
-        """Targets of a sample that a run takes, on average."""
+        """The mean number of targets per sample that a run trains on."""
         means = [part.num_target_tokens / len(part) for part in self._all]
         return float(np.average(means, weights=self.mixing.weights))
 
     def shares(self) -> list[Fraction]:
-        """Of the samples that a run takes, or, of what is measured, of the targets."""
+        """Returns the share of each source: of the samples in training, of the targets in evaluation."""
         sizes = self.mixing.weights if self.mixing else [part.num_target_tokens for part in self._all]
         return [Fraction(size, sum(sizes)) for size in sizes]
 
     def facts(
         self, num_samples: int = 0, earlier: Sequence[tuple[int, list[dict[str, Any]]]] = ()
     ) -> list[dict[str, Any]]:
-        """For run.json: the sources, and what a run of so many samples takes of each.
+        """Returns the entries for run.json: the sources, and how many samples a run of `num_samples` takes from each.
 
-        earlier: of a run that began with other weights, where in its samples they ended, and these facts then.
+        Args:
+            earlier: for a run that began with different weights: (end position in its samples, the entries at that
+                time).
         """
         facts = [
             {"source": name, "share": str(share), "samples": size, "first_id": int(end) - size}
@@ -101,7 +106,7 @@ class Mixed:
             return facts
         taken, start = Counter(), 0
         for end, sources in (*earlier, (num_samples, facts)):
-            if sources:  # else those data were not mixed
+            if sources:  # otherwise the data was not mixed then
                 mixing = Mixing(in_lowest_terms([Fraction(one["share"]) for one in sources]), ())
                 for one, before, after in zip(sources, mixing.counts(start), mixing.counts(end), strict=True):
                     taken[one["source"]] += after - before
@@ -110,7 +115,7 @@ class Mixed:
         return [one | {"taken": n, "epochs": n / one["samples"]} for one, n in zip(facts, numbers, strict=True)]
 
     def describe(self) -> str:
-        """A line, or more, for each source."""
+        """Returns one or more lines per source."""
         told = (
             f"{share} of the samples" if self.mixing else f"{float(share):.1%} of the targets"
             for share in self.shares()

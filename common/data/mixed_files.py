@@ -15,9 +15,12 @@ NUMBER = re.compile(r"(?:(?:[0-9]{1,30}\.?[0-9]{0,30}|\.[0-9]{1,30})(?:e[+-]?[0-
 
 
 def training_files(given: list[str], **columns: Any) -> Source:
-    """The files of --train_file as one source, or, where they have weights, as the parts of a mixed one.
+    """Returns the files of --train_file as one source, or, if they have weights, as the parts of a mixed source.
 
-    columns: the other fields of a Source. Raises UserError, a line for each thing that is wrong with the weights.
+    Args:
+        columns: the other fields of a Source.
+
+    Raises UserError with one line per problem with the weights.
     """
     named = [_split_weight(one) for one in given]
     if all(weight is None for _, weight in named):
@@ -35,7 +38,10 @@ def training_files(given: list[str], **columns: Any) -> Source:
 
 
 def held_out_files(files: list[str], is_mixed: bool, **columns: Any) -> Source:
-    """The files of --validation_file as one source; each as a source of its own where the training data are mixed."""
+    """Returns the files of --validation_file as one source; if the training data is mixed, each file is its own source.
+
+    Raises UserError if a file has a weight, or if a file belongs to two of the sources.
+    """
     refuse(needless_weights("--validation_file", files, "all held-out data are measured; take it out"))
     if not is_mixed or len(files) == 1:
         return Source(files=tuple(files), **columns)
@@ -48,7 +54,7 @@ def _apart(files: list[str], weights: tuple[int, ...], **columns: Any) -> Source
 
 
 def _split_weight(given: str) -> tuple[str, str | None]:
-    """A file, or pattern, and its weight as it was written; none where there is a file of that whole name."""
+    """Returns (file or pattern, weight as text); the weight is None if it is absent or a file has the whole name."""
     file, colon, weight = given.rpartition(":")
     if not (colon and file) or expand(given):
         return given, None
@@ -56,13 +62,14 @@ def _split_weight(given: str) -> tuple[str, str | None]:
 
 
 def needless_weights(flag: str, given: list[str], why: str) -> Iterator[str]:
-    """A line for each file, or data set, that has a weight where it means nothing."""
+    """Yields a line for each file or dataset with a weight that has no effect."""
     for file, weight in map(_split_weight, given):
         if weight is not None:
             yield f"{flag} {file}:{weight}: a weight is for the files of --train_file; {why}"
 
 
 def _problems(named: list[tuple[str, str | None]]) -> Iterator[str]:
+    """Yields a line for each problem with the weights of --train_file."""
     if len(named) == 1:
         file, weight = named[0]
         yield f"--train_file {file}:{weight}: a single source has no weight; take :{weight} out, or name others too"
@@ -83,7 +90,7 @@ def _is_positive(number: str) -> bool:
 
 
 def _given_twice(flag: str, files: list[str]) -> Iterator[str]:
-    """A line for each two sources that have a file in common."""
+    """Yields a line for each two sources that have a file in common."""
     paths = [{Path(path).resolve() for path in expand(file)} or {Path(file)} for file in files]
     for (first, some), (second, others) in combinations(zip(files, paths, strict=True), 2):
         if both := sorted(some & others):

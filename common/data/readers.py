@@ -15,15 +15,18 @@ from common.data.source_types import Row, file_type
 from common.errors import UserError, missing_column, one_line
 
 if TYPE_CHECKING:
-    import pyarrow  # else where a Parquet file is read: few runs have one, and it takes its time
+    import pyarrow  # at run time imported only for a Parquet file, because few runs need it and its import is slow
 
-PIECE_BYTES = 1 << 18  # a document in a .txt file is handed on in pieces of this size, each cut at a line's end
+PIECE_BYTES = 1 << 18  # a document in a .txt file is read in pieces of about this size, split at line ends
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
-MAX_CSV_FIELD_BYTES = 64 << 20  # csv's own 128 KiB is too little for a document; an unclosed quote must still end
+MAX_CSV_FIELD_BYTES = 64 << 20  # csv's 128 KiB is too small for a document; the limit still stops an unclosed quote
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Python itself would keep the last of two values without a word."""
+    """Returns a JSON object from its pairs.
+
+    Raises ValueError for a repeated key, because Python would silently keep only the last value.
+    """
     values = dict(pairs)
     if len(values) < len(pairs):
         names = repeated(name for name, _ in pairs)
@@ -35,11 +38,19 @@ JSON = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def repeated(names: Iterable[str]) -> list[str]:
+    """Returns the names that occur more than once."""
     return [name for name, count in Counter(names).items() if count > 1]
 
 
 def read_file(path: str, text_column: str, wanted: tuple[str, ...] | None, whole_files: bool) -> Iterator[Row]:
-    """The rows of one file; wanted = None means all columns. Raises UserError, also where the file holds no row."""
+    """Yields the rows of a file.
+
+    Args:
+        wanted: the columns to read; None: all columns.
+        whole_files: a .txt file is one document, in several rows if it is large; otherwise each line is a row.
+
+    Raises UserError if the file cannot be read or has no rows.
+    """
     extension, _ = file_type(path)
     if extension == ".txt":
         reader = _read_pieces(path, text_column) if whole_files else _read_lines(path, text_column)
@@ -60,11 +71,13 @@ def read_file(path: str, text_column: str, wanted: tuple[str, ...] | None, whole
 
 
 def _decoded(path: str, size: int | None = None) -> Iterator[str]:
-    """The text of a file by lines with their ends, or in pieces of some `size` bytes, which end with a line that ends.
+    """Yields the text of a file by lines with line ends, or in pieces of about `size` bytes that end at a line end.
 
-    Only b"\\n" ends a line: str.splitlines would also cut at U+2028 or a form feed.
+    A line ends only at b"\\n": str.splitlines would also split at U+2028 or a form feed.
+
+    Raises UserError if the file is not UTF-8.
     """
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()  # it drops the byte order mark that Windows editors put first
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()  # drops the byte order mark of Windows editors
     position = 0
     with open_binary(path) as file:
         pieces = iter(lambda: file.read(size) + file.readline(size), b"") if size else file
@@ -72,7 +85,7 @@ def _decoded(path: str, size: int | None = None) -> Iterator[str]:
             position += len(raw)
             try:
                 text = decoder.decode(raw, final=not raw)
-            except UnicodeDecodeError as error:  # error.object: the rest of the piece before, and this one
+            except UnicodeDecodeError as error:  # error.object: the rest of the previous piece, and this piece
                 offset = position - len(error.object) + error.start
                 byte = f"0x{error.object[error.start]:02x}, {error.reason}"
                 raise UserError(
@@ -99,7 +112,7 @@ def _read_lines(path: str, text_column: str) -> Iterator[Row]:
 
 
 def _read_json(path: str) -> Iterator[Row]:
-    """JSON Lines, or one array of objects."""
+    """Yields the rows of JSON Lines, or of a single array of objects."""
     with open_binary(path) as file:
         is_array = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
     if is_array and file_type(path)[0] == ".json":
@@ -118,7 +131,7 @@ def _read_json(path: str) -> Iterator[Row]:
 
 def _read_json_array(path: str) -> Iterator[Row]:
     try:
-        items = JSON.decode("".join(_decoded(path, PIECE_BYTES)))  # held in memory: Python cannot stream an array
+        items = JSON.decode("".join(_decoded(path, PIECE_BYTES)))  # in memory: Python cannot stream an array
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: malformed JSON ({one_line(error)}); correct it or write JSON Lines") from error
     for number, values in enumerate(items, 1):
@@ -127,6 +140,7 @@ def _read_json_array(path: str) -> Iterator[Row]:
 
 
 def _object(values: Any, where: str) -> dict[str, Any]:
+    """Returns the values if they are an object; otherwise raises UserError."""
     if not isinstance(values, dict):
         raise UserError(f'{where}: is a {type(values).__name__}, not an object; write {{"column": value, ...}}')
     return values
@@ -152,10 +166,10 @@ def _read_csv(path: str, delimiter: str) -> Iterator[Row]:
 
 
 def _check_header(path: str, names: Sequence[str]) -> None:
-    """Raises UserError for a column that no name tells from the others."""
+    """Raises UserError if two columns have the same name or a column has no name."""
     if twice := [name for name in repeated(names) if name]:
         raise UserError(f"{path}: the header has the column {', '.join(twice)} twice; rename one or remove it")
-    if "" in names[1:]:  # the first one: the row numbers that pandas writes
+    if "" in names[1:]:  # the first name may be empty, for the row numbers that pandas writes
         number = names.index("", 1) + 1
         raise UserError(f"{path}: column {number} has no name in the header; name the column or remove it")
 
@@ -165,7 +179,7 @@ def _read_parquet(path: str, wanted: tuple[str, ...] | None) -> Iterator[Row]:
 
     number = 0
     try:
-        # pre_buffer would read whole row groups ahead, and some writers make a file one row group
+        # pre_buffer would read ahead by entire row groups, and some writers write a file as a single row group.
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
             names = file.schema_arrow.names
             _check_header(path, names)
@@ -183,7 +197,7 @@ def _read_parquet(path: str, wanted: tuple[str, ...] | None) -> Iterator[Row]:
 
 
 def file_classes(path: str) -> dict[str, list[str]]:
-    """Names of each ClassLabel of a Parquet file; other files have none."""
+    """Returns the class names of each ClassLabel column of a Parquet file; empty for other files."""
     if file_type(path)[0] != ".parquet":
         return {}
     import pyarrow.parquet
@@ -192,7 +206,7 @@ def file_classes(path: str) -> dict[str, list[str]]:
 
 
 def parquet_classes(schema: "pyarrow.Schema") -> dict[str, list[str]]:
-    """Names of each ClassLabel, from what `datasets` writes beside a Parquet file's schema."""
+    """Returns the class names of each ClassLabel column, from the metadata that `datasets` adds to a Parquet schema."""
     facts = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     features = (facts.get("info") or {}).get("features") or {}
     return {
@@ -203,6 +217,7 @@ def parquet_classes(schema: "pyarrow.Schema") -> dict[str, list[str]]:
 
 
 def with_class_names(values: dict[str, Any], classes: dict[str, list[str]]) -> dict[str, Any]:
+    """Returns the values with class names instead of class numbers; None for hidden labels, which are negative."""
     named = {column: values[column] for column in classes.keys() & values.keys()}
     return values | {
         column: None if number is None or number < 0 else classes[column][number] for column, number in named.items()

@@ -12,16 +12,17 @@ COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 
 @dataclass(frozen=True)
 class Source:
-    """Where text comes from: exactly one of `files`, `dataset_name`, `embedded` and `parts`.
+    """The location of text; exactly one of `files`, `dataset_name`, `embedded` and `parts` is set.
 
-    files: paths or globs of of FILE_TYPES; all but .parquet also with the extensions of COMPRESSIONS.
-    dataset_name: a name on the hub (`dataset_config` is its configuration), or a directory: what `save_to_disk` wrote,
-        or a folder of files. `split` is the split of any of these.
-    embedded: "train" or "validation": the source files of the running Python's standard library.
-    parts: sources that are kept apart; to train on, with their `weights`, whole numbers in lowest terms.
-    text_column: the column that holds the text (.txt files and the embedded corpus have only this one).
-    prompt_column, completion_column: of rows that have these two in its place, where they are not called so.
-    chat_template: Jinja, which writes `messages` in the place of the tokenizer's own.
+    Attributes:
+        files: paths or globs of FILE_TYPES; all types except .parquet can also have the extensions of COMPRESSIONS.
+        dataset_name: a name on the hub, or a directory that `save_to_disk` wrote, or a folder of files.
+            `dataset_config` is the configuration on the hub, `split` the split in all three cases.
+        embedded: "train" or "validation": the source files of the running Python's standard library.
+        parts: sources that are kept separate; for training with their `weights`, integers in lowest terms.
+        text_column: the column with the text (.txt files and the embedded corpus have only this column).
+        prompt_column, completion_column: columns to use instead of the text, if they have names other than the default.
+        chat_template: Jinja template that writes `messages` instead of the tokenizer's own template.
     """
 
     files: tuple[str, ...] = ()
@@ -38,7 +39,10 @@ class Source:
 
 
 class Row(NamedTuple):
-    """One row. `where` is for messages ("a.jsonl, line 3"). `continues`: the document goes on in the next row."""
+    """A row of named values; `where` is its location for messages ("a.jsonl, line 3").
+
+    If `continues` is set, the document continues in the next row.
+    """
 
     where: str
     values: dict[str, Any]
@@ -47,15 +51,19 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """A source that was found: its name for messages, what identifies its contents, its columns, and its rows.
+    """An opened source.
 
-    classes: by the column that `datasets` calls a ClassLabel, its names in their order. A row holds the name in the
-    place of the number, and None in the place of -1, a label that is hidden.
-
-    rows(wanted, whole_files) yields Rows; a wanted column that a row does not hold is for the caller to report.
-    unused: by its name, in how many rows a column holds something that nothing reads (`columns.watched`).
-    whole_files: a .txt file is one document and so is a file of the embedded corpus; otherwise each line that is not
-    blank, or each function, is a row.
+    Attributes:
+        name: the name for messages.
+        identity: JSON values that identify the contents.
+        columns: the names of all columns.
+        rows: a function (wanted, whole_files) that yields Rows. The caller reports wanted columns that a row lacks.
+            With `whole_files`, a .txt file or a file of the embedded corpus is one document; otherwise each line that
+            is not blank, or each function, is a row.
+        classes: the class names of each column of type ClassLabel (`datasets`), in their order. A row contains the name
+            instead of the number, and None instead of -1, a hidden label.
+        unused: the number of rows with a value in each ignored column (`column_selection.watched`); 1 if the column is
+            not read at all.
     """
 
     name: str
@@ -67,7 +75,7 @@ class Corpus:
 
 
 def file_type(path: str) -> tuple[str, str | None]:
-    """(extension, compression): "a.txt.gz" -> (".txt", "gzip")."""
+    """Returns (extension, compression): "a.txt.gz" -> (".txt", "gzip")."""
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
     if suffixes and suffixes[-1] in COMPRESSIONS:
         return (suffixes[-2] if len(suffixes) > 1 else "", COMPRESSIONS[suffixes[-1]])

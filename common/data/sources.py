@@ -4,8 +4,9 @@
     for row in corpus.rows(("text",), True): ...
 
 Everything is read as a stream: memory use does not grow with the file size. JSON Lines and CSV are read with the
-standard library instead of `datasets.load_dataset`, which guesses types (the string "2020-01-01" becomes a datetime,
-the CSV field "003" becomes 3 and "NA" None) and reports neither the file nor the line of unreadable input.
+standard library instead of `datasets.load_dataset`, for two reasons. That function guesses types: the string
+"2020-01-01" becomes a datetime, the CSV field "003" becomes 3 and "NA" None. It reports neither the file nor the line
+of unreadable input.
 """
 
 import glob
@@ -23,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 
 def check_sources(*sources: Source | None) -> None:
-    """Raise one UserError, one line a problem, with every problem of all sources that shows without reading a file."""
+    """Raises one UserError, one line per problem, with all problems that can be found without reading a file."""
     given = [part for source in sources if source is not None for part in source.parts or (source,)]
     refuse(problem for source in given for problem in _problems(source))
 
 
 def have_no_columns(*sources: Source | None) -> bool:
-    """Whether all are .txt files, or the embedded corpus: a row of these is a text, and no more."""
+    """Returns whether all sources are .txt files or the embedded corpus, whose rows contain only a text."""
     given = [part for source in sources if source is not None for part in source.parts or (source,)]
     paths = [path for source in given for pattern in source.files for path in expand(pattern)]
     is_plain = all(file_type(path)[0] == ".txt" for path in paths)
@@ -37,7 +38,10 @@ def have_no_columns(*sources: Source | None) -> bool:
 
 
 def open_source(source: Source) -> Corpus:
-    """Find the source and look at its first row. Raises UserError for whatever does not let it be read."""
+    """Opens a source and reads its first row.
+
+    Raises UserError if the source cannot be read.
+    """
     check_sources(source)
     if source.embedded:
         from common.data.standard_library import open_embedded
@@ -49,6 +53,7 @@ def open_source(source: Source) -> Corpus:
 
 
 def _problems(source: Source) -> Iterator[str]:
+    """Yields a line for each problem of a source's files; paths with the same problem share a line."""
     problems: dict[str, list[str]] = {}
     for pattern in source.files:
         paths = expand(pattern)
@@ -59,19 +64,20 @@ def _problems(source: Source) -> Iterator[str]:
         for path in paths:
             if problem := _file_problem(path):
                 problems.setdefault(problem, []).append(path)
-    for problem, paths in problems.items():  # a folder of images has one, thousands of times
+    for problem, paths in problems.items():  # A folder of images would repeat the same problem thousands of times.
         yield f"{shorten(paths, 3)}: {problem}"
 
 
 def expand(pattern: str) -> list[str]:
-    """The files of a path or glob, sorted, so that their order does not depend on the file system."""
+    """Returns the files of a path or glob, sorted, so that their order does not depend on the file system."""
     path = Path(pattern).expanduser()
-    if path.exists():  # before globbing: a name may hold brackets
+    if path.exists():  # before globbing, because a name may contain brackets
         return [str(path)]
     return sorted(name for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
 
 
 def _file_problem(path: str) -> str | None:
+    """Returns the reason why a file cannot be read, or None."""
     extension, compression = file_type(path)
     if Path(path).is_dir():
         return f"is a directory; give its files ({path}/*.txt), or give it as a dataset's name"
@@ -90,7 +96,7 @@ def _file_problem(path: str) -> str | None:
 
 def _open_files(paths: list[str], source: Source) -> Corpus:
     paths = list(dict.fromkeys(paths))  # two globs may overlap
-    # Path, size and time, not the contents: hashing 1 TB takes longer than many a training run.
+    # Path, size and time instead of the contents: hashing 1 TB takes longer than many training runs.
     stats = [(str(Path(path).resolve()), Path(path).stat()) for path in paths]
     identity = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
     name = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
@@ -104,7 +110,10 @@ def _open_files(paths: list[str], source: Source) -> Corpus:
 
 
 def _present(path: str, wanted: tuple[str, ...], unused: Counter[str]) -> tuple[str, ...]:
-    """The wanted columns that a Parquet file has, or all if it has none. `unused` gets those that are never read."""
+    """Returns the wanted columns that a Parquet file contains, or all wanted columns if it contains none of them.
+
+    `unused` counts the columns that are never read. For other files, all wanted columns are returned.
+    """
     if file_type(path)[0] != ".parquet":
         return wanted
     import pyarrow.parquet
@@ -135,7 +144,7 @@ def _open_dataset(source: Source) -> Corpus:
         unused.update(dict.fromkeys(set(dataset.column_names) - set(wanted), 1))
         columns = dataset.select_columns(
             [name for name in wanted if name in dataset.column_names]
-        )  # leave images and the like on the disk
+        )  # leaves images and other large columns on the disk
         for start in range(0, len(columns), 64):
             batch = columns[start : start + 64]
             for offset, values in enumerate(zip(*batch.values(), strict=True)):
@@ -147,7 +156,12 @@ def _open_dataset(source: Source) -> Corpus:
 
 
 def _folder_files(path: Path, source: Source) -> list[str]:
-    """The files of a split, found by `datasets` (names such as train.jsonl, data/test-*.parquet, a README's list)."""
+    """Returns the files of a split as found by `datasets`.
+
+    It recognises names such as train.jsonl or data/test-*.parquet, and a list in a README.
+
+    Raises UserError if there are no data files or the split does not exist.
+    """
     from datasets import load_dataset_builder
 
     try:
@@ -158,7 +172,7 @@ def _folder_files(path: Path, source: Source) -> list[str]:
         raise UserError(f"{path}: no split {source.split}; there are: {', '.join(map(str, files))}; name one of them")
     used = {Path(name).resolve() for names in files.values() for name in names}
     unused = [p for p in sorted(path.rglob("*")) if file_type(str(p))[0] in FILE_TYPES and p.resolve() not in used]
-    if unused:  # datasets takes the commonest type of a folder and says nothing about the others
+    if unused:  # `datasets` uses the most common type of a folder and silently ignores the others.
         logger.warning("%s: %d files are in no split and are not read, such as %s", path, len(unused), unused[0].name)
     check_sources(Source(files=tuple(files[source.split])))
     return sorted(files[source.split])

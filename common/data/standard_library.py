@@ -18,14 +18,18 @@ from common.data.cache import cached
 from common.data.source_types import Corpus, Row, Source
 from common.errors import UserError
 
-VALIDATION_SHARE = 20  # one file in this many of the embedded corpus is held out
-# Not in the embedded corpus: tests, other people's packages, and files written by a program (tables of character codes,
-# the help topics as one dictionary, build variables): a model learns the tables by heart and nothing from them.
+VALIDATION_SHARE = 20  # one of this many files of the embedded corpus is held out
+# Excluded from the embedded corpus: tests, third-party packages, and files written by a program (tables of character
+# codes, the help topics as one dictionary, build variables). A model only memorises such tables.
 EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_bundled", "lib-dynload"}
 GENERATED = ("encodings", "pydoc_data", "_sysconfigdata", "config-")
 
 
 def open_embedded(source: Source) -> Corpus:
+    """Opens a part of the embedded corpus; its functions are extracted once into the cache.
+
+    Raises UserError if this Python has no source files.
+    """
     files = embedded_files(source.embedded)
     if not files:
         raise UserError("this Python has no source files of its standard library; give --train_file instead")
@@ -44,10 +48,10 @@ def open_embedded(source: Source) -> Corpus:
 
 
 def _read_texts(files: tuple[tuple[str, Path], ...]) -> Iterator[tuple[str, str]]:
-    """(relative name, text) of each file but a few, which are in odd encodings on purpose."""
+    """Yields (relative name, text) of each file, except a few that deliberately have unusual encodings."""
     for name, path in files:
         try:
-            with python_tokenize.open(path) as file:  # obeys the file's coding line
+            with python_tokenize.open(path) as file:  # uses the encoding in the file's coding line
                 text = file.read()
         except (SyntaxError, UnicodeDecodeError):
             continue
@@ -55,19 +59,19 @@ def _read_texts(files: tuple[tuple[str, Path], ...]) -> Iterator[tuple[str, str]
 
 
 def _write_functions(directory: Path, files: tuple[tuple[str, Path], ...]) -> None:
-    """functions.jsonl: the name of the file and the source of each function. To find them takes seconds."""
+    """Writes functions.jsonl with the file name and the source of each function; finding them takes seconds."""
     with open(directory / "functions.jsonl", "w", encoding="utf-8") as out:
         for name, text in _read_texts(files):
             try:
                 functions = list(python_functions(text))
-            except SyntaxError:  # a few files are templates
+            except SyntaxError:  # a few files are templates, which do not parse
                 continue
             out.writelines(json.dumps([name, function]) + "\n" for function in functions)
 
 
 @cache
 def _hash_contents(part: str) -> str:
-    """Of the names and contents of a part's files."""
+    """Returns a hash of the names and contents of a part's files."""
     digest = hashlib.blake2b(digest_size=16)
     for name, path in embedded_files(part):
         digest.update(name.encode() + b"\0" + path.read_bytes())
@@ -76,15 +80,15 @@ def _hash_contents(part: str) -> str:
 
 @cache
 def embedded_files(part: str) -> tuple[tuple[str, Path], ...]:
-    """(relative name, path) of the standard library's source files in one part, "train" or "validation", sorted.
+    """Returns (relative name, path) of the standard library's source files in a part, "train" or "validation", sorted.
 
-    The part of a file depends on its name alone (blake2b, since hash() differs between processes), so it is the same on
-    every machine. Needs no network: every Python has it. About 10 MB.
+    The part of a file depends only on its name (blake2b, because hash() differs between processes), so it is the same
+    on every machine. This needs no network, because every Python includes these files (about 10 MB).
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for folder, folders, names in os.walk(root):
-        folders[:] = set(folders) - EXCLUDED  # other people's packages are many files
+        folders[:] = set(folders) - EXCLUDED  # third-party packages have many files
         for path in (Path(folder, name) for name in names if name.endswith(".py")):
             relative = path.relative_to(root)
             if relative.parts[0].startswith(GENERATED):
@@ -97,14 +101,16 @@ def embedded_files(part: str) -> tuple[tuple[str, Path], ...]:
 
 
 def python_functions(text: str) -> Iterator[str]:
-    """The source of each function and method of a Python file, with decorators, not indented; the outermost only.
+    """Yields the source of each outermost function and method of a Python file, with decorators, without indentation.
 
-    Raises SyntaxError. Lines are sliced: ast.get_source_segment splits the whole file again for every function.
+    Lines are sliced because ast.get_source_segment splits all lines of the file again for every function.
+
+    Raises SyntaxError if the text is not valid Python.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in somebody else's strings
+        warnings.simplefilter("ignore")  # hides warnings on invalid escapes in third-party code
         tree = ast.parse(text)
-    lines = text.split("\n")  # str.splitlines would also cut at form feeds, which the line numbers do not count
+    lines = text.split("\n")  # str.splitlines would also split at form feeds, which line numbers do not count
 
     def visit(node: ast.AST) -> Iterator[str]:
         for child in ast.iter_child_nodes(node):
@@ -118,12 +124,15 @@ def python_functions(text: str) -> Iterator[str]:
 
 
 def find_docstring(function: str) -> tuple[str, int, int] | None:
-    """(docstring, its first line, the line behind it), or None; lines from 0, and at least one of code comes behind."""
+    """Returns (docstring, its first line, the line after it), with lines from 0; None if there is no docstring.
+
+    It also returns None if no line of code follows the docstring, or the function cannot be parsed.
+    """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in somebody else's strings
+        warnings.simplefilter("ignore")  # hides warnings on invalid escapes in third-party code
         try:
             node = ast.parse(function).body[0]
-        except SyntaxError:  # indented text inside a string defeats the removal of the indent
+        except SyntaxError:  # indented text in a string prevented dedenting
             return None
     docstring, statements = ast.get_docstring(node, clean=False), node.body
     if not docstring or len(statements) == 1 or statements[0].end_lineno == statements[1].lineno:
@@ -134,7 +143,10 @@ def find_docstring(function: str) -> tuple[str, int, int] | None:
 def derived_corpus(
     corpus: Corpus, text_column: str, columns: tuple[str, ...], values_of: Callable[[str], tuple[str, ...] | None]
 ) -> Corpus:
-    """Rows with these columns: what `values_of` makes of a function's source, if it makes something of it."""
+    """Returns a corpus with these columns, whose values `values_of` derives from the source of each function.
+
+    Functions for which `values_of` returns None are omitted.
+    """
 
     def rows(wanted: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
         for row in corpus.rows((text_column,), False):
@@ -145,10 +157,10 @@ def derived_corpus(
 
 
 def write_files(directory: str) -> None:
-    """Writes the corpus as .txt files, train/ and validation/: the same text for a run under another Python."""
+    """Writes the corpus as .txt files in train/ and validation/, to provide the same text to a different Python."""
     for part in ("train", "validation"):
         for name, text in _read_texts(embedded_files(part)):
-            if text:  # an empty file is refused, and holds nothing to learn
+            if text:  # empty files are rejected by a run and have no targets
                 path = Path(directory, part, f"{name}.txt")
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8", newline="\n")

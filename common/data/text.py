@@ -1,10 +1,11 @@
-"""How does text become the samples of a language model? Tokenised once into a cache, and memory-mapped from there.
+"""Turns text into samples of a language model: tokenised once into a cache, then memory-mapped from it.
 
     tokenizer = train_tokenizer(Source(embedded="train"), vocab_size=8192)
     samples = tokenize(Source(embedded="train"), tokenizer, sequence_length=512)
     input_ids, targets, target_rows = samples[0]
 
-Not targets, and stored as their complement, are the tokens of a prompt or of a user's turn, and the first of all.
+Tokens that are not targets are stored as their bitwise complement: those of a prompt or of a user's turn, and the first
+token of a stream or an example.
 """
 
 import gzip
@@ -38,20 +39,20 @@ if TYPE_CHECKING:
     from common.data.mixed import Mixed
 
 logger = main_logger(__name__)
-COMPRESSED_BYTES = 64 << 20  # xz takes a minute for this; more held-out text than that is not compressed
+COMPRESSED_BYTES = 64 << 20  # xz needs a minute for this size; larger held-out texts are not compressed
 
 
 def _encode_stream(
     rows: Iterator[list[Row]], column: str, tokenizer: PreTrainedTokenizerBase, counts: Counter
 ) -> Iterator[tuple[list[int], str]]:
-    """(tokens, text) pieces of the stream of documents, each as `tokenizer(document)` makes it, and eos.
+    """Yields (tokens, text) pieces of the document stream, each encoded as by `tokenizer(document)`, then eos.
 
-    Where nothing else stands before a document, or eos, it is the eos of the one before. Every token is a target but
-    the first of all.
+    If the tokenizer adds nothing or eos before a document, the eos of the previous document takes this role. Every
+    token except the first of the stream is a target.
     """
     begin, end = special_tokens_around(tokenizer)
     end = with_end_of_text(end, tokenizer.eos_token_id)
-    inside = False  # a document has begun
+    inside = False  # the previous row's document continues in this row
     if begin[:1] in ([], [tokenizer.eos_token_id]):
         begin = begin[1:]
         yield [tokenizer.eos_token_id], ""
@@ -70,12 +71,12 @@ def _encode_stream(
 def encode_texts(
     batch: list[Row], columns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase, counts: Counter
 ) -> Iterator[Encoded]:
-    """Text and eos, all targets; with two columns prompt, completion and eos, the completion and eos targets.
+    """Yields (ids, target mask, text) per row: a text and eos, or with two columns a prompt, a completion and eos.
 
-    The text, or the prompt, as `tokenizer(text)` makes it: what this puts before a text is no target. Prompt and
-    completion are tokenised apart: when the model is used, the prompt is tokenised without the completion, so a token
-    that reaches over the boundary would never be seen there. Before a completion without a prompt comes eos, if nothing
-    else does.
+    Targets are all tokens of the text and eos, or the completion and eos. The text or the prompt is encoded as
+    `tokenizer(text)` does; special tokens before a text are not targets. Prompt and completion are tokenised
+    separately. At inference, the prompt is tokenised without the completion, so the model would never see a token
+    across the boundary. A completion without a prompt follows eos, unless the tokenizer adds other tokens before it.
     """
     before, behind = special_tokens_around(tokenizer)
     texts = [[text_of(row, column) for row in batch] for column in columns]
@@ -84,7 +85,7 @@ def encode_texts(
         text = "".join(column[number] for column in texts)
         given, learned = before, ids[0][number] + behind
         if len(columns) == 2:
-            # Nothing comes before a first token, so that it could not be learned.
+            # A first token cannot be a target, because no token precedes it.
             given, learned = before + ids[0][number] + behind or [tokenizer.eos_token_id], ids[1][number]
             counts["empty"] += bool(text) and not learned
         learned = with_end_of_text(learned, tokenizer.eos_token_id) if text else []
@@ -99,17 +100,18 @@ def tokenize(
     cache_dir: str | Path | None = None,
     measure_compression: bool = False,
 ) -> "Samples | Mixed":
-    """Tokenises a source once and opens the result; of many processes that call this one works and the others wait.
+    """Tokenises a source once and opens the result; if many processes call this, one works and the others wait.
 
-    sequence_length: input tokens of a sample at most.
-    shape: "blocks" joins the documents and cuts the stream: every token but the very first is a target once; "examples"
-        makes one sample of each row, cut at sequence_length; None is examples for the columns `messages` or `prompt`
-        and `completion`, else blocks.
-    measure_compression: for held-out text: what gzip -9 and xz -9 make of it, if it is at most 64 MiB.
+    A chat template of the source replaces the tokenizer's.
 
-    A chat template of the source becomes the tokenizer's.
+    Args:
+        sequence_length: maximum number of input tokens per sample.
+        shape: "blocks" concatenates the documents and splits the stream: every token except the very first is a target
+            once. "examples" makes one sample of each row, truncated to sequence_length. None means examples if the
+            columns are `messages` or `prompt` and `completion`, otherwise blocks.
+        measure_compression: for held-out text: save its size after gzip -9 and xz -9, if it is at most 64 MiB.
 
-    Raises UserError that names file and place for whatever cannot be read or makes no sample.
+    Raises UserError with file and location if something cannot be read or yields no sample.
     """
     if source.parts:
         from common.data.mixed import Mixed
@@ -128,7 +130,7 @@ def tokenize(
     directory = cached(
         "samples",
         [corpus.identity, shape, columns, tokenizer_identity(tokenizer), measure_compression]
-        + ([sequence_length] if shape == "examples" else []),  # blocks are cut when they are read
+        + ([sequence_length] if shape == "examples" else []),  # blocks are split when they are read
         lambda partial: _write_samples(partial, *how),
         cache_dir,
     )
@@ -145,11 +147,14 @@ def _write_samples(
     sequence_length: int,
     measure_compression: bool,
 ) -> None:
-    """Fills a store: for blocks a stream, for examples also the column target_counts, a running sum."""
+    """Fills a store: a stream for blocks; for examples also the column target_counts, a running sum.
+
+    Raises UserError if no sample has a target.
+    """
     is_chat, is_blocks = columns == ("messages",), shape == "blocks"
     is_text = len(columns) == 1 and not is_chat
     counts = Counter(dict.fromkeys(("documents", "targets", "bytes", "truncated", "dropped", "empty", "max_length"), 0))
-    whole_text = bytearray()  # in memory, but for what is beyond COMPRESSED_BYTES
+    whole_text = bytearray()  # kept in memory, up to about COMPRESSED_BYTES
     rows = batches(corpus, columns, is_blocks)
     if is_blocks:
         samples = _encode_stream(rows, columns[0], tokenizer, counts)
@@ -180,7 +185,8 @@ def _write_samples(
             counts,
             **corpus_facts(corpus, columns, counts, tokenizer),
             shape=shape,
-            # Is each byte of the text paid for by exactly one target? Then a loss can be told in bits per byte.
+            # True if each byte of the text belongs to exactly one target, so that the loss can be given in bits per
+            # byte.
             whole_text=is_text and not counts["truncated"] and (is_blocks or bool(special_tokens_around(tokenizer)[0])),
             gzip_bytes=len(gzip.compress(whole_text, 9)) if is_compressed else None,
             xz_bytes=len(lzma.compress(whole_text, preset=9)) if is_compressed else None,
@@ -190,7 +196,7 @@ def _write_samples(
 def _stored_examples(
     encoded: Iterator[Encoded], sequence_length: int, counts: Counter
 ) -> Iterator[tuple[np.ndarray, str]]:
-    """(tokens as they are stored, text) of the examples that have a target."""
+    """Yields (tokens as stored, text) of the examples that have a target."""
     for ids, is_target, text in encoded:
         stored = mark_targets(ids, is_target, sequence_length)
         num_targets = int((stored >= 0).sum())
@@ -206,10 +212,10 @@ def _stored_examples(
 
 
 class Samples(TokenStore):
-    """Memory-mapped samples. Item i is (input_ids, targets, target_rows), int64; after input_ids[target_rows[j]] comes
-    targets[j], which is learned.
+    """Memory-mapped samples. Item i is (input_ids, targets, target_rows), int64.
 
-    Block b reads stream[b*S : (b+1)*S] and predicts stream[b*S+1 : (b+1)*S+1]; the last one is shorter.
+    targets[j] is the token to predict after input_ids[target_rows[j]]. Block b reads stream[b*S : (b+1)*S] and predicts
+    stream[b*S+1 : (b+1)*S+1]; the last block is shorter.
     """
 
     unit = "tokens"
@@ -218,15 +224,15 @@ class Samples(TokenStore):
         super().__init__(directory, block_length=sequence_length)
         self.sequence_length, self.is_blocks, meta = sequence_length, self.is_stream, self.meta
         self._target_counts = None if self.is_blocks else self.column("target_counts")
-        self.num_tokens = meta["tokens"] - (1 if self.is_blocks else len(self))  # inputs of all samples
+        self.num_tokens = meta["tokens"] - (1 if self.is_blocks else len(self))  # input tokens of all samples
         self.num_target_tokens = meta["targets"]
-        self.num_dropped = meta["dropped"]  # rows, which were empty or all prompt within the length
+        self.num_dropped = meta["dropped"]  # rows that were empty or contained only a prompt within the length
         self.max_length = meta["max_length"] or min(sequence_length, self.num_tokens)  # inputs of the longest sample
-        # UTF-8 bytes of the text, by which a loss becomes bits per byte; None where not all of it is predicted.
+        # UTF-8 bytes of the text, to convert a loss to bits per byte; None if the targets do not cover all of it.
         self.num_bytes = meta["bytes"] if meta["whole_text"] else None
         self.gzip_bytes, self.xz_bytes = meta["gzip_bytes"], meta["xz_bytes"]  # None if not measured
-        self.end_tokens = meta["end_tokens"]  # that were taught to end a text or an answer, the most frequent first
-        self.fingerprint = f"{meta['content']}-{sequence_length}"  # equal where every sample is equal
+        self.end_tokens = meta["end_tokens"]  # targets that end a text or an answer, the most frequent first
+        self.fingerprint = f"{meta['content']}-{sequence_length}"  # equal if all samples are equal
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Samples, (self.directory, self.sequence_length)
@@ -236,22 +242,22 @@ class Samples(TokenStore):
         return ids[:-1], targets, target_rows
 
     def dummy_sample(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """A sample of one token that has no target."""
+        """Returns a sample of one token without a target."""
         return self[0][0][:1], np.zeros(0, np.int64), np.zeros(0, np.int64)
 
     def lengths(self, ids: np.ndarray) -> np.ndarray:
-        """Input tokens of each sample, int64, without reading a token."""
+        """Returns the input tokens of each sample, int64, without reading a token."""
         return super().lengths(ids)[..., 0] - 1
 
     def num_targets(self, ids: np.ndarray) -> np.ndarray:
-        """Targets of each sample, int64, without reading a token."""
+        """Returns the targets of each sample, int64, without reading a token."""
         if self.is_blocks:
             return self.lengths(ids)
         ids = np.asarray(ids, np.int64)
         return self._target_counts[ids + 1] - self._target_counts[ids]
 
     def describe(self) -> str:
-        """One line for people."""
+        """Returns the description of the samples for the run summary."""
         meta = self.meta
         what = f"examples of {self.num_tokens / len(self):,.0f} tokens on average, at most {self.max_length}"
         if self.is_blocks:

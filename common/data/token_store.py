@@ -1,11 +1,11 @@
-"""How are tokens kept on disk? Appended once to flat files, and memory-mapped by every process that reads them.
+"""Stores tokens on disk: appended once to flat files, and memory-mapped by every process that reads them.
 
     tokens.bin   int32, all sequences; a token that is not a target can be its bitwise complement ~token (negative)
-    offsets.bin  int64, a 0 and the end of each sequence; a stream, whose sequences are joined, has no such file
-    NAME.bin     int64, a column: numbers beside the sequences
-    meta.json    facts, and `content`, a digest of the files above; written last: without it there is no store
+    offsets.bin  int64, a 0 and the end of each sequence; absent for a stream, whose sequences are concatenated
+    NAME.bin     int64, a column: numbers per row
+    meta.json    metadata, and `content`, a digest of the files above; written last: it marks a complete store
 
-The files have no headers: checkpoints know the data by the digest.
+The files have no headers; checkpoints identify the data by the digest.
 """
 
 import json
@@ -22,7 +22,11 @@ from common.data.cache import hash_files
 
 
 class TokenWriter(ExitStack):
-    """Appends rows to a new store in a directory that exists. columns: the values before those of the first row."""
+    """Appends rows to a new store in an existing directory.
+
+    Args:
+        columns: initial values of each column, written before those of the first row.
+    """
 
     def __init__(self, directory: Path, is_stream: bool = False, **columns: list[int]) -> None:
         super().__init__()
@@ -47,7 +51,7 @@ class TokenWriter(ExitStack):
             file.write(array("q", columns[name]).tobytes())
 
     def finish(self, counts: Counter, **facts: Any) -> None:
-        """Makes the store complete, with these facts and with the counts that have a name."""
+        """Completes the store and writes its metadata: these facts and the counts with a string key."""
         self.close()
         named = {name: number for name, number in counts.items() if isinstance(name, str)}
         meta = named | {"tokens": self.num_tokens, **facts, "content": hash_files(self.directory)}
@@ -55,9 +59,11 @@ class TokenWriter(ExitStack):
 
 
 class TokenStore:
-    """A memory-mapped store. names: of the sequences of a row, in their order.
+    """A memory-mapped store.
 
-    block_length: of a stream, row b is stream[b * block_length : (b + 1) * block_length + 1]; the last one is shorter.
+    Args:
+        names: the names of a row's sequences, in their order.
+        block_length: for a stream, row b is stream[b * block_length : (b + 1) * block_length + 1]; the last is shorter.
     """
 
     def __init__(self, directory: str | Path, names: tuple[str, ...] = ("tokens",), block_length: int = 0) -> None:
@@ -69,13 +75,13 @@ class TokenStore:
         self._per_row = block_length if self.is_stream else len(names)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenStore, (self.directory, self.names, self.block_length)  # a data worker maps the files itself
+        return TokenStore, (self.directory, self.names, self.block_length)  # each data worker maps the files itself
 
     def __len__(self) -> int:
         return -(-max(0, len(self._offsets) - 1) // self._per_row)
 
     def row(self, index: int) -> dict[str, np.ndarray]:
-        """The sequences of a row, int32, by their names; read-only views of the file."""
+        """Returns the sequences of a row by name, int32, as read-only views of the file."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         start = int(index) * self._per_row
@@ -85,7 +91,7 @@ class TokenStore:
         return {name: self.tokens[start:end] for name, (start, end) in zip(self.names, bounds, strict=True)}
 
     def lengths(self, ids: np.ndarray) -> np.ndarray:
-        """Tokens of each sequence of each row, int64 (n, sequences), without reading a token."""
+        """Returns the tokens of each sequence of each row, int64 (n, sequences), without reading a token."""
         starts = np.asarray(ids, np.int64) * self._per_row
         if self.is_stream:
             return np.minimum(self.block_length + 1, len(self.tokens) - starts)[..., None]
@@ -93,20 +99,23 @@ class TokenStore:
         return np.stack([end - start for start, end in pairwise(ends)], axis=-1)
 
     def column(self, name: str) -> np.ndarray:
-        """All values of a column."""
+        """Returns all values of a column."""
         path, dtype = self.directory / f"{name}.bin", np.int32 if name == "tokens" else np.int64
         return np.asarray(np.memmap(path, dtype, "r")) if path.stat().st_size else np.zeros(0, dtype)
 
 
 def mark_targets(ids: list[int], is_target: list[bool], sequence_length: int) -> np.ndarray:
-    """A sequence as it is stored, cut to `sequence_length` inputs and their targets; its first token is no target."""
+    """Returns a sequence as it is stored, truncated to `sequence_length` inputs and their targets.
+
+    Its first token is never a target.
+    """
     tokens, mask = np.array(ids[: sequence_length + 1], np.int32), np.array(is_target[: sequence_length + 1], bool)
-    mask[:1] = False  # nothing comes before it
+    mask[:1] = False  # no token precedes it
     return np.where(mask, tokens, ~tokens)
 
 
 def split_targets(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(tokens, targets, rows) of a stored sequence, int64: what comes behind tokens[rows[j]] is targets[j]."""
+    """Returns (tokens, targets, rows) of a stored sequence, int64; targets[j] follows tokens[rows[j]]."""
     stored = stored.astype(np.int64)
     rows = np.flatnonzero(stored[1:] >= 0)
     return np.where(stored < 0, ~stored, stored), stored[rows + 1], rows

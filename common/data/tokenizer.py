@@ -18,27 +18,30 @@ from common.data.sources import open_source
 from common.errors import UserError, one_line
 
 END_OF_TEXT = "<|endoftext|>"
-MARKER = re.compile(r"<\|\w+\|>")  # of a turn, as most chat templates write them
-TOKENIZER_BYTES = 200_000_000  # a tokenizer is trained on at most this much text
+MARKER = re.compile(r"<\|\w+\|>")  # marks a turn in most chat templates
+TOKENIZER_BYTES = 200_000_000  # maximum size of a tokenizer's training text
 
 
 def load_tokenizer(
     name_or_path: str, trust_remote_code: bool = False, needs_end_of_text: bool = True
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local directory or of the hub, with a pad token (the end-of-text token if it has none).
+    """Loads a tokenizer from a local directory or the hub; without a pad token, it uses the end-of-text token to pad.
 
-    Raises UserError, one line, where it is not found, cannot be loaded, or has no end-of-text token. An encoder's
-    needs none (`needs_end_of_text`) if it has a pad token.
+    Args:
+        needs_end_of_text: False for an encoder, which needs no end-of-text token if it has a pad token.
+
+    Raises UserError, one line, if the tokenizer is not found, cannot be loaded, or has no end-of-text token.
     """
     from common.data.hub import locate_pretrained
 
     where, problem = locate_pretrained(name_or_path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=trust_remote_code)
-    except Exception as error:  # a dozen types, by what is missing
+    except Exception as error:  # a dozen types, which depend on the missing file
         reason = problem or f"cannot be loaded; save it there (tokenizer.save_pretrained): {one_line(error)}"
         raise UserError(f"tokenizer {name_or_path}: {reason}") from error
-    if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):  # the library makes an empty one of no files
+    # If its files are missing, the library returns an empty tokenizer.
+    if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
         raise UserError(f"tokenizer {name_or_path}: its files are missing; save it there (tokenizer.save_pretrained)")
     if needs_end_of_text or tokenizer.pad_token_id is None:
         check_end_of_text(tokenizer)
@@ -47,12 +50,12 @@ def load_tokenizer(
     return tokenizer
 
 
-# Columns of which `chat_formats` makes messages, or a prompt and a completion.
+# Columns that `chat_formats` converts to messages, or to a prompt and a completion.
 CHAT_COLUMNS = {"messages", "conversations", "conversation", "instruction"}
 
 
 def with_messages(corpus: Corpus, source: Source, shape: str | None, has_template: bool) -> Corpus:
-    """Returns the corpus as `chat_formats.with_known_format` does, which it loads for columns of chats only."""
+    """Returns the result of `chat_formats.with_known_format`; that module is imported only for columns with chats."""
     if not CHAT_COLUMNS & set(corpus.columns):
         return corpus
     from common.data.chat_formats import with_known_format
@@ -67,19 +70,21 @@ def train_tokenizer(
     columns: tuple[str, ...] | None = None,
     flags: str = "",
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of the source's text (of its first 200 MB): every text survives encoding and decoding.
+    """Trains a byte-level BPE tokenizer on the first 200 MB of the source's text, or loads it from the cache.
 
-    Of mixed sources each gives as many bytes at most, whatever the weights.
+    Every text survives encoding and decoding. Each of several mixed sources contributes at most the same number of
+    bytes, independent of the weights. The same text yields the same tokenizer with any number of threads. Turn markers
+    of the chat template, such as <|im_start|>, are tokens of their own. <|endoftext|> is bos, eos and pad. The
+    tokenizer adds it before every text, because it also separates the documents of a block.
 
-    columns: that hold the text; without them, those of which `tokenize` makes samples. flags: that name them.
+    Args:
+        vocab_size: at least 257, for the 256 bytes and <|endoftext|>.
+        columns: the columns with the text; None: those that `tokenize` reads.
+        flags: the flags that select the columns, for messages.
 
-    The same text gives the same tokenizer, whatever the number of threads. What a chat template marks turns with, such
-    as <|im_start|>, is a token of its own. <|endoftext|> is bos, eos and pad, and the
-    tokenizer puts it before every text, as it stands between the documents of a block. Kept in the cache.
-
-    vocab_size: at least 257, for the 256 bytes and <|endoftext|>. Raises UserError for what is wrong with the source.
+    Raises UserError if the source cannot be read or lacks a column.
     """
-    texts = []  # of each source a corpus, and its columns
+    texts = []  # per source: a corpus and its columns
     for part in source.parts or (source,):
         corpus, wanted = open_source(part), columns
         if wanted is None:
@@ -100,7 +105,7 @@ def train_tokenizer(
 
 
 def _texts_of(row: Row, columns: tuple[str, ...]) -> list[str]:
-    """Returns the texts in the columns of a row, of messages their contents."""
+    """Returns the texts in the columns of a row; for messages, their contents."""
     texts = []
     for column in columns:
         if column != "messages" and not isinstance(row.values.get(column), list):
@@ -122,7 +127,7 @@ def _train_bpe(
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT, *markers],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # all 256 bytes, in an order that does not change
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # all 256 bytes, in a fixed order
         show_progress=False,
     )
 
@@ -132,7 +137,7 @@ def _train_bpe(
             for row in corpus.rows(columns, True):
                 for text in _texts_of(row, columns):
                     left -= utf8_length(text, row.where)
-                    # the library gathers 256 items before it works on them: keep each small
+                    # The library collects 256 items before it processes them, so each item is kept small.
                     yield from (text[start : start + 65536] for start in range(0, len(text), 65536))
                 if left < 0:
                     break
@@ -147,6 +152,7 @@ def _train_bpe(
 
 
 def check_end_of_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises UserError if the tokenizer has no end-of-text token."""
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"the tokenizer {tokenizer.name_or_path} has no eos token to end a document or to pad with; "
@@ -155,30 +161,35 @@ def check_end_of_text(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    """What decides which tokens a text becomes."""
+    """Returns everything that determines the tokens of a text."""
     if tokenizer.is_fast:
         settings = json.loads(tokenizer.backend_tokenizer.to_str())
-        settings.pop("padding"), settings.pop("truncation")  # left over from whichever call came last
+        settings.pop("padding"), settings.pop("truncation")  # left over from the most recent call
     else:
         settings = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
     return [settings, special_tokens_around(tokenizer), tokenizer.eos_token_id, tokenizer.chat_template]
 
 
 def no_more_threads() -> None:
-    """After the last text, or each DataLoader worker, forked after the tokenizer used its threads, prints a warning."""
+    """Disables the tokenizer's threads after the last text.
+
+    Otherwise each DataLoader worker that is forked after the tokenizer has used threads prints a warning.
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def encode_plain(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options: Any) -> Any:
-    """Token ids without the special tokens that most tokenizers add by themselves (see `special_tokens_around`)."""
+    """Returns token ids without the special tokens that most tokenizers add (see `special_tokens_around`)."""
     return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False, **options)
 
 
 def special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """What `tokenizer(text)` puts before a text's own tokens, and behind them.
+    """Returns the tokens that `tokenizer(text)` adds before and after a text's own tokens.
 
-    It is put there in training too, and nothing else: so a model meets what it was taught wherever its tokenizer is
-    called as it is. That a tokenizer has a bos token does not say that it uses it.
+    Training adds exactly these, so that a model sees its training format whenever its tokenizer is called with
+    defaults. The existence of a bos token does not imply that the tokenizer adds it.
+
+    Raises UserError if the tokenizer encodes the text differently when it adds special tokens.
     """
     texts = itertools.chain(["a"], (tokenizer.decode([token]) for token in range(len(tokenizer))))
     text = next(text for text in texts if encode_plain(tokenizer, [text])["input_ids"][0])
@@ -192,5 +203,5 @@ def special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int]
 
 
 def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Of the tokens that begin, end and pad a text, as a model's configuration names them."""
+    """Returns the ids of the tokens that begin, end and pad a text, by their names in a model's configuration."""
     return {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}

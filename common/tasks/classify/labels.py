@@ -1,11 +1,11 @@
-"""How do texts with labels become samples? What may be a label, which ones there are, and the texts as tokens.
+"""Turns texts with labels into samples of a classifier: reads and checks labels, and tokenises the texts.
 
     name, examples, _ = read_examples(Source(files=("reviews.csv",)), None, "label")
     names = label_names(examples)
     samples = LabelledTexts(name, examples, encode_labels(examples, names), tokenizer, sequence_length=256)
     ids, token_types, target = samples[0]
 
-All is held in memory: a classifier's data are small beside those of a language model.
+All samples are kept in memory, because a classifier's data is small compared with that of a language model.
 """
 
 import hashlib
@@ -25,13 +25,13 @@ from common.data.tokenizer import no_more_threads
 from common.errors import UserError, missing_column, shorten
 from common.training.batching import pad_rows
 
-NUM_PACKAGES = 12  # of the standard library: those with the most functions
-HELD_OUT_SHARE = 1 / 5  # of a package's functions, at most, in whole files
-TOKENISED_AT_ONCE = 1024  # texts
+NUM_PACKAGES = 12  # packages of the standard library: those with the most functions
+HELD_OUT_SHARE = 1 / 5  # maximum share of a package's functions; whole files are held out
+TOKENISED_AT_ONCE = 1024  # texts per tokenizer call
 
 
 class Example(NamedTuple):
-    """A row: where it stands (for messages), one text or two, and its label as the file has it."""
+    """A row: its location (for messages), one or two texts, and its label as in the file."""
 
     where: str
     texts: tuple[str, ...]
@@ -41,8 +41,9 @@ class Example(NamedTuple):
 def read_examples(
     source: Source, pair_column: str | None, label_column: str
 ) -> tuple[str, list[Example], list[str] | None]:
-    """A source's name with the columns that are not used; its rows; and the classes in the order of their numbers, if
-    the data have such numbers.
+    """Returns a source's name with its unused columns, its rows, and the class names in the order of their numbers.
+
+    The class names are None if the data does not number its classes.
 
     Raises UserError with file and row for a missing column, text or label.
     """
@@ -68,7 +69,7 @@ def read_examples(
 
 
 def _number(label: Any) -> float | None:
-    """The label as a number that is finite in float32, or None."""
+    """Returns the label as a number that is finite in float32, or None."""
     try:
         number = math.nan if isinstance(label, bool) else float(label)
     except (ValueError, OverflowError):
@@ -77,14 +78,14 @@ def _number(label: Any) -> float | None:
 
 
 def _is_not_finite(name: str) -> bool:
-    """Whether a label is the text nan or inf, as a missing number is written in CSV."""
+    """Returns whether a label is the text nan or inf, which is how CSV files store a missing number."""
     return name.strip().lstrip("+-").lower() in ("nan", "inf", "infinity")
 
 
 def is_regression(examples: list[Example]) -> bool:
-    """Whether the labels are numbers and one is not whole: 3.8, but not 0 and 1.
+    """Returns whether the labels are numbers, some of them fractional: 3.8, but not 0 and 1.
 
-    Where one in ten at most is none ("n/a", "3,8"), the others are numbers still: `encode_labels` names it.
+    Up to a tenth of the labels may be other texts ("n/a", "3,8"), which `encode_labels` then reports.
     """
     numbers = [_number(example.label) for example in examples]
     few_others = numbers.count(None) <= len(numbers) / 10
@@ -92,14 +93,15 @@ def is_regression(examples: list[Example]) -> bool:
 
 
 def _name(label: Any) -> str:
-    """The label as text; 1.0, as some writers of Parquet store whole numbers beside nulls, is 1."""
+    """Returns the label as text; 1.0 becomes 1, because some Parquet writers store integers as floats next to nulls."""
     return str(int(label)) if isinstance(label, float) and label.is_integer() else str(label)
 
 
 def label_names(examples: list[Example]) -> list[str]:
-    """The labels, numbers by size and before all others.
+    """Returns the distinct labels, numbers by value and before all other labels.
 
-    Raises UserError: there is one only, or each row has its own, or nan among numbers (among names it is a name).
+    Raises UserError if there is only one label, if each row has its own label, or if nan occurs among numbers. Among
+    names, nan is a name.
     """
     names = {_name(example.label) for example in examples}
     missing = {name for name in names if _is_not_finite(name)}
@@ -122,9 +124,9 @@ def label_names(examples: list[Example]) -> list[str]:
 
 
 def encode_labels(examples: list[Example], names: list[str] | None) -> np.ndarray:
-    """Targets, (N,): int64 indices into `names`, or without names float32 numbers.
+    """Returns the targets (N,): int64 indices into `names`, or float32 numbers without names.
 
-    Raises UserError with file and row for a label that is none of them, or no number.
+    Raises UserError with file and row for an unknown label, or without names, for a label that is not a number.
     """
     if names is None:
         numbers = [_number(example.label) for example in examples]
@@ -146,9 +148,10 @@ def encode_labels(examples: list[Example], names: list[str] | None) -> np.ndarra
 
 
 def read_packages() -> tuple[list[Example], list[Example]]:
-    """Functions of the standard library, the package of each as its label: (training, held-out) examples.
+    """Returns (training, held-out) examples: functions of the standard library, each labelled with its package.
 
-    Whole files are held out, the same on every machine with the same Python: functions of one file are often alike.
+    Functions of the same file are often similar, so whole files are held out. The split is the same on every machine
+    with the same Python.
     """
     packages = defaultdict(lambda: defaultdict(list))
     for part in ("train", "validation"):
@@ -170,10 +173,10 @@ def read_packages() -> tuple[list[Example], list[Example]]:
 
 
 class LabelledTexts:
-    """Tokenised texts with a target each: `common.training.batching.Samples`.
+    """Tokenised texts with one target each: `common.training.batching.Samples`.
 
-    Item i is (ids, token_types, target): int64 (length,) both, and an int, or a float where a number is learned.
-    Special tokens are put in, and what is longer than `sequence_length` is cut, as the tokenizer does it.
+    Item i is (ids, token_types, target): two int64 arrays (length,), and an int, or a float in a regression. The
+    tokenizer adds special tokens and truncates texts longer than `sequence_length`.
     """
 
     unit = "tokens"
@@ -199,18 +202,18 @@ class LabelledTexts:
                 return_attention_mask=False,
             )
             for text_ids, text_types in zip(encoded["input_ids"], encoded["token_type_ids"], strict=True):
-                # Of a text without a character that it knows a decoder's tokenizer makes nothing at all.
+                # A decoder's tokenizer returns no tokens for a text of unknown characters only.
                 ids.append(np.array(text_ids or [tokenizer.pad_token_id], np.int32))
                 types.append(np.array(text_types or [0], np.int8))
                 lengths.append(len(ids[-1]))
-            if encoded.encodings is None:  # a tokenizer in Python (ByT5) does not tell what it has cut
+            if encoded.encodings is None:  # a tokenizer in Python (ByT5) does not report truncation
                 whole = tokenizer(*columns, return_attention_mask=False, verbose=False)["input_ids"]
                 self.num_truncated += sum(len(text) > sequence_length for text in whole)
             else:
                 self.num_truncated += sum(bool(text.overflowing) for text in encoded.encodings)
         self._ids, self._types = np.concatenate(ids), np.concatenate(types)
         self._offsets = np.cumsum(lengths)
-        self.num_target_tokens = len(targets)  # one a text
+        self.num_target_tokens = len(targets)  # one per text
         self.max_length = max(lengths)
         no_more_threads()
 
@@ -222,32 +225,32 @@ class LabelledTexts:
         return self._ids[part].astype(np.int64), self._types[part].astype(np.int64), self.targets[index].item()
 
     def dummy_sample(self) -> tuple[np.ndarray, np.ndarray, None]:
-        """The shortest text, without its target. (A whole one: some models look for its special tokens.)"""
+        """Returns the shortest text without its target, in full, because some models require its special tokens."""
         return *self[int(self.lengths(np.arange(len(self))).argmin())][:2], None
 
     def lengths(self, ids: np.ndarray) -> np.ndarray:
-        """Input tokens of each sample, int64."""
+        """Returns the input tokens of each sample, int64."""
         return self._offsets[np.asarray(ids) + 1] - self._offsets[ids]
 
     def num_targets(self, ids: np.ndarray) -> np.ndarray:
-        """One target a text."""
+        """Returns 1 for each text, int64."""
         return np.ones(len(ids), np.int64)
 
     @property
     def labels(self) -> np.ndarray:
-        """Class numbers, or the numbers of a regression."""
+        """Class indices, or the numbers of a regression."""
         return self.targets
 
     @property
     def fingerprint(self) -> str:
-        """Equal where every sample is equal."""
+        """A hash that is equal if all samples are equal."""
         digest = hashlib.blake2b(digest_size=10)
         for array in (self._ids, self._types, self._offsets, self.targets):
             digest.update(array.tobytes())
         return digest.hexdigest()
 
     def describe(self) -> str:
-        """One line for people."""
+        """Returns the description of the samples for the run summary, on one line."""
         line = f"{self.name}: {len(self):,} texts of {len(self._ids) / len(self):,.0f} tokens on average, at most "
         line += f"{self.max_length}"
         return line + (f"; {self.num_truncated:,} cut at {self.sequence_length}" if self.num_truncated else "")
@@ -256,13 +259,14 @@ class LabelledTexts:
 def check_length(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, sequence_length: int, is_pair: bool
 ) -> list[str]:
-    """One line if the tokenizer cannot cut texts to this length, or says that the model takes no such length."""
+    """Returns one line if the tokenizer cannot truncate texts to this length, or reports a shorter maximum."""
     num_special = tokenizer.num_special_tokens_to_add(pair=is_pair)
     if sequence_length <= num_special:
         return [f"--sequence_length {sequence_length} holds no text beside {num_special} special tokens; raise it"]
     longest = tokenizer.model_max_length
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
-    # Of RoBERTa two less than its positions. Far less is where a classifier was trained to cut, which may be raised.
+    # In RoBERTa, this maximum is two less than the positions. A far smaller maximum is only the length that a
+    # classifier was trained with, which may be raised.
     if positions - 8 <= longest < min(sequence_length, positions):
         return [
             f"--sequence_length {sequence_length} is beyond the {longest} tokens of the tokenizer; use at most that"
@@ -271,7 +275,7 @@ def check_length(
 
 
 def set_pipeline_inputs(tokenizer: PreTrainedTokenizerBase, sequence_length: int, inputs: tuple[str, ...]) -> None:
-    """Makes the tokenizer, as it is saved, give a pipeline what `LabelledTexts` and `collate_texts` gave the model."""
+    """Configures the tokenizer to save so that a pipeline gets the inputs of `LabelledTexts` and `collate_texts`."""
     tokenizer.model_max_length = sequence_length
     tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = ["input_ids", *inputs]
 
@@ -285,9 +289,11 @@ def collate_texts(
 ) -> dict[str, torch.Tensor]:
     """Pads texts on the right into one micro-batch.
 
-    `input_ids` (B, L), and of `attention_mask` and `token_type_ids` those that are in `inputs`, the first only where
-    there is padding; `targets` (N,), int64 for labels and float32 for numbers; `target_rows` (N,), the texts that they
-    belong to: all but a dummy sample.
+    Returns:
+        `input_ids` (B, L).
+        `attention_mask` and `token_type_ids` (B, L), if they are in `inputs`; the mask only if there is padding.
+        `targets` (N,), int64 for labels and float32 for numbers.
+        `target_rows` (N,), the rows of their texts: all rows except dummy samples.
     """
     ids, types, targets = zip(*samples, strict=True)
     pad = partial(pad_rows, multiple_of=multiple_of)

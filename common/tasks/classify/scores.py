@@ -1,4 +1,4 @@
-"""Accuracy, F1 or R2 of predictions, next to answers that need no model."""
+"""Accuracy, F1 or R2 of predictions, compared with simple baselines."""
 
 import math
 import random
@@ -7,18 +7,19 @@ import numpy as np
 
 
 def score(losses: dict[str, float], predictions: np.ndarray, targets: np.ndarray) -> dict[str, float]:
-    """The losses and the figures of predictions (N,), for int targets those of classification, else of regression.
+    """Returns the losses with the metrics of predictions (N,): classification for int targets, otherwise regression.
 
-    accuracy; macro_f1, the plain mean of the F1 of every label that is there or was predicted; and majority_share, the
-    accuracy of always answering with the most frequent label. Or r2, the share of the variance that is explained (0 is
-    always answering with the mean), and Pearson's r.
+    Classification: accuracy; macro_f1, the unweighted mean of the F1 over every label that occurs in the targets or the
+    predictions; majority_share, the accuracy of always predicting the most frequent label.
+    Regression: r2, the share of explained variance (0 for always predicting the mean); pearson, Pearson's r.
     """
-    # scikit-learn's functions, because the modules of `evaluate` that call them are downloaded: they need a network and
-    # --trust_remote_code. --metric computes those in addition.
+    # scikit-learn's functions are used because the modules of `evaluate` that call them are downloaded: they need a
+    # network and --trust_remote_code. --metric computes those in addition.
     drawn = random.getstate()
-    from sklearn.metrics import accuracy_score, f1_score, r2_score  # here because it takes seconds
+    from sklearn.metrics import accuracy_score, f1_score, r2_score  # imported here because it takes seconds
 
-    random.setstate(drawn)  # a library that it imports draws a number then: once in a process, so also after a resume
+    # The import draws a random number once per process, also after a resume, so the RNG state is restored.
+    random.setstate(drawn)
     if targets.dtype.kind == "i":
         return losses | {
             "accuracy": float(accuracy_score(targets, predictions)),
@@ -28,13 +29,13 @@ def score(losses: dict[str, float], predictions: np.ndarray, targets: np.ndarray
     predictions, targets = predictions.astype(np.float64), targets.astype(np.float64)
     if len(targets) < 2 or not np.isfinite(predictions).all():
         return losses | {"r2": math.nan, "pearson": math.nan}
-    with np.errstate(invalid="ignore"):  # of equal predictions there is no correlation: nan
+    with np.errstate(invalid="ignore"):  # equal predictions have no correlation: nan
         pearson = np.corrcoef(predictions, targets)[0, 1]
     return losses | {"r2": float(r2_score(targets, predictions)), "pearson": float(pearson)}
 
 
 def describe_scores(results: dict[str, float]) -> list[str]:
-    """A line with the metrics next to baselines, if there is a held-out set."""
+    """Returns a line with the metrics and the baselines, if there is a held-out set."""
     if "r2" in results:
         return [f"R2 {results['r2']:.3f} (0: always the mean), Pearson {results['pearson']:.3f}"]
     if "accuracy" not in results:

@@ -1,4 +1,4 @@
-"""A baseline for classified texts: TF-IDF of their tokens with logistic regression, in seconds on one process."""
+"""A baseline for text classification: TF-IDF of the tokens with logistic regression, in seconds on one process."""
 
 import warnings
 
@@ -7,17 +7,17 @@ from scipy.sparse import csr_matrix
 
 from common.training.batching import Samples
 
-# Limits of its time and memory, whatever the data: rows, rows x labels, weights, tokens of a text, iterations.
+# Limits of time and memory for any data: rows, rows x labels, weights, tokens per text, iterations.
 MOST_ROWS, MOST_ANSWERS, MOST_WEIGHTS, MOST_TOKENS, MOST_ITERATIONS = 10_000, 500_000, 1_000_000, 512, 100
 
 
 def measure(train: Samples, held_out: Samples, num_labels: int, seed: int) -> dict[str, float]:
-    """Held-out accuracy and the number of texts that it was trained and measured on.
+    """Returns the held-out accuracy of the baseline, and the number of texts in its training and evaluation.
 
-    It reads the tokens that the model reads, at most the first `MOST_TOKENS` of a text, and a random part of the texts
-    if there are many. Without two labels among them it returns nothing. No random number of the run is drawn.
+    The baseline reads the tokens of the model, at most the first `MOST_TOKENS` of a text, and a random subset if there
+    are many texts. The result is empty if the training texts have a single label. The run's RNG states do not change.
     """
-    from sklearn.exceptions import ConvergenceWarning  # here because it takes seconds
+    from sklearn.exceptions import ConvergenceWarning  # imported here because it takes seconds
     from sklearn.feature_extraction.text import TfidfTransformer
     from sklearn.linear_model import LogisticRegression
 
@@ -37,7 +37,7 @@ def measure(train: Samples, held_out: Samples, num_labels: int, seed: int) -> di
 
 
 def _read(samples: Samples, most: int, rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
-    """Token ids and labels of all samples, or of a random `most`."""
+    """Returns token ids and labels of all samples, or of `most` random samples."""
     total = len(samples)
     rows = np.arange(total) if total <= most else np.sort(rng.choice(total, most, replace=False))
     read = [samples[int(row)] for row in rows]
@@ -45,7 +45,7 @@ def _read(samples: Samples, most: int, rng: np.random.Generator) -> tuple[list[n
 
 
 def _count(texts: list[np.ndarray], size: int) -> csr_matrix:
-    """How often each text has each token, (texts, size)."""
+    """Returns the number of occurrences of each token in each text, (texts, size)."""
     ends = np.cumsum([0, *map(len, texts)])
     counts = csr_matrix((np.ones(ends[-1]), np.concatenate(texts), ends), shape=(len(texts), size))
     counts.sum_duplicates()

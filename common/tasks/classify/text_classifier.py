@@ -1,4 +1,4 @@
-"""Texts with labels, and the model that learns them: what the flags ask for, from rows to samples."""
+"""Prepares data, labels and model of a text classifier according to the flags."""
 
 import argparse
 from collections.abc import Iterator
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from common.data.mixed import Mixed
 
 # BERT of base and large size is fine-tuned at 2e-5 to 5e-5 (arXiv:1810.04805, appendix A.3), its smallest versions and
-# ELECTRA-small at up to 3e-4 (github.com/google-research/bert; arXiv:2003.10555). In between, the rate follows the
-# parameters of a layer, which grow with the square of the width; measured in results/fine-tuning-rates-cpu.md.
+# ELECTRA-small at up to 3e-4 (github.com/google-research/bert; arXiv:2003.10555). In between, the rate is inversely
+# proportional to the parameters per layer, which grow with the square of the width. Measurements are in
+# results/fine-tuning-rates-cpu.md.
 BASE_RATE, BASE_WIDTH, LOWEST_RATE, HIGHEST_RATE = 5e-5, 768, 2e-5, 3e-4
 RATE_RULE = (
     f"{BASE_RATE:g} x ({BASE_WIDTH} / width)^2, from {LOWEST_RATE:g} to {HIGHEST_RATE:g}, as in the papers of BERT and "
@@ -40,18 +41,19 @@ SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediat
 
 
 class Rows(NamedTuple):
-    """The rows of each source, by its name; the weights of mixed sources, as in `Source`; names for messages."""
+    """The rows of each source, by its name; the weights of mixed sources, as in `Source`; the names for messages."""
 
     sources: dict[str, list[Example]]
     weights: tuple[int, ...] = ()
     titles: tuple[str, ...] = ()
 
     def all(self) -> list[Example]:
+        """Returns the rows of all sources."""
         return [row for rows in self.sources.values() for row in rows]
 
 
 def _read(args: argparse.Namespace, source: Source) -> tuple[Rows, list[str] | None]:
-    """The rows of a source, and what `read_examples` says of its classes: of mixed sources, if all say the same."""
+    """Returns the rows of a source and its class names from `read_examples`; for mixed sources, only if these agree."""
     read = [read_examples(part, args.pair_column, args.label_column) for part in source.parts or (source,)]
     names = [part.files[0] for part in source.parts] or [read[0][0]]
     classes = [one for _, _, one in read]
@@ -61,9 +63,9 @@ def _read(args: argparse.Namespace, source: Source) -> tuple[Rows, list[str] | N
 
 
 def fine_tuning_rate(args: argparse.Namespace) -> float:
-    """The learning rate for the full model that --model_name_or_path names: lower, the wider it is.
+    """Returns the learning rate for full fine-tuning of --model_name_or_path: the wider the model, the lower the rate.
 
-    Raises UserError: there is no such model.
+    Raises UserError if the model does not exist.
     """
     config = load_config(args.model_name_or_path, args.trust_remote_code, AutoModelForSequenceClassification)
     width = getattr(config.get_text_config(), "hidden_size", BASE_WIDTH)
@@ -72,7 +74,7 @@ def fine_tuning_rate(args: argparse.Namespace) -> float:
 
 
 def describe_rate(args: argparse.Namespace) -> dict[str, str]:
-    """A line of the first printed block on the default learning rate of a pretrained model, if the run uses it."""
+    """Returns a line for the run summary on a pretrained model's default learning rate, if the run uses it."""
     if not args.model_name_or_path:
         return {}
     default = default_rate(args, fine_tuning_rate)
@@ -80,7 +82,7 @@ def describe_rate(args: argparse.Namespace) -> dict[str, str]:
 
 
 def check_arguments(args: argparse.Namespace) -> Iterator[str]:
-    """One line for each flag that has no effect."""
+    """Yields one line for each flag that has no effect."""
     if args.new_head and not args.model_name_or_path:
         yield "--new_head has no effect without --model_name_or_path; take it out, or name the model"
     if args.validation_file and not (args.train_file or args.dataset_name):
@@ -90,11 +92,13 @@ def check_arguments(args: argparse.Namespace) -> Iterator[str]:
 def read_rows(
     args: argparse.Namespace, source: Source, held_out_source: Source | None
 ) -> tuple[Rows, Rows | None, list[str] | None, list[str] | None]:
-    """Reads all rows, and finds out what is to be learned.
+    """Reads all rows and determines the labels.
 
     Returns:
-        The training rows; the held-out rows, or None; the labels, or None where numbers are learned; where the data
-        number their classes, the names in that order, else None.
+        The training rows.
+        The held-out rows, or None.
+        The labels, or None for a regression.
+        The class names in the order of their numbers if the data numbers its classes, else None.
     """
     classes, held_out = None, None
     if source.embedded:
@@ -116,13 +120,15 @@ def choose_model(
     names: list[str] | None,
     classes: list[str] | None,
 ) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase, list[str] | None]:
-    """Configuration, tokenizer and labels of a pretrained model, or of one of BERT's shape from scratch.
+    """Returns configuration, tokenizer and labels of a pretrained model, or of a BERT model from scratch.
 
     Args:
-        sizes: of models from scratch: layers, width, heads, MLP width, vocabulary, ...
-        source: the training text, on which a new tokenizer is trained. names, classes: of `read_rows`.
+        sizes: sizes of models from scratch: layers, width, heads, MLP width, vocabulary, ...
+        source: the training text, on which a new tokenizer is trained.
+        names, classes: the labels and class names that `read_rows` returns.
 
-    Raises UserError: its head is of other labels, or a line for each way in which the texts do not fit the model.
+    Raises UserError if the model's head has different labels, or with one line per reason why the texts do not fit the
+    model.
     """
     if args.model_name_or_path:
         config = load_config(args.model_name_or_path, args.trust_remote_code, AutoModelForSequenceClassification)
@@ -152,7 +158,7 @@ def choose_model(
 def label(
     rows: Rows, names: list[str] | None, tokenizer: PreTrainedTokenizerBase, sequence_length: int
 ) -> "LabelledTexts | Mixed":
-    """Rows as samples: tokenised, with the number of their label in `names`, or with the number that they are."""
+    """Returns rows as tokenised samples; targets are indices into `names`, or the labels themselves without names."""
     parts = {
         name: LabelledTexts(title, examples, encode_labels(examples, names), tokenizer, sequence_length)
         for (name, examples), title in zip(rows.sources.items(), rows.titles or rows.sources, strict=True)
@@ -167,7 +173,7 @@ def label(
 def describe_task(
     args: argparse.Namespace, names: list[str] | None, head: list[str], head_learning_rate: float | None
 ) -> dict[str, str]:
-    """For the block that is printed before a run."""
+    """Returns the lines on loss, labels, rate and head for the run summary."""
     lines = {"loss": "squared error", "labels": "numbers"}
     if names is not None:
         lines = {"loss": "cross-entropy", "labels": f"{len(names)}: {shorten(names)}"}

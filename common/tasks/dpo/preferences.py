@@ -1,10 +1,11 @@
-"""How do preferences become samples? A pair is two sequences that part somewhere: one is chosen, one is rejected.
+"""Turns preference pairs into samples: a chosen and a rejected sequence with the same beginning.
 
     pairs = tokenize_preferences(Source(files=("train.jsonl",)), tokenizer, length=512)
     micro_batch = collate_preferences([pairs[0], pairs[1]], tokenizer.pad_token_id, beta=0.1)
 
-Tokenised once into the cache. The targets are those of the answers, from where the two sequences part: before, the same
-tokens follow the same tokens, their log-probabilities are equal, and the loss has only differences.
+Pairs are tokenised once into the cache. The targets are the tokens of the answers, starting at the first difference.
+Before it, both sequences have the same tokens and the same log-probabilities. These cancel because the loss contains
+only differences.
 """
 
 from collections import Counter
@@ -32,18 +33,19 @@ from common.errors import UserError
 from common.training.batching import round_up
 
 ANSWERS = ("chosen", "rejected")
-CONTEXT = ("system", "history", "tools")  # of messages, in columns of their own
-PROMPTS = ("instruction", "question", "query", "problem", "input")  # names of the prompt in other data sets
+CONTEXT = ("system", "history", "tools")  # context of messages, in separate columns
+PROMPTS = ("instruction", "question", "query", "problem", "input")  # names of the prompt in other datasets
 
 
 def columns_of(source: Source) -> tuple[str, ...] | None:
-    """Those with text, for a tokenizer; None for the embedded corpus, which has its own."""
+    """Returns the columns with text to train a tokenizer on; None for the embedded corpus, which has its own."""
     if source.embedded:
         return None
     return _columns_of(open_source(source))
 
 
 def _columns_of(corpus: Corpus) -> tuple[str, ...]:
+    """Returns the columns of prompt and answers; raises UserError if an answer column is missing."""
     check_columns(corpus, ANSWERS)
     return tuple(name for name in ("prompt", *ANSWERS) if name in corpus.columns)
 
@@ -55,17 +57,18 @@ def tokenize_preferences(
     reference: str = "",
     cache_dir: str | Path | None = None,
 ) -> "Preferences":
-    """Tokenises the rows of a source once and opens the result; of many processes one works and the others wait.
+    """Tokenises the rows of a source once and opens the result; of several processes, one works and the others wait.
 
-    A row has `chosen` and `rejected`: two texts, which begin with their prompt or have it in `prompt`; or two lists of
-    messages, likewise, which the chat template writes. In their place the embedded corpus has the signature and
-    docstring of a function, its body, and the lines of its body in reverse order.
-    length: input tokens of a prompt with an answer at most; what is longer is cut at its end.
-    reference: what the model is known by that the tuned one is compared with.
+    A row has `chosen` and `rejected`, which are two texts or two lists of messages. They begin with their prompt, or
+    the prompt is in the column `prompt`. Messages are written by the chat template. In the embedded corpus, the prompt
+    is the signature and docstring of a function. Its body is chosen, and the body's lines in reverse order are
+    rejected. Pairs without a differing token within `length` are skipped.
 
-    A pair is left out where nothing but equal tokens is left of it.
+    Args:
+        length: maximum number of input tokens of a prompt with an answer; longer sequences are truncated at the end.
+        reference: identity of the reference model.
 
-    Raises UserError that names file and place for whatever cannot be read or makes no sample.
+    Raises UserError with file and location if something cannot be read or yields no sample.
     """
     if source.parts:
         raise UserError("files of preferences are not mixed by weights; take the weights out of --train_file")
@@ -87,7 +90,7 @@ def tokenize_preferences(
 
 
 def embedded_preferences(corpus: Corpus, text_column: str) -> Corpus:
-    """The embedded corpus as preferences: a function's body is chosen, its lines in reverse order are rejected."""
+    """Returns the embedded corpus as preferences: function bodies are chosen, their lines in reverse are rejected."""
 
     def values_of(function: str) -> tuple[str, str, str] | None:
         prompt, body = split_body(function) or ("", "")
@@ -97,7 +100,7 @@ def embedded_preferences(corpus: Corpus, text_column: str) -> Corpus:
 
 
 def split_body(function: str) -> tuple[str, str] | None:
-    """(a Python function's lines to the end of its docstring, its body), or None where there is no docstring."""
+    """Returns (a function's lines up to the end of its docstring, its body), or None if it has no docstring."""
     if not (found := find_docstring(function)):
         return None
     lines, end = function.split("\n"), found[-1]
@@ -105,7 +108,7 @@ def split_body(function: str) -> tuple[str, str] | None:
 
 
 def _check_row(row: Row, columns: tuple[str, ...]) -> None:
-    """Raises UserError where texts and messages are mixed, or the messages are no two answers to the same prompt."""
+    """Raises UserError if texts and messages are mixed, or the messages are not two answers to the same prompt."""
     values = {name: row.values.get(name) for name in columns}
     lists, texts = ([name for name in columns if isinstance(values[name], list) is kind] for kind in (True, False))
     if not lists and row.values.get("prompt") and "prompt" not in columns:
@@ -143,7 +146,7 @@ def _check_row(row: Row, columns: tuple[str, ...]) -> None:
 
 
 def _check_context(row: Row) -> None:
-    """Raises UserError if answers that are texts have columns that only messages can follow."""
+    """Raises UserError if the answers are texts but the row has context columns, which require messages."""
     if given := [name for name in CONTEXT if row.values.get(name)]:
         raise UserError(
             f"{row.where}: {', '.join(given)} cannot be put before a prompt that is a text; write prompt, chosen and "
@@ -152,9 +155,9 @@ def _check_context(row: Row) -> None:
 
 
 def _unsaid_prompts(row: Row, columns: tuple[str, ...]) -> list[str]:
-    """The columns in which other data sets have the prompt, if their text is not in an answer that comes without one.
+    """Returns the columns with a prompt in other datasets, if their text is missing from answers without a prompt.
 
-    Raises UserError if nothing is left of the prompt.
+    Raises UserError if no prompt remains.
     """
     chosen = row.values[ANSWERS[0]]
     is_chat = isinstance(chosen, list)
@@ -174,13 +177,13 @@ def _unsaid_prompts(row: Row, columns: tuple[str, ...]) -> list[str]:
 def _encode(
     batch: list[Row], columns: tuple[str, ...], answer: str, tokenizer: PreTrainedTokenizerBase, counts: Counter
 ) -> Iterator[Encoded]:
-    """The prompt with one of its answers, of each row."""
+    """Yields the encoded prompt with one of its answers, for each row."""
     if not isinstance(batch[0].values.get(answer), list):
         return encode_texts(batch, ("prompt", answer) if "prompt" in columns else (answer,), tokenizer, counts)
     rows = []
     for row in batch:
         messages = messages_of(row, answer)
-        # A prompt that is a text is said in the messages too; one of messages is in some data sets, and not in others.
+        # If the prompt is text, the messages contain it too. If it consists of messages, only some datasets repeat it.
         given = messages_of(row, "prompt") if isinstance(row.values.get("prompt"), list) else []
         is_said = messages[: len(given)] == given
         messages = messages if is_said else given + messages
@@ -193,7 +196,10 @@ def _encode(
 def _write(
     directory: Path, corpus: Corpus, columns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase, sequence_length: int
 ) -> None:
-    """Fills a store, in whose rows chosen comes before rejected; the column targets counts those of each."""
+    """Fills a store with rows of (chosen, rejected); the column `targets` counts the targets of each.
+
+    Raises UserError if no pair remains.
+    """
     counts = Counter(dict.fromkeys(("pairs", "truncated", "dropped", "empty", "max_length"), 0))
     with TokenWriter(directory, targets=[]) as writer:
         for batch in batches(corpus, columns):
@@ -202,7 +208,7 @@ def _write(
                 corpus.unused.update(_unsaid_prompts(row, columns))
             both = [_encode(batch, columns, answer, tokenizer, counts) for answer in ANSWERS]
             for chosen, rejected in zip(*both, strict=True):
-                if chosen[0][:1] != rejected[0][:1]:  # nothing comes before a first token, so that it cannot count
+                if chosen[0][:1] != rejected[0][:1]:  # a first token has no prediction, so it cannot count
                     eos = tokenizer.eos_token_id
                     chosen, rejected = (([eos, *ids], [False, *mask]) for ids, mask, _ in (chosen, rejected))
                 pair, num_cut, is_early = part_answers(chosen[:2], rejected[:2], sequence_length)
@@ -228,8 +234,10 @@ def _write(
 def part_answers(
     chosen: tuple[list[int], list[bool]], rejected: tuple[list[int], list[bool]], sequence_length: int
 ) -> tuple[list[np.ndarray], int, bool]:
-    """Both sequences as they are stored, int32, with targets only from where they part; how many were cut; and whether
-    the first tokens that differ are no targets."""
+    """Returns both sequences as stored, int32, with targets starting at the first difference.
+
+    It also returns the number of truncated sequences, and whether the first differing tokens are not targets.
+    """
     shorter = min(len(chosen[0]), len(rejected[0]))
     differs = np.array(chosen[0][:shorter]) != np.array(rejected[0][:shorter])
     same = int(differs.argmax()) if differs.any() else shorter
@@ -240,15 +248,15 @@ def part_answers(
 
 
 class Pair(NamedTuple):
-    """A sample. Each answer is stored tokens, int32: ~token where it is no target."""
+    """A sample. Each answer consists of stored tokens, int32: ~token if it is not a target."""
 
-    answers: tuple[np.ndarray, ...]  # chosen, rejected; of a dummy sample, one token
-    number: int | None  # of the pair; None of a dummy sample
-    reference: np.ndarray  # (2,), the reference's log-probabilities of chosen and rejected; zeros until they are known
+    answers: tuple[np.ndarray, ...]  # chosen, rejected; a dummy sample has one answer of one token
+    number: int | None  # index of the pair; None for a dummy sample
+    reference: np.ndarray  # (2,), reference log-probabilities of chosen and rejected; zeros until computed
 
 
 class Preferences(TokenStore):
-    """Memory-mapped pairs, `batching.Samples`. A target is a pair: the loss is a mean over pairs."""
+    """Memory-mapped pairs, `batching.Samples`. Each pair is one target, because the loss is a mean over pairs."""
 
     unit = "tokens"
 
@@ -259,12 +267,12 @@ class Preferences(TokenStore):
         self.num_target_tokens, self.num_dropped = meta["pairs"], meta["dropped"]
         self.max_length = 2 * meta["max_length"]
         self.end_tokens = meta["end_tokens"]
-        self.fingerprint = f"{meta['content']}-{sequence_length}"  # equal where every pair is equal
-        self.identity = {"reference": reference}  # of a run, beside its data
+        self.fingerprint = f"{meta['content']}-{sequence_length}"  # equal if all pairs are equal
+        self.identity = {"reference": reference}  # identifies a run, in addition to its data
         self.take_reference(values)
 
     def take_reference(self, path: Path | None) -> None:
-        """From here on samples have the log-probabilities of a .npy file, (pairs, 2)."""
+        """Sets the .npy file, (pairs, 2), from which samples get their log-probabilities; None: they are zeros."""
         self._values = path
         self._reference = None if path is None else np.load(path, mmap_mode="r")
 
@@ -277,28 +285,28 @@ class Preferences(TokenStore):
         return Pair(answers, int(index), known)
 
     def dummy_sample(self) -> Pair:
-        """One token, and no pair."""
+        """Returns a sample of one token without a pair."""
         pair = self[0]
         return Pair((pair.answers[0][:1],), None, pair.reference)
 
     def sequence_lengths(self, ids: np.ndarray) -> np.ndarray:
-        """Input tokens of the sequences of these pairs, int64 (2 n,), without reading a token."""
+        """Returns the input tokens of both sequences of these pairs, int64 (2 n,), without reading a token."""
         return super().lengths(ids).ravel() - 1
 
     def lengths(self, ids: np.ndarray) -> np.ndarray:
-        """Input tokens of each pair, both padded to the longer one, int64 (n,)."""
+        """Returns the input tokens of each pair, with both sequences padded to the longer sequence, int64 (n,)."""
         return 2 * self.sequence_lengths(ids).reshape(-1, 2).max(1)
 
     def num_targets(self, ids: np.ndarray) -> np.ndarray:
-        """One for each pair."""
+        """Returns 1 for each pair, int64."""
         return np.ones(len(ids), np.int64)
 
     def num_predicted(self, ids: np.ndarray) -> np.ndarray:
-        """Tokens of the answers of each pair, int64."""
+        """Returns the answer tokens of each pair, int64."""
         return self._targets[ids].sum(1)
 
     def describe(self) -> str:
-        """One line for people."""
+        """Returns the description of the pairs for the run summary."""
         meta = self.meta
         line = f"{meta['name']} ({', '.join(meta['columns'])}): {len(self):,} pairs, a prompt with an answer "
         line += f"{meta['tokens'] / len(self) / 2 - 1:,.0f} tokens on average, at most {meta['max_length']}"
@@ -311,13 +319,15 @@ class Preferences(TokenStore):
 def collate_preferences(
     samples: list[Pair], pad_token_id: int, beta: float, multiple_of: int = 1
 ) -> dict[str, torch.Tensor]:
-    """Pads P pairs on the right into one micro-batch: chosen and rejected by turns, so that a row has a neighbour.
+    """Pads P pairs on the right into one micro-batch; chosen and rejected answers alternate in adjacent rows.
 
-    `input_ids` (2 P, L); `target_tokens` (N,) of all answers, `target_rows` (N,): where in the flattened input each is
-    predicted, `target_places` (2 P, T): which of them are an answer's, N where it is shorter. `targets` (P,): ones,
-    `target_pairs` (P,): their numbers, `target_reference` (P, 2), and `target_beta`. Integers are int64.
+    The two rows of a pair together have a multiple of `multiple_of` tokens, because lengths are counted per pair.
 
-    A pair takes a multiple of `multiple_of`, as its length is counted.
+    Returns (integers are int64):
+        `input_ids` (2 P, L).
+        `target_tokens` (N,) of all answers, and `target_rows` (N,), the flattened input positions that predict them.
+        `target_places` (2 P, T): indices of each answer's targets, padded with N.
+        `targets` (P,): ones; `target_pairs` (P,): the pair indices; `target_reference` (P, 2); and `target_beta`.
     """
     rows = [stored for sample in samples for stored in sample.answers]
     real = [sample for sample in samples if sample.number is not None]

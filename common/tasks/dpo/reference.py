@@ -1,7 +1,7 @@
-"""The reference of a preference tuning: what the model that a run begins with thinks of each pair, computed once.
+"""The DPO reference: the initial model's log-probabilities of each pair, computed once.
 
-Its log-probabilities are kept in the cache, so that no second model is held. They are what the model itself computes
-before its first update: in the run's own mode and precision, without dropout.
+They are kept in the cache, so that no second model is in memory. They equal the model's own values before its first
+update: they use the run's mode and precision, without dropout.
 """
 
 import argparse
@@ -27,20 +27,22 @@ FILE = "reference.npy"
 
 
 def identify_reference(args: argparse.Namespace) -> str:
-    """What the reference is known by: a hash of its files, a name on the hub with its commit, or a size and a seed."""
+    """Returns the reference's identity: a hash of its files, a hub name with its commit, or a model size and a seed."""
     if not args.model_name_or_path:
         return f"{args.model_config}, seed {args.seed}"
     return identify_pretrained(args.model_name_or_path)
 
 
 def of_answers(model: nn.Module, micro_batch: dict[str, Tensor], loss_of: Callable[[Tensor], Any]) -> Any:
-    """What `loss_of` makes of the log-probabilities of P pairs, (P, 2): of each, the chosen and the rejected answer.
+    """Returns `loss_of` of the log-probabilities of P pairs, (P, 2): the chosen and the rejected answer of each pair.
 
-    model: one that `sum_token_losses` has changed. With a gradient, `loss_of` returns a tuple, the loss first.
+    Args:
+        model: a model that `sum_token_losses` has changed.
+        loss_of: if gradients are needed, it returns a tuple with the loss first.
     """
 
     def of_tokens(losses: Tensor) -> Any:
-        answers = F.pad(losses, (0, 1))[micro_batch["target_places"]]  # (2 P, T), and 0 beyond an answer's end
+        answers = F.pad(losses, (0, 1))[micro_batch["target_places"]]  # (2 P, T), and 0 after the end of an answer
         return loss_of(-answers.sum(1).view(-1, 2))
 
     tokens = {"targets": micro_batch["target_tokens"], "target_rows": micro_batch["target_rows"]}
@@ -48,7 +50,7 @@ def of_answers(model: nn.Module, micro_batch: dict[str, Tensor], loss_of: Callab
 
 
 def describe_rewards(results: dict[str, Any]) -> list[str]:
-    """A line on the held-out pairs, if there are any."""
+    """Returns a line on the held-out pairs, if there are any."""
     if "margin" not in results:
         return []
     reward = f"the chosen answer has the higher reward in {results['accuracy']:.1%} of the held-out pairs"
@@ -56,15 +58,17 @@ def describe_rewards(results: dict[str, Any]) -> list[str]:
 
 
 def add_reference(run: Any, model: nn.Module) -> None:
-    """Gives the pairs that a run reads, and the held-out ones, their reference; call it before a checkpoint is loaded.
+    """Adds reference log-probabilities to the training and held-out pairs; call it before loading a checkpoint.
 
-    run: a `common.run.Run` after `prepare`.
+    Args:
+        run: a `common.run.Run` after `prepare`.
     """
     args = run.args
     if single_copy.are_imagined() or args.dry_run:
         return
     loader, order = run.load(), []
-    if args.num_updates <= len(run.loader.dataset):  # within an epoch: no pair twice, and some perhaps not at all
+    # Within one epoch, no pair repeats, and some pairs may not occur at all.
+    if args.num_updates <= len(run.loader.dataset):
         loader = run.load(range(args.num_updates))
         order = [args.num_updates, args.global_batch_size, args.seed, args.drop_last_window]
     _add(run, model, "training", loader, order)
@@ -73,11 +77,15 @@ def add_reference(run: Any, model: nn.Module) -> None:
 
 
 def _add(run: Any, model: nn.Module, what: str, loader: Any, order: list[int]) -> None:
+    """Computes the reference of a loader's pairs, or loads it from the cache, and sets it.
+
+    Raises UserError if the cached reference differs from that of rank 0.
+    """
     accelerator, samples, started = run.accelerator, loader.dataset.samples, time.perf_counter()
     identity = [samples.fingerprint, samples.identity, order, *_identity(run)]
     is_missing = torch.tensor(not (place_of("reference", identity) / FILE).is_file(), device=run.device)
     values = None
-    if accelerator.reduce(is_missing.long(), reduction="sum"):  # all take part, or none
+    if accelerator.reduce(is_missing.long(), reduction="sum"):  # all ranks participate, or none
         values = _compute(run, model, loader)
     directory = cached("reference", identity, lambda partial: np.save(partial / FILE, values))
     if decided_by_main(f"reference of {what}", lambda: hash_files(directory)) != hash_files(directory):
@@ -90,10 +98,10 @@ def _add(run: Any, model: nn.Module, what: str, loader: Any, order: list[int]) -
 
 
 def _identity(run: Any) -> list[Any]:
-    """What the values depend on, besides the pairs."""
+    """Returns everything besides the pairs that determines the values."""
     accelerator, args = run.accelerator, run.args
     precision = [accelerator.mixed_precision, str(torch.get_default_dtype())]
-    # An adapter's frozen base may be held in fewer bits than the masters of a whole model.
+    # The frozen base of an adapter may have fewer bits than the master weights of full fine-tuning.
     base = [adapters.is_asked(args), args.shared("quantize")]
     computed_by = [running_mode(accelerator), accelerator.device.type, *base]
     return [*precision, *computed_by, torch.__version__, transformers.__version__]
@@ -101,10 +109,10 @@ def _identity(run: Any) -> list[Any]:
 
 @torch.no_grad()
 def _compute(run: Any, model: nn.Module, loader: Any) -> np.ndarray:
-    """(pairs, 2), on all ranks, each of which computes its share; NaN for pairs that the loader does not have."""
+    """Returns the reference (pairs, 2) on all ranks; each computes its share. Pairs not in the loader are NaN."""
     model.eval()
     numbers, values, num_pairs = [], [], 0
-    hidden = None if run.accelerator.is_main_process else True  # None: but on a terminal
+    hidden = None if run.accelerator.is_main_process else True  # None: shown only on a terminal
     for batch in tqdm(loader, desc="reference", unit="batch", disable=hidden):
         num_pairs += batch.num_samples
         for micro_batch, _ in run.micro_batches(batch):
@@ -112,9 +120,9 @@ def _compute(run: Any, model: nn.Module, loader: Any) -> np.ndarray:
             numbers.append(micro_batch["target_pairs"])
     model.train()
     gather, pad = run.accelerator.gather, run.accelerator.pad_across_processes
-    numbers = gather(pad(torch.cat(numbers), pad_index=-1)).cpu().numpy()  # the ranks had unequal shares
+    numbers = gather(pad(torch.cat(numbers), pad_index=-1)).cpu().numpy()  # the ranks had shares of different sizes
     values = gather(pad(torch.cat(values))).cpu().numpy()[numbers >= 0]
-    numbers, first = np.unique(numbers[numbers >= 0], return_index=True)  # ranks that share a layer have the same ones
+    numbers, first = np.unique(numbers[numbers >= 0], return_index=True)  # ranks that share a layer have the same pairs
     assert len(numbers) == num_pairs, "each pair is to have its reference"
     whole = np.full((len(loader.dataset.samples), 2), np.nan, values.dtype)
     whole[numbers] = values[first]

@@ -1,4 +1,4 @@
-"""A sequence of which not even one fits: what is asked of its model, and how that computes it in pieces."""
+"""Chooses the model for sequences too long for memory, and its computation in pieces."""
 
 import argparse
 
@@ -11,22 +11,23 @@ from common.models.load import load_config
 from common.tasks.long_sequence.recurrent import RecurrentConfig, RecurrentLM, pieces_of, tile_mlps
 from common.training import losses
 
-BYTES = 257  # the 256 and the end of a document
-# What is trained from scratch, unless flags say otherwise. The learning rate is AdamW's at its peak.
+BYTES = 257  # the 256 byte values and the end of a document
+# Defaults for training from scratch. The learning rate is the peak for AdamW.
 ARCHITECTURES = {
     # sequence length, hidden size, layers, learning rate
-    "lstm": (131072, 128, 1, 2e-2),  # the default: torch has a fused kernel of it for the CPU, and none of a GRU
+    "lstm": (131072, 128, 1, 2e-2),  # the default, because torch has a fused CPU kernel for it and none for a GRU
     "gru": (131072, 128, 1, 4e-2),
     "transformer": (8192, 128, 4, 3e-3),
 }
 MLP_ROWS = 1024
-FINE_TUNING_SHARE = 0.1  # of that learning rate, for a pretrained model
+FINE_TUNING_SHARE = 0.1  # learning rate of a pretrained model, as a share of that from scratch
 
 
 def choose_defaults(args: argparse.Namespace, architecture: str) -> None:
-    """Fills in the flags that depend on the architecture, and refuses those that have no effect on it.
+    """Sets default values of the flags that depend on the architecture.
 
-    Raises UserError: a line for each of them, and for a sequence that cannot be cut as asked.
+    Raises UserError with one line for each flag that has no effect on it, and if the sequence cannot be split as
+    requested.
     """
     sequence_length, hidden_size, num_layers, rate = ARCHITECTURES[architecture]
     args.sequence_length = args.sequence_length or sequence_length
@@ -56,7 +57,7 @@ def choose_defaults(args: argparse.Namespace, architecture: str) -> None:
 
 
 def _check_segments(args: argparse.Namespace, length: int, what: str) -> list[str]:
-    """Fills in --segments and --levels; a line for each way in which they contradict something, such as the length."""
+    """Sets defaults of --segments and --levels; returns a line for each conflict with other flags or the length."""
     if args.truncate:
         problems = [
             f"--{name} has no effect with --truncate; give one" for name in ("segments", "levels") if vars(args)[name]
@@ -78,9 +79,9 @@ def _check_segments(args: argparse.Namespace, length: int, what: str) -> list[st
 
 
 def choose_model(args: argparse.Namespace, source: Source) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    """Configuration and tokenizer of a pretrained model, or of one from scratch; fills in the flags' defaults.
+    """Returns configuration and tokenizer of a pretrained model, or of a model from scratch; sets defaults of flags.
 
-    Raises UserError: a line for each flag that has no effect on the model, or cannot be as asked.
+    Raises UserError with one line for each flag that has no effect on the model or has an invalid value.
     """
     if args.model_name_or_path:
         config = load_config(args.model_name_or_path, args.trust_remote_code)
@@ -92,17 +93,18 @@ def choose_model(args: argparse.Namespace, source: Source) -> tuple[PreTrainedCo
 
 
 def check_segments(args: argparse.Namespace, config: PreTrainedConfig, max_length: int) -> None:
-    """UserError where a recurrent network's longest sample has fewer tokens than the segments that are asked for."""
+    """Raises UserError if a recurrent network's longest sample has fewer tokens than the requested segments."""
     if isinstance(config, RecurrentConfig):
         refuse(_check_segments(args, max_length, f"the longest sample, of {max_length:,} tokens"))
 
 
 def make_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    """Of a model from scratch."""
+    """Returns the configuration of a model from scratch."""
     sizes = {"vocab_size": BYTES, "hidden_size": args.hidden_size, "num_hidden_layers": args.num_layers}
     if args.architecture != "transformer":
         return RecurrentConfig(cell=args.architecture or "lstm", **sizes)
-    # Heads of 64 or little more: as many as divide the width into even parts, since positions turn pairs of values.
+    # Heads are 64 wide or slightly more. The width per head must be even, because rotary positions rotate pairs of
+    # values.
     most = max(1, args.hidden_size // 64)
     num_heads = max(number for number in range(1, most + 1) if args.hidden_size % (2 * number) == 0)
     return LlamaConfig(
@@ -116,9 +118,14 @@ def make_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def sum_losses_in_pieces(model: PreTrainedModel, args: argparse.Namespace, length: int) -> str:
-    """Makes `model(...)` the sum of the losses of a micro-batch's targets, in pieces; returns a line that says which.
+    """Changes `model(...)` to return the summed loss of a micro-batch's targets, computed in pieces.
 
-    `length` is that of the longest sample.
+    Args:
+        length: number of tokens of the longest sample.
+
+    Returns: a line that describes the pieces.
+
+    Raises UserError if --mlp_rows is set but the model has no layers with an `mlp`.
     """
     if not isinstance(model, RecurrentLM):
         rows = MLP_ROWS if args.mlp_rows is None else args.mlp_rows

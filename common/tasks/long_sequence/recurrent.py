@@ -1,11 +1,11 @@
-"""How is one sequence trained that does not fit? Its recurrence in segments that backward repeats, its MLPs in tiles.
+"""Trains on sequences too long for memory: a recurrence in segments that backward recomputes, and MLPs in tiles.
 
-A recurrent network keeps something for every step that it makes. Here only the state at a segment's start is kept, and
-backward computes one segment again at a time: sqrt(L) segments of sqrt(L) steps need memory for 2 sqrt(L) of them, and
-one more forward (Chen et al. 2016, arXiv:1604.06174; for recurrent networks Gruslys et al. 2016, arXiv:1606.03401).
-Segments of segments need less memory and one more forward a level; with a fixed number of segments and log(L) levels
-both grow with the logarithm (Griewank and Walther 2000, "Algorithm 799: revolve"). The gradient is the whole
-sequence's each time. A truncated one is another gradient.
+A recurrent network saves tensors for every step. Here, only the state at the start of each segment is saved, and
+backward recomputes one segment at a time. With sqrt(L) segments of sqrt(L) steps, this needs memory for 2 sqrt(L) steps
+and one more forward (Chen et al. 2016, arXiv:1604.06174; for recurrent networks Gruslys et al. 2016, arXiv:1606.03401).
+Nested segments need less memory and one more forward per level. With a fixed number of segments and log(L) levels, both
+grow with the logarithm of L (Griewank and Walther 2000, "Algorithm 799: revolve"). All of these compute the gradient of
+the full sequence; a truncated gradient differs from it.
 """
 
 import types
@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from common.training.precision import without_autocast
 
 CELLS = {"lstm": nn.LSTM, "gru": nn.GRU}
-State = tuple[Tensor, ...]  # each (layers, B, width): of an LSTM two, of a GRU one
+State = tuple[Tensor, ...]  # each (layers, B, width): two tensors for an LSTM, one for a GRU
 
 
 class RecurrentConfig(PreTrainedConfig):
@@ -36,10 +36,11 @@ class RecurrentConfig(PreTrainedConfig):
 
 
 class RecurrentWeights(nn.Module):
-    """All weights of a `RecurrentLM`: embedding, LSTM or GRU, output layer. It is called for float32 copies of them.
+    """All weights of a `RecurrentLM`: embedding, LSTM or GRU, output layer; its forward returns float32 copies.
 
-    Copies, because what FSDP or ZeRO-3 gathers for a forward is gone when backward computes a segment again. float32
-    (or float64), because DeepSpeed and FSDP give weights in bf16 or fp16.
+    It copies the weights because those that FSDP or ZeRO-3 all-gathers for a forward are freed before backward
+    recomputes a segment. The copies are float32 (or float64) because DeepSpeed and FSDP provide weights in bf16 or
+    fp16.
     """
 
     def __init__(self, config: RecurrentConfig) -> None:
@@ -50,33 +51,34 @@ class RecurrentWeights(nn.Module):
             "rnn": CELLS[config.cell](width, width, config.num_hidden_layers, batch_first=True),
             "head": nn.Linear(width, config.vocab_size),
         }
-        # Its own: FSDP and ZeRO-3 gather the parameters of the module that is called.
+        # Registered on this module, because FSDP and ZeRO-3 all-gather the parameters of the module that is called.
         for part, module in parts.items():
             for name, parameter in module.named_parameters():
                 self.register_parameter(f"{part}_{name}", parameter)
 
     def forward(self) -> tuple[Tensor, ...]:
+        """Returns float32 (or float64) copies of all weights, in the order of their registration."""
         return tuple(p.to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in self.parameters())
 
 
 class RecurrentLM(PreTrainedModel):
-    """A recurrent language model: embedding, LSTM or GRU, output layer. It has no dropout, so nothing is random.
+    """A recurrent language model: embedding, LSTM or GRU, output layer. It has no dropout, so it is deterministic.
 
-    `forward(input_ids)` returns logits (B, L, vocabulary). With `targets` (N,) and `target_rows` (N,), as
-    `collate_tokens` makes them, it returns the SUM of the losses in nats, and keeps what the three
-    attributes below say: logits and outputs of one piece at most, unless `levels` is 0.
+    `forward(input_ids)` returns logits (B, L, vocabulary). With `targets` (N,) and `target_rows` (N,) from
+    `collate_tokens`, it returns the SUM of the losses in nats. The three attributes below determine the tensors saved
+    for backward: the logits and outputs of at most one piece, unless `levels` is 0.
 
-    Recurrence and loss are computed in float32, whatever the launch's precision: bf16 has 8 bits for a state that is
-    carried over 100,000 steps.
+    Recurrence and loss are computed in float32 in every launch precision. bf16 has only 8 bits of precision, too few
+    for a state carried over 100,000 steps.
     """
 
     config_class = RecurrentConfig
     own_precision = "float32, whatever the launch asks for"
-    _no_split_modules = ["RecurrentWeights"]  # what FSDP gathers at once
+    _no_split_modules = ["RecurrentWeights"]  # the modules that FSDP all-gathers as a unit
 
-    segments: int | str = "sqrt"  # of the sequence, and of each segment at the levels below
-    levels: int = 0  # how often it is cut; 0: everything is kept for backward
-    truncate: int | None = None  # steps after which the gradient is cut, in the place of segments
+    segments: int | str = "sqrt"  # number of segments of the sequence, and of each segment at the next level
+    levels: int = 0  # number of nested splits; 0: everything is saved for backward
+    truncate: int | None = None  # steps after which the gradient is truncated; replaces segments
 
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__(config)
@@ -84,13 +86,13 @@ class RecurrentLM(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """The modules' own initialisation is this model's."""
+        """Does nothing: the modules keep their own initialisation."""
 
     def get_input_embeddings(self) -> None:
-        """None: FSDP would wrap it by itself."""
+        """Returns None, because FSDP would wrap the embedding separately."""
 
     def get_output_embeddings(self) -> None:
-        """None, likewise."""
+        """Returns None, because FSDP would wrap the output layer separately."""
 
     def forward(self, input_ids: Tensor, targets: Tensor | None = None, target_rows: Tensor | None = None) -> Tensor:
         with without_autocast(input_ids.device):
@@ -98,7 +100,7 @@ class RecurrentLM(PreTrainedModel):
             state = self._first_state(input_ids, weights[0].dtype)
             if targets is None:
                 return self._walk(weights, state, input_ids)[0]
-            # int32: what is as long as the sequence is not made shorter by segments.
+            # int32 saves memory, because segments do not shorten this tensor of the sequence's length.
             where = torch.full((input_ids.numel(),), -100, dtype=torch.int32, device=input_ids.device)
             where = where.index_copy_(0, target_rows, targets.int()).view_as(input_ids)
             piece, length = partial(self._piece, input_ids, where), input_ids.shape[1]
@@ -121,17 +123,17 @@ class RecurrentLM(PreTrainedModel):
     def _piece(
         self, input_ids: Tensor, targets: Tensor, weights: tuple[Tensor, ...], state: State, start: int, end: int
     ) -> tuple[Tensor, ...]:
-        """The state after the steps from `start` to `end`, and the sum of their losses."""
+        """Returns the state after the steps from `start` to `end`, and the sum of their losses."""
         logits, state = self._walk(weights, state, input_ids[:, start:end])
         logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(logits, targets[:, start:end].flatten().long(), reduction="sum")
         return *state, loss
 
     def _walk(self, weights: tuple[Tensor, ...], state: State, input_ids: Tensor) -> tuple[Tensor, State]:
-        """Logits (B, L, vocabulary) and the state after them."""
+        """Returns logits (B, L, vocabulary) and the state after them."""
         embedding, *recurrent, head, bias = weights
         embedded = F.embedding(input_ids, embedding)
-        settings = (True, self.config.num_hidden_layers, 0.0, self.training, False, True)  # as nn.LSTM calls it
+        settings = (True, self.config.num_hidden_layers, 0.0, self.training, False, True)  # arguments as in nn.LSTM
         if self.config.cell == "lstm":
             output, *state = torch.lstm(embedded, state, recurrent, *settings)
         else:
@@ -144,7 +146,7 @@ AutoModelForCausalLM.register(RecurrentConfig, RecurrentLM, exist_ok=True)
 
 
 def pieces_of(length: int, segments: int | str, levels: int) -> int:
-    """Into how many pieces each level cuts: `sqrt` makes them as many at every level as a last piece has steps."""
+    """Returns the number of pieces per level; for "sqrt", it equals the number of steps in the smallest pieces."""
     return max(1, round(length ** (1 / (levels + 1)))) if segments == "sqrt" else int(segments)
 
 
@@ -157,12 +159,13 @@ def sum_over_segments(
     levels: int,
     weights: tuple[Tensor, ...],
 ) -> tuple[Tensor, ...]:
-    """The state after the steps from `start` to `end`, and the sum of their losses; backward computes segments again.
+    """Returns the state after the steps from `start` to `end`, and their summed loss; backward recomputes segments.
 
     Args:
-        piece: (weights, state, start, end) to the same of some steps; deterministic.
-        count, levels: cut into `count` segments, each of them likewise, `levels` times; 0: `piece` makes all at once.
-        weights: all that gets a gradient; they must stay as they are until backward has ended.
+        piece: a deterministic function (weights, state, start, end) that returns the state and loss sum of some steps.
+        count, levels: split into `count` segments, recursively `levels` times; with 0 levels, `piece` computes all
+            steps.
+        weights: all tensors that get a gradient, except the state; they must not change before the end of backward.
     """
     if levels == 0:
         return piece(weights, state, start, end)
@@ -180,18 +183,18 @@ def sum_over_segments(
 
 
 class _Recomputed(torch.autograd.Function):
-    """`run(state, weights=weights)`, of which only these arguments are kept.
+    """Computes `run(state, weights=weights)`, saving only these arguments for backward.
 
-    Not torch.utils.checkpoint: without re-entry it calls Python for every tensor that a step saves (measured with a
-    GRU on a CPU: a forward five times as long), and with re-entry it finishes a parameter's gradient once a segment,
-    which DDP forbids. Here the weights are inputs, so each gets one gradient, at the end.
+    torch.utils.checkpoint is not used for two reasons. Without re-entry it calls Python for every tensor that a step
+    saves (measured with a GRU on a CPU: a forward takes five times as long). With re-entry it completes a parameter's
+    gradient once per segment, which DDP forbids. Here the weights are inputs, so each gets one gradient, at the end.
     """
 
     @staticmethod
     def forward(ctx, run, num_states, *tensors):
         ctx.run, ctx.num_states = run, num_states
         ctx.save_for_backward(*tensors)
-        return run(tensors[:num_states], weights=tensors[num_states:])  # gradients are off in here
+        return run(tensors[:num_states], weights=tensors[num_states:])  # gradients are disabled here
 
     @staticmethod
     @once_differentiable
@@ -203,17 +206,17 @@ class _Recomputed(torch.autograd.Function):
 
 
 def tile_mlps(model: PreTrainedModel, rows: int) -> int:
-    """Make each layer's MLP see `rows` positions at once, and compute them again in backward; returns how many MLPs.
+    """Splits each layer's MLP into tiles of `rows` positions, recomputed in backward; returns the number of MLPs.
 
-    An MLP looks at one position at a time, so its tiles give the same gradient, and its wide intermediate tensors are
-    as long as a tile (the idea of Arctic Long Sequence Training, arXiv:2506.13996). Call it on the bare model. Without
-    `layers` that have an `mlp` each (GPT-2) it does nothing.
+    An MLP processes each position separately, so the gradient is the same. Its wide intermediate tensors have only the
+    length of a tile (the idea of Arctic Long Sequence Training, arXiv:2506.13996). Call it on the bare model. A model
+    without `layers` that have an `mlp` each (GPT-2) does not change.
     """
     mlps = [layer.mlp for layer in getattr(model.base_model, "layers", []) if hasattr(layer, "mlp")]
 
     def forward(self: nn.Module, hidden: Tensor, original: Callable[..., Tensor]) -> Tensor:
         outputs = [checkpoint(original, self, tile, use_reentrant=False) for tile in hidden.split(rows, dim=1)]
-        if isinstance(outputs[0], tuple):  # of GPT-OSS, with its router's scores, which its layer leaves aside
+        if isinstance(outputs[0], tuple):  # GPT-OSS also returns its router's scores, which its layer ignores
             outputs, *others = zip(*outputs, strict=True)
             return torch.cat(outputs, dim=1), *map(torch.cat, others)
         return torch.cat(outputs, dim=1)

@@ -1,4 +1,4 @@
-"""Which mixture of experts is asked for, and the model of it: from scratch, up-cycled from a dense one, pretrained."""
+"""Builds the requested mixture of experts: from scratch, up-cycled from a dense model, or pretrained."""
 
 import argparse
 
@@ -12,14 +12,15 @@ from common.models.load import build_model, load_config
 from common.models.untrained import whole_weights
 from common.tasks.moe import routing
 
-UPCYCLED_SIZE = (8, 2)  # experts, of them for a token
+UPCYCLED_SIZE = (8, 2)  # number of experts, experts per token
 SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
 
 
 def settle_mixture(parser: argparse.ArgumentParser, args: argparse.Namespace, size: tuple | None) -> None:
-    """Fills in the flags of the mixture that were not given, and ends with one line where they contradict each other.
+    """Sets defaults of the mixture flags; exits with one line if flags contradict each other.
 
-    size: of a model from scratch, by `choose_mixture`, or None.
+    Args:
+        size: sizes of the model from scratch, as in `choose_mixture`, or None.
     """
     is_pretrained = args.model_name_or_path and not args.upcycle
     if args.upcycle and not args.model_name_or_path:
@@ -45,29 +46,29 @@ def settle_mixture(parser: argparse.ArgumentParser, args: argparse.Namespace, si
             parser.error(f"--experts_per_token {args.experts_per_token} is more than --num_experts {args.num_experts}")
     if args.balance_strength and args.balance == "none":
         parser.error("--balance_strength has no effect with --balance none; take it out")
-    if args.balance_strength is None:  # a pretrained mixture's routers need small steps
+    if args.balance_strength is None:  # the routers of a pretrained mixture need small steps
         args.balance_strength = 1e-3 if is_pretrained and args.balance == "bias" else 1e-2
 
 
 def choose_mixture(
     args: argparse.Namespace, sizes: dict[str, tuple], source: Source
 ) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    """Configuration and tokenizer of a pretrained mixture, of an up-cycled model, or of one from scratch.
+    """Returns configuration and tokenizer of a pretrained mixture, of an up-cycled model, or of a model from scratch.
 
     Args:
-        sizes: of models from scratch: layers, width, heads, key-value heads, experts, of them for a token, an expert's
-            width, vocabulary, ... With --dense that size's dense peer.
+        sizes: sizes of models from scratch: layers, width, heads, key-value heads, experts, experts per token, width of
+            an expert, vocabulary, ... With --dense, the result is the dense counterpart of that size.
         source: the training text, on which the tokenizer of a model from scratch is trained.
 
-    Raises UserError: the pretrained model has no routers that `--balance` can balance, or cannot be up-cycled.
+    Raises UserError if `--balance` does not support the pretrained model's routers, or the model cannot be up-cycled.
     """
     if args.model_name_or_path:
         config = load_config(args.model_name_or_path, args.trust_remote_code)
         tokenizer = load_tokenizer(args.model_name_or_path, args.trust_remote_code)
         if args.upcycle:
             config = routing.upcycled_config(config, args.num_experts, args.experts_per_token)
-        config.get_text_config().output_router_logits = False  # would add the usual balancing loss
-        with torch.device("meta"):  # makes no weights
+        config.get_text_config().output_router_logits = False  # True would add the usual balancing loss
+        with torch.device("meta"):  # allocates no weights
             routing.check_routers(build_model(config, None, args.trust_remote_code), args.balance)
         return config, tokenizer
     *shape, _, _, expert_width, vocabulary = sizes[args.model_config][:8]
@@ -82,11 +83,12 @@ def choose_mixture(
 
 
 def build_mixture(args: argparse.Namespace, config: PreTrainedConfig) -> PreTrainedModel:
-    """The model in float32, on every process the same."""
+    """Builds the model in float32, identical on every process."""
     if args.model_name_or_path and not args.upcycle:
         return build_base(args, config)
     model = build_model(config)
-    for layer in routing.find_layers(model):  # transformers before 5.18 leaves them 0: all experts tie
+    # Before 5.18, transformers leaves these weights 0, so that all experts tie.
+    for layer in routing.find_layers(model):
         torch.nn.init.normal_(layer.router.weight, std=config.initializer_range)
     if not args.upcycle:
         return model

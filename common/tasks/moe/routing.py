@@ -1,12 +1,13 @@
-"""Which expert gets which token, and how is that balanced with one update, however a global batch is cut?
+"""Balances the experts of a mixture with the same update for any split of the global batch.
 
 The usual balancing loss of a layer is E x sum over the experts of (share of the tokens) x (mean probability): a product
-of two means. Taken per micro-batch it is no sum over tokens, so the update would depend on how its global batch is cut.
-Here the counts are those of the whole global batch on all ranks, and a token counts where its next token is a target:
-padding and dummy samples are none.
+of two means. Computed per micro-batch, it is not a sum over tokens, so the update would depend on the split of its
+global batch. Here the counts cover the whole global batch on all ranks. A token counts if its next token is a target,
+which excludes padding and dummy samples.
 
-`exact` is the mean of the layers' losses. transformers takes both means over all layers before the product, so that one
-layer's excess can hide in another's lack: `exact` is not its loss over the whole batch.
+`exact` is the mean of the layers' losses. It differs from the loss that transformers would compute over the whole
+batch: transformers averages over all layers before the product, so that an expert's excess in one layer can cancel a
+deficit in a different layer.
 """
 
 import inspect
@@ -34,9 +35,9 @@ BALANCE = {
     "global batch is cut",
     "none": "the routers are left alone",
 }
-UPCYCLED = ("llama", "mistral")  # what can be up-cycled
-BIAS_NAME = "e_score_correction_bias"  # in every model of transformers that has one
-CHOICE_NAMES = ("top_k_index", "router_indices")  # what a layer's experts are called with; the second is GPT-OSS'
+UPCYCLED = ("llama", "mistral")  # model types that can be up-cycled
+BIAS_NAME = "e_score_correction_bias"  # its name in every model of transformers that has such a bias
+CHOICE_NAMES = ("top_k_index", "router_indices")  # argument with the chosen experts; GPT-OSS uses the second name
 
 
 @dataclass
@@ -46,26 +47,29 @@ class Layer:
     block: nn.Module
     router: nn.Module
     experts: nn.Module
-    choice: str  # the argument of `experts` that says which of them a token goes to: int64 (tokens, top_k)
-    bias_holder: nn.Module | None  # where BIAS_NAME lies
+    choice: str  # argument of `experts` with the chosen experts of each token: int64 (tokens, top_k)
+    bias_holder: nn.Module | None  # module with BIAS_NAME
     num_experts: int
     top_k: int
 
     @property
     def bias(self) -> Tensor:
+        """The bias on the experts' scores."""
         return getattr(self.bias_holder, BIAS_NAME)
 
 
 def find_layers(model: PreTrainedModel) -> list[Layer]:
-    """The sparse layers of a model of transformers, in order; none in a dense one.
+    """Returns the sparse layers of a transformers model, in order; empty for a dense model.
 
-    Known by their experts, which are one module and are called with the choice. UserError: another kind.
+    A sparse layer is recognised by its experts: a single module that is called with the chosen experts.
+
+    Raises UserError for a mixture whose experts are different.
     """
     recorded = getattr(model, "can_record_outputs", {}).get("router_logits")
     config, layers = model.config.get_text_config(), []
     for block in model.modules() if recorded else ():
         children = (child.get_base_layer() if hasattr(child, "get_base_layer") else child for child in block.children())
-        experts = next((child for child in children if _choice(child)), None)  # without what an adapter puts around it
+        experts = next((child for child in children if _choice(child)), None)  # ignores adapter wrappers
         if experts is None:
             continue
         router = next((m for m in block.modules() if isinstance(m, recorded.target_class)), None)
@@ -83,13 +87,13 @@ def find_layers(model: PreTrainedModel) -> list[Layer]:
 
 
 def _choice(module: nn.Module) -> str | None:
-    """The name of the argument that says which experts are chosen, or None: these are no experts."""
+    """Returns the name of the argument with the chosen experts, or None if the module does not contain experts."""
     accepted = inspect.signature(module.forward).parameters
     return next((name for name in CHOICE_NAMES if name in accepted), None)
 
 
 def count_active(layers: list[Layer], total: int) -> int:
-    """Of `total` parameters, those that a token meets."""
+    """Returns the number of parameters, out of `total`, that are used for a token."""
     sizes = [sum(getattr(p, "ds_numel", p.numel()) for p in layer.experts.parameters()) for layer in layers]
     return total - sum(
         size - size * layer.top_k // layer.num_experts for layer, size in zip(layers, sizes, strict=True)
@@ -97,7 +101,7 @@ def count_active(layers: list[Layer], total: int) -> int:
 
 
 def check_routers(model: PreTrainedModel, balance: str) -> None:
-    """UserError if the model has no experts, or routers that cannot be balanced in this way."""
+    """Raises UserError if the model has no experts, or routers that this kind of balancing does not support."""
     layers = find_layers(model)
     if not layers:
         raise UserError(
@@ -113,18 +117,18 @@ def check_routers(model: PreTrainedModel, balance: str) -> None:
 
 
 class Routing:
-    """Counts where the tokens go, and balances it. Made on the bare model after `sum_token_losses`.
+    """Counts the tokens per expert and balances the experts. Create it on the bare model after `sum_token_losses`.
 
-    From then on `model(**micro_batch)` has the gradient of its balancing loss too; its value is the sum of the token
-    losses alone. `begin_update` and `end_update` go around the micro-batches of an update.
+    `model(**micro_batch)` then also has the gradient of its balancing loss, but returns only the sum of the token
+    losses. Call `begin_update` before the micro-batches of an update and `end_update` after them.
     """
 
     def __init__(self, model: PreTrainedModel, balance: str, strength: float):
         self.layers, self.balance, self.strength = find_layers(model), balance, strength
-        self.counts: dict[bool, Tensor] = {}  # int64 (layers, experts), of this rank: in training, and in evaluation
-        self.shares: Tensor | None = None  # `exact`: the shares of the global batch, (layers, experts)
+        self.counts: dict[bool, Tensor] = {}  # int64 (layers, experts), on this rank, by is_training
+        self.shares: Tensor | None = None  # `exact`: token shares in the global batch, (layers, experts)
         self.listening = False
-        self.logits: list[Tensor | None] = [None] * len(self.layers)  # (tokens, experts), of the last forward
+        self.logits: list[Tensor | None] = [None] * len(self.layers)  # (tokens, experts), from the last forward
         self.chosen: list[Tensor | None] = [None] * len(self.layers)  # (tokens, top_k)
         for index, layer in enumerate(self.layers):
             if layer.bias_holder is not None:
@@ -134,7 +138,7 @@ class Routing:
             self._wrap(model)
 
     def describe(self, model: PreTrainedModel) -> dict[str, str]:
-        """Lines for the first printed block."""
+        """Returns lines for the run summary."""
         if not self.layers:
             return {"experts": "none: a dense model"}
         layer, total = self.layers[0], sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
@@ -146,10 +150,12 @@ class Routing:
         return {"experts": experts, "balance": balance}
 
     def _listen(self, model: PreTrainedModel, index: int, layer: Layer) -> None:
+        """Registers hooks that store a layer's logits and chosen experts during a forward with targets."""
         recorded = model.can_record_outputs["router_logits"]
         parameters = list(inspect.signature(layer.experts.forward).parameters)
 
-        # Nothing is computed here: activation checkpointing would miss it, as it runs these again without listening.
+        # The hooks only store tensors. Activation checkpointing reruns the layers without listening, so a computation
+        # in a hook would be missing from the recomputed forward.
         def take_logits(_, args, output):
             if self.listening:
                 self.logits[index] = output[recorded.index] if isinstance(output, tuple) else output
@@ -162,16 +168,17 @@ class Routing:
         layer.experts.register_forward_pre_hook(take_chosen, with_kwargs=True)
 
     def _wrap(self, model: PreTrainedModel) -> None:
+        """Wraps the model's forward: counts the chosen experts and adds the balancing gradient."""
         original = model.forward.__func__
 
         def forward(model, *args, targets=None, target_rows=None, only_count=False, **kwargs):
             if targets is None:
                 return original(model, *args, **kwargs)
-            kept = slice(0, 0) if only_count else slice(None)  # no target: no work in the output head
+            kept = slice(0, 0) if only_count else slice(None)  # without targets the output head does no work
             self.listening = True
             try:
                 loss = original(model, *args, targets=targets[kept], target_rows=target_rows[kept], **kwargs)
-            except Exception:  # of memory: what was heard holds the activations
+            except Exception:  # after an OOM: the stored tensors keep activations alive
                 self.logits, self.chosen = [None] * len(self.layers), [None] * len(self.layers)
                 raise
             finally:
@@ -188,6 +195,7 @@ class Routing:
 
     @torch.no_grad()
     def _count(self, rows: Tensor, training: bool) -> None:
+        """Adds the number of tokens per layer and expert to the counts."""
         counts = []
         for layer, chosen in zip(self.layers, self.chosen, strict=True):
             chosen = chosen[rows].flatten()
@@ -195,19 +203,22 @@ class Routing:
         self.counts[training] = self.counts.get(training, 0) + torch.stack(counts)
 
     def _loss_sum(self, rows: Tensor) -> Tensor:
-        """The balancing loss of a micro-batch, times its targets; the probabilities are the softmax of the logits."""
+        """Returns the balancing loss of a micro-batch, times its targets; it uses the softmax of the logits."""
         logits = [x[rows].to(torch.promote_types(x.dtype, torch.float32)) for x in self.logits]
         if self.balance == "usual":
             if not len(rows):
-                return sum(x.sum() for x in logits)  # 0, with a gradient for every rank to reduce
+                return sum(x.sum() for x in logits)  # 0, with a gradient, so that every rank can reduce
             layer = self.layers[0]
             return load_balancing_loss_func(tuple(logits), layer.num_experts, layer.top_k) / layer.top_k * len(rows)
         probabilities = [x.softmax(-1).sum(0) for x in logits]
-        terms = torch.stack(probabilities) * self.shares  # (layers, experts): a sum over the tokens, as law 1 wants it
+        terms = torch.stack(probabilities) * self.shares  # (layers, experts): a sum over tokens, equal for any split
         return terms.sum(1).mean() * terms.shape[1]
 
     def prepared(self) -> None:
-        """After `accelerator.prepare`, before a checkpoint is read: in bf16 DeepSpeed would round the bias away."""
+        """Casts the biases to at least float32, because DeepSpeed in bf16 would round them away.
+
+        Call it after `accelerator.prepare`, before a checkpoint is loaded.
+        """
         for layer in self.layers:
             if layer.bias_holder is not None:
                 dtype = torch.promote_types(layer.bias.dtype, torch.float32)
@@ -215,7 +226,7 @@ class Routing:
 
     @torch.no_grad()
     def begin_update(self, accelerator: Accelerator, model: nn.Module, batch: GlobalBatch) -> None:
-        """Before the first backward of a global batch; `exact` counts here, with a forward of each micro-batch."""
+        """Prepares an update before its first backward; `exact` runs a forward of each micro-batch to count tokens."""
         self.counts.clear()
         if self.balance != "exact" or not self.layers:
             return
@@ -226,33 +237,36 @@ class Routing:
         self.shares = counts.to(dtype) / (batch.num_targets * self.layers[0].top_k)
 
     def news(self) -> dict[str, Tensor]:
-        """What travels with the global batch's loss (`reduce_update`): where this rank's tokens went."""
+        """Returns this rank's token counts, to reduce together with the global batch's loss (`reduce_update`)."""
         if not self.layers:
             return {}
-        if True not in self.counts:  # memory ran out in the first forward
+        if True not in self.counts:  # OOM in the first forward
             layer, number = self.layers[0], len(self.layers)
             self.counts[True] = torch.zeros(number, layer.num_experts, dtype=int, device=layer.router.weight.device)
         return {"expert_counts": self.counts[True]}
 
     @torch.no_grad()
     def end_update(self, finite: bool, news: dict[str, Any]) -> dict[str, float]:
-        """After the optimizer's step: `bias` moves, the same on all ranks. Returns figures for the global batch's
-        record.
+        """Moves the biases of `bias` after the optimizer's step, equally on all ranks, and returns metrics to record.
 
-        news: what `news` gave, summed over the ranks and on the host.
+        Args:
+            news: the values of `news`, summed over the ranks, on the host.
         """
         if not self.layers:
             return {}
         counts = news["expert_counts"]
         if finite and self.balance == "bias":
             bias, steps = self.layers[0].bias, self.strength * (counts.mean(1, keepdim=True) - counts).sign()
-            steps = steps.to(bias.dtype).to(bias.device, non_blocking=True)  # one copy, without a wait for the device
+            steps = steps.to(bias.dtype).to(bias.device, non_blocking=True)  # one copy, without waiting for the device
             for layer, step in zip(self.layers, steps, strict=True):
                 layer.bias.add_(step.view_as(layer.bias))
         return _figures(counts)
 
     def report(self, accelerator: Accelerator) -> dict[str, Any]:
-        """Of the held-out tokens, or without any of the last global batch: each layer's share of tokens by expert."""
+        """Returns each layer's token shares per expert and their metrics, over the held-out set.
+
+        Without a held-out set, they are those of the last global batch.
+        """
         if not self.layers:
             return {}
         counts = accelerator.reduce(self.counts[False if False in self.counts else True], reduction="sum")
@@ -261,13 +275,17 @@ class Routing:
 
 
 def _figures(counts: Tensor) -> dict[str, float]:
-    """How many times its equal share the busiest expert gets, the mean of the layers, and how many experts get none."""
+    """Returns the metrics of token counts (layers, experts).
+
+    `busiest_expert` is the load of a layer's most loaded expert relative to an equal share, averaged over layers.
+    `dead_experts` is the number of experts without tokens.
+    """
     busiest = (counts.amax(1) / counts.double().mean(1)).mean().item()
     return {"busiest_expert": busiest, "dead_experts": int((counts == 0).sum())}
 
 
 def describe_results(results: dict[str, Any]) -> list[str]:
-    """The lines of a finished run about its experts."""
+    """Returns the lines about the experts for the end of a run."""
     shares = results.get("expert_shares")
     if not shares:
         return []
@@ -284,13 +302,19 @@ def describe_results(results: dict[str, Any]) -> list[str]:
 
 
 def moe_config(shape: dict[str, Any], num_experts: int, top_k: int, expert_width: int) -> Ernie4_5_MoeConfig:
-    """A mixture in every layer, without shared experts; `shape` is that of the dense model, an Ernie4_5Config's."""
+    """Returns the configuration with a mixture in every layer and no shared experts.
+
+    `shape` contains the values of the dense model, an Ernie4_5Config.
+    """
     experts = dict(moe_num_experts=num_experts, moe_k=top_k, moe_intermediate_size=expert_width)
     return Ernie4_5_MoeConfig(**shape, **experts, moe_num_shared_experts=0, moe_layer_start_index=0)
 
 
 def upcycled_config(dense: PreTrainedConfig, num_experts: int, top_k: int) -> Ernie4_5_MoeConfig:
-    """The configuration of what `upcycle` makes of a dense model. UserError if it cannot."""
+    """Returns the configuration of the model that `upcycle` builds from a dense model.
+
+    Raises UserError if the dense model cannot be up-cycled.
+    """
     name = f"--upcycle: --model_name_or_path is a {dense.model_type}"
     if hasattr(dense.get_text_config(), "num_experts_per_tok"):
         raise UserError(f"{name}, a mixture of experts already; take --upcycle out")
@@ -310,10 +334,13 @@ def upcycled_config(dense: PreTrainedConfig, num_experts: int, top_k: int) -> Er
 
 @torch.no_grad()
 def upcycle(dense: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
-    """The dense model's MLP in every expert, its other weights in their places; the routers stay as they are.
+    """Copies the dense model's MLP into every expert, and its other weights to their places; the routers do not change.
 
-    It computes what the dense model computes, since the weights of a token's experts sum to 1 (Komatsuzaki et al.,
-    arXiv:2212.05055). `model` is of `upcycled_config`, and is returned.
+    The result computes the same function as the dense model, because the weights of a token's experts sum to 1
+    (Komatsuzaki et al., arXiv:2212.05055).
+
+    Args:
+        model: a model of `upcycled_config`, which is changed and returned.
     """
     weights = dense.state_dict()
     for name, into in model.state_dict().items():
@@ -322,7 +349,7 @@ def upcycle(dense: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
             gate_up = [weights[f"{mlp}{part}_proj.weight"] for part in ("gate", "up")]
             into.copy_(torch.cat(gate_up) if name.endswith("gate_up_proj") else weights[f"{mlp}down_proj.weight"])
         elif "q_proj" in name or "k_proj" in name:
-            # Llama turns the halves of a head against each other, ERNIE each two neighbours.
+            # Rotary positions rotate the two halves of a head against each other in Llama, adjacent pairs in ERNIE.
             half = model.config.head_dim // 2
             into.copy_(weights[name].unflatten(0, (-1, 2, half)).transpose(1, 2).flatten(0, 2))
         elif name in weights:
@@ -331,7 +358,10 @@ def upcycle(dense: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _make_buffer(holder: nn.Module) -> None:
-    """A bias that is a frozen parameter becomes a buffer of its name: no mode cuts it, no optimizer sees it."""
+    """Replaces a bias that is a frozen parameter by a buffer of the same name.
+
+    A buffer is neither sharded by any mode nor updated by an optimizer.
+    """
     bias = getattr(holder, BIAS_NAME)
     if not isinstance(bias, nn.Parameter):
         return
@@ -342,10 +372,10 @@ def _make_buffer(holder: nn.Module) -> None:
 
 
 def gather_whole_blocks(accelerator: Accelerator, layers: list[Layer]) -> None:
-    """ZeRO-3 then fetches a sparse block's weights together, whichever experts a rank's tokens go to.
+    """Makes ZeRO-3 all-gather a sparse block's weights together, independent of the experts that a rank's tokens use.
 
-    Experts that are modules of their own would otherwise be fetched by some ranks only, and all would wait for ever.
-    Call it before `accelerator.prepare`.
+    Otherwise, if experts are separate modules, only some ranks would all-gather an expert, and all would wait
+    indefinitely. Call it before `accelerator.prepare`.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED and layers:
         names = sorted({type(layer.block).__name__ for layer in layers})

@@ -1,7 +1,7 @@
-"""A pipeline: a model's layers in stages, one behind the other, each on a process of its own.
+"""Pipeline parallelism: a model's layers are divided into consecutive stages, each on its own process.
 
-A stage computes a micro-batch and hands the hidden states to the next one; gradients come back the same way. Which
-micro-batch a stage computes when, schedules of `torch.distributed.pipelining` decide: one step is a global batch.
+A stage computes a micro-batch and sends the hidden states to the next stage; gradients return the same way. Schedules
+of `torch.distributed.pipelining` determine the order of the micro-batches in each stage. One step is a global batch.
 """
 
 import types
@@ -28,19 +28,22 @@ SCHEDULES = {
 
 
 class Pipeline:
-    """Runs the stages of a model. With one stage it is the loop of every other recipe.
+    """Runs the stages of a model; with a single stage, it is the same loop as in all other recipes.
 
     Attributes:
-        description: for the first printed block, a name and a text a line.
+        description: (name, text) lines for the run summary.
     """
 
     def __init__(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, run: Any):
-        """Leaves this process its stage of a bare model that `sum_token_losses` has changed, and of its optimizer.
+        """Reduces a bare model that `sum_token_losses` has changed, and its optimizer, to the stage of this process.
 
-        On all ranks together. From here on the model is called by `step`, and for an evaluation by itself.
-        run: the recipe's `Run`.
+        Call it on all ranks together. Afterwards, `step` calls the model in training; in an evaluation, call the model
+        itself.
 
-        Raises UserError: the stages would not compute what the model computes.
+        Args:
+            run: the recipe's `Run`.
+
+        Raises UserError if the stages would not compute the same result as the model.
         """
         self.args, self.schedule, degrees = run.args, run.traits.pipeline_schedule, running()
         self.description: dict[str, str] = {}
@@ -51,20 +54,22 @@ class Pipeline:
         self.backbone, self.loss_sum = self.stages.backbone, model.forward
         self.width, self.dtype = model.get_input_embeddings().embedding_dim, model.dtype
         self.stages.drop(model, optimizer)
-        self.made: tuple[Any, Any] = None, None  # for how many micro-batches of which size, the schedule
-        self.sent: tuple[Any, Tensor] | None = None  # in an evaluation: what is on its way
-        model.forward = types.MethodType(self._forward, model)  # a bound method, which accelerate's prepare() relies on
+        self.made: tuple[Any, Any] = None, None  # (number and size of the micro-batches, their schedule)
+        self.sent: tuple[Any, Tensor] | None = None  # in an evaluation: the send in progress
+        model.forward = types.MethodType(self._forward, model)  # a bound method, required by accelerate's prepare()
 
     def step(
         self, accelerator: Accelerator, model: nn.Module, micro_batches: list[dict[str, Tensor]], scale: float
     ) -> list[Tensor]:
-        """Forward and backward of this rank's micro-batches of a global batch: its gradients are reduced then.
+        """Runs forward and backward of this rank's micro-batches of a global batch, and reduces the gradients.
 
         Args:
-            model: as `run.prepare` returned it. scale: what each loss is multiplied by, for its gradient.
+            model: as returned by `run.prepare`.
+            scale: factor on each loss, for its gradient.
 
-        Returns: sums of token losses, not multiplied, whose sum over the ranks `reduce_update` takes. Stages that know
-        none tell 0, and the last one all as often as there are stages, since these count as one.
+        Returns: unscaled sums of token losses, for `reduce_update` to sum over the ranks. Stages without a loss return
+            0. The last stage multiplies its sums by the number of stages, because all stages of a pipeline count as one
+            rank.
         """
         stages = self.stages
         if stages is None:
@@ -87,10 +92,13 @@ class Pipeline:
         return [loss_sum.double() * stages.number for loss_sum in self.sums] or [nothing]
 
     def _schedule(self, device: torch.device, model: nn.Module, num_micro_batches: int) -> Any:
-        """The one before, where micro-batches are as many and as large; else another, which takes two messages."""
+        """Returns the schedule for this number and size of micro-batches.
+
+        The previous schedule is reused if both are unchanged; a new schedule costs two messages.
+        """
         key = num_micro_batches, self.num_tokens
         if self.made[0] != key:
-            self.made = None, None  # and its memory
+            self.made = None, None  # frees its memory too
             hidden = torch.empty(self.num_tokens, self.width, dtype=self.dtype, device="meta", requires_grad=True)
             loss = torch.empty(
                 (), dtype=torch.promote_types(self.dtype, torch.float32), device="meta", requires_grad=True
@@ -110,7 +118,10 @@ class Pipeline:
         return self.made[1]
 
     def _forward(self, _: PreTrainedModel, hidden: Tensor | None = None, **micro_batch: Tensor) -> Tensor:
-        """The model's, as a schedule calls it, with what it has received; or, of an evaluation, with a micro-batch."""
+        """Replaces the model's forward.
+
+        A schedule calls it with the received hidden states; an evaluation calls it with a micro-batch.
+        """
         if micro_batch:
             return self._pass_on(micro_batch)
         output = self._compute(hidden, next(self.queue), self.num_tokens)
@@ -119,9 +130,9 @@ class Pipeline:
         return output
 
     def _compute(self, hidden: Tensor | None, micro_batch: dict[str, Tensor], num_tokens: int) -> Tensor:
-        """This stage's part: hidden states (num_tokens, width), those of a smaller micro-batch filled up; or the loss.
+        """Returns this stage's hidden states (num_tokens, width), zero-padded for a smaller micro-batch, or the loss.
 
-        So all that is sent is of one size, and what is computed has no padding but its own.
+        Therefore all messages have the same size, and the computation has no padding except that of its micro-batch.
         """
         ids = micro_batch["input_ids"]
         given = {"input_ids": ids}
@@ -133,7 +144,7 @@ class Pipeline:
         return F.pad(output, (0, 0, 0, num_tokens - len(output)))
 
     def _pass_on(self, micro_batch: dict[str, Tensor]) -> Tensor:
-        """An evaluation's forward: a stage goes on to the next micro-batch while the next stage computes this one."""
+        """Runs a forward of an evaluation, without waiting for the next stage to compute the same micro-batch."""
         ids, hidden = micro_batch["input_ids"], None
         if not self.stages.is_first:
             hidden = torch.empty(ids.numel(), self.width, dtype=self.dtype, device=ids.device)

@@ -1,7 +1,8 @@
-"""A causal language model in stages: where it is cut, what each stage keeps of it, and how it becomes whole again.
+"""Splits a causal language model into pipeline stages, and collects their weights.
 
-Each process makes the whole model, as one process would, and drops what is not its own. What it drops is replaced by
-modules that return what they are given, so that all that is left keeps its name: checkpoints work by names.
+Each process builds the full model, as a single process would, and removes the parts of other stages. Removed modules
+are replaced by modules that return their input, so that all remaining parts keep their names: checkpoints depend on
+names.
 """
 
 from collections.abc import Iterator
@@ -22,9 +23,10 @@ from common.training.process_grid import Degrees, running
 
 
 def check_stages(config: PreTrainedConfig, degrees: Degrees | None = None) -> Iterator[str]:
-    """One line for what keeps a causal language model from being cut into stages; before it is built.
+    """Yields one line if a causal language model cannot be split into stages; works before the model is built.
 
-    degrees: how many stages; without them, those of this run.
+    Args:
+        degrees: contains the number of stages; default: the grid of this run.
     """
     degrees = degrees or running()
     if degrees.pipeline == 1:
@@ -45,14 +47,14 @@ def check_stages(config: PreTrainedConfig, degrees: Degrees | None = None) -> It
 
 
 def place_cuts(parameters: list[int], products: list[int], num_stages: int) -> list[int]:
-    """The first layer of each stage, and at the end the number of layers, so that the largest stage is smallest.
+    """Returns the first layer of each stage, followed by the number of layers; minimises the size of the largest stage.
 
-    A stage is as large as its share of the parameters or of the matrix products, whichever is more: it fits, and keeps
-    pace. Exact: all contiguous cuts are compared.
+    The size of a stage is its share of the parameters or of the matmuls, whichever is larger. Thus it fits in memory,
+    and computes as fast as the others. The result is exact: all contiguous splits are compared.
 
     Args:
-        parameters, products: how many there are in the embedding, in each layer, and in norm and head together.
-        num_stages: at most as many as there are layers.
+        parameters, products: amounts in the embedding, in each layer, and in norm and head together.
+        num_stages: at most the number of layers.
     """
     num_layers = len(parameters) - 2
     totals = [sum(parameters), sum(products)]
@@ -63,7 +65,8 @@ def place_cuts(parameters: list[int], products: list[int], num_stages: int) -> l
             sum(amounts[start:end]) / total for amounts, total in zip((parameters, products), totals, strict=True)
         )
 
-    best = {0: (0.0, [0])}  # by the number of layers that the stages so far have: their largest, and where they begin
+    # By the number of layers assigned so far: (size of the largest stage, first layers of the stages).
+    best = {0: (0.0, [0])}
     for stage in range(num_stages):
         ends = [num_layers] if stage == num_stages - 1 else range(stage + 1, num_layers - num_stages + stage + 2)
         best = {
@@ -74,7 +77,10 @@ def place_cuts(parameters: list[int], products: list[int], num_stages: int) -> l
 
 
 def find_parts(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList, nn.Module, nn.Module] | None:
-    """Embedding, layers, norm and head of a causal language model; None where it has others than its pipeline plan."""
+    """Returns embedding, layers, norm and head of a causal language model.
+
+    It returns None if the model has other parts than its pipeline plan.
+    """
     plan, backbone = getattr(model.config, "base_model_pp_plan", None) or (), model.get_decoder()
     found = [*(getattr(backbone, name, None) for name in plan), model.get_output_embeddings()]
     if len(found) != 4 or None in found or not isinstance(found[1], nn.ModuleList):
@@ -85,19 +91,19 @@ def find_parts(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList, nn.Mod
 def count_parts(
     embedding: nn.Module, layers: nn.ModuleList, norm: nn.Module, head: nn.Module
 ) -> tuple[list[int], list[int]]:
-    """How many parameters are in the embedding, in each layer, and in norm and head together; how many products."""
+    """Returns (parameters, matmul operations), each for the embedding, each layer, and norm and head together."""
     parameters = [sum(p.numel() for p in one.parameters()) for one in (embedding, *layers, norm)]
-    products = [0, *parameters[1:-1], head.weight.numel()]  # to look up a row is none
-    parameters[-1] += sum(p.numel() for p in head.parameters())  # a tied one is held at both ends
+    products = [0, *parameters[1:-1], head.weight.numel()]  # an embedding lookup needs no matmul
+    parameters[-1] += sum(p.numel() for p in head.parameters())  # a tied weight is on the first and the last stage
     return parameters, products
 
 
 class _Pass(nn.Module):
-    """In the place of what another stage computes: returns what it is given."""
+    """Replaces a module of a different stage; returns its input."""
 
     def __init__(self, replaced: nn.Module):
         super().__init__()
-        for name, value in vars(replaced).items():  # a backbone may ask a layer of which type it is
+        for name, value in vars(replaced).items():  # a backbone may read a layer's type
             if isinstance(value, str | int | float) and not name.startswith("_"):
                 setattr(self, name, value)
 
@@ -106,7 +112,7 @@ class _Pass(nn.Module):
 
 
 class _replaced:
-    """While open, these modules of the model return what they are given."""
+    """A context in which these modules of the model return their input."""
 
     def __init__(self, model: nn.Module, names: list[str]):
         self.model, self.modules = model, {name: model.get_submodule(name) for name in names}
@@ -121,20 +127,20 @@ class _replaced:
 
 
 class Stages:
-    """The stages of a model, of which this process has one. `drop` leaves that.
+    """The stages of a model; `drop` leaves only the stage of this process.
 
     Attributes:
-        number, index: how many there are, and which is this process's.
-        ranks, group: those that a sample passes through, this one's among them.
-        num_parameters: of the whole model, and of these those that are trained.
-        held_before: names of what an earlier stage holds too, and writes: a tied weight.
-        description: what each stage has, for the first printed block.
+        number, index: number of stages, and index of this process's stage.
+        ranks, group: the ranks that a sample passes through, including this rank, and their process group.
+        num_parameters: (all, trained) parameters of the full model.
+        held_before: names of weights that an earlier stage also has and saves: a tied weight.
+        description: the content of each stage, for the run summary.
     """
 
     def __init__(self, model: PreTrainedModel):
-        """Finds the cuts. On all ranks together.
+        """Determines the stages. Call it on all ranks together.
 
-        Raises UserError: the stages would not compute what the model computes.
+        Raises UserError if the stages would not compute the same result as the model.
         """
         degrees, rank = running(), PartialState().process_index
         self.number, self.index = degrees.pipeline, degrees.stage(rank)
@@ -149,7 +155,10 @@ class Stages:
         self.held_before = earlier & self._kept(model, self.index)
 
     def _find_parts(self, model: PreTrainedModel) -> None:
-        """What each stage drops, by the names of modules, and what it says of itself."""
+        """Determines the modules that each stage drops, by name, and the description of each stage.
+
+        Raises UserError if the model differs from its pipeline plan.
+        """
         self.backbone = model.get_decoder()
         names = {id(module): name for name, module in model.named_modules()}
         parts = find_parts(model)
@@ -172,31 +181,37 @@ class Stages:
         self.description = " | ".join(told)
 
     def _kept(self, model: PreTrainedModel, stage: int) -> set[str]:
-        """Names of the parameters and buffers that a stage keeps."""
+        """Returns the names of the parameters and buffers that a stage keeps."""
         prefixes = tuple(f"{name}." for name in self.dropped[stage])
         names = [name for name, _ in model.named_parameters()] + [name for name, _ in model.named_buffers()]
         return {name for name in names if not name.startswith(prefixes)}
 
     def _asked(self, model: PreTrainedModel) -> str:
+        """Returns the start of an error message: the requested number of stages and the model."""
         return f"parallelism_config_pp_size {self.number}: {type(model).__name__}"
 
     def _check_loss(self, model: PreTrainedModel) -> None:
+        """Raises UserError if the model's own loss has more terms."""
         try:
             examine_head(model)
         except MoreTerms as reason:
             raise UserError(f"{self._asked(model)} has a loss of its own ({reason}); take another model") from reason
-        except Exception:  # whatever a foreign forward raises: `sum_token_losses` takes its own full logits
+        except Exception:  # any error of a model's forward; `sum_token_losses` then uses its full logits
             pass
 
     def _check_parts(self, model: PreTrainedModel) -> None:
-        """Whether the stages, one after the other, make the hidden states that the model makes, in every bit."""
+        """Checks that the stages in sequence compute the model's hidden states exactly, in every bit.
+
+        Raises UserError if they do not, or if every stage keeps the same parameter.
+        """
         tied = model.get_input_embeddings().weight if self.is_tied else None
         parameters = {name for name, p in model.named_parameters() if p is not tied}
         if everywhere := sorted(parameters.intersection(*(self._kept(model, stage) for stage in range(self.number)))):
             raise UserError(f"{self._asked(model)} has {everywhere[0]}, which is in no stage; take another model")
         ids = torch.arange(1, 9).unsqueeze(0) % model.config.vocab_size
         given: dict[str, Any] = {"input_ids": ids}
-        # In train mode: dropout of the backbone's own would come once in each stage. All draw the same numbers.
+        # Train mode reveals dropout in the backbone itself, which would be applied once per stage. All forwards draw
+        # the same random numbers.
         with left_unchanged(model), torch.no_grad():
             try:
                 torch.manual_seed(0)
@@ -205,7 +220,7 @@ class Stages:
                 for dropped in self.dropped:
                     with _replaced(model, dropped):
                         given = {"inputs_embeds": self.backbone(**given, use_cache=False)[0]}
-            except Exception as error:  # whatever a foreign forward raises: a layer of other inputs
+            except Exception as error:  # any error of a model's forward, such as a layer with other inputs
                 raise UserError(
                     f"{self._asked(model)} cannot run on eight tokens, whole or in stages ({one_line(error)}); take "
                     "another model"
@@ -217,7 +232,7 @@ class Stages:
             )
 
     def drop(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-        """Takes what other stages have out of the model and the optimizer."""
+        """Removes the parts of other stages from the model and the optimizer."""
         for name in self.dropped[self.index]:
             model.set_submodule(name, _Pass(model.get_submodule(name)))
         kept = {id(p) for p in model.parameters()}
@@ -231,9 +246,12 @@ class Stages:
         model.shares, model.pipeline_stages = Shares(self.group, shares, group_of(running().ends)), self
 
     def whole_weights(self, model: PreTrainedModel) -> dict[str, Tensor] | None:
-        """All stages' weights and saved buffers on the main process, one tensor after the other; None elsewhere."""
+        """Returns all stages' weights and saved buffers on the main process; None on other processes.
+
+        They are received one tensor at a time.
+        """
         rank = PartialState().process_index
-        if self.ranks[0] != 0:  # another pipeline has the same
+        if self.ranks[0] != 0:  # a different pipeline has the same weights
             return None
         mine = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
         own = {name: one for name, one in model.state_dict().items() if name in mine - self.held_before}

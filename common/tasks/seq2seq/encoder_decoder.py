@@ -1,4 +1,4 @@
-"""Encoder-decoders: what a source and a target may be, and writing targets on all ranks."""
+"""Chooses and prepares an encoder-decoder model, and generates targets on all ranks."""
 
 import argparse
 from collections.abc import Iterator
@@ -23,7 +23,8 @@ from common.parallel.distributed_mode import is_sharded
 from common.tasks.seq2seq.pairs import Pairs
 from common.training.batching import Collate, cut_global_batch
 
-TRAITS = {"size_flags": ("sequence_length", "target_length"), "held_out_flags": ("generate",)}  # of the recipe
+# Arguments of the recipe's `Traits`.
+TRAITS = {"size_flags": ("sequence_length", "target_length"), "held_out_flags": ("generate",)}
 SHAPE = ("num_layers", "d_model", "num_heads", "d_kv", "d_ff")
 TOKENIZERS = {
     "bpe": "trained on your text, of the vocabulary that the size has",
@@ -32,7 +33,7 @@ TOKENIZERS = {
 
 
 def check_arguments(args: argparse.Namespace) -> Iterator[str]:
-    """One line for each flag that has no effect."""
+    """Yields one line for each flag that has no effect."""
     if args.tokenizer and args.model_name_or_path:
         yield "--tokenizer is for models from scratch, a pretrained one has its own; take it out"
     if args.metric and not args.generate:
@@ -44,13 +45,14 @@ def check_arguments(args: argparse.Namespace) -> Iterator[str]:
 def choose_model(
     args: argparse.Namespace, sizes: dict[str, tuple], source: Source, columns: tuple[str, str]
 ) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    """Configuration and tokenizer of a pretrained model, or of one of T5's shape from scratch.
+    """Returns configuration and tokenizer of a pretrained model, or of a T5 model from scratch.
 
     Args:
-        sizes: of models from scratch: layers of each stack, width, heads, a head's width, MLP width, vocabulary, ...
-        source: the training text, whose `columns` a new tokenizer is trained on.
+        sizes: sizes of models from scratch: layers of each stack, width, heads, width per head, MLP width, vocabulary,
+            ...
+        source: the training text; a new tokenizer is trained on its `columns`.
 
-    Raises UserError: a line for each way in which the lengths do not fit the model.
+    Raises UserError with one line per reason why the lengths do not fit the model.
     """
     if args.model_name_or_path:
         config = load_config(args.model_name_or_path, args.trust_remote_code, AutoModelForSeq2SeqLM)
@@ -58,7 +60,7 @@ def choose_model(
         refuse(_check_lengths(config, tokenizer, args))
         return config, tokenizer
     *shape, vocabulary = sizes[args.model_config][:6]
-    vocabulary = 257 if args.tokenizer == "bytes" else vocabulary  # the 256 and the end of a text
+    vocabulary = 257 if args.tokenizer == "bytes" else vocabulary  # the 256 byte values and the end of a text
     columns = None if source.embedded else columns
     tokenizer = train_tokenizer(source, vocabulary, columns=columns, flags="--source_column, --target_column")
     end = (tokenizer.eos_token, tokenizer.eos_token_id)
@@ -73,14 +75,14 @@ def choose_model(
 def _check_lengths(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace
 ) -> Iterator[str]:
-    """One line for each way in which tokenizer, source length and target length do not fit the model."""
+    """Yields one line per reason why tokenizer, source length or target length do not fit the model."""
     yield from check_model(config, tokenizer, args.sequence_length)
     positions = getattr(config, "max_position_embeddings", None)
     if positions and 0 < positions < args.target_length:
         yield f"--target_length {args.target_length} is beyond the model's {positions} positions; lower it"
     num_special = tokenizer.num_special_tokens_to_add()
     for flag, least in (("sequence_length", num_special + 1), ("target_length", max(1, num_special) + 1)):
-        if vars(args)[flag] < least:  # nothing but, say, the end token
+        if vars(args)[flag] < least:  # only special tokens, such as the end token
             yield f"--{flag} {vars(args)[flag]} holds no text beside special tokens; use at least {least}"
     if getattr(config, "decoder_start_token_id", None) is None:
         yield "the model's config.json has no decoder_start_token_id, with which targets begin; put it in"
@@ -95,23 +97,24 @@ def write_targets(
     accelerator: Accelerator,
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[int, list[int]]:
-    """What the model writes, greedily, for --generate samples from all over `samples`: {sample: tokens}, on all ranks.
+    """Generates targets greedily for --generate evenly spaced samples; returns {sample: tokens} on all ranks.
 
-    The samples are cut and assigned to the ranks as a global batch is, by the longest that they could become.
+    The samples are partitioned among the ranks in the same way as a global batch, by the maximum length that they could
+    reach.
     """
     ids = np.unique(np.linspace(0, len(samples) - 1, min(args.generate, len(samples))).astype(int))
     lengths = np.maximum(samples.lengths(ids), [0, args.target_length])
     budget = args.micro_batch_tokens and max(args.micro_batch_tokens, int(lengths.sum(1).max()))
     model.eval()
     model = without_wrapper(model)
-    register_fsdp_forward_method(model, "generate")  # gathers what FSDP2 has sharded; without FSDP2 does nothing
+    register_fsdp_forward_method(model, "generate")  # all-gathers weights sharded by FSDP2; no effect without FSDP2
     written = []
     cut = cut_global_batch(lengths, accelerator.num_processes, args.micro_batch_size, budget)
     for positions in cut[accelerator.process_index]:
-        # Where weights are sharded, every rank has to take part in every step: hence dummy samples, and synced_gpus.
+        # If weights are sharded, every rank must participate in every step, hence dummy samples and synced_gpus.
         micro_batch = collate([samples[i] for i in ids[positions]] or [samples.dummy_sample()])
         batch = send_to_device(micro_batch, accelerator.device)
-        # The encoder is called by itself; beside an adapter its weights are of two precisions.
+        # generate() calls the encoder separately; with an adapter, its weights have two precisions.
         with accelerator.autocast() if has_adapter(model) else nullcontext():
             tokens = model.generate(
                 batch["input_ids"],
@@ -120,22 +123,22 @@ def write_targets(
                 do_sample=False,
                 num_beams=1,
                 synced_gpus=is_sharded(accelerator),
-                # What the model's own generation_config.json may ask for: text to stop at, more than tokens.
+                # The model's generation_config.json may request stop strings, which need the tokenizer.
                 tokenizer=tokenizer,
                 num_return_sequences=1,
                 return_dict_in_generate=False,
             )
-        written += zip(ids[positions].tolist(), tokens.tolist(), strict=False)  # but for a dummy sample's
+        written += zip(ids[positions].tolist(), tokens.tolist(), strict=False)  # drops outputs of a dummy sample
     return dict(sorted(gather_object(written)))
 
 
 def prepare_encoder_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """Makes embeddings that have one weight one module, and returns it; for a bare model, on all ranks together.
+    """Replaces embeddings that share a weight by a single module, and returns the model.
 
-    transformers gives encoder and decoder a module each, and FSDP2 refuses a weight that is in two of its groups. An
-    embedding that a checkpoint keeps apart stays so.
+    Call it on the bare model, on all ranks together. transformers creates separate modules for encoder and decoder, and
+    FSDP2 rejects a weight in two of its groups. An embedding with a separate weight in the checkpoint stays separate.
 
-    Raises UserError: the model begins its targets otherwise than `collate_pairs` does (mBART: with their language).
+    Raises UserError if the model starts its targets differently from `collate_pairs` (mBART: with their language).
     """
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):
         labels, start = torch.arange(2, 6), model.config.decoder_start_token_id
@@ -144,7 +147,7 @@ def prepare_encoder_decoder(model: PreTrainedModel) -> PreTrainedModel:
                 f"{type(model).__name__} does not begin all targets with its decoder_start_token_id; take another model"
             )
     shared, modules = model.get_input_embeddings(), list(model.named_modules())
-    # Only what holds the weights knows whether the checkpoint keeps one apart.
+    # Only a process with real weights knows whether the checkpoint has separate weights.
     twins = single_copy.decided_once(
         lambda: [name for name, one in modules if isinstance(one, torch.nn.Embedding) and one.weight is shared.weight]
     )

@@ -1,10 +1,10 @@
-"""How do pairs of texts become the samples of an encoder-decoder model? A source is read, a target is learned.
+"""Turns pairs of texts into samples of an encoder-decoder model: it reads a source and is trained on a target.
 
     pairs = tokenize_pairs(Source(files=("train.jsonl",)), ("source", "target"), tokenizer, 512, 128)
     source, target = pairs[0]
     micro_batch = collate_pairs([pairs[0], pairs[1]], tokenizer.pad_token_id, config.decoder_start_token_id)
 
-Tokenised once into the cache.
+Pairs are tokenised once into the cache.
 """
 
 import inspect
@@ -41,15 +41,18 @@ def tokenize_pairs(
     target_length: int,
     cache_dir: str | Path | None = None,
 ) -> "Pairs | Mixed":
-    """Tokenises the rows of a source once and opens the result; of many processes one works and the others wait.
+    """Tokenises the rows of a source once and opens the result; of several processes, one works and the others wait.
 
-    columns: of a row, its source and its target. In their place the embedded corpus has a function without its
-        docstring, and the docstring's first line.
-    source_length, target_length: most tokens of each, special ones included; what is longer is cut at its end.
+    The tokenizer adds its special tokens. If a target then has no eos token, it is appended, because otherwise the
+    model would never stop.
 
-    Special tokens are the tokenizer's own. A target without the eos token gets one, or a model would never stop.
+    Args:
+        columns: the columns of source and target. In the embedded corpus, the source is a function without its
+            docstring, and the target is the first line of the docstring.
+        source_length, target_length: maximum number of tokens, including special tokens; longer texts are truncated at
+            the end.
 
-    Raises UserError that names file and place for whatever cannot be read, and for a source or target that is empty.
+    Raises UserError with file and location if something cannot be read, or a source or target is empty.
     """
     if source.parts:
         how = (columns, tokenizer, source_length, target_length, cache_dir)
@@ -73,12 +76,12 @@ def tokenize_pairs(
 
 
 def docstring_corpus(corpus: Corpus, text_column: str, columns: tuple[str, str]) -> Corpus:
-    """The embedded corpus as pairs: each function without its docstring, and the docstring's first line."""
+    """Returns the embedded corpus as pairs: each function without its docstring, and the docstring's first line."""
     return derived_corpus(corpus, text_column, columns, split_docstring)
 
 
 def split_docstring(function: str) -> tuple[str, str] | None:
-    """(a Python function's source without its docstring, the docstring's first line), or None where there is none."""
+    """Returns (a function's source without its docstring, the docstring's first line), or None without a docstring."""
     docstring, start, end = find_docstring(function) or ("", 0, 0)
     if not docstring.strip():
         return None
@@ -89,19 +92,19 @@ def split_docstring(function: str) -> tuple[str, str] | None:
 def _encode(
     tokenizer: PreTrainedTokenizerBase, texts: list[str], length: int, is_target: bool
 ) -> tuple[list[list[int]], int]:
-    """The tokens of each text, at most `length`, and how many texts were cut."""
+    """Returns the tokens of each text, at most `length`, and the number of truncated texts."""
 
     def tokens(texts: list[str], **options: Any) -> list[list[int]]:
-        # Of some models (Marian) the target's language has a vocabulary of its own.
+        # Some models (Marian) have a separate vocabulary for the target language.
         given = {"text_target" if is_target else "text": texts}
         return tokenizer(**given, return_attention_mask=False, verbose=False, **options)["input_ids"]
 
     eos = tokenizer.eos_token_id
     ids, num_cut = tokens(texts), 0
     for number, text in enumerate(texts):
-        has_eos = not is_target or eos in ids[number][1:]  # some tokenizers begin with it
+        has_eos = not is_target or eos in ids[number][1:]  # some tokenizers start with it
         if len(ids[number]) + (not has_eos) > length:
-            num_cut += 1  # by the tokenizer, which keeps its special tokens where they belong
+            num_cut += 1  # truncated by the tokenizer, which keeps its special tokens in place
             ids[number] = tokens([text], truncation=True, max_length=length - (not has_eos))[0]
         ids[number] = ids[number] if has_eos else [*ids[number], eos]
     return ids, num_cut
@@ -114,7 +117,10 @@ def _write_pairs(
     tokenizer: PreTrainedTokenizerBase,
     lengths: tuple[int, int],
 ) -> None:
-    """Fills a store, in whose rows a source comes before its target."""
+    """Fills a store with rows of (source, target).
+
+    Raises UserError if there is no pair, or a text is empty or yields no token.
+    """
     counts: Counter[str] = Counter()
     with TokenWriter(directory) as writer:
         for batch in batches(corpus, columns):
@@ -141,9 +147,9 @@ Pair = tuple[np.ndarray, np.ndarray]
 
 
 class Pairs(TokenStore):
-    """Memory-mapped pairs, `batching.Samples`. Item i is (source, target), int64 (length,) each; eos included.
+    """Memory-mapped pairs, `batching.Samples`. Item i is (source, target), int64 (length,) each, including eos.
 
-    The work of a pair is that of its source and its target together, and `lengths` are both.
+    `lengths` contains both lengths of a pair, because its work depends on source and target together.
     """
 
     unit = "tokens"
@@ -151,8 +157,8 @@ class Pairs(TokenStore):
     def __init__(self, directory: str | Path) -> None:
         super().__init__(directory, NAMES)
         self.num_target_tokens = self.meta["targets"]
-        self.max_length = self.meta["max_length"]  # of a source and its target together
-        self.fingerprint = self.meta["content"]  # equal where every pair is equal, wherever the text lies
+        self.max_length = self.meta["max_length"]  # of source and target together
+        self.fingerprint = self.meta["content"]  # equal if all pairs are equal, independent of the file location
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Pairs, (self.directory,)
@@ -162,15 +168,15 @@ class Pairs(TokenStore):
         return source.astype(np.int64), target.astype(np.int64)
 
     def dummy_sample(self) -> Pair:
-        """A source of one token, and no target."""
+        """Returns a source of one token, without a target."""
         return self[0][0][:1], np.zeros(0, np.int64)
 
     def num_targets(self, ids: np.ndarray) -> np.ndarray:
-        """Target tokens of each pair, int64."""
+        """Returns the target tokens of each pair, int64."""
         return self.lengths(ids)[:, 1]
 
     def describe(self) -> str:
-        """One line for people."""
+        """Returns the description of the pairs for the run summary."""
         meta = self.meta
         line = f"{meta['name']} ({' to '.join(meta['columns'])}): {len(self):,} pairs of "
         line += f"{meta['sources'] / len(self):,.0f} and {meta['targets'] / len(self):,.1f} tokens on average"
@@ -184,12 +190,14 @@ class Pairs(TokenStore):
 def collate_pairs(
     samples: list[Pair], pad_token_id: int, decoder_start_token_id: int, multiple_of: int = 1
 ) -> dict[str, torch.Tensor]:
-    """Pads sources and targets on the right, each to their longest, into one micro-batch; all int64.
+    """Pads sources and targets on the right, each to their longest, into one micro-batch.
 
-    `input_ids` (B, S) and, where there is padding, `attention_mask` (B, S); `decoder_input_ids` (B, T): the targets one
-    place to the right, behind the token that starts the decoder. `targets` (N,), and `target_rows` (N,): where in the
-    flattened (B * T,) decoder each is predicted. The encoder looks both ways and needs the mask; no real token of a
-    causal decoder sees its padding.
+    The encoder is bidirectional and needs a mask. The decoder is causal, so its real tokens do not attend to padding.
+
+    Returns (all int64):
+        `input_ids` (B, S) and, if there is padding, `attention_mask` (B, S).
+        `decoder_input_ids` (B, T): the targets shifted right by one, after the decoder's start token.
+        `targets` (N,), and `target_rows` (N,): the positions in the flattened (B * T,) decoder that predict them.
     """
     sources, targets = ([torch.from_numpy(ids) for ids in texts] for texts in zip(*samples, strict=True))
     pad = partial(pad_rows, multiple_of=multiple_of)
@@ -197,7 +205,7 @@ def collate_pairs(
     attention_mask, is_target = (pad([torch.ones_like(ids) for ids in texts]) for texts in (sources, targets))
     micro_batch = {
         "input_ids": pad(sources, padding_value=pad_token_id),
-        # Of a dummy sample, which has no target, one place.
+        # A dummy sample has no target and occupies one position.
         "decoder_input_ids": pad([torch.cat([start, ids[:-1]]) for ids in targets], padding_value=pad_token_id),
         "targets": torch.cat(targets),
         "target_rows": is_target.flatten().nonzero()[:, 0],

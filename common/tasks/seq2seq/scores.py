@@ -1,4 +1,4 @@
-"""Scores of generated texts, next to answers that need no model."""
+"""Scores of generated texts, compared with simple baselines."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -13,13 +13,15 @@ from common.tasks.seq2seq.pairs import Pairs
 def score_targets(
     written: dict[int, list[int]], samples: Pairs, train: Pairs, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, Any], list[str], list[str], list[str]]:
-    """Scores the texts that a model wrote for some of `samples`.
+    """Scores the texts that a model generated for some of `samples`.
 
-    Returns chrF (0 to 100) of the texts and of two baselines, and the share of exact texts; lines to print; the texts;
-    and their targets, as the tokenizer decodes them. The baselines: for every sample the most frequent target of the
-    (first 100,000) training pairs; and the first tokens of each source, of the mean length of a training target.
+    There are two baselines. The first always answers with the most frequent target of the (first 100,000) training
+    pairs. The second copies the first tokens of each source, up to the mean length of a training target.
+
+    Returns: metrics (chrF, 0 to 100, of the texts and both baselines, and the share of exact matches); lines to print;
+        the generated texts; and their targets, as decoded by the tokenizer.
     """
-    from sacrebleu.metrics import CHRF  # here because only recipes that write text need it
+    from sacrebleu.metrics import CHRF  # imported here because only recipes that generate text need it
 
     def texts(sequences: Iterable[Any]) -> list[str]:
         return [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in sequences]

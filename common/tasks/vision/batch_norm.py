@@ -1,7 +1,7 @@
-"""Which norm keeps an update the same however its global batch is cut? Batch norm, and what takes its place.
+"""Normalisation layers of image classifiers: batch norm and its replacements.
 
-Batch norm's statistics are those of a micro-batch, on one rank. So the update depends on the layout, unlike everything
-else here. Group norm's are those of one image.
+Batch norm uses the statistics of a micro-batch on one rank. Therefore the update depends on the micro-batch size and
+the number of ranks, unlike everything else in this project. Group norm uses the statistics of a single image.
 """
 
 import argparse
@@ -20,7 +20,7 @@ NORMS = {
 
 
 def use_group_norm(model: nn.Module) -> None:
-    """Replaces batch norm by group norm of 16 channels a group (Wu and He, 2018, arXiv:1803.08494), in place."""
+    """Replaces batch norm by group norm with 16 channels per group (Wu and He, 2018, arXiv:1803.08494), in place."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, nn.BatchNorm2d):
@@ -29,9 +29,9 @@ def use_group_norm(model: nn.Module) -> None:
 
 
 def settle_norm(args: argparse.Namespace, model: nn.Module) -> None:
-    """Fills in `args.norm` by what the model has, and what follows from it for `args.drop_last_window`.
+    """Sets `args.norm` according to the model, and the resulting `args.drop_last_window`.
 
-    Raises UserError: --norm has no effect on the model, or a micro-batch is too small for it; one line.
+    Raises UserError, one line, if --norm has no effect on the model, or a micro-batch is too small for it.
     """
     if not any(isinstance(module, BATCH_NORMS) for module in model.modules()):
         if args.norm in ("batch", "sync_batch"):
@@ -40,13 +40,16 @@ def settle_norm(args: argparse.Namespace, model: nn.Module) -> None:
     args.norm = args.norm or "batch"
     if args.micro_batch_size == 1 and args.norm == "batch":
         raise UserError("--micro_batch_size 1: batch norm needs several images for its statistics; use at least 2")
-    # In the short global batch micro-batches are smaller, and a rank with nothing left computes an empty image, which
+    # The last, shorter global batch has smaller micro-batches. A rank without samples computes an empty image, which
     # would enter the statistics.
     args.drop_last_window = True
 
 
 def describe_norm(args: argparse.Namespace, world_size: int) -> dict[str, str]:
-    """What batch norm does to the update, for `common.report.tracking.print_run`; nothing where there is none."""
+    """Returns a line on the effect of batch norm on the update, for `common.report.tracking.print_run`.
+
+    Without batch norm, the result is empty.
+    """
     if args.norm not in ("batch", "sync_batch"):
         return {}
     at_once = args.micro_batch_size * (world_size if args.norm == "sync_batch" else 1)

@@ -1,4 +1,4 @@
-"""Which image classifier is asked for: what contradicts it, its configuration, its pixels and its classes."""
+"""Prepares configuration, preprocessing and classes of the requested image classifier, and checks its flags."""
 
 import argparse
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ from common.tasks.vision.batch_norm import settle_norm
 from common.tasks.vision.image_files import Images, with_classes
 from common.tasks.vision.image_models import ConvNet, ConvNetConfig, NormResNet, NormResNetConfig
 
-LARGEST_CONVNET = 50e6  # parameters; nearly all are in its hidden layer, which sees every pixel
+LARGEST_CONVNET = 50e6  # maximum number of parameters; nearly all are in its hidden layer, which reads every pixel
 
 
 def check_arguments(args: argparse.Namespace) -> Iterator[str]:
-    """One line for each mistake in the flags for images that can be seen before data or model are touched."""
+    """Yields one line for each invalid image flag that can be found before the data or the model is read."""
     yield from images.check_augmentations(args.augment)
     if args.train_dir and args.dataset_name:
         yield "--train_dir and --dataset_name are two answers to one question; give one"
@@ -45,11 +45,12 @@ def check_arguments(args: argparse.Namespace) -> Iterator[str]:
 def choose_model(
     args: argparse.Namespace, train: Images, held_out: Images | None
 ) -> tuple[PreTrainedConfig, images.Preprocessing, Images, Images | None, bool]:
-    """Configuration and preprocessing of a pretrained model, or of one from scratch for the training images.
+    """Returns configuration and preprocessing of a pretrained model, or of a model from scratch.
 
-    Also returns the images, with their classes in the model's order, and whether the model needs a new head for them.
+    It also returns the images, with their classes in the model's order, and whether the model needs a new head for
+    them.
 
-    Raises UserError: the images or the flags do not fit the model.
+    Raises UserError if the images or the flags do not fit the model.
     """
     size, new_head = (args.image_size, args.image_size) if args.image_size else None, False
     if args.model_name_or_path:
@@ -58,7 +59,7 @@ def choose_model(
         train, held_out = (one and with_classes(one, classes) for one in (train, held_out))
         preprocessing = images.preprocess_for(args.model_name_or_path, config, train, size)
     else:
-        # transformers' ViT takes what transformers' pipelines give: three channels, of gray images too.
+        # transformers' pipelines pass three channels to its ViT, for gray images too.
         preprocessing = images.preprocess(train, size, channels=3 if args.model_config == "vit" else None)
         config = make_config(args, preprocessing)
     resolve_head_rate(args, is_new=new_head)
@@ -70,7 +71,10 @@ def choose_model(
 
 
 def make_config(args: argparse.Namespace, preprocessing: images.Preprocessing) -> PreTrainedConfig:
-    """Of a model from scratch, for images of the given size."""
+    """Returns the configuration of a model from scratch, for images of the given size.
+
+    Raises UserError if the image size does not fit the model.
+    """
     height, width = preprocessing.height, preprocessing.width
     facts = {"num_channels": len(preprocessing.mean)}
     if min(height, width) < 6:
@@ -95,7 +99,7 @@ def make_config(args: argparse.Namespace, preprocessing: images.Preprocessing) -
 
 
 def make_model(args: argparse.Namespace, config: PreTrainedConfig, new_head: bool) -> tuple[PreTrainedModel, list[str]]:
-    """The model, and the names of the weights of a new head, which start at random."""
+    """Returns the model, and the names of a new head's weights, which are initialised at random."""
     where = (args.model_name_or_path, args.trust_remote_code)
     model, new_weights = build_classifier(config, *where, AutoModelForImageClassification, new_head)
     if args.norm == "sync_batch":
@@ -104,7 +108,7 @@ def make_model(args: argparse.Namespace, config: PreTrainedConfig, new_head: boo
 
 
 def describe_class(model: PreTrainedModel | None, preprocessing: images.Preprocessing) -> tuple[str, list[str]]:
-    """The name by which the written model is loaded, and a line on pipelines where they need something."""
+    """Returns the class name with which the saved model is loaded, and any line on using it in a pipeline."""
     if isinstance(model, ConvNet | NormResNet):
         line = 'pipeline   pipeline("image-classification") needs `from common.tasks.vision import image_models`'
         return f"common.tasks.vision.image_models.{type(model).__name__}", [line]
@@ -113,12 +117,15 @@ def describe_class(model: PreTrainedModel | None, preprocessing: images.Preproce
 
 
 def loss_and_accuracy(losses: dict[str, float], predictions: np.ndarray, targets: np.ndarray) -> dict[str, float]:
-    """The figures of what `measure` returns."""
+    """Returns the losses with the accuracy of the predictions."""
     return losses | {"accuracy": (predictions == targets).mean().item()}
 
 
 def describe_accuracy(accuracy: float, train: Images, held_out: Images) -> str:
-    """Accuracy beside what costs nothing: always the commonest class; for the digits, a linear model of the pixels."""
+    """Returns a line with the accuracy, compared with always predicting the most frequent class.
+
+    For the digits, it also contains the accuracy of a linear model of the pixels.
+    """
     commonest = torch.bincount(torch.from_numpy(train.labels)).argmax().item()
     share = (held_out.labels == commonest).mean()
     line = f"held-out accuracy {accuracy:.2%} of {len(held_out.labels):,} images"

@@ -1,4 +1,4 @@
-"""Where do images and their classes come from? Folders, data sets of the hub, scikit-learn's digits."""
+"""Finds images and their classes: in folders, in datasets of the hub, and in scikit-learn's digits."""
 
 import argparse
 import hashlib
@@ -21,28 +21,28 @@ from common.internals.datasets import content_hash
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 DIGITS = "scikit-learn's digits"
-NUM_LOOKED_AT = 1000  # images that are decoded before the run: for size, channels, mean, and to find broken ones
-NUM_HELD_OUT_DIGITS = 360  # a fifth, the last ones: by other writers than the first ones
+NUM_LOOKED_AT = 1000  # images decoded before the run, to find size, channels, mean and corrupted images
+NUM_HELD_OUT_DIGITS = 360  # a fifth: the last images, by different writers than the first images
 
 
 @dataclass(frozen=True)
 class Images:
-    """Images that were found and not yet decoded, with their classes."""
+    """Images that have been found but not decoded, with their classes."""
 
     name: str  # for messages
-    fingerprint: str  # equal where all images and labels are
+    fingerprint: str  # equal if all images and labels are equal
     classes: tuple[str, ...]
-    labels: np.ndarray  # int64, of each image, into `classes`
-    read: Callable[[int], Any]  # what PIL opens (a path, a file in memory), or an image
-    where: Callable[[int], str]  # the image's name for messages
-    contents: Callable[[], str] = str  # of files: makes what the fingerprint ends with, by how they begin
-    unused: str = ""  # names what the source holds besides
+    labels: np.ndarray  # int64, index into `classes` of each image
+    read: Callable[[int], Any]  # returns an image, or an input of PIL.Image.open (a path, a file in memory)
+    where: Callable[[int], str]  # returns the image's name for messages
+    contents: Callable[[], str] = str  # for files: returns the end of the fingerprint, a hash of their beginnings
+    unused: str = ""  # text on unused files or columns of the source
 
 
 def find(args: argparse.Namespace) -> tuple[Images, Images | None]:
-    """Training and held-out images, as the recipe's flags say; without any, scikit-learn's digits.
+    """Returns training and held-out images as selected by the flags; without flags, scikit-learn's digits.
 
-    Raises UserError: they are not there, or make no classes to learn; a line each.
+    Raises UserError, one line per problem, if the images are missing or do not form classes.
     """
     if not (args.train_dir or args.dataset_name):
         return digits("train"), digits("validation")
@@ -57,12 +57,13 @@ def find(args: argparse.Namespace) -> tuple[Images, Images | None]:
 
 
 def folder(directory: str) -> Images:
-    """A folder with one subfolder a class, searched to any depth. No image is opened.
+    """Returns the images of a folder with one subfolder per class, searched to any depth; no image is opened.
 
-    Not `imagefolder` of datasets: it takes a class named "test" for a split and drops the other classes without a word,
-    gives a copy of the folder another fingerprint, and takes 8 s for 3,000 images at every start, where this takes 0.3.
+    `imagefolder` of datasets is not used for three reasons. It treats a class named "test" as a split and silently
+    drops the other classes. A copy of the folder gets a different fingerprint. It takes 8 s for 3,000 images at every
+    start, compared with 0.3 s here.
 
-    Raises UserError: a line for each class without an image, or what else makes it no data set.
+    Raises UserError with a line for each class without an image, or if the folder is not such a dataset.
     """
     root = Path(directory).expanduser()
     if not root.is_dir():
@@ -95,30 +96,30 @@ def folder(directory: str) -> Images:
 
 
 def _visible_files(root: Path, paths: list[Path]) -> list[str]:
-    """Returns the paths that are files, relative to the root, without hidden ones and those in hidden folders."""
+    """Returns the files among the paths, relative to the root, without hidden files and files in hidden folders."""
     names = (path.relative_to(root) for path in sorted(paths) if path.is_file())
     return [name.as_posix() for name in names if not any(part.startswith(".") for part in name.parts)]
 
 
 def _hash_beginnings(paths: list[str]) -> str:
-    """A hyphen and a hash of how a thousand of the files begin: to read a large data set takes longer than many a run.
+    """Returns a hyphen and a hash of the beginnings of up to a thousand files; a copy of the dataset has the same hash.
 
-    A copy of the data set has the same.
+    Reading a large dataset in full takes longer than many runs.
     """
     digest = hashlib.blake2b(digest_size=8)
     for number in evenly_spaced(len(paths)):
-        with suppress(OSError), open(paths[number], "rb") as file:  # decoding names it
+        with suppress(OSError), open(paths[number], "rb") as file:  # decoding reports it
             digest.update(file.read(1 << 16))
     return f"-{digest.hexdigest()}"
 
 
 def hub(name: str, config: str | None, split: str, label_column: str | None = None) -> Images:
-    """A split of a data set of the hub, or of a directory that `save_to_disk` of `datasets` wrote.
+    """Returns a split of a dataset on the hub, or of a directory that `save_to_disk` of `datasets` wrote.
 
-    The images are in its first column of that kind; the classes in `label_column`, or the first ClassLabel. Labels that
-    are hidden stay -1.
+    The images are in its first image column. The classes are in `label_column`, or by default in the first ClassLabel
+    column. Hidden labels stay -1.
 
-    Raises UserError: it is not there, or has no such columns; one line.
+    Raises UserError, one line, if the dataset is missing or has no such columns.
     """
     import datasets
 
@@ -167,7 +168,10 @@ def hub(name: str, config: str | None, split: str, label_column: str | None = No
 
 
 def held_out(name: str, config: str | None, label_column: str | None = None) -> Images | None:
-    """The split of a data set to measure on: its validation split, else test, else none; not one of hidden labels."""
+    """Returns the split of a dataset for evaluation: validation, else test, else None.
+
+    A split with only hidden labels is skipped.
+    """
     for split in held_out_splits(name, config):
         images = hub(name, config, split, label_column)
         if (images.labels >= 0).any():
@@ -177,15 +181,15 @@ def held_out(name: str, config: str | None, label_column: str | None = None) -> 
 
 
 def check_labels(images: Images) -> None:
-    """Raises UserError, one line, where a label is hidden."""
+    """Raises UserError, one line, if a label is hidden."""
     if (images.labels < 0).any():
         first = int((images.labels < 0).argmax())
         raise UserError(f"{images.where(first)}: its label is hidden (-1); remove such rows, or name another data set")
 
 
 def digits(part: str) -> Images:
-    """scikit-learn's 1,797 digits of 8 x 8 pixels, which it carries; `part` is "train" or "validation"."""
-    # Its file without itself (`sklearn.datasets.load_digits`), which takes a second to import.
+    """Returns scikit-learn's 1,797 digits of 8 x 8 pixels, which it includes; `part` is "train" or "validation"."""
+    # Reads the data file directly, because importing scikit-learn (`sklearn.datasets.load_digits`) takes a second.
     (package,) = importlib.util.find_spec("sklearn").submodule_search_locations
     rows = np.loadtxt(Path(package) / "datasets/data/digits.csv.gz", delimiter=",")
     rows = rows[:-NUM_HELD_OUT_DIGITS] if part == "train" else rows[-NUM_HELD_OUT_DIGITS:]
@@ -200,9 +204,9 @@ def digits(part: str) -> Images:
 
 
 def check_classes(train: Images, validation: Images | None) -> Images | None:
-    """The held-out images with the training classes' numbers.
+    """Returns the held-out images with the class numbers of the training images.
 
-    Raises UserError: the training data have one class only, or the held-out ones a class that they have not.
+    Raises UserError if the training data has only one class, or the held-out images have other classes.
     """
     if len(set(train.labels.tolist())) < 2:
         raise UserError(f"{train.name}: all images are of one class, {train.classes[train.labels[0]]}; add another")
@@ -218,27 +222,30 @@ def check_classes(train: Images, validation: Images | None) -> Images | None:
 
 
 def with_classes(images: Images, classes: tuple[str, ...]) -> Images:
-    """The images with other classes' numbers; each class that an image has is one of them."""
+    """Returns the images with the class numbers of `classes`, which contains the class of every image."""
     numbers = np.array([classes.index(name) if name in classes else -1 for name in images.classes], np.int64)
     return replace(images, classes=classes, labels=numbers[images.labels])
 
 
 def evenly_spaced(count: int) -> list[int]:
-    """The numbers, below `count`, of the images that are looked at before a run: up to 1000."""
+    """Returns the indices, below `count`, of up to 1000 evenly spaced images to read before a run."""
     return np.unique(np.linspace(0, count - 1, NUM_LOOKED_AT).astype(int)).tolist()
 
 
 def fingerprint_of(facts: Any) -> str:
+    """Returns a hash of JSON values."""
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
 
 
 def open_image(images: Images, index: int, size: tuple[int, int] | None = None) -> Image.Image:
-    """An image of mode L (gray) or RGB, decoded, turned as its EXIF says; what is transparent lies on white.
+    """Returns a decoded image of mode L (gray) or RGB, rotated according to its EXIF data, with transparency on white.
 
-    size: height and width that it will be scaled to. A JPEG is then decoded at a half, a quarter or an eighth of its
-    size, of at least twice this one: in little time and memory, with nearly the same pixels.
+    Args:
+        size: height and width to which it will be scaled. A JPEG is then decoded at a half, a quarter or an eighth of
+            its size, but at least at twice this size. This needs little time and memory, and yields nearly the same
+            pixels.
 
-    Raises UserError: it cannot be read or decoded, or has more than 8 bits a channel.
+    Raises UserError if it cannot be read or decoded, or has more than 8 bits per channel.
     """
     source = images.read(index)
     try:
@@ -247,10 +254,10 @@ def open_image(images: Images, index: int, size: tuple[int, int] | None = None) 
         else:
             image = Image.open(source)
             if size:
-                image.draft(None, (2 * max(size), 2 * max(size)))  # it may lie on its side
+                image.draft(None, (2 * max(size), 2 * max(size)))  # the maximum side, because EXIF may rotate it
             image = ImageOps.exif_transpose(image)
             image.load()
-    except Exception as error:  # OSError, SyntaxError, ValueError, struct.error, ...: by the format
+    except Exception as error:  # OSError, SyntaxError, ValueError, struct.error, ..., depending on the format
         raise UserError(
             f"{images.where(index)}: cannot be read as an image ({one_line(error)}); replace or remove it"
         ) from error

@@ -1,4 +1,4 @@
-"""Which small image classifiers are there that transformers has not? Imported, `from_pretrained` loads them."""
+"""Small image classifiers that transformers does not provide; `from_pretrained` loads them after this import."""
 
 from typing import Any
 
@@ -16,17 +16,22 @@ from transformers.modeling_outputs import ImageClassifierOutput
 
 from common.tasks.vision.batch_norm import use_group_norm
 
-LUMA = (0.299, 0.587, 0.114)  # of ITU-R 601, by which PIL too makes an image gray
+LUMA = (0.299, 0.587, 0.114)  # weights of ITU-R 601, with which PIL also converts to gray
 
 
 def in_channels_of(config: PreTrainedConfig, pixel_values: torch.Tensor) -> torch.Tensor:
-    """The images, gray where the model takes one channel and they have three: all that transformers' pipelines give."""
+    """Returns the images, converted to gray if they have three channels but the model has a single channel.
+
+    transformers' pipelines always pass three channels.
+    """
     if config.num_channels == pixel_values.shape[1] or pixel_values.shape[1] != len(LUMA):
         return pixel_values
     return torch.einsum("nchw,c->nhw", pixel_values, pixel_values.new_tensor(LUMA)).unsqueeze(1)
 
 
 class ConvNetConfig(PreTrainedConfig):
+    """The configuration of a `ConvNet`."""
+
     model_type = "mnist_convnet"
     turns_rgb_gray = True  # see in_channels_of
 
@@ -37,7 +42,7 @@ class ConvNetConfig(PreTrainedConfig):
 
 
 class ConvNet(PreTrainedModel):
-    """The ConvNet of the MNIST guides: two convolutions of 3 x 3, max pooling, a hidden layer. It has no norm layer."""
+    """The ConvNet of the MNIST guides: two 3 x 3 convolutions, max pooling, a hidden layer. It has no norm layer."""
 
     config_class, main_input_name, base_model_prefix = ConvNetConfig, "pixel_values", "features"
     _no_split_modules = []  # FSDP2 shards it as one layer
@@ -62,19 +67,24 @@ class ConvNet(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         if hasattr(module, "reset_parameters"):
-            module.reset_parameters()  # as torch does; transformers' own are those of language models
+            module.reset_parameters()  # as in torch; the initialisation of transformers is for language models
 
     def get_input_embeddings(self) -> None:
         return None
 
     def forward(self, pixel_values: torch.Tensor) -> ImageClassifierOutput:
-        """`pixel_values`: (N, channels, height, width)."""
+        """Returns the logits of `pixel_values` (N, channels, height, width)."""
         pixel_values = in_channels_of(self.config, pixel_values)
         return ImageClassifierOutput(logits=self.classifier(self.features(pixel_values)))
 
 
 class NormResNetConfig(ResNetConfig):
-    """norm: group or batch. small_images: the first convolution makes them no smaller."""
+    """The configuration of a `NormResNet`.
+
+    Attributes:
+        norm: "group" or "batch".
+        small_images: the first convolution does not reduce the resolution.
+    """
 
     model_type = "norm_resnet"
     turns_rgb_gray = True
@@ -83,9 +93,9 @@ class NormResNetConfig(ResNetConfig):
 
 
 class NormResNet(ResNetForImageClassification):
-    """transformers' ResNet with the norm by choice, and an entrance for images of less than 64 pixels.
+    """transformers' ResNet with a choice of norm, and a first layer for images of less than 64 pixels.
 
-    It has a name of its own because ResNetForImageClassification would load its weights without a word, as batch norm.
+    It has a separate model type because ResNetForImageClassification would silently load its weights as batch norm.
     """
 
     config_class = NormResNetConfig
@@ -107,7 +117,7 @@ class NormResNet(ResNetForImageClassification):
         return None
 
 
-# So that --model_name_or_path takes what was trained with them. (Again where a recipe is run several times.)
+# Registered so that --model_name_or_path accepts these models. `exist_ok` allows running a recipe several times.
 for _config, _model in ((ConvNetConfig, ConvNet), (NormResNetConfig, NormResNet)):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
     AutoModelForImageClassification.register(_config, _model, exist_ok=True)

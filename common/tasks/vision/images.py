@@ -1,13 +1,13 @@
-"""How do images become samples? Their size and colours, augmenting, normalising, and one micro-batch of them.
+"""Turns images into samples: size and colours, augmentation, normalisation, and micro-batches.
 
-    train = folder("photos/train")                       # one subfolder a class
+    train = folder("photos/train")                       # one subfolder per class
     preprocessing = preprocess(train)                    # size, channels, mean and standard deviation
     samples = ImageSamples(train, preprocessing, augment=("shift",), seed=0)
     collate = partial(collate_images, preprocessing=preprocessing)
 
-An image is decoded when its global batch is made, on the DataLoader's workers where there are any. How it is augmented
-is a function of (seed, epoch, number of the image): the update depends neither on the layout nor on where a run
-resumed.
+An image is decoded when its global batch is built, on the DataLoader's workers if there are any. Its augmentation is a
+function of (seed, epoch, index of the image). Therefore the update depends neither on the number of ranks and
+micro-batches nor on the point at which a run resumed.
 """
 
 import copy
@@ -29,8 +29,8 @@ from common.data.hub import locate_pretrained
 from common.errors import UserError, one_line
 from common.tasks.vision.image_files import DIGITS, Images, evenly_spaced, fingerprint_of, open_image
 
-# Own code, as torchvision is optional: for a CPU build of torch the package index has no wheel. It lends what is longer
-# than a line (crop, rand); it has no shift that repeats the edge.
+# "shift" and "flip" are implemented here because torchvision is optional: the package index has no wheel for a CPU
+# build of torch. Longer augmentations (crop, rand) use torchvision, which has no shift that repeats the edge.
 AUGMENTATIONS = {
     "none": "the images as they are",
     "shift": "moved by up to an eighth of its size, its edge repeated; the default",
@@ -43,20 +43,20 @@ NEEDS_TORCHVISION = ("crop", "rand")
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How pixels become what the model takes: (pixel / 255 - mean) / std, of images of one size."""
+    """The conversion of pixels to model inputs: (pixel / 255 - mean) / std, for images of the same size."""
 
     height: int
     width: int
-    mean: tuple[float, ...]  # of each channel: one or three
+    mean: tuple[float, ...]  # per channel: one or three values
     std: tuple[float, ...]
-    is_scaled: bool = True  # an image of another size is scaled; else it is a UserError that names it
-    takes_rgb: bool = True  # as pipelines give it; False: a pretrained model of one channel takes gray images only
+    is_scaled: bool = True  # True: images of other sizes are scaled; False: UserError
+    takes_rgb: bool = True  # True: accepts RGB, as pipelines pass it; False: a pretrained model for gray images only
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Writes what `AutoImageProcessor.from_pretrained` reads, so that the saved model is fed the same pixels."""
-        copies = 3 // len(self.mean) if self.takes_rgb else 1  # our own models make one channel of three
+        """Writes the file for `AutoImageProcessor.from_pretrained`, so that the saved model gets the same pixels."""
+        copies = 3 // len(self.mean) if self.takes_rgb else 1  # models of this project convert three channels to one
         settings = {
-            "image_processor_type": "ViTImageProcessor",  # the plain one: resize, rescale, normalise
+            "image_processor_type": "ViTImageProcessor",  # the basic processor: resize, rescale, normalise
             "do_convert_rgb": self.takes_rgb,
             "do_resize": True,
             "size": {"height": self.height, "width": self.width},
@@ -71,7 +71,7 @@ class Preprocessing:
 
 
 def linear_accuracy(train: Images, validation: Images) -> float | None:
-    """Held-out accuracy of logistic regression on the digits' pixels, in a second; None for other data."""
+    """Returns the held-out accuracy of logistic regression on the digits' pixels, in a second; None for other data."""
     if not train.name.startswith(DIGITS):
         return None
     from sklearn.linear_model import LogisticRegression
@@ -83,50 +83,52 @@ def linear_accuracy(train: Images, validation: Images) -> float | None:
 
 
 def preprocess(images: Images, size: tuple[int, int] | None = None, channels: int | None = None) -> Preprocessing:
-    """Size, channels, mean and standard deviation from up to 1000 of the images, evenly spaced over all.
+    """Computes size, channels, mean and standard deviation from up to 1000 of the images, evenly spaced.
 
     Args:
-        size: height and width, to which all images are scaled; None: those that all of them have.
-        channels: 1 or 3; None: 1 where all of them are gray.
+        size: height and width to which all images are scaled; None: the common size of all images.
+        channels: 1 or 3; None: 1 if all images are gray, otherwise 3.
 
-    Raises UserError: they have different sizes, and none was given; or they have colours, and the model has one
-    channel; or one cannot be decoded.
+    Raises UserError if the images have different sizes and no size is set, or if an image cannot be decoded. It is also
+    raised if the images have colours but the model has one channel.
     """
     looked_at = evenly_spaced(len(images.labels))
     totals, all_gray = np.zeros((2, 3)), True
-    for number in looked_at:  # one at a time: of large ones a thousand do not fit in memory
+    for number in looked_at:  # one at a time, because a thousand large images do not fit in memory
         image = open_image(images, number, size)
         if number == looked_at[0]:
             height, width = size or (image.height, image.width)
         if size is None and image.size != (width, height):
             raise UserError(_sizes_differ(images, number, image, (width, height), images.where(looked_at[0])))
-        if channels == 1 and image.mode != "L":  # AutoImageProcessor would not make it gray
+        if channels == 1 and image.mode != "L":  # AutoImageProcessor would not convert it to gray
             raise UserError(
                 f"{images.where(number)}: has colours, but the model takes gray images; save them gray, or take a "
                 "model of 3 channels"
             )
         all_gray = all_gray and image.mode == "L"
-        colours = 1 if all_gray else 3  # the three of a gray image are the same
+        colours = 1 if all_gray else 3  # the three channels of a gray image are equal
         pixels = to_array(image, height, width, colours).reshape(colours, -1) / 255
         totals += pixels.mean(1), np.square(pixels).mean(1)
     channels = channels or (1 if all_gray else 3)
     totals = totals[:, :channels]
     mean, square = totals / len(looked_at)
-    std = np.sqrt(np.maximum(square - mean * mean, 1e-6))  # a channel that never changes is not blown up
+    std = np.sqrt(np.maximum(square - mean * mean, 1e-6))  # avoids amplifying a constant channel
     return Preprocessing(height, width, tuple(mean.tolist()), tuple(std.tolist()), is_scaled=size is not None)
 
 
 def preprocess_for(
     name_or_path: str, config: PreTrainedConfig, images: Images, size: tuple[int, int] | None = None
 ) -> Preprocessing:
-    """As `preprocess`, with size, channels, mean and standard deviation of a pretrained model, where it tells them.
+    """Returns the same as `preprocess`, but with the settings of a pretrained model if it has them.
 
-    Raises UserError: the model takes images of one size, and `size` is another.
+    The settings are size, channels, mean and standard deviation.
+
+    Raises UserError if the model requires a fixed image size that differs from `size`.
     """
     try:
         where, _ = locate_pretrained(name_or_path)
         settings, _ = ImageProcessingMixin.get_image_processor_dict(**where)
-    except OSError:  # it brings none
+    except OSError:  # the model has no such file
         settings = {}
     sides = getattr(config, "image_size", None) or settings.get("size")
     if isinstance(sides, dict):
@@ -154,32 +156,33 @@ def _sizes_differ(images: Images, number: int, image: Image.Image, size: tuple[i
 
 
 def scaled(image: Image.Image, height: int, width: int) -> Image.Image:
-    """The image in another size, bilinearly, without regard to its proportions."""
+    """Returns the image scaled bilinearly to a size; its aspect ratio may change."""
     return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.BILINEAR)
 
 
 def to_array(image: Image.Image, height: int, width: int, channels: int) -> np.ndarray:
-    """uint8 (channels, height, width)."""
+    """Returns the image as uint8 (channels, height, width)."""
     pixels = np.asarray(scaled(image, height, width).convert("L" if channels == 1 else "RGB"))
     return pixels[None] if channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
 def check_augmentations(names: Iterable[str]) -> Iterator[str]:
-    """One line for each augmentation that cannot be done here."""
+    """Yields one line for each augmentation that is not available."""
     names = list(names)
     if "none" in names and len(names) > 1:
         yield f"--augment {' '.join(names)}: none, and others; take out one or the other"
     if needs := [name for name in names if name in NEEDS_TORCHVISION]:
         try:
             import torchvision.transforms  # noqa: F401
-        except Exception as error:  # not there, or of another torch
+        except Exception as error:  # missing, or built for a different torch
             yield f"--augment {' '.join(needs)} needs torchvision ({one_line(error)}); pip install it, or use shift"
 
 
 class ImageSamples:
     """Images as `common.training.batching.Samples`: an item is (uint8 pixels (C, H, W), label).
 
-    augment: names of `AUGMENTATIONS`, applied in their order; empty to evaluate.
+    Args:
+        augment: names of `AUGMENTATIONS`, applied in their order; empty for evaluation.
     """
 
     unit = "images"
@@ -194,16 +197,19 @@ class ImageSamples:
 
     @property
     def labels(self) -> np.ndarray:
-        """Class numbers."""
+        """The class numbers."""
         return self.images.labels
 
     @property
     def fingerprint(self) -> str:
-        """Equal where all images and labels are; of many files it reads the beginnings of a thousand."""
+        """A hash that is equal if all images and labels are equal.
+
+        For many files, it reads the beginnings of a thousand of them.
+        """
         return fingerprint_of([self.images.fingerprint, self.images.classes, self.shape]) + self.images.contents()
 
     def of_epoch(self, epoch: int) -> "ImageSamples":
-        """The same images, augmented as an epoch sees them."""
+        """Returns the same images with the augmentation of an epoch."""
         samples = copy.copy(self)
         samples.epoch = epoch
         return samples
@@ -218,7 +224,7 @@ class ImageSamples:
         if not self.is_scaled and image.size != (width, height):
             raise UserError(_sizes_differ(self.images, index, image, (width, height), "others"))
         if self.augment:
-            if "crop" not in self.augment:  # which takes its part of the whole image, and scales that
+            if "crop" not in self.augment:  # "crop" scales a part of the full image
                 image = scaled(image, height, width)
             with _own_random_stream(f"{self.seed}/{self.epoch}/{index}"):
                 for name in self.augment:
@@ -226,14 +232,17 @@ class ImageSamples:
         return to_array(image, height, width, channels), int(self.images.labels[index])
 
     def dummy_sample(self) -> tuple[np.ndarray, int]:
+        """Returns a black image with the label -1, so that it has no target."""
         return np.zeros(self.shape, np.uint8), -1
 
     def lengths(self, ids: np.ndarray) -> np.ndarray:
+        """Returns 1 for each image, int64."""
         return np.ones(len(ids), np.int64)
 
     num_targets = lengths
 
     def describe(self) -> str:
+        """Returns the description of the images for the run summary."""
         channels, height, width = self.shape
         colours = "gray" if channels == 1 else "RGB"
         num_classes = len(self.images.classes)
@@ -247,12 +256,12 @@ class ImageSamples:
 
 @contextmanager
 def _own_random_stream(key: str) -> Iterator[None]:
-    """Python's and torch's random streams begin at `key`, then go on where they were: dropout is not shifted."""
+    """Seeds Python's and torch's RNG from `key` inside the context, and restores them after it, for dropout."""
     number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
     before = random.getstate()
     with torch.random.fork_rng(devices=[]):
         random.seed(number)
-        torch.default_generator.manual_seed(number)  # torch.manual_seed would seed the GPUs' streams too
+        torch.default_generator.manual_seed(number)  # torch.manual_seed would also seed the GPUs
         try:
             yield
         finally:
@@ -260,7 +269,7 @@ def _own_random_stream(key: str) -> Iterator[None]:
 
 
 def augmented(image: Image.Image, name: str, height: int, width: int) -> Image.Image:
-    """One of `AUGMENTATIONS`; draws from Python's and torch's random streams."""
+    """Returns the image after one of `AUGMENTATIONS`, which draws from Python's and torch's RNG."""
     if name == "flip":
         return ImageOps.mirror(image) if random.random() < 0.5 else image
     if name == "shift":
@@ -268,14 +277,14 @@ def augmented(image: Image.Image, name: str, height: int, width: int) -> Image.I
         rows = np.clip(np.arange(image.height) - down, 0, image.height - 1)
         columns = np.clip(np.arange(image.width) - right, 0, image.width - 1)
         return Image.fromarray(np.asarray(image)[rows][:, columns])
-    from torchvision import transforms  # optional, and takes seconds
+    from torchvision import transforms  # optional, and its import takes seconds
 
     transform = transforms.RandomResizedCrop((height, width)) if name == "crop" else transforms.RandAugment()
     return transform(image)
 
 
 def collate_images(samples: list[tuple[np.ndarray, int]], preprocessing: Preprocessing) -> dict[str, torch.Tensor]:
-    """One micro-batch: `pixel_values` (B, C, H, W), `targets` (N,) and `target_rows` (N,), the rows they belong to."""
+    """Returns a micro-batch: `pixel_values` (B, C, H, W), `targets` (N,) and `target_rows` (N,), the targets' rows."""
     pixels = torch.from_numpy(np.stack([pixels for pixels, _ in samples])).to(torch.get_default_dtype())
     mean, std = (pixels.new_tensor(values).view(-1, 1, 1) for values in (preprocessing.mean, preprocessing.std))
     labels = np.array([label for _, label in samples], np.int64)
