@@ -7,11 +7,11 @@ from common.internals.library import private
 
 
 def read_launch(words: list[str]) -> tuple[argparse.Namespace, Any, set[str]]:
-    """Returns what `accelerate launch` makes of its words: settings, default config file or None, known settings.
+    """Parses the arguments of `accelerate launch`; returns settings, default config file or None, and known settings.
 
     Needs `accelerate.commands.launch._validate_launch_command`, the code that `accelerate launch` itself runs: 150
     lines that choose between flag, config file and default. Raises UserError without. The public
-    `load_config_from_file` knows no flags, and leaves 4 to 6 settings of each shipped config open.
+    `load_config_from_file` ignores flags, and leaves 4 to 6 settings of each shipped config undefined.
     """
     from accelerate.commands.launch import launch_command_parser
 
@@ -23,7 +23,7 @@ def read_launch(words: list[str]) -> tuple[argparse.Namespace, Any, set[str]]:
 
 
 def forget_state() -> None:
-    """Lets this process make a second Accelerator with different settings.
+    """Lets this process create a second Accelerator with different settings.
 
     Needs `AcceleratorState._reset_state` and `GradientState._reset_state`, in all versions; raises UserError without.
     """
@@ -34,7 +34,7 @@ def forget_state() -> None:
 
 
 def shard_without_gpu() -> None:
-    """Lets Accelerate run FSDP on a CPU over gloo: the state that it makes itself has no FSDP there.
+    """Lets Accelerate run FSDP on a CPU over gloo; the state that it creates by default does not support this.
 
     Overwrites `PartialState.distributed_type`. Accelerate checks for FSDP only if the type is one of multiple GPUs.
     """

@@ -8,11 +8,11 @@ from common.internals.library import private
 
 
 def use_own_manager(optimizer: Any) -> None:
-    """Gives an optimizer a manager of its own for the layers whose states differ.
+    """Sets a separate manager in an optimizer for the layers whose states differ.
 
-    Overwrites `mng`, and makes a `GlobalOptimManager` without its constructor, which raises. The documented manager is
-    global: it remembers overrides by position (group, index), so that the optimizer of a second model inherits those of
-    the first one, and it keeps every model alive.
+    Overwrites `mng`, and creates a `GlobalOptimManager` without its constructor, which raises. The documented manager
+    is global and keeps every model alive. It stores overrides by position (group, index), so the optimizer of a second
+    model inherits the overrides of the first.
     """
     from bitsandbytes.optim import GlobalOptimManager
 

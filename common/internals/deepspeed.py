@@ -1,8 +1,8 @@
 """Private names of DeepSpeed, and its functions that are overwritten. Tested with 0.19.8.
 
-DeepSpeed's public `safe_get_local_fp32_param` and `safe_get_local_optimizer_state` cannot be used: they reject all
-stages except ZeRO-3 (assertion), and there the state before a first step, which a resume must set (KeyError), and they
-copy to the device.
+DeepSpeed's public `safe_get_local_fp32_param` and `safe_get_local_optimizer_state` cannot be used. They reject all
+stages except ZeRO-3 (assertion). Under ZeRO-3 they reject the state before a first step, which a resume must set
+(KeyError). They also copy to the device.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def zero_groups(zero: Any) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
 
 
 class Fragment(NamedTuple):
-    """The part of a parameter that lies in this rank's partition."""
+    """The part of a parameter in this rank's partition."""
 
     offset: int  # in the partition
     numel: int
@@ -57,7 +57,7 @@ def zero12_fragment(parameter: torch.Tensor) -> Fragment | None:
 
 
 def copy_master_weights(zero: Any) -> None:
-    """Copies a ZeRO optimizer's float32 weights into the weights that compute.
+    """Copies a ZeRO optimizer's float32 master weights into the weights of the forward and backward.
 
     Needs `update_lp_params` (ZeRO-1 and 2), or `_reassign_or_swap_out_partitioned_parameters` (ZeRO-3).
     """
@@ -72,11 +72,11 @@ def copy_master_weights(zero: Any) -> None:
 
 
 def replay_steps(cpu_adam: Any) -> None:
-    """Restores the powers of beta of DeepSpeed's CPU Adam, which it keeps in C++ as products that grow with each step.
+    """Restores the powers of beta in DeepSpeed's CPU Adam, which are C++ products that grow with each step.
 
-    Needs `ds_opt_adam.adam_update` and `opt_id`. Only steps restore them: for a step that does not follow the previous
-    one it computes `pow(beta, step)`, which differs in the last bit (at step 10, for example). A step without elements
-    takes 0.65 microseconds: 0.07 s for 100,000 updates.
+    Needs `ds_opt_adam.adam_update` and `opt_id`. Only steps restore these products. For a step that does not follow the
+    previous step, it computes `pow(beta, step)`, which differs in the last bit (at step 10, for example). A step
+    without elements takes 0.65 microseconds: 0.07 s for 100,000 updates.
     """
     group, nothing = cpu_adam.param_groups[0], [torch.zeros(0)] * 4
     settings = (group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"])

@@ -4,7 +4,7 @@ from common.internals.library import private
 
 
 def configure(offline: bool) -> None:
-    """Lets `evaluate.load` use only its cache if `offline`, and count no downloads: one request less per module.
+    """Lets `evaluate.load` use only its cache if `offline`, and turns off its download count: one request per module.
 
     Overwrites HF_EVALUATE_OFFLINE and HF_UPDATE_DOWNLOAD_COUNTS of `evaluate.config`; raises UserError without.
     """

@@ -49,7 +49,7 @@ def write_count(tensor: torch.Tensor) -> int:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Returns a number that identifies the tensor's storage while it is allocated, also if it has no data.
+    """Returns a number that identifies a tensor's storage while it is allocated, even without data.
 
     Needs `UntypedStorage._cdata`, in all versions since 2.0. `data_ptr` is 0 for every storage without data.
     """
@@ -129,7 +129,7 @@ def tree_leaves(tree: Any) -> list[Any]:
 
 
 def fake_mode() -> AbstractContextManager:
-    """Returns a mode in which new tensors have no data; real ones are converted by its method `from_tensor`.
+    """Returns a mode in which new tensors have no data; its method `from_tensor` converts real tensors.
 
     Needs `torch._subclasses.fake_tensor.FakeTensorMode`, since 2.0. Raises UserError without.
     """
@@ -137,7 +137,7 @@ def fake_mode() -> AbstractContextManager:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Returns whether a `fake_mode` made the tensor. Needs `torch._subclasses.fake_tensor.FakeTensor`, since 2.0."""
+    """Returns whether a tensor is from `fake_mode`. Needs `torch._subclasses.fake_tensor.FakeTensor`, since 2.0."""
     return isinstance(tensor, private("torch._subclasses.fake_tensor", "FakeTensor"))
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from common.internals.library import private
 
-# --- making and loading models
+# --- creation and loading of models
 
 
 def has_model(auto_class: Any, config: Any) -> bool:
@@ -24,7 +24,7 @@ def has_model(auto_class: Any, config: Any) -> bool:
 
 
 def make_model(model_class: Any, config: Any, **options: Any) -> Any:
-    """Returns a model of a class that is no Auto class, with random weights.
+    """Returns a model with random weights, for a class that is not an Auto class.
 
     Needs `PreTrainedModel._from_config`; raises UserError without. The constructor ignores `dtype`, the requested
     attention and ZeRO-3.
@@ -36,8 +36,8 @@ def make_model(model_class: Any, config: Any, **options: Any) -> Any:
 def draw_weights(model: Any, module: nn.Module) -> None:
     """Draws new random weights for the parameters of one layer of the model, as in a new model.
 
-    Needs `_init_weights` of the model, which skips what has `_is_hf_initialized`. The public `init_weights` draws all
-    weights of the model.
+    Needs `_init_weights` of the model, which skips parameters with `_is_hf_initialized`. The public `init_weights`
+    draws all weights of the model.
     """
     for owner in (module, *module.parameters(recurse=False)):
         owner._is_hf_initialized = False
@@ -46,7 +46,7 @@ def draw_weights(model: Any, module: nn.Module) -> None:
 
 @contextmanager
 def read_matrices_in(dtype: torch.dtype | None) -> Iterator[None]:
-    """Lets `from_pretrained` read matrices in this dtype, without a copy in float32; vectors and None: as usual.
+    """Lets `from_pretrained` read matrices in this dtype, without a float32 copy; None: as usual. Vectors: as usual.
 
     Overwrites `PreTrainedModel._get_dtype_plan` for the duration of the block; raises UserError if it does not exist.
     """
@@ -73,7 +73,7 @@ def keep_untied(names: list[str]) -> Iterator[None]:
     """Lets `from_pretrained` leave these weights untied.
 
     Overwrites `PreTrainedModel.tie_weights` for the duration of the block; needs its arguments since transformers 5.
-    transformers compares the values too, but not under ZeRO-3, where each process has only a part of them.
+    transformers compares the values too, but not under ZeRO-3, because each process has only a part of them.
     """
     if not names:
         yield
@@ -95,7 +95,7 @@ def keep_untied(names: list[str]) -> Iterator[None]:
 
 
 def find_file(where: Mapping[str, Any], name: str, local_files_only: bool, must_exist: bool) -> Path | None:
-    """Returns the path of a model's file, downloaded if necessary; None if there is none and it need not exist.
+    """Returns the path of a model's file, downloaded if necessary; None if it does not exist and `must_exist` is false.
 
     Needs the arguments `_raise_exceptions_for_missing_entries` and `_raise_exceptions_for_connection_errors` of
     `transformers.utils.cached_file`; raises TypeError without.
@@ -157,7 +157,7 @@ def is_checkpointed(module: nn.Module) -> bool:
 
 
 def wrap_checkpointing(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replaces the function by which a layer of `is_checkpointed` recomputes its activations by `wrap(function)`."""
+    """Replaces a layer's function for recomputing activations by `wrap(function)`; see `is_checkpointed`."""
     module._gradient_checkpointing_func = wrap(module._gradient_checkpointing_func)
 
 

@@ -27,11 +27,12 @@ logger = main_logger(__name__)
 
 
 def check_space(launch: Launch, parameter_sizes: Callable[[], list[int]]) -> None:
-    """Whether what a mode keeps in files has room for them, and in its buffers, before the model is built.
+    """Checks that a mode's files and buffers have enough space, before the model is built.
 
-    parameter_sizes: makes the number of elements of each parameter.
+    Args:
+        parameter_sizes: returns the number of elements of each parameter.
 
-    Raises UserError: a line for each path with too little space, and one for buffers that the file makes too small.
+    Raises UserError: a line per path with too little space, and a line for buffers that the file sets too small.
     """
     if launch.mode != "DeepSpeed":
         return
@@ -40,20 +41,21 @@ def check_space(launch: Launch, parameter_sizes: Callable[[], list[int]]) -> Non
     deepspeed_files.check_nvme_space(launch.deepspeed_config, parameter_sizes, launch.num_machines)
     plugin = AcceleratorState().deepspeed_plugin
     if deepspeed_files.size_nvme_buffers(plugin.deepspeed_config, parameter_sizes, launch.num_processes):
-        plugin.set_deepspeed_weakref()  # what transformers makes a model by
+        plugin.set_deepspeed_weakref()  # transformers reads this copy when it builds a model
 
 
 def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs) -> Accelerator:
-    """The Accelerator of what was asked; call `check_launch` before. `kwargs` go to `Accelerator`.
+    """Returns the Accelerator of the requested launch; call `check_launch` first. `kwargs` are passed to `Accelerator`.
 
-    Processes wait for each other for `args.connect_timeout` seconds. From then on, the loss of one ends all.
+    Processes wait for each other for `args.connect_timeout` seconds. From then, the death of a process ends all
+    processes.
 
-    Raises UserError: the mode, world size or precision that runs is not the one that was asked.
+    Raises UserError: mode, world size or precision of this run differ from the request.
     """
     set_running(launch.degrees)
     if not sys.stderr.isatty():  # in a log, each of transformers' bars would be one long line
         disable_progress_bar()
-    for name in mpi_variables():  # they have no effect here, but would have in a process that this one starts
+    for name in mpi_variables():  # no effect in this process, but in processes that it starts
         del os.environ[name]
     liveness.reset()
     if started_world_size() > 1:
@@ -70,7 +72,8 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs) -> Acce
         settled = deepspeed_flags.settle_deepspeed(
             launch.deepspeed_config, args, launch.mixed_precision, launch.degrees
         )
-        # What the launcher says beside a file, Accelerate refuses, or takes for itself; `check_launch` has seen to it.
+        # Next to a DeepSpeed file, Accelerate rejects or uses launcher settings, which `check_launch` has checked
+        # already.
         os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
         os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"
         kwargs["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=settled.config)
@@ -78,19 +81,19 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs) -> Acce
         from common.parallel import parallelism_config
 
         parallelism_config.hide_from_accelerate(asked_sizes(launch.settings))
-    threads = share_of_cores()  # before Accelerate may bind each process to some
+    threads = share_of_cores()  # before Accelerate may bind each process to some cores
     with liveness.connecting(args.connect_timeout):
         if is_sharded_on_cpu:
             from common.parallel import sharding
 
             sharding.connect_rehearsal(launch.mode)
         accelerator = Accelerator(**kwargs)
-        # DDP: gradients lie in the buckets that are sent, and not beside them once more.
+        # DDP: gradients are views of the communication buckets, without memory of their own.
         accelerator.ddp_handler = AveragedByPeers(gradient_as_bucket_view=True)
         accelerator.wait_for_everyone()  # NCCL connects at the first collective
     _check_what_runs(launch, accelerator)
     if launch.mode in ("FSDP", "DeepSpeed") and _configure_sharding(launch, accelerator, args.max_grad_norm):
-        torch.set_num_threads(threads)  # of DeepSpeed's CPU Adam too: it takes torch's OpenMP
+        torch.set_num_threads(threads)  # also for DeepSpeed's CPU Adam, which uses torch's OpenMP
     if launch.num_machines > 1:
         _warn_of_groups_across_machines(launch)
     if settled is not None:
@@ -102,7 +105,7 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs) -> Acce
 
 
 def _configure_sharding(launch: Launch, accelerator: Accelerator, max_grad_norm: float) -> bool:
-    """Configures FSDP2 or DeepSpeed; returns whether the CPU updates the weights and has threads to share for that."""
+    """Configures FSDP2 or DeepSpeed; returns whether the CPU computes the updates and the user set no thread count."""
     from common.parallel import sharding
 
     sharding.shard_over_peers(accelerator, launch.degrees)
@@ -118,26 +121,26 @@ def _warn_of_groups_across_machines(launch: Launch) -> None:
 
 
 def _name_device(launch: Launch, is_sharded_on_cpu: bool) -> None:
-    """Which device Accelerate and DeepSpeed are to take, in the environment, and a GPU's float32 products."""
+    """Sets the device of Accelerate and DeepSpeed in the environment, and a GPU's precision of float32 matmuls."""
     if is_sharded_on_cpu:
         from common.parallel import sharding
 
         sharding.prepare_rehearsal(launch.mode)
     elif runs_on_cpu(launch):
-        # Read by Accelerate when its state is made: CPU, and gloo in the place of NCCL. Without it, the processes of
-        # a MULTI_GPU launch on a machine without a GPU are not connected and each is a run of its own.
+        # Read by Accelerate when it creates its state: CPU, and gloo instead of NCCL. Without it, the processes of a
+        # MULTI_GPU launch on a machine without a GPU are not connected, and each is a separate run.
         os.environ["ACCELERATE_USE_CPU"] = "true"
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, once imported, warns that it looked for a GPU
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns at import that it looked for a GPU
     elif torch.cuda.is_available():
-        # TF32 matrix products: float32 range, 10-bit mantissa, several times faster. Mixed precision leaves some in
-        # float32 too, as those of a recurrence. NVIDIA_TF32_OVERRIDE=0 turns them off.
+        # TF32 matmuls: float32 range, 10-bit mantissa, several times faster. Mixed precision leaves some matmuls in
+        # float32 too, such as those of a recurrence. NVIDIA_TF32_OVERRIDE=0 turns TF32 off.
         torch.set_float32_matmul_precision("high")
 
 
 def _check_what_runs(launch: Launch, accelerator: Accelerator) -> None:
     asked = f"{launch.source} asks for"
     runs = running_mode(accelerator)
-    # One process of DDP has nothing to reduce, and Accelerate may call it plain.
+    # A single process of DDP has nothing to reduce, and Accelerate may report its mode as plain.
     if runs != launch.mode and not (launch.num_processes == 1 and {runs, launch.mode} <= {"plain", "DDP"}):
         raise UserError(f"{asked} {launch.mode}, but {runs} would run on {accelerator.device.type}")
     if accelerator.num_processes != launch.num_processes:
@@ -149,25 +152,26 @@ def _check_what_runs(launch: Launch, accelerator: Accelerator) -> None:
 
 
 def share_of_cores() -> int:
-    """The cores that each process of this host has for itself: those that they may use, divided among them."""
+    """Returns the number of cores per process of this host: the usable cores, divided by the number of processes."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else sys.maxsize  # not on macOS
     cores = min(allowed, psutil.cpu_count(logical=False) or os.cpu_count() or 1)
-    limit = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of computing in so many
+    limit = Path("/sys/fs/cgroup/cpu.max")  # limit of a container: CPU microseconds per period
     quota, period = limit.read_text().split() if limit.is_file() else ("max", "1")
     cores = cores if quota == "max" else min(cores, int(quota) // int(period))
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def name_interface() -> None:
-    """Names gloo the network that leads to the main machine, where there are several machines and the user named none.
+    """Sets gloo's network interface to an interface that reaches the main machine, unless the user has set it.
 
-    By itself gloo takes the address that the host's name stands for, which on many systems is one of the loopback.
+    It is set only with several machines. By default, gloo uses the address of the host's name, which on many systems is
+    a loopback address.
     """
     if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == started_world_size() or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     family, kind, _, _, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(address)  # of UDP: sends nothing, and finds the way
+        probe.connect(address)  # UDP: sends nothing, but selects the route
         mine = probe.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
         if mine in [interface.address.split("%")[0] for interface in addresses]:
@@ -175,8 +179,8 @@ def name_interface() -> None:
 
 
 def seed_everything(seed: int, accelerator: Accelerator | None = None) -> None:
-    """Seeds Python, numpy and torch: alike on all ranks without `accelerator`, unlike (for dropout) with it.
+    """Seeds Python, numpy and torch: equal on all ranks without `accelerator`, different (for dropout) with it.
 
-    The ranks of a tensor group compute the same, and draw the same.
+    The ranks of a tensor group compute the same values, so they get the same seed.
     """
     set_seed(seed + (0 if accelerator is None else accelerator.process_index // running().tensor))

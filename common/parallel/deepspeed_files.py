@@ -14,14 +14,14 @@ from common.files import why_not_writable
 from common.training.optimizers import OPTIMIZERS, name_optimizers
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-# What DeepSpeed reads at the top of its file, and ignores without a word where it is misspelt.
+# Keys at the top level of DeepSpeed's file. DeepSpeed silently ignores misspelt keys.
 TOP_KEYS = (*BATCH_KEYS, "gradient_clipping", "bf16", "fp16", "zero_optimization", "aio", "communication_data_type")
 TOP_KEYS += ("prescale_gradients", "gradient_predivide_factor", "wall_clock_breakdown", "zero_allow_untested_optimizer")
 TOP_KEYS += ("optimizer", "scheduler", "activation_checkpointing", "steps_per_print", "data_types", "torch_autocast")
 
 
 def inline_deepspeed_config(settings: dict[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's configuration as the launcher's own settings make it, in the form of a file."""
+    """Returns the DeepSpeed configuration of the launcher's own settings, in the form of a file."""
     zero = {"stage": int(settings.get("zero_stage") or 2)}
     for part in ("offload_optimizer", "offload_param"):
         device = settings.get(f"{part}_device") or "none"
@@ -31,10 +31,10 @@ def inline_deepspeed_config(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_deepspeed_file(name: str, config_file: str) -> tuple[str, list[str]]:
-    """The path of the DeepSpeed file that a config file names, and a line if two different files could be meant.
+    """Returns the path of the DeepSpeed file that a config file names, and a line if two different files match.
 
-    Accelerate takes the name as relative to the current directory. The file is also looked for next to the config file
-    and in the folders above it, so that a shipped config, or a copy with its ds_configs/, works from any directory.
+    Accelerate interprets the name relative to the current directory. Here, the folder of the config file and the
+    folders above it are searched too. So a shipped config, or a copy with its ds_configs/, works from any directory.
     """
     folders = [*Path(os.path.abspath(config_file)).parents, *Path(config_file).resolve().parents]
     nearest = next((folder / name for folder in folders if (folder / name).is_file()), None)
@@ -49,9 +49,9 @@ def find_deepspeed_file(name: str, config_file: str) -> tuple[str, list[str]]:
 
 
 def read_deepspeed_config(config: str | dict[str, Any]) -> dict[str, Any]:
-    """The settings of a DeepSpeed file, or those that were given.
+    """Returns the settings of a DeepSpeed file; returns a dict of settings unchanged.
 
-    Raises UserError: the file is not there, or is no JSON object; one line.
+    Raises UserError: the file does not exist, or is not a JSON object; one line.
     """
     if not isinstance(config, str):
         return config
@@ -70,7 +70,7 @@ def read_deepspeed_config(config: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def flatten(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Each setting of a nested configuration, under its dotted name."""
+    """Yields each setting of a nested configuration, with its dotted name."""
     for name, value in settings.items():
         if isinstance(value, dict) and value:
             yield from flatten(value, f"{prefix}{name}.")
@@ -84,18 +84,19 @@ def section_of(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def file_precision(config: str | dict[str, Any]) -> str | None:
-    """The precision that a DeepSpeed file turns on by itself, whatever the launch says; None where it turns on none."""
+    """Returns the precision that a DeepSpeed file turns on itself, independent of the launch; None without."""
     try:
         config = read_deepspeed_config(config)
     except UserError:
-        return None  # `check_deepspeed` says so
+        return None  # `check_deepspeed` reports it
     return next((name for name in ("bf16", "fp16") if section_of(config, name).get("enabled") is True), None)
 
 
 def check_zero(where: str, zero: Any, left: list[str], optimizer: str) -> Iterator[str]:
-    """Whether DeepSpeed takes a section zero_optimization, and its offload the optimizer.
+    """Yields a line for each problem with a section zero_optimization, or with the optimizer and its offload.
 
-    `left`: the names of all settings that were "auto", and are left to DeepSpeed's defaults.
+    Args:
+        left: names of all settings that were "auto", and are left to DeepSpeed's defaults.
     """
     if not isinstance(zero, dict) or not zero:
         yield f"{where}: it has no section zero_optimization; write one, as in ds_configs/"
@@ -120,20 +121,21 @@ def check_zero(where: str, zero: Any, left: list[str], optimizer: str) -> Iterat
 
 
 def check_optimizer(zero: dict[str, Any], optimizer: str) -> Iterator[str]:
-    """A line where a section zero_optimization does not go with the optimizer."""
+    """Yields a line if a section zero_optimization cannot be combined with the optimizer."""
     if offload_devices(zero)["offload_optimizer"] != "none" and not OPTIMIZERS[optimizer].deepspeed_offloads:
-        # Accelerate would put DeepSpeed's CPU Adam in its place, without a word.
+        # Accelerate would silently replace it by DeepSpeed's CPU Adam.
         others = name_optimizers("deepspeed_offloads")
         yield f"--optimizer {optimizer}: with its state offloaded, DeepSpeed runs only {others}; use {others}"
     elif not OPTIMIZERS[optimizer].is_elementwise:
-        # ZeRO updates flat pieces of the parameters: factored or block-wise states would be others than the tensors'.
+        # ZeRO updates flat pieces of the parameters, whose factored or block-wise states differ from those of full
+        # tensors.
         others = name_optimizers("is_elementwise")
         yield f"--optimizer {optimizer} works on whole tensors, and ZeRO cuts them; use {others}"
 
 
 def _check_names(zero: dict[str, Any], left: list[str]) -> list[str]:
-    """What of a section zero_optimization DeepSpeed does not know or take."""
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # here because it takes seconds
+    """Returns a line for each setting of a section zero_optimization that DeepSpeed does not know or accept."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # imported here because it takes seconds
     from pydantic import ValidationError
 
     old = {"cpu_offload": "offload_optimizer", "cpu_offload_params": "offload_param"}
@@ -161,7 +163,7 @@ def _check_names(zero: dict[str, Any], left: list[str]) -> list[str]:
 
 
 def offload_devices(zero_optimization: dict[str, Any]) -> dict[str, str]:
-    """Where weights (`offload_param`) and optimizer state (`offload_optimizer`) lie: none, cpu or nvme."""
+    """Returns the device of weights (`offload_param`) and optimizer state (`offload_optimizer`): none, cpu or nvme."""
     parts = ("offload_param", "offload_optimizer")
     return {part: (zero_optimization.get(part) or {}).get("device") or "none" for part in parts}
 
@@ -169,12 +171,12 @@ def offload_devices(zero_optimization: dict[str, Any]) -> dict[str, str]:
 def check_nvme_space(
     config: str | dict[str, Any], parameter_sizes: Callable[[], list[int]], num_machines: int = 1
 ) -> None:
-    """Whether the files of DeepSpeed's NVMe offload, if there is any, have room on this host, before one is written.
+    """Checks that the files of DeepSpeed's NVMe offload, if any, fit on this host, before a file is written.
 
-    A parameter takes 16 bytes of files for the optimizer (its float32 copy, AdamW's two moments, its gradient) and 4
-    for itself; hosts share them.
+    Files need 16 bytes per parameter for the optimizer (float32 master weight, AdamW's two moments, gradient), and 4
+    for the parameter itself. The hosts share them.
 
-    Raises UserError: a line for each path with too little space.
+    Raises UserError: one line per path with too little space.
     """
     zero = read_deepspeed_config(config).get("zero_optimization", {})
     in_files = [part for part, device in offload_devices(zero).items() if device == "nvme"]
@@ -194,12 +196,12 @@ def check_nvme_space(
 
 
 def size_nvme_buffers(config: dict[str, Any], parameter_sizes: Callable[[], list[int]], num_processes: int) -> bool:
-    """Gives DeepSpeed's buffers for weights in files room for a process's share of the largest parameter, in place.
+    """Sets DeepSpeed's buffers for weights in files to a process's share of the largest parameter, in place.
 
-    DeepSpeed's default is 100 million elements, where the embedding of an 8 B model has 525 million. Returns whether
+    DeepSpeed's default is 100 million elements, but the embedding of an 8 B model has 525 million. Returns whether
     there are such buffers.
 
-    Raises UserError: the file gives a size that is too small, where DeepSpeed would fail with an assertion.
+    Raises UserError: the size in the file is too small; DeepSpeed would fail with an assertion.
     """
     zero = config.get("zero_optimization", {})
     if offload_devices(zero)["offload_param"] != "nvme":

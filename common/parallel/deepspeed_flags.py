@@ -24,35 +24,35 @@ WIDTH_KEYS = tuple(
     for key in ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 )
 GATHER_KEY = "stage3_gather_16bit_weights_on_model_save"
-# Nothing comes of them here: Accelerate silences DeepSpeed's own lines, and the recipes bring models and loaders.
+# These have no effect here: Accelerate silences DeepSpeed's own output, and recipes supply models and loaders.
 IDLE_KEYS = ("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dataloader_drop_last")
 TRAINS_OTHERWISE = ("progressive_layer_drop", "curriculum_learning", "data_efficiency", "compression_training")
 TRAINS_OTHERWISE += ("amp", "elasticity", "eigenvalue", "quantize_training", "sparse_attention", "sparse_gradients")
-# The types of an `optimizer` section, whose case DeepSpeed ignores, and the --optimizer that each is.
+# Types of an `optimizer` section (DeepSpeed ignores their case), and the --optimizer of each type.
 OPTIMIZER_TYPES = {kind: name for name, info in OPTIMIZERS.items() for kind in info.deepspeed_types}
-KERNELS = ("torch_adam", "fused", "foreach")  # they change how a step is computed, not what
+KERNELS = ("torch_adam", "fused", "foreach")  # they change the kernel of a step, not its result
 SCHEDULER_TYPES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 
 @dataclass
 class Settled:
-    """DeepSpeed's settings as they are to run, and what is to be said of those that were given."""
+    """DeepSpeed's final settings, and messages about the requested settings."""
 
     config: dict[str, Any]
-    problems: list[str] = field(default_factory=list)  # what contradicts a flag or the launch, or cannot run
-    filled: list[str] = field(default_factory=list)  # what was "auto" or absent, each with where it comes from
-    left: list[str] = field(default_factory=list)  # what was "auto", and is left to DeepSpeed's defaults
-    idle: list[str] = field(default_factory=list)  # what has no effect
+    problems: list[str] = field(default_factory=list)  # contradictions to a flag or the launch; unsupported values
+    filled: list[str] = field(default_factory=list)  # settings that were "auto" or absent, each with its source
+    left: list[str] = field(default_factory=list)  # settings that were "auto", and are left to DeepSpeed's defaults
+    idle: list[str] = field(default_factory=list)  # settings without effect
 
 
 def check_deepspeed(
     config: str | dict[str, Any], args: argparse.Namespace, mixed_precision: str, degrees: Degrees
 ) -> list[str]:
-    """One line for each value of a DeepSpeed file, or of the launch, that contradicts a flag or cannot run.
+    """Returns a line for each value of a DeepSpeed file, or of the launch, that contradicts a flag or cannot run.
 
     Args:
         config: DeepSpeed's configuration or the name of its file.
-        args: the recipe's flags, their defaults filled in.
+        args: the recipe's flags, with defaults filled in.
     """
     where = config if isinstance(config, str) else "the launch's DeepSpeed settings"
     try:
@@ -66,7 +66,7 @@ def check_deepspeed(
 def settle_deepspeed(
     config: str | dict[str, Any], args: argparse.Namespace, mixed_precision: str, degrees: Degrees
 ) -> Settled:
-    """What DeepSpeed is to be given, and what is to be said of it. For the arguments see `check_deepspeed`.
+    """Returns DeepSpeed's final settings, with messages about them. For the arguments see `check_deepspeed`.
 
     Raises UserError: the file cannot be read.
     """
@@ -86,7 +86,7 @@ def settle_deepspeed(
 
 
 def describe_settled(where: str, settled: Settled) -> str:
-    """The line that says what was filled in."""
+    """Returns the line that lists the filled-in settings."""
     defaults = [f"{name} (DeepSpeed's default)" for name in settled.left]
     return f"DeepSpeed's settings ({where}), filled in: {', '.join(settled.filled + defaults)}"
 
@@ -96,7 +96,12 @@ def _is_given(value: Any) -> bool:
 
 
 def _contradictions(given: dict[str, Any], prefix: str, runs: dict[str, tuple[str, Any]]) -> Iterator[str]:
-    """A line for each value that is not what runs: of each name, the flag that decides, and its value."""
+    """Yields a line for each value that differs from the value that runs.
+
+    Args:
+        given: values of the file, by name.
+        runs: by name, the flag that decides, and its value.
+    """
     for name, value in given.items():
         if not _is_given(value):
             continue
@@ -109,7 +114,10 @@ def _contradictions(given: dict[str, Any], prefix: str, runs: dict[str, tuple[st
 
 
 def _settle_batch(settled: Settled, args: argparse.Namespace, degrees: Degrees) -> None:
-    """DeepSpeed is not told of the batch: the recipe cuts it. `sharding.configure_plugins` sets the norm that clips."""
+    """Removes the batch settings, because the recipe splits the batch.
+
+    `sharding.configure_plugins` sets the norm for clipping.
+    """
     cut = "micro_batch_size" if args.micro_batch_size else "micro_batch_tokens"
     flags = {"gradient_clipping": "max_grad_norm", "train_batch_size": "global_batch_size"}
     for key, flag in (flags | {"train_micro_batch_size_per_gpu": cut}).items():
@@ -124,14 +132,14 @@ def _settle_batch(settled: Settled, args: argparse.Namespace, degrees: Degrees) 
     key = "gradient_accumulation_steps"
     value = settled.config.pop(key, None)
     steps, arithmetic = accumulation_steps(args, degrees)
-    if not _is_given(value) or value == 1:  # 1 is the default, which `accelerate config` writes unasked
+    if not _is_given(value) or value == 1:  # 1 is the default, which `accelerate config` writes by itself
         settled.filled.append(f"{key} ({arithmetic})")
     elif value != steps:
         settled.problems.append(f"{key} is {value}; it follows from {arithmetic}; take it out")
 
 
 def accumulation_steps(args: argparse.Namespace, degrees: Degrees) -> tuple[float | None, str]:
-    """The micro-batches of an update on a process, None where they vary, and the flags that they follow from."""
+    """Returns micro-batches per update and process (None if they vary), and the flags that determine them."""
     batch = f"--global_batch_size {args.global_batch_size}"
     if not args.micro_batch_size:
         return None, f"{batch} in --micro_batch_tokens {args.micro_batch_tokens}"
@@ -166,7 +174,7 @@ def _settle_scheduler(settled: Settled, args: argparse.Namespace) -> None:
     if _is_given(kind) and kind not in SCHEDULER_TYPES:
         settled.problems.append(f"scheduler.type is {kind}, which --lr_schedule has not; take the section out")
         return
-    # The recipes' warm-up is a straight line from 0.
+    # The recipes' warm-up is linear from 0.
     fixed = {"warmup_min_lr": 0, "warmup_min_ratio": 0, "warmup_type": "linear", "cos_min_ratio": COSINE_FLOOR}
     runs = {name: ("that of --lr_schedule", value) for name, value in fixed.items()} | {
         "warmup_max_lr": ("--learning_rate", args.learning_rate),
@@ -213,7 +221,7 @@ def _settle_precision(settled: Settled, mixed_precision: str, export_dtype: str 
         if section:
             section["enabled"] = is_on
         else:
-            config.pop(name, None)  # Accelerate writes one
+            config.pop(name, None)  # Accelerate adds a section
 
 
 def _settle_zero(settled: Settled) -> None:
@@ -266,7 +274,10 @@ def _settle_others(settled: Settled) -> None:
 
 
 def _take_auto(settings: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Takes out what is still "auto", which DeepSpeed reads as absent and Accelerate would refuse; yields the names."""
+    """Removes settings that are still "auto", and yields their names.
+
+    DeepSpeed treats "auto" as absent, but Accelerate would reject it.
+    """
     for name, value in list(settings.items()):
         if isinstance(value, dict):
             yield from _take_auto(value, f"{prefix}{name}.")

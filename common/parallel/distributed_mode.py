@@ -9,7 +9,7 @@ from common.training.process_grid import running
 
 
 def running_mode(accelerator: Accelerator) -> str:
-    """plain, DDP, FSDP or DeepSpeed."""
+    """Returns the distributed mode: plain, DDP, FSDP or DeepSpeed."""
     return {
         DistributedType.NO: "plain",
         DistributedType.MULTI_CPU: "DDP",
@@ -20,7 +20,7 @@ def running_mode(accelerator: Accelerator) -> str:
 
 
 def describe_mode(accelerator: Accelerator) -> str:
-    """The mode with its stage or shape and what is offloaded, for the first printed block."""
+    """Returns the mode with its stage or sizes, and with offloaded parts, for the run summary."""
     mode = running_mode(accelerator)
     if mode == "DeepSpeed":
         zero = accelerator.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
@@ -43,12 +43,12 @@ def describe_mode(accelerator: Accelerator) -> str:
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether a process may hold a part of the weights only."""
+    """Returns whether a process may hold only a part of the weights."""
     return running_mode(accelerator) in ("FSDP", "DeepSpeed") or running().copies > 1
 
 
 def describe_precision(accelerator: Accelerator) -> str:
-    """What the numbers are, for the first printed block."""
+    """Returns the precision of weights and matmuls, for the run summary."""
     if accelerator.mixed_precision != "no" and running_mode(accelerator) == "DeepSpeed":
         return f"{accelerator.mixed_precision} weights and products; the optimizer updates float32 copies"
     if accelerator.mixed_precision != "no":

@@ -20,28 +20,28 @@ from common.errors import UserError
 
 
 def _build_extension(builder_name: str, package: str) -> None:
-    """Loads one of DeepSpeed's C++ extensions; built first, which takes minutes, by one process while others wait.
+    """Loads one of DeepSpeed's C++ extensions; if necessary, one process builds it (minutes) while others wait.
 
-    `package` is Debian's name for what the build needs. Raises UserError, one line, where it cannot be built.
+    `package` is the Debian package that the build needs. Raises UserError, one line, if the build is not possible.
     """
-    import deepspeed  # here because it takes seconds
+    import deepspeed  # imported here because it takes seconds
     from deepspeed.accelerator import get_accelerator
 
     from common.internals.deepspeed import build_without_debug_symbols
     from common.internals.torch import extension_directory
 
-    # This environment's ninja, also where it was not activated: another version's builds all again.
+    # This environment's ninja, even if it is not activated: a different version would rebuild everything.
     if (path := os.environ.get("PATH", "")).split(os.pathsep)[0] != (ours := str(Path(sys.executable).parent)):
         os.environ["PATH"] = os.pathsep.join([ours, path])
     builder = get_accelerator().create_op_builder(builder_name)
     build_without_debug_symbols(builder)
     directory = extension_directory(builder.name)
     library = directory / f"{builder.name}.so"
-    # DeepSpeed builds a second one for async_io.
+    # DeepSpeed builds a second extension for async_io.
     locks = [directory / "lock", *([directory.parent / "pin_memory/lock"] if builder.name == "async_io" else [])]
-    # Ours is released when its process ends, however it ends. Torch's own lock is a file that a killed build leaves,
-    # and everybody then waits for it for ever. All of a run's processes take it inside of ours, so one that nobody
-    # has open is such a left one.
+    # Our lock is released when its process ends, for any reason. Torch's own lock is a file: a killed build leaves it
+    # behind, and everybody then waits for it indefinitely. All processes of a run take torch's lock inside ours, so a
+    # lock file that no process has open is left over.
     building = FileLock(directory.parent / f"{builder.name}.building")
     try:
         held = building.acquire(timeout=5)
@@ -54,7 +54,7 @@ def _build_extension(builder_name: str, package: str) -> None:
         for lock in left:
             print(f"{lock} was left by a build that was killed; removing it", flush=True)
             lock.unlink(missing_ok=True)
-        # Ninja builds again what another environment's DeepSpeed or torch had built here.
+        # Ninja rebuilds files from the DeepSpeed or torch of a different environment.
         recipe = directory / "build.ninja"
         is_ours = recipe.exists() and str(Path(deepspeed.__file__).parent) in recipe.read_text()
         must_build = left or not library.exists() or not is_ours
@@ -73,7 +73,7 @@ def _build_extension(builder_name: str, package: str) -> None:
 
 
 def _load(builder: Any) -> None:
-    """DeepSpeed keeps what it has loaded, and takes no lock for it again."""
+    """Loads an extension; DeepSpeed keeps loaded extensions, and does not lock them again."""
     import torch
     from torch.utils.cpp_extension import CUDA_HOME
 
@@ -86,14 +86,14 @@ def _load(builder: Any) -> None:
         raise UserError(
             f"DeepSpeed's extension {builder.name} needs the CUDA toolkit (nvcc), and none is found; install that of "
             f"CUDA {torch.version.cuda}, or set CUDA_HOME to the directory where it is"
-        ) from error  # it has joined None with "include"
+        ) from error  # the error: CUDA_HOME, None, was joined with "include"
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1]
         raise UserError(f"DeepSpeed's extension {builder.name} does not compile ({reason})") from error
 
 
 def _is_open(path: Path) -> bool:
-    """Whether a process that this user may look into has the file open."""
+    """Returns whether a process that this user may inspect has the file open."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if any(Path(file.path) == path for file in process.open_files()):
@@ -102,9 +102,9 @@ def _is_open(path: Path) -> bool:
 
 
 def build_extensions(offload_devices: Iterable[str]) -> None:
-    """The extensions for offload to these devices (none, cpu, nvme); on a CPU, also the one of DeepSpeed's collectives.
+    """Builds the extensions for offload to these devices (none, cpu, nvme); on a CPU, also that of the collectives.
 
-    Raises UserError: one line, where one cannot be built.
+    Raises UserError: an extension cannot be built; one line.
     """
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         _build_extension("ShareMemCommBuilder", "g++")

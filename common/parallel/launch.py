@@ -18,20 +18,20 @@ from common.internals.accelerate import read_launch
 from common.launcher import find_launch_words
 from common.training.process_grid import Degrees
 
-# Accelerate's numbers of processes on a CPU where WORLD_SIZE is not set; with each, how names of its kind begin.
+# Variables of Accelerate's process count on a CPU if WORLD_SIZE is not set, with the prefixes of related variables.
 MPI = {"PMI_SIZE": ("PMI_", "MPI_LOCAL"), "OMPI_COMM_WORLD_SIZE": ("OMPI_",), "MV2_COMM_WORLD_SIZE": ("MV2_COMM_",)}
-# Sizes of Accelerate's `parallelism_config`, and the key of the config file that has the number of stages.
+# Sizes of Accelerate's `parallelism_config`, and the config file's key for the number of stages.
 SIZES = ("dp_replicate", "dp_shard", "sp", "tp", "pp", "cp")
 STAGES = "parallelism_config_pp_size"
 
 
 @dataclass
 class Launch:
-    """What `accelerate launch` was told, or what the environment says where another launcher started this process."""
+    """The requested `accelerate launch`, or the environment's values if a different launcher started this process."""
 
-    source: str = "the environment"  # what to name in an error
+    source: str = "the environment"  # subject of error messages
     config_file: str | None = None
-    command: list[str] = field(default_factory=list)  # `accelerate launch` as it was typed, up to the script
+    command: list[str] = field(default_factory=list)  # `accelerate launch` as typed, up to the script
     num_processes: int = field(default_factory=lambda: int(os.environ.get("WORLD_SIZE", 1)))
     mode: str = "plain"  # plain, DDP, FSDP, DeepSpeed
     mixed_precision: str = field(default_factory=lambda: os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
@@ -41,31 +41,31 @@ class Launch:
     gradient_accumulation_steps: str = field(
         default_factory=lambda: os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     )
-    deepspeed_config: str | dict = field(default_factory=dict)  # DeepSpeed: the file's name, or what the launcher says
-    settings: dict[str, Any] = field(default_factory=dict)  # of the launcher, by the names of its flags
-    given: set[str] = field(default_factory=set)  # those that were given as flags
-    file_settings: dict[str, Any] = field(default_factory=dict)  # those that the config file names
-    file_problems: list[str] = field(default_factory=list)  # keys in its sections that the launcher does not take
-    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))  # before the launcher added its own
+    deepspeed_config: str | dict = field(default_factory=dict)  # for DeepSpeed: file name, or settings of the launcher
+    settings: dict[str, Any] = field(default_factory=dict)  # settings of the launcher, by flag name
+    given: set[str] = field(default_factory=set)  # settings passed as flags
+    file_settings: dict[str, Any] = field(default_factory=dict)  # settings in the config file
+    file_problems: list[str] = field(default_factory=list)  # mistakes in the config file, or in its use
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))  # before the launcher's changes
     num_machines: int = 1
     machine_rank: int = 0
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Those of `parallelism_config`: of the launcher, and the one that it does not know, of the file."""
+        """Returns the sizes of `parallelism_config`: the launcher's, and the number of stages in the config file."""
         asked = self.file_settings.get(STAGES)
-        stages = {STAGES: asked} if isinstance(asked, int) else {}  # of another kind: in `file_problems`
+        stages = {STAGES: asked} if isinstance(asked, int) else {}  # not an integer: reported in `file_problems`
         return asked_sizes(self.settings | stages)
 
     @property
     def degrees(self) -> Degrees:
-        """How the processes share an update; `check_launch` says whether they can."""
+        """Returns the process grid of an update; `check_launch` checks that it is possible."""
         sizes = self.sizes
         return Degrees(self.num_processes, *(max(1, sizes[name]) for name in ("sp", "tp", "pp")))
 
 
 def asked_sizes(settings: dict[str, Any]) -> dict[str, int]:
-    """The sizes of `parallelism_config`, in the launcher's settings; without a launcher, of Accelerate's variables."""
+    """Returns the launcher's sizes of `parallelism_config`; without a launcher, those of Accelerate's variables."""
     if settings.get("use_parallelism_config"):
         given = {name: settings.get(f"parallelism_config_{name}_size") for name in SIZES}
         return {name: 1 if size is None else int(size) for name, size in given.items()}
@@ -75,20 +75,20 @@ def asked_sizes(settings: dict[str, Any]) -> dict[str, int]:
 
 
 def started_world_size() -> int:
-    """Number of processes that the launcher started; known before any of them is connected."""
+    """Returns the number of processes that the launcher started; known before any of them is connected."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def find_launch() -> Launch:
-    """What was asked, from the command line of the `accelerate launch` that is an ancestor of this process.
+    """Returns the requested launch, from the command line of the `accelerate launch` above this process.
 
-    Nothing in the environment tells how many processes were asked for, only how many were started; the two differ.
-    The launcher's own parser reads its command line, so flags, config file and their precedence are the launcher's.
+    The environment contains only the number of started processes, not the requested number; these may differ. The
+    launcher's own parser reads its command line, so flags, config file and their precedence are the launcher's.
     """
     for process in psutil.Process().parents():
         try:
             command = process.cmdline()
-        except psutil.Error:  # ended, or another user's
+        except psutil.Error:  # it has ended, or belongs to a different user
             continue
         if (words := find_launch_words(command)) is not None:
             return parse_launch(words, process.environ())
@@ -96,7 +96,11 @@ def find_launch() -> Launch:
 
 
 def parse_launch(argv: list[str], environment: dict[str, str] | None = None) -> Launch:
-    """What the words after `accelerate launch` ask for; `environment` is that of the launcher."""
+    """Returns the launch that the words after `accelerate launch` request.
+
+    Args:
+        environment: environment of the launcher.
+    """
     with open(os.devnull, "w") as null, redirect_stderr(null):  # the launcher has printed its warnings already
         args, defaults, known = read_launch(argv)
     config_file = args.config_file or (default_config_file if defaults is not None else None)
@@ -104,7 +108,7 @@ def parse_launch(argv: list[str], environment: dict[str, str] | None = None) -> 
         source=f"`accelerate launch` with {config_file}" if config_file else "`accelerate launch`",
         config_file=config_file,
         command=["accelerate", "launch", *argv[: len(argv) - len(args.training_script_args) - 1]],
-        # Without a config, the launcher counts GPUs: zero of them is still one process.
+        # Without a config, the launcher counts GPUs; without GPUs, it starts one process.
         num_processes=max(1, args.num_processes or 1),
         mode=_asked_mode(args),
         mixed_precision=args.mixed_precision or "no",
@@ -130,7 +134,7 @@ def parse_launch(argv: list[str], environment: dict[str, str] | None = None) -> 
 
 
 def _read_deepspeed_file(launch: Launch, args: argparse.Namespace) -> None:
-    """Finds the DeepSpeed config of the launch; relative to the config file if that names it."""
+    """Reads the DeepSpeed config of the launch; a file named in the config file is relative to the config file."""
     from common.parallel import deepspeed_files
 
     launch.deepspeed_config = args.deepspeed_config_file or deepspeed_files.inline_deepspeed_config(vars(args))
@@ -154,7 +158,7 @@ def _asked_mode(args: argparse.Namespace) -> str:
 
 
 def _read_config_file(launch: Launch, known: set[str]) -> None:
-    """Which settings the config file names. The launcher takes unknown keys within a section without a word."""
+    """Reads the settings of the config file. The launcher silently accepts unknown keys within a section."""
     for key, value in (yaml.safe_load(Path(launch.config_file).read_text()) or {}).items():
         if not isinstance(value, dict):
             launch.file_settings[key] = value
@@ -172,20 +176,20 @@ def _read_config_file(launch: Launch, known: set[str]) -> None:
 
 
 def mpi_variables() -> list[str]:
-    """The names of the variables that mpirun, or srun, has left in this process's environment."""
+    """Returns the names of the variables that mpirun or srun left in this process's environment."""
     return sorted(name for name in os.environ if name.startswith(tuple(one for kind in MPI.values() for one in kind)))
 
 
 def runs_on_cpu(launch: Launch) -> bool:
-    """Whether the CPU computes: asked for, or the only device there is."""
+    """Returns whether the run computes on the CPU: on request, or as the only device."""
     return launch.use_cpu or not torch.accelerator.is_available()
 
 
 def is_rehearsal(launch: Launch) -> bool:
-    """Whether a config for GPUs runs on a CPU."""
+    """Returns whether a config for GPUs runs on a CPU."""
     return runs_on_cpu(launch) and not launch.use_cpu and launch.config_file is not None
 
 
 def names_threads(launch: Launch) -> bool:
-    """Whether the user said how many threads a process is to have; else the launcher gives each of several one."""
+    """Returns whether the user set the threads per process; else the launcher sets 1 if there are several processes."""
     return "num_cpu_threads_per_process" in launch.given or "OMP_NUM_THREADS" in launch.environment

@@ -16,7 +16,7 @@ from common.training.recipe_traits import Arguments, Traits
 
 
 def check_layer_classes(launch: Launch, make_empty: Callable[[], torch.nn.Module]) -> Iterable[str]:
-    """A line for each layer class that the launch names and the model does not have."""
+    """Returns a line for each layer class in the launch settings that the model does not contain."""
     if launch.mode not in ("FSDP", "DeepSpeed"):
         return []
     from common.parallel import sharding
@@ -25,7 +25,7 @@ def check_layer_classes(launch: Launch, make_empty: Callable[[], torch.nn.Module
 
 
 def check_machines(launch: Launch) -> Iterator[str]:
-    """One line for each mistake in how several machines are to find each other."""
+    """Yields a line for each mistake in the settings that connect several machines."""
     machines, processes, settings = launch.num_machines, launch.num_processes, launch.settings
     if machines == 1:
         return
@@ -48,13 +48,13 @@ def check_machines(launch: Launch) -> Iterator[str]:
         )
 
 
-# What a DeepSpeed file says in their place.
+# Launcher settings that a DeepSpeed file overrides.
 DEEPSPEED_FLAGS = {f"offload_{part}_{what}" for part in ("optimizer", "param") for what in ("device", "nvme_path")}
 DEEPSPEED_FLAGS |= {"zero_stage", "gradient_clipping", "zero3_save_16bit_model"}
 
 
 def check_deepspeed_flags(launch: Launch) -> Iterator[str]:
-    """One line for each flag of the launcher that a DeepSpeed file beside it makes void, or that changes its `auto`."""
+    """Yields a line for each launcher setting that a DeepSpeed file overrides, or that changes its `auto`."""
     file = launch.deepspeed_config
     if not isinstance(file, str):
         return
@@ -71,7 +71,7 @@ def check_deepspeed_flags(launch: Launch) -> Iterator[str]:
 
 
 def check_environment(launch: Launch) -> list[str]:
-    """One line if variables of another run's processes are left, which this one would take for its own."""
+    """Returns a line if variables of a different run's processes are set, which this run would use."""
     if "WORLD_SIZE" in launch.environment and launch.settings and "TORCHELASTIC_RUN_ID" not in os.environ:
         return ["WORLD_SIZE is set in the environment, of another launch; unset WORLD_SIZE RANK LOCAL_RANK"]
     if started_world_size() > 1 and "MASTER_ADDR" not in os.environ:
@@ -84,9 +84,10 @@ def check_environment(launch: Launch) -> list[str]:
 
 
 def check_launch(launch: Launch, args: Arguments, traits: Traits) -> list[str]:
-    """One line for each difference between what was asked and what this process finds; needs no process group.
+    """Returns a line for each difference between the requested launch and this process; needs no process group.
 
-    Also for what the mode cannot take of the recipe's flags; `checks.check_arguments` has filled in their defaults.
+    It also checks the recipe's flags that the mode does not support. Their defaults are already filled in
+    (`argument_checks.check_arguments`).
     """
     problems = [*_check_processes(launch), *check_asked(launch, args, traits), *_check_budget(launch, args, traits)]
     if launch.mode == "DeepSpeed":
@@ -98,7 +99,7 @@ def check_launch(launch: Launch, args: Arguments, traits: Traits) -> list[str]:
 
 
 def check_asked(launch: Launch, args: Arguments, traits: Traits) -> list[str]:
-    """One line for each mistake of a launch, and of the flags beside it, that needs no device and no DeepSpeed."""
+    """Returns a line for each mistake in launch and flags that can be found without a device and without DeepSpeed."""
     problems, sizes = list(launch.file_problems), launch.sizes
     if launch.mode not in ("plain", "DDP", "FSDP", "DeepSpeed"):
         problems.append(
@@ -130,12 +131,12 @@ def check_asked(launch: Launch, args: Arguments, traits: Traits) -> list[str]:
 
 
 def check_started(launch: Launch) -> list[str]:
-    """One line for each thing that keeps the processes, or their GPUs, from being those that were asked for."""
+    """Returns a line for each difference between the requested and the started processes and their GPUs."""
     return launch.file_problems + _check_processes(launch) + _check_gpus(launch)
 
 
 def _check_processes(launch: Launch) -> list[str]:
-    """Whether as many processes started as were asked for, or what keeps them from it."""
+    """Returns a line if the number of started processes differs from the request, or lines with the cause."""
     if problems := [*check_machines(launch), *check_environment(launch)]:
         return problems
     world, processes = started_world_size(), launch.num_processes
@@ -154,7 +155,7 @@ def _check_processes(launch: Launch) -> list[str]:
 
 
 def _check_parts(launch: Launch, traits: Traits) -> list[str]:
-    """Whether the recipe has stages, and a loss of which each process can have a part."""
+    """Returns a line if the recipe has no stages, or cannot compute the loss of a part of a sequence."""
     stages, asked = launch.degrees.pipeline, f"{launch.source} sets parallelism_config_pp_size to"
     if stages > 1 and traits.pipeline_schedule is None:
         return [f"{asked} {stages}, and this recipe has no stages; run recipes/pipeline.py, or take another config"]
@@ -165,7 +166,7 @@ def _check_parts(launch: Launch, traits: Traits) -> list[str]:
 
 
 def _check_budget(launch: Launch, args: Arguments, traits: Traits) -> Iterator[str]:
-    """--micro_batch_tokens auto needs ranks that compute without each other until their gradients are averaged."""
+    """Yields a line if --micro_batch_tokens auto is set but the ranks exchange data before averaging gradients."""
     is_alone = launch.mode in ("plain", "DDP") and launch.degrees.data == launch.num_processes
     if traits.lengths_vary and args.micro_batch_tokens == "auto" and not is_alone:
         yield (
@@ -208,7 +209,10 @@ def _check_gpus(launch: Launch) -> list[str]:
 
 
 def _check_accumulation(launch: Launch, args: argparse.Namespace) -> list[str]:
-    """It follows from the recipe's flags; under DeepSpeed the launch may say the same number."""
+    """Returns a line if the launch sets gradient accumulation, which follows from the recipe's flags.
+
+    Under DeepSpeed, the launch may set the same number.
+    """
     in_environment = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     allowed = ["1", "auto"]
     if {launch.gradient_accumulation_steps, in_environment} <= {*allowed}:
@@ -226,9 +230,9 @@ def _check_accumulation(launch: Launch, args: argparse.Namespace) -> list[str]:
 
 
 def find_unseen_gpu(root: Path = Path("/")) -> str | None:
-    """What shows that this machine has an NVIDIA GPU; None where nothing does, or where its GPUs are hidden on purpose.
+    """Returns a path that shows an NVIDIA GPU in this machine; None without a GPU, or if it is hidden on purpose.
 
-    Ask where torch sees none. `root` is where `dev` and `proc` are.
+    Call it if torch sees no GPU. `root` is the directory of `dev` and `proc`.
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return None
@@ -237,7 +241,7 @@ def find_unseen_gpu(root: Path = Path("/")) -> str | None:
 
 
 def _why_no_cuda() -> str:
-    """Why torch sees no CUDA device, in its own words; call it where it sees none."""
+    """Returns torch's own reason for seeing no CUDA device; call it only if it sees none."""
     try:
         torch.cuda.init()
     except (AssertionError, RuntimeError) as error:

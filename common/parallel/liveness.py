@@ -1,4 +1,4 @@
-"""What ranks do together outside of collectives: wait for each other, ask rank 0, end together, report a failure.
+"""Connects ranks outside of collectives: they wait for each other, ask rank 0, end together, and report a failure.
 
 With several processes, `rank_watch` detects a process that dies or hangs.
 """
@@ -17,16 +17,16 @@ import torch.distributed as dist
 
 from common.errors import UserError
 
-LOST_STATUS = 3  # exit status of a process that ends because another one was lost or failed
-MISTAKE_STATUS = 2  # of a user's mistake, on all ranks alike
-GRACE = 1.0  # seconds in which a failure of all ranks shows as theirs, and the true cause of an error as a lost rank
-SHARED_TIMEOUT = 10  # seconds in which a new file must be seen on all hosts: network file systems keep old listings
-update: int | None = None  # the update that this process is at; the loop sets it
-# Whether it is in the loop, which sets it: before and after, a library may hold Python's lock for as long as it reads
-# or writes a model, and silence means nothing.
+LOST_STATUS = 3  # exit status of a process that ends because a different process died or failed
+MISTAKE_STATUS = 2  # exit status after a user error, on all ranks alike
+GRACE = 1.0  # seconds until it is known whether an error occurs on all ranks, or is the result of a dead rank
+SHARED_TIMEOUT = 10  # seconds in which a new file must be visible on all hosts: network file systems cache listings
+update: int | None = None  # the current update of this process; the loop sets it
+# Whether this process is in the loop; the loop sets it. Before and after the loop, silence means nothing, because a
+# library may hold Python's lock while it reads or writes a model.
 in_loop = False
 OPTIONAL_TIMEOUT = 30.0  # seconds that a rank with an error in an `optional` block waits for the others to leave it
-# What the run writes about its own failure, given a line that says why; called in one process.
+# Writes a failure into the run's results, given a line with the reason; called in one process.
 note_failure: Callable[[str], None] | None = None
 watch: Any = None  # the `rank_watch.RankWatch` of a launch with several processes
 _num_waits = _num_optional = 0
@@ -34,13 +34,16 @@ _num_asked: Counter[str] = Counter()
 
 
 def reset() -> None:
-    """Forgets an earlier run of this process."""
+    """Resets the state that an earlier run of this process left."""
     global update, in_loop, note_failure
     update, in_loop, note_failure = None, False, None
 
 
 def leave(reason: str | None = None, status: int = 1) -> None:
-    """The good-bye of this process; with a `reason`, lines of text, the others end too and tell it. Harmless twice."""
+    """Announces the end of this process; with a `reason` (lines of text), the others end too and report it.
+
+    A second call has no effect.
+    """
     global watch
     left, watch = watch, None
     if left is not None:
@@ -52,9 +55,9 @@ def leave(reason: str | None = None, status: int = 1) -> None:
 
 
 def wait_for_all() -> None:
-    """Returns when all ranks have called it, however long one of them works before.
+    """Returns when all ranks have called it, without a time limit for the work of a rank before.
 
-    A collective would reach its time limit (NCCL: 10 minutes). The loss of a rank ends the others here as anywhere.
+    A collective would reach its time limit (NCCL: 10 minutes). If a rank dies, the others end here too.
     """
     global _num_waits
     if watch is None:
@@ -62,15 +65,15 @@ def wait_for_all() -> None:
     _num_waits += 1
     key, pause = f"{watch.key}-wait-{_num_waits}", 0.01
     num_here = watch.store.add(key, 1)
-    while num_here < watch.world_size:  # torch's own barrier of a store does not hear Ctrl-C until all have come
+    while num_here < watch.world_size:  # torch's store barrier ignores Ctrl-C until all ranks have come
         time.sleep(pause)
         num_here, pause = watch.store.add(key, 0), min(0.5, 2 * pause)
 
 
 def decided_by_main(question: str, answer: Callable[[], Any]) -> Any:
-    """What `answer` returns on rank 0, as JSON has it, on all ranks: from each a disk or the hub may look different.
+    """Returns rank 0's result of `answer`, as JSON, on all ranks, because a disk or the hub may look different to each.
 
-    Every rank asks the same questions. It waits however long rank 0 works before, as in `wait_for_all`.
+    Every rank calls it with the same questions. It waits for rank 0 without a time limit, as in `wait_for_all`.
     """
     if watch is None:
         return json.loads(json.dumps(answer()))
@@ -85,7 +88,7 @@ def decided_by_main(question: str, answer: Callable[[], Any]) -> Any:
 
 
 def is_soon(condition: Callable[[], bool]) -> bool:
-    """Whether it comes true within `SHARED_TIMEOUT`: as what rank 0 sees on a disk should be seen by this rank."""
+    """Returns whether the condition holds within `SHARED_TIMEOUT`; for example, that this rank sees rank 0's file."""
     deadline = time.monotonic() + SHARED_TIMEOUT
     while not condition():
         if time.monotonic() > deadline:
@@ -96,17 +99,17 @@ def is_soon(condition: Callable[[], bool]) -> bool:
 
 @contextmanager
 def optional(report: Callable[[Exception], None]) -> Iterator[None]:
-    """A block of all ranks that the run can do without: an error inside ends the block and goes to `report`.
+    """A block of all ranks that the run does not need: an error inside ends the block and is passed to `report`.
 
-    If several ranks have an error, rank 0 reports its own. The block must end on every rank: if the others do not leave
-    it, because they wait inside for the rank with the error, that rank raises it after OPTIONAL_TIMEOUT.
+    If rank 0 has an error, only rank 0 reports. The block must end on every rank. If the others do not leave it,
+    because they wait inside for the rank with the error, that rank raises the error after OPTIONAL_TIMEOUT.
     """
     global _num_optional
     _num_optional += 1
     problem = None
     try:
         yield
-    except Exception as error:  # of any library
+    except Exception as error:  # any library may raise it
         problem = error
     if watch is None:
         if problem is not None:
@@ -128,14 +131,14 @@ def optional(report: Callable[[Exception], None]) -> Iterator[None]:
 
 @contextmanager
 def connecting(timeout: float) -> Iterator[None]:
-    """Around the calls that make the process group: it ends where they take longer than `timeout` seconds.
+    """Limits the calls in the block, which create the process group, to `timeout` seconds.
 
     Raises UserError: the processes cannot connect.
     """
     if watch is None:
         yield
         return
-    wait_for_all()  # what comes before, as compiling an extension, may take one host longer than another
+    wait_for_all()  # earlier work, such as compiling an extension, may take longer on some hosts
     me = f"rank {watch.rank} on host {watch.host}"
     what = "all ranks are there, but do not connect to each other"
     mend = "name the network between the hosts, GLOO_SOCKET_IFNAME=eth0 (CPU) or NCCL_SOCKET_IFNAME=eth0 (GPU)"
@@ -151,7 +154,7 @@ def connecting(timeout: float) -> Iterator[None]:
 
 @contextmanager
 def at_most(seconds: float, lines: list[str]) -> Iterator[None]:
-    """Around what may not return: past so many seconds the process tells these lines and ends, as a lost one."""
+    """Limits the block to `seconds` seconds; then the process prints these lines and ends with LOST_STATUS."""
     timer = threading.Timer(seconds, exit_now, (lines, LOST_STATUS))
     timer.daemon = True
     timer.start()
@@ -162,19 +165,19 @@ def at_most(seconds: float, lines: list[str]) -> Iterator[None]:
 
 
 def note(reason: str) -> None:
-    """In what the run leaves behind, once."""
+    """Writes a failure into the run's results, once."""
     global note_failure
     write, note_failure = note_failure, None
     if write is not None:
         where = describe_place()
-        with suppress(OSError):  # of a full disk perhaps; what failed is told all the same
+        with suppress(OSError):  # a full disk, for example; the failure is printed anyway
             write(f"failed {where}: {reason.splitlines()[0]}")
 
 
 def record_reason(reason: str) -> None:
-    """For torch's launcher, which ends with it what it prints itself about a failed process.
+    """Writes the reason for torch's launcher, which prints it after its own text on a failed process.
 
-    In the place of torch's `@record`, which knows neither secrets nor what is a user's mistake.
+    It replaces torch's `@record`, which neither hides secrets nor distinguishes user errors.
     """
     if (path := os.environ.get("TORCHELASTIC_ERROR_FILE")) and not os.path.exists(path):
         with suppress(OSError), open(path, "w") as file:
@@ -183,17 +186,17 @@ def record_reason(reason: str) -> None:
 
 
 def describe_place() -> str:
-    """Where in the run this process is, in words."""
+    """Returns the position of this process in the run, in words."""
     return "before the first update" if update is None else f"at update {update}"
 
 
 def print_errors(lines: list[str]) -> None:
-    if lines:  # the first newline ends a progress bar's line, which the main thread may be writing just now
-        with suppress(OSError):  # the terminal or the reader of a pipe may be gone
+    if lines:  # the first newline ends a progress bar, which the main thread may be writing
+        with suppress(OSError):  # the terminal, or the reader of a pipe, may have closed
             os.write(sys.stderr.fileno(), ("".join(f"\nerror: {line}" for line in lines) + "\n").encode())
 
 
 def exit_now(lines: list[str], status: int) -> None:
-    """Ends the process from any thread: the main one may sit in a collective that does not return."""
+    """Ends the process from any thread, since the main thread may be in a collective that does not return."""
     print_errors(lines)
     os._exit(status)

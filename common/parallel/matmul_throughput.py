@@ -12,23 +12,24 @@ from functools import cache
 
 import torch
 
-# Another precision speeds up only the products: below this ratio a whole update gains nothing.
+# A different precision speeds up only matmuls: below this ratio, the full update is not faster.
 PAYS = 1.5
 SIZE = {"cpu": 768, "cuda": 4096}
-# In smaller models products are too small a part. On two cores with AMX lm.py's smallest gains all the same; those of
-# the others gain less, or are slower, or end with a higher held-out loss (benchmarks/precision.py).
+# In smaller models, matmuls are too small a part of the time. On two cores with AMX, the smallest model of lm.py gains
+# anyway. Those of the other recipes gain less, are slower, or end with a higher held-out loss
+# (benchmarks/precision.py).
 FEWEST_PARAMETERS = 5_000_000
 GAIN = ("lm",)
 
 
 def multiplication_rates(device: torch.device) -> dict[str, float]:
-    """FLOP/s of a matrix product of the device's SIZE, by precision as `--mixed_precision` names it."""
+    """Returns FLOP/s of a matmul of the device's SIZE, by precision as `--mixed_precision` names it."""
     return {name: multiplication_rate(device, name) for name in _dtypes(device)}
 
 
 @cache
 def multiplication_rate(device: torch.device, precision: str) -> float:
-    """The same of one precision, measured once a process."""
+    """Returns FLOP/s of a matmul in one precision, measured once per process."""
     size = SIZE[device.type]
     a, b = torch.ones(2, size, size, dtype=_dtypes(device)[precision], device=device)
     seconds: list[float] = []
@@ -38,14 +39,14 @@ def multiplication_rate(device: torch.device, precision: str) -> float:
 
 
 def has_rate(device: torch.device, precision: str) -> bool:
-    """Whether a run multiplies in a precision that is measured here."""
+    """Returns whether this module measures the precision of a run's matmuls."""
     return device.type in SIZE and torch.get_default_dtype() == torch.float32 and precision in _dtypes(device)
 
 
 def sustained_rates(device: torch.device, seconds: float) -> dict[str, float]:
-    """The same, each over so many seconds and of random numbers, behind a first product.
+    """Returns FLOP/s by precision, each measured for `seconds` seconds on random numbers, after a first matmul.
 
-    It meets what a few products do not: a GPU that is hot or short of power, and others who take the device at times.
+    This includes effects that a few matmuls do not show: a hot or power-limited GPU, and other users of the device.
     """
     size = SIZE[device.type]
     rates = {}
@@ -61,7 +62,7 @@ def sustained_rates(device: torch.device, seconds: float) -> dict[str, float]:
 
 
 def _dtypes(device: torch.device) -> dict[str, torch.dtype]:
-    has_fp16 = device.type == "cuda"  # Accelerate has none on a CPU
+    has_fp16 = device.type == "cuda"  # Accelerate does not support fp16 on a CPU
     return {"no": torch.float32, "bf16": torch.bfloat16} | ({"fp16": torch.float16} if has_fp16 else {})
 
 
@@ -74,13 +75,13 @@ def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def fastest(rates: dict[str, float], running: str) -> str:
-    """The precision to run in, out of those in `rates`: `running`, unless another one is PAYS times as fast."""
+    """Returns the fastest precision of `rates` if it is more than PAYS times as fast as `running`, else `running`."""
     best = max(rates, key=rates.__getitem__)
     return best if rates[best] > PAYS * rates[running] else running
 
 
 def advise(device: torch.device, running: str, num_parameters: int) -> str:
-    """What another precision than `running` would give, to end the first printed block's line; empty for nothing."""
+    """Returns the gain from a faster precision than `running`, as the end of a run-summary line; empty without gain."""
     is_small = device.type == "cpu" and num_parameters < FEWEST_PARAMETERS
     if is_small or not has_rate(device, running):
         return ""
@@ -93,7 +94,7 @@ def advise(device: torch.device, running: str, num_parameters: int) -> str:
 
 
 def main(recipe: str = "lm") -> None:
-    """Prints flags of `accelerate launch`, for `make train`, which trains the recipe's smallest model."""
+    """Prints flags of `accelerate launch` for `make train`, which trains the recipe's smallest model."""
     if torch.cuda.is_available():
         best = fastest(multiplication_rates(torch.device("cuda")), "bf16")
         config, flags = "single_gpu", "" if best == "bf16" else f" --mixed_precision {best}"

@@ -12,13 +12,13 @@ from common.training.optimizers import OPTIMIZERS, name_optimizers
 from common.training.process_grid import Degrees
 
 SPLITS = {"sp": "processes a sequence", "tp": "processes a layer", "pp": "stages of a pipeline"}
-# Of Accelerate's other ways to split a sequence.
+# Settings of Accelerate's other methods to split a sequence.
 OTHERS = ("sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation")
 OTHERS += ("cp_backend", "cp_comm_strategy")
 
 
 def check_others(source: str, settings: dict[str, Any], asked: Iterable[str]) -> Iterator[str]:
-    """One line for each setting without effect among those, `asked`, that a flag or the config file names."""
+    """Yields a line for each setting in `asked` (from a flag or the config file) that has no effect."""
     if not settings.get("use_parallelism_config"):
         for name in sorted(name for name in asked if name.startswith("parallelism_config_")):
             yield f"--{name} has no effect without a parallelism_config in the file; take sequence_parallel.yaml"
@@ -28,7 +28,7 @@ def check_others(source: str, settings: dict[str, Any], asked: Iterable[str]) ->
 
 
 def check_sizes(source: str, sizes: dict[str, int], mode: str, num_processes: int) -> Iterator[str]:
-    """One line for each size that no recipe runs, or that does not fit the number of processes."""
+    """Yields a line for each size that no recipe supports, or that does not fit the number of processes."""
     if sizes["cp"] != 1:
         yield (
             f"{source} sets parallelism_config_cp_size to {sizes['cp']}, which no recipe runs; set it to 1, and "
@@ -76,9 +76,9 @@ def check_sizes(source: str, sizes: dict[str, int], mode: str, num_processes: in
 
 
 def check_parts(source: str, sizes: dict[str, int], mixed_precision: str, optimizer: str) -> Iterator[str]:
-    """One line for what does not work on a part of a layer, or of a model's depth."""
+    """Yields a line for each setting that does not work on a part of a layer, or of a model's depth."""
     if sizes["tp"] > 1 and not OPTIMIZERS[optimizer].is_elementwise:
-        # Others look at a whole matrix, or keep their state by blocks that no other layout has.
+        # Other optimizers use a full matrix, or store state in blocks that no other layout has.
         others = name_optimizers("is_elementwise")
         yield f"--optimizer {optimizer} does not work on parts of layers; use {others}, or multi_gpu.yaml"
     if max(sizes["tp"], sizes["pp"]) > 1 and mixed_precision == "fp16":
@@ -86,7 +86,7 @@ def check_parts(source: str, sizes: dict[str, int], mixed_precision: str, optimi
 
 
 def across_machines(degrees: Degrees, num_machines: int) -> str | None:
-    """A warning where the ranks of a group, which exchange in every layer, do not all lie on one machine."""
+    """Returns a warning if the ranks of a group, which communicate in every layer, are on different machines."""
     on_each = degrees.num_processes // num_machines
     if degrees.group == 1 or on_each % degrees.group == 0:
         return None
@@ -97,12 +97,12 @@ def across_machines(degrees: Degrees, num_machines: int) -> str | None:
 
 
 def hide_from_accelerate(sizes: dict[str, int]) -> None:
-    """Lets Accelerate see what it shards over: all ranks of a copy, those that share a sequence too.
+    """Lets Accelerate see only sizes over which it shards: all ranks of a replica, including a sequence's ranks.
 
-    Its own sequence parallelism is DeepSpeed's alone, and without a GPU fails to start; its tensor parallelism is for
-    models that transformers has cut while it read them, and takes neither DDP nor, in 1.15, FSDP2.
+    Its own sequence parallelism supports only DeepSpeed, and fails to start without a GPU. Its tensor parallelism is
+    only for models that transformers has partitioned while it read them. It supports neither DDP nor, in 1.15, FSDP2.
     """
-    if sizes["dp_replicate"] == 1:  # FSDP by itself shards over all ranks
+    if sizes["dp_replicate"] == 1:  # by default, FSDP shards over all ranks
         os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
     else:
         os.environ["PARALLELISM_CONFIG_SP_SIZE"] = "1"

@@ -11,13 +11,14 @@ _made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
 
 
 def group_of(members: Callable[[int], list[int]]) -> dist.ProcessGroup:
-    """The group that this rank is in; made at the first call, which all ranks make together.
+    """Returns this rank's process group; created at the first call, which all ranks make together.
 
-    members: of any rank, the ranks of its group.
+    Args:
+        members: returns the ranks in the group of a rank.
     """
     all_groups = tuple(dict.fromkeys(tuple(members(rank)) for rank in range(dist.get_world_size())))
     if all_groups not in _made:
-        for ranks in all_groups:  # every rank makes all groups, as torch wants it
+        for ranks in all_groups:  # torch requires that every rank creates all groups
             group = dist.new_group(list(ranks))
             if dist.get_rank() in ranks:
                 _made[all_groups] = group
@@ -25,7 +26,7 @@ def group_of(members: Callable[[int], list[int]]) -> dist.ProcessGroup:
 
 
 class AveragedByPeers(DistributedDataParallelKwargs):
-    """DDP averages gradients over the ranks with the same weights, where those of others are of other parts."""
+    """DDP settings that average gradients over the ranks with the same weights, if other ranks hold other parts."""
 
     def to_kwargs(self):
         degrees = running()

@@ -1,21 +1,21 @@
-"""Every process of a run detects when another process dies or hangs, reports its rank, and ends.
+"""Every process of a run detects when a different process dies or hangs, reports its rank, and ends.
 
 Rank 0 holds a TCP connection to each other rank, watched by a thread. If a process dies for any reason, the kernel
 closes the connection. TCP keep-alives detect an unreachable host within 15 seconds. Neither detects a process that was
 stopped (SIGSTOP, a frozen container), because its kernel still answers. Therefore the threads also send a few bytes per
 second, and in the training loop a silence of `SILENCE` seconds counts as a dead process. A process that was late
-itself, for example because the whole launch was stopped, restarts its count. The training loop has no overhead, and the
-method is independent of backend and mode. A process that ends normally announces it, with the reason if that is an
+itself, for example because the entire launch was stopped, restarts its count. The training loop has no overhead, and
+the method is independent of backend and mode. A process that ends normally announces it, with the reason if that is an
 error.
 
 The alternative was torchrun with `@record`, either rendezvous and a process-group timeout of 10 seconds (torch 2.13,
 gloo). It has three disadvantages. It does not know the update. It reports a rank that died or failed on a different
-host as an address, and a rank that never connected as a key of the store. A stopped rank uses up the whole timeout, and
-the rank that waited for it is reported as the cause. A timeout as short as `SILENCE`, instead of gloo's 30 and NCCL's
-10 minutes, would end each run in which a rank works alone for longer.
+host as an address. A rank that never connected is reported as a key of the store. A stopped rank uses up the full
+timeout, and the rank that waited for it is reported as the cause. A timeout as short as `SILENCE` would replace gloo's
+30 and NCCL's 10 minutes. It would end each run in which a rank works alone for longer.
 
-A stopped process cannot end itself. Its launcher ends it 30 seconds after another process of its host has ended. If it
-is alone on its host, it ends when it resumes. A process whose main thread hangs while its other threads run is not
+A stopped process cannot end itself. Its launcher ends it 30 seconds after any other process of its host has ended. If
+it is alone on its host, it ends when it resumes. A process whose main thread hangs while its other threads run is not
 detected here; the timeouts of the collectives detect it.
 """
 
@@ -36,26 +36,27 @@ from common.errors import UserError
 from common.parallel import liveness
 from common.training.process_grid import stage_of
 
-BEAT = 1.0  # seconds between two signs of life
-LATE = 3.0  # seconds between two turns of the thread, after which it was this process that stood still
-# Seconds without a sign of life. As long as TCP takes for a host that is gone, and longer than what keeps the threads
-# of a process waiting in the loop: a library that holds Python's lock, a host that swaps. A launcher ends the stopped
-# process 30 seconds later, so that the launch ends within 50.
+BEAT = 1.0  # seconds between two heartbeats
+LATE = 3.0  # seconds between two turns of the thread; if exceeded, this process itself was stopped
+# Seconds without a heartbeat. TCP needs as long for an unreachable host. In the loop, the threads of a process are not
+# delayed for as long, for example by a library that holds Python's lock, or by a host that swaps. A launcher ends the
+# stopped process 30 seconds later, so that the launch ends within 50 seconds.
 SILENCE = 15.0
 _num_watches = 0
 
 
 def start(timeout: float) -> None:
-    """Waits until all ranks of the launch are there, then watches them; every rank calls it before it connects.
+    """Waits until all ranks of the launch have arrived, then watches them; every rank calls it before it connects.
 
-    timeout: seconds to wait.
+    Args:
+        timeout: seconds to wait.
 
-    Raises UserError: a rank is not there by then, or rank 0 cannot be reached.
+    Raises UserError: a rank has not arrived in time, or rank 0 cannot be reached.
     """
     global _num_watches
     if liveness.watch is None:
         _num_watches += 1
-        key = f"liveness-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{_num_watches}"  # a store is used again
+        key = f"liveness-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{_num_watches}"  # a store may be reused
         liveness.watch = RankWatch(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout, key)
 
 
@@ -69,14 +70,14 @@ def _keep_alive(connected: socket.socket) -> Connection:
 
 
 def listen(port: int, backlog: int) -> socket.socket:
-    """On all addresses of this host, of both kinds where it has both."""
+    """Returns a server socket on all addresses of this host, IPv4 and IPv6 if it has both."""
     is_dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual else socket.AF_INET
     return socket.create_server(("", port), family=family, dualstack_ipv6=is_dual, backlog=backlog)
 
 
 def send(connection: Connection, message: dict[str, Any]) -> None:
-    with suppress(OSError):  # whoever has gone needs no message
+    with suppress(OSError):  # a process that has ended needs no message
         connection.send_bytes(json.dumps(message).encode())
 
 
@@ -86,10 +87,10 @@ class RankWatch:
     def __init__(self, rank: int, world_size: int, timeout: float, key: str):
         self.rank, self.world_size, self.key = rank, world_size, key
         self.host = socket.gethostname()
-        self.first_here = rank - int(os.environ.get("LOCAL_RANK", 0))  # of the ranks on this host
+        self.first_here = rank - int(os.environ.get("LOCAL_RANK", 0))  # the first rank on this host
         self.peers: dict[Connection, tuple[int, str]] = {}  # rank and host
         self.is_failing = self.has_left = False
-        self.sending = threading.Lock()  # the main thread and ours would mix their messages
+        self.sending = threading.Lock()  # otherwise messages of the main thread and the watching thread mix
         self.deadline = time.monotonic() + timeout
         try:
             self.store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout)))
@@ -99,13 +100,13 @@ class RankWatch:
             reason = (str(error) or "connection closed").splitlines()[0]
             me = f"rank {rank} on host {self.host}"
             raise UserError(f"{me} does not reach rank 0 by {where} ({reason}); see rank 0's own output") from error
-        # A worker of a data loader is forked with the connections and would keep them open when this process dies.
+        # A data worker is forked with the connections, and would keep them open after this process has died.
         os.register_at_fork(after_in_child=lambda: [connection.close() for connection in self.peers])
         self.thread = threading.Thread(target=self._listen, daemon=True, name="liveness")
         self.thread.start()
 
     def _accept(self, timeout: float) -> None:
-        token = secrets.token_hex(8)  # whoever else connects by chance does not know it
+        token = secrets.token_hex(8)  # a stranger that connects by chance does not know it
         with listen(0, backlog=self.world_size) as server:
             self.store.set(self.key, json.dumps([server.getsockname()[1], token, self.host]))
             while len(self.peers) < self.world_size - 1:
@@ -129,18 +130,18 @@ class RankWatch:
         seconds_left = max(1.0, self.deadline - time.monotonic())
         connection = _keep_alive(socket.create_connection((os.environ["MASTER_ADDR"], port), timeout=seconds_left))
         send(connection, {"token": token, "rank": self.rank, "host": self.host})
-        if not connection.poll(seconds_left + 10):  # rank 0 may have started later, and tells who is missing
+        if not connection.poll(seconds_left + 10):  # rank 0 may have started later, and reports missing ranks
             raise TimeoutError("it does not answer")
         if "error" in (answer := json.loads(connection.recv_bytes())):
             raise UserError(answer["error"])
         self.peers[connection] = (0, host)
 
     def _listen(self) -> None:
-        """The thread."""
+        """Runs in the watching thread: receives messages and heartbeats, and ends this process after a failure."""
         failure, due = None, 0.0
-        failed: list[Connection] = []  # kept open until this process ends too: the other side waits for that
+        failed: list[Connection] = []  # kept open until this process ends too: the other side waits for it
         now = next_beat = time.monotonic()
-        heard = dict.fromkeys(self.peers, now)  # when each was
+        heard = dict.fromkeys(self.peers, now)  # time of the last message on each connection
         while self.peers or failure:
             until = next_beat if failure is None else min(next_beat, due)
             ready = wait(list(self.peers), max(0.0, until - time.monotonic()))
@@ -154,13 +155,13 @@ class RankWatch:
                     message = json.loads(connection.recv_bytes())
                 except (EOFError, OSError):
                     message = {"rank": rank, "host": host, "status": liveness.LOST_STATUS, "reason": None}
-                if not message:  # a sign of life
+                if not message:  # a heartbeat
                     continue
                 if message["status"] == liveness.LOST_STATUS and not self.has_left:
                     self._end(message)
                 if message["reason"] and failure is None:
                     failure, due = message, time.monotonic() + liveness.GRACE
-                with self.sending:  # the main thread may be saying good-bye to it just now
+                with self.sending:  # the main thread may be sending to it
                     del self.peers[connection]
                     failed.append(connection) if message["reason"] else connection.close()
             if failure and time.monotonic() >= due:
@@ -174,7 +175,7 @@ class RankWatch:
             connection.close()
 
     def _beat(self, heard: dict[Connection, float], now: float) -> None:
-        """A sign of life to the others; ends this process where one of them gave none for too long."""
+        """Sends a heartbeat to the other ranks; ends this process if a rank was silent for too long."""
         if self.has_left:
             return
         self._tell({})
@@ -185,7 +186,7 @@ class RankWatch:
                 )
 
     def _tell(self, message: dict[str, Any]) -> None:
-        """To all that are connected: rank 0, or from there all others."""
+        """Sends a message to all connected ranks: to rank 0, or from rank 0 to all others."""
         with self.sending:
             for connection in list(self.peers):
                 send(connection, message)
@@ -193,7 +194,7 @@ class RankWatch:
     def leave(self, reason: str | None, status: int) -> None:
         self.is_failing = reason is not None
         if self.is_failing and status != liveness.MISTAKE_STATUS:
-            # Where a lost rank is the cause, as in a collective that it broke off, the thread ends us meanwhile.
+            # If a dead rank is the cause, as in a broken collective, the thread ends this process meanwhile.
             time.sleep(liveness.GRACE)
         self.has_left = True
         if reason is not None:
@@ -204,10 +205,10 @@ class RankWatch:
         if self.is_failing:
             self.thread.join(
                 3 * liveness.GRACE
-            )  # a launcher ends all ranks of its host with the first: let them say why
+            )  # a launcher ends all ranks of its host after the first: they must print their reasons before
 
     def _end(self, message: dict[str, Any]) -> None:
-        """Ends this process because of another; one process of each host tells why."""
+        """Ends this process because of a different process; one process per host reports the reason."""
         rank, host, reason, status = (message[key] for key in ("rank", "host", "reason", "status"))
         if self.rank == 0:
             self._tell(message | {"status": liveness.LOST_STATUS} if status != liveness.MISTAKE_STATUS else message)
@@ -220,9 +221,9 @@ class RankWatch:
             what = f"ended with {reason.splitlines()[0]}" if reason else what
             lines = [f"{who} {what} {where}; this process (rank {self.rank}) ends; see the output there"]
         speaker = self.first_here
-        if rank == self.first_here:  # it has told its user's mistake itself
+        if rank == self.first_here:  # this rank has reported its user error itself
             speaker = None if status == liveness.MISTAKE_STATUS else rank + 1
         liveness.print_errors(lines if self.rank == speaker else [])
-        if self.rank == 0 or (rank == 0 and self.rank == 1):  # last, since a disk may be slow
+        if self.rank == 0 or (rank == 0 and self.rank == 1):  # last, because a disk may be slow
             liveness.note(lines[0] if status == liveness.MISTAKE_STATUS else f"{who} {what}")
         os._exit(liveness.LOST_STATUS if status != liveness.MISTAKE_STATUS else status)

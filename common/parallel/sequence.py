@@ -1,12 +1,12 @@
 """Sequence parallelism: several processes share a sequence, each with a part of its tokens and some of its heads.
 
 In a transformer, each token is processed independently, except in attention. So each process of a sequence group runs
-the model on its part of the tokens; around attention the group exchanges parts of sequences for heads, and back
-(DeepSpeed-Ulysses, arXiv:2309.14509). In attention every process has full sequences with H / N of the H heads, so
+the model on its part of the tokens. Around attention, the group exchanges parts of sequences for heads, and back
+(DeepSpeed-Ulysses, arXiv:2309.14509). In attention every process has full sequences with H / N of the H heads. So
 masks, windows and kernels are the same as with one process. Activations use 1 / N of the memory.
 
-There is one exchange of queries, keys and values together before attention, and one of the output after it. A process
-sends (N - 1) / N of its part, so the communication volume falls with N.
+Queries, keys and values are exchanged together before attention, and the output is exchanged after it. A process sends
+(N - 1) / N of its part, so the communication volume falls with N.
 """
 
 import inspect
@@ -33,17 +33,17 @@ from common.parallel.process_groups import group_of
 from common.training.precision import autocast_dtype
 from common.training.process_grid import Degrees
 
-# What a layer may be: all others pass something from token to token beside attention.
+# Supported layer types. All others pass information from token to token outside of attention.
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-# These look as if they could be split, and make another update: positions that a model counts by itself, or a mask that
-# tokens make. Found by a run of 100 types of models of transformers 5.23 on two processes beside one.
+# Models that appear to support a split, but compute a different update: they count positions themselves, or derive a
+# mask from tokens. Found by running 100 model types of transformers 5.23 on two processes and on one process.
 OTHERS = {"camembert", "data2vec-text", "doge", "llama4_text", "roberta", "roberta-prelayernorm", "xlm-roberta"}
 OTHERS |= {"xlm-roberta-xl", "xmod"}
-_group: "dist.ProcessGroup | None" = None  # of this process, while the model sees parts of sequences
+_group: "dist.ProcessGroup | None" = None  # group of this process, while the model sees parts of sequences
 
 
 def check_model(config: PreTrainedConfig, model_class: Any, degrees: Degrees) -> Iterator[str]:
-    """One line for what keeps a model from sharing its sequences; before it is built."""
+    """Yields a line for each reason why a model cannot share its sequences; called before it is built."""
     if degrees.sequence == 1:
         return
     asked = f"parallelism_config_sp_size {degrees.sequence}"
@@ -61,7 +61,7 @@ def check_model(config: PreTrainedConfig, model_class: Any, degrees: Degrees) ->
 
 
 def _why_not(config: PreTrainedConfig) -> str | None:
-    """Why a causal language model's sequences cannot be shared, if they cannot: the end of a sentence."""
+    """Returns why a causal LM's sequences cannot be shared, as the end of a sentence; None if they can."""
     kind, text = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), config.get_text_config()
     if isinstance(kind, tuple) or kind is None or text is not config:
         return "has other inputs than text, or is a model of its own"
@@ -83,10 +83,10 @@ def _why_not(config: PreTrainedConfig) -> str | None:
 
 
 def share_sequences(model: PreTrainedModel, degrees: Degrees) -> None:
-    """From now on every forward of this process is one of a part of sequences, until `whole_sequences`.
+    """Makes each later forward of this process compute its part of the sequences, until `whole_sequences`.
 
-    Call it on the bare model, on all ranks together. A forward raises UserError where the model asks for its attention
-    in another way than transformers' interface, so that it would see its own part only.
+    Call it on the bare model, on all ranks together. A forward raises UserError if the model's attention does not use
+    transformers' interface, because it would then see only its own part.
     """
     global _group
     if degrees.sequence == 1:
@@ -106,7 +106,7 @@ def share_sequences(model: PreTrainedModel, degrees: Degrees) -> None:
         calls.append(module)
         num_key_heads = key.shape[1]
         query, key, value = _to_heads(query, key, value)
-        if num_key_heads % _group.size():  # repeated; transformers would ask the module how often a key serves
+        if num_key_heads % _group.size():  # keys were repeated; transformers would read the repetitions from the module
             causal = getattr(module, "is_causal", True)
             module = SimpleNamespace(is_causal=causal, num_key_value_groups=query.shape[1] // key.shape[1])
         output, _ = attention(module, query, key, value, *args, **given)
@@ -125,18 +125,18 @@ def share_sequences(model: PreTrainedModel, degrees: Degrees) -> None:
 
     AttentionInterface.register("sdpa", shared_attention)
     AttentionMaskInterface.register("sdpa", whole_mask)
-    model.register_forward_pre_hook(lambda *_: calls.clear())  # of the recomputation before too
+    model.register_forward_pre_hook(lambda *_: calls.clear())  # also after a recomputation
     model.register_forward_hook(check_calls)
 
 
 def whole_sequences() -> None:
-    """From now on this process alone computes what it is given, as to write a sample."""
+    """Makes later forwards of this process compute full sequences alone, for example to generate a sample."""
     global _group
     _group = None
 
 
 def _exchange(parts: Tensor) -> Tensor:
-    """(N, ...) to (N, ...): part i goes to process i of the group, and what process j sent becomes part j."""
+    """Exchanges (N, ...) in the group: part i goes to process i, and part j of the result comes from process j."""
     return _AllToAll.apply(parts.contiguous(), _group)
 
 
@@ -156,9 +156,9 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _to_heads(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """Each (B, H, L / N, D) with its own H and D to (B, H / N, L, D).
+    """Converts query, key and value, each (B, H, L / N, D) with its own H and D, to (B, H / N, L, D).
 
-    Where there are fewer key-value heads than processes they are repeated, as grouped-query attention would do.
+    If N does not divide the number of key-value heads, they are repeated, as in grouped-query attention.
     """
     size, dtype = _group.size(), autocast_dtype(query.device) or query.dtype
     num_heads = query.shape[1]
@@ -177,7 +177,7 @@ def _to_heads(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
 
 
 def _to_tokens(output: Tensor) -> Tensor:
-    """(B, L, H / N, D) to (B, L / N, H, D)."""
+    """Converts (B, L, H / N, D) to (B, L / N, H, D)."""
     batch, length, heads, width = output.shape
     size = _group.size()
     parts = output.view(batch, size, length // size, heads, width).transpose(0, 1)

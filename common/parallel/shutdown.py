@@ -26,19 +26,19 @@ from common.parallel.liveness import wait_for_all
 from common.redaction import print_exception, redact
 from common.training.stop_signals import keep_requests
 
-explain_error: Callable[[BaseException], None] | None = None  # adds what is known of its cause; a run sets it
+explain_error: Callable[[BaseException], None] | None = None  # prints the known cause of an error; a run sets it
 
 
 def end_run(accelerator: Accelerator, status: int = 0) -> None:
-    """Ends a finished or stopped run on all ranks together; nothing after it runs where there are several.
+    """Ends a finished or stopped run on all ranks together; with several ranks, no code runs after it.
 
-    A rank that leaves while another still works can leave that one hanging. And once everything is written, Python's
-    own end must not be able to spoil the run: gloo's threads race with it (pytorch#179291), and once in some hundred
-    runs a process hung there, or was aborted.
+    If a rank leaves while a different rank still works, that rank can hang. Once everything is written, Python's own
+    shutdown must not spoil the run. gloo's threads race with it (pytorch#179291): in about one of a hundred runs, a
+    process hung there, or was aborted.
     """
-    with suppress(dist.DistError):  # the store has died with the launcher of rank 0; the barrier below waits as well
+    with suppress(dist.DistError):  # the store died with the launcher of rank 0; the barrier below waits as well
         if not launcher.has_died():
-            wait_for_all()  # rank 0 writes the model
+            wait_for_all()  # meanwhile rank 0 writes the model
     accelerator.wait_for_everyone()
     for tracker in accelerator.trackers:
         with reported_in_one_line(f"--report_to {tracker.name}: could not be ended"):
@@ -49,7 +49,7 @@ def end_run(accelerator: Accelerator, status: int = 0) -> None:
 
 
 def leave_together(num_processes: int, status: int) -> None:
-    """The end of `end_run`, for ranks that have no more to exchange."""
+    """Ends this process after `end_run`, when the ranks have nothing left to exchange."""
     liveness.leave()
     if num_processes > 1:
         sys.stdout.flush()
@@ -61,12 +61,12 @@ def leave_together(num_processes: int, status: int) -> None:
 
 @contextmanager
 def user_mistakes_end_here() -> Iterator[None]:
-    """Around a whole run: it ends on all ranks together, and a user's mistake ends in lines on stderr with status 2.
+    """Context for a whole run: all ranks end together; a user error ends in lines on stderr and exit status 2.
 
-    A mistake is a `UserError`. Every other exception keeps its traceback.
+    A user error is a `UserError`. Every other exception keeps its traceback.
     """
     _outlive_readers()
-    gc.freeze()  # what is imported stays, and need not be looked through again, nor be taken apart at the end
+    gc.freeze()  # imported objects stay: they need not be scanned again, nor destroyed at the end
     gc.set_threshold(*common.GC_THRESHOLD)
     sys.excepthook = print_exception
     keep_requests()
@@ -89,7 +89,7 @@ def user_mistakes_end_here() -> Iterator[None]:
             advice = "start again; a run goes on from its last checkpoint with --resume"
             exit_with_mistakes([disk_line(error, "a file could not be read or written", where, 0, advice)])
         if explain_error:
-            with suppress(MemoryError):  # the error that is there says more
+            with suppress(MemoryError):  # the original error is more informative
                 explain_error(error)
         is_end = isinstance(error, SystemExit) and not error.code
         liveness.leave(None if is_end else redact(f"{type(error).__name__}: {error}"))
@@ -98,9 +98,9 @@ def user_mistakes_end_here() -> Iterator[None]:
 
 
 def _end_with_launcher() -> None:
-    """A thread that ends this process if its launcher dies before the loop; in the loop, that is a request to stop.
+    """Ends this process if its launcher dies before the loop; runs in a thread. In the loop, that is a request to stop.
 
-    The other ranks would be waited for in vain: they connect through a store that the launcher holds.
+    The other ranks would never arrive, because they connect through a store in the launcher.
     """
     while liveness.update is None and not liveness.in_loop:
         if launcher.has_died():
@@ -110,7 +110,7 @@ def _end_with_launcher() -> None:
 
 
 def _end_interrupted() -> NoReturn:
-    """Ends the process by SIGINT, as programs do that Ctrl-C ends: a shell then ends the script that started it."""
+    """Ends the process by SIGINT, like a program that Ctrl-C ends: a shell then ends the script that started it."""
     kept = "nothing was saved" if liveness.update is None else "--resume continues from the last checkpoint"
     if _is_first_of_host():
         print(f"\ninterrupted {liveness.describe_place()}; {kept}", file=sys.stderr, flush=True)
@@ -118,11 +118,11 @@ def _end_interrupted() -> NoReturn:
     sys.stdout.flush()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
-    os._exit(128 + signal.SIGINT)  # where it is blocked
+    os._exit(128 + signal.SIGINT)  # if SIGINT is blocked
 
 
 class _Outliving(io.FileIO):
-    """A stream that goes nowhere once its reader, or the terminal that shows it, is gone."""
+    """A stream that discards its output once its reader, or the terminal that shows it, is gone."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -142,46 +142,50 @@ class _Outliving(io.FileIO):
 
 
 def _outlive_readers() -> None:
-    """What reads this run's output, as `| tee log`, may end before it: by the Ctrl-C that asks the run to stop."""
+    """Keeps the run alive if the reader of its output, such as `| tee log`, ends first.
+
+    The Ctrl-C that requests the run to stop also ends the reader.
+    """
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
-        with suppress(OSError, AttributeError):  # none, or a notebook's
+        with suppress(OSError, AttributeError):  # no stream, or a notebook's stream
             if stream.fileno() == number:
                 stream.flush()
                 raw = _Outliving(number, "w", closefd=False)
                 buffer = raw if stream.write_through else io.BufferedWriter(raw)
                 kept = {key: getattr(stream, key) for key in ("encoding", "line_buffering", "write_through")}
-                # A character that the terminal does not have must not end a run whose model is written.
+                # A character that the terminal cannot show must not end a run whose model is written.
                 kept["errors"] = "backslashreplace" if stream.errors == "strict" else stream.errors
                 setattr(sys, name, io.TextIOWrapper(buffer, **kept))
 
 
 def _end_data_workers() -> None:
-    """They ignore the signal by which Python ends them (see common.training.stop_signals), and it would wait for ever.
+    """Kills the data workers: they ignore Python's signal to end, and Python would wait for them indefinitely.
 
-    In a run that ends well the loader's iterator has ended them, behind the loop; an error's traceback holds it.
+    The signals are ignored in common.training.stop_signals. After a successful run, the loader's iterator has ended the
+    workers. After an error, the traceback holds the iterator.
     """
     workers = multiprocessing.active_children()
     if workers:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise another error for each
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise a further error per worker
     for worker in workers:
         worker.kill()
 
 
 def _is_first_of_host() -> bool:
-    """Whether this process is the one of its host that reports a problem of all of them."""
-    # Without torch's launcher there are no others on this host, whatever variables are left in the environment.
+    """Returns whether this process reports the problems that all processes of its host have."""
+    # Without torch's launcher, this host has no other processes, even if old variables are in the environment.
     return int(os.environ.get("LOCAL_RANK", 0)) == 0 or "TORCHELASTIC_RUN_ID" not in os.environ
 
 
 def exit_with_mistakes(problems: list[str]) -> None:
-    """Prints each problem on a line of stderr, once on each host, and ends the process with status 2."""
+    """Prints each problem on a line of stderr, once per host, and ends the process with status 2."""
     problems = [redact(problem) for problem in problems]
     is_first = _is_first_of_host()
     if is_first:
         print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr, flush=True)
     liveness.leave("\n".join(problems), liveness.MISTAKE_STATUS)
     if not is_first:
-        # A launcher ends all ranks of its host when the first one ends: that one must have printed by then.
+        # A launcher ends all ranks of its host when any of them ends, and the first rank must have printed by then.
         time.sleep(10)
     sys.exit(liveness.MISTAKE_STATUS)

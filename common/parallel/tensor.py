@@ -27,12 +27,16 @@ from common.parallel.process_groups import group_of
 from common.training.clipping import Share, Shares
 from common.training.process_grid import Degrees
 
-CUT = {"colwise": 0, "rowwise": 1, "colwise_gather_output": 0, "rowwise_split_input": 1}  # which dimension of a weight
-PARTIAL = "replicated_with_grad_allreduce"  # whole on each process, between layers that are cut
+CUT = {"colwise": 0, "rowwise": 1, "colwise_gather_output": 0, "rowwise_split_input": 1}  # sharded dimension of weights
+PARTIAL = "replicated_with_grad_allreduce"  # full on each process, between partitioned layers
 
 
 def check_model(config: PreTrainedConfig, empty_model: Callable[[], PreTrainedModel], degrees: Degrees) -> list[str]:
-    """A line for what keeps a model from being cut so; before it is built. empty_model: makes it without data."""
+    """Returns a line if a model does not support tensor parallelism; called before it is built.
+
+    Args:
+        empty_model: builds it on the meta device.
+    """
     if degrees.tensor == 1:
         return []
     why = next(_why_not(config, empty_model, degrees.tensor), None)
@@ -41,7 +45,7 @@ def check_model(config: PreTrainedConfig, empty_model: Callable[[], PreTrainedMo
 
 
 def _why_not(config: PreTrainedConfig, empty_model: Callable[[], PreTrainedModel], size: int) -> Iterator[str]:
-    """Why a model cannot be cut in so many parts, if it cannot: the end of a sentence."""
+    """Yields the reasons why a model cannot be partitioned into `size` parts, each as the end of a sentence."""
     plan = getattr(config, "base_model_tp_plan", None)
     if config.get_text_config() is not config or config.is_encoder_decoder or not plan:
         yield "has no plan in transformers of which layers can be cut (base_model_tp_plan)"
@@ -51,7 +55,7 @@ def _why_not(config: PreTrainedConfig, empty_model: Callable[[], PreTrainedModel
         return
     try:
         heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 1
-    except RuntimeError:  # transformers', where they differ from layer to layer
+    except RuntimeError:  # raised by transformers if layers differ
         yield "has layers with other numbers of heads than the rest"
         return
     if heads % size:
@@ -80,7 +84,7 @@ def _why_not(config: PreTrainedConfig, empty_model: Callable[[], PreTrainedModel
 
 
 def planned_modules(model: PreTrainedModel) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
-    """The modules that the plan names, each with how it is to be cut, by their names."""
+    """Yields the name of each module in the plan, with the module and its style of partition."""
     base, plan = model.base_model, model.config.base_model_tp_plan
     prefix = "" if base is model else f"{model.base_model_prefix}."
     for name, module in base.named_modules():
@@ -89,8 +93,8 @@ def planned_modules(model: PreTrainedModel) -> Iterator[tuple[str, tuple[nn.Modu
 
 
 def _is_shared(model: PreTrainedModel, name: str, style: str, size: int) -> bool:
-    """Whether it makes keys or values of fewer heads than there are processes: several use the same."""
-    if style != "colwise":  # each process gets them all
+    """Returns whether a layer computes keys or values of fewer heads than processes, so that several share a head."""
+    if style != "colwise":  # each process gets all outputs
         return False
     module, attention = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
     if not hasattr(attention, "num_key_value_groups") or not hasattr(attention, "head_dim"):
@@ -101,24 +105,24 @@ def _is_shared(model: PreTrainedModel, name: str, style: str, size: int) -> bool
 
 
 def _bounds(total: int, rank: int, size: int) -> tuple[int, int]:
-    """The first and the last + 1 of so many that are a rank's part, as large as any other's or larger by one."""
+    """Returns start and end of a rank's part of `total` items; the sizes of the parts differ by at most one."""
     return rank * total // size, (rank + 1) * total // size
 
 
 class _Cutter:
-    """Cuts one model in place: layers compute with this rank's part, and parameters are its parts."""
+    """Partitions a model in place: layers compute with this rank's part, and parameters contain only this part."""
 
     def __init__(self, model: PreTrainedModel, degrees: Degrees):
         self.model, self.group = model, group_of(degrees.neighbours)
         self.rank, self.size = self.group.rank(), degrees.tensor
-        self.new: dict[int, tuple[nn.Parameter, Share]] = {}  # by the whole parameter's id, tied ones once
+        self.new: dict[int, tuple[nn.Parameter, Share]] = {}  # by id of the full parameter; tied weights once
         self._spread: tuple[Tensor, Tensor] | None = None  # between the first and the second layer of a pair
 
     def bounds(self, total: int) -> tuple[int, int]:
         return _bounds(total, self.rank, self.size)
 
     def cut(self, module: nn.Module, name: str, dim: int) -> None:
-        """Puts this rank's part of a parameter in the place of the whole."""
+        """Replaces a full parameter by this rank's part."""
         whole = getattr(module, name)
         if whole is None:
             return
@@ -132,12 +136,12 @@ class _Cutter:
         setattr(module, name, self.new[id(whole)][0])
 
     def keep(self, module: nn.Module) -> None:
-        """Its parameters stay whole, and each rank has a part of their gradient."""
+        """Keeps the module's parameters in full; each rank has a part of their gradient."""
         for p in module.parameters():
             self.new[id(p)] = (p, Share(tuple(p.shape), sums_gradients=True, counts=self.rank == 0))
 
     def spread(self, x: Tensor) -> Tensor:
-        """The same tensor for several layers that are cut: its gradients are summed over the group once for all."""
+        """Returns `x` for several partitioned layers; its gradients are summed over the group once for all of them."""
         if not x.requires_grad:
             return x
         if self._spread is None or self._spread[0] is not x:
@@ -145,7 +149,7 @@ class _Cutter:
         return self._spread[1]
 
     def first(self, layer: nn.Linear, gathers: bool) -> None:
-        """Its outputs are divided; with `gathers` each process gets them all."""
+        """Partitions a layer by its outputs; with `gathers`, each process gets all outputs."""
         self.cut(layer, "weight", 0)
         self.cut(layer, "bias", 0)
         original = layer.forward
@@ -158,7 +162,7 @@ class _Cutter:
         layer.forward = forward
 
     def second(self, layer: nn.Linear, splits: bool) -> None:
-        """Its inputs are divided, or with `splits` are to be; the outputs are summed."""
+        """Partitions a layer by its inputs and sums the outputs; with `splits`, it first splits full inputs."""
         start, stop = self.bounds(layer.in_features)
         self.cut(layer, "weight", 1)
 
@@ -172,7 +176,10 @@ class _Cutter:
         layer.forward = forward
 
     def share_heads(self, layer: nn.Linear, attention: nn.Module) -> None:
-        """Keys or values of fewer heads than processes: each has the whole weight, and computes the head it needs."""
+        """Shares heads of keys or values among processes, if there are fewer heads than processes.
+
+        Each process keeps the full weight, and computes the head that it needs.
+        """
         self.keep(layer)
         heads = self.model.config.num_key_value_heads
         width, head = layer.out_features // heads, self.rank * heads // self.size
@@ -187,7 +194,7 @@ class _Cutter:
         layer.forward = forward
 
     def divide_vocabulary(self) -> None:
-        """The head, where its loss knows how, and the embedding; where it does not, both stay whole."""
+        """Partitions head and embedding by vocabulary if the head's loss supports it; otherwise both stay full."""
         head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         if head is None or "targets" not in inspect.signature(head.forward).parameters:
             return
@@ -218,14 +225,14 @@ class _Cutter:
 
 
 def cut_model(model: PreTrainedModel, optimizer: torch.optim.Optimizer, degrees: Degrees) -> None:
-    """Leaves this rank's part of the model and of the optimizer's parameters, in place; on all ranks together.
+    """Reduces the model and the optimizer's parameters to this rank's part, in place; on all ranks together.
 
-    Call it on the bare model, after `sum_token_losses`, which decides whether the head can be divided.
+    Call it on the bare model, after `sum_token_losses`, which decides whether the head can be partitioned.
     """
     if degrees.tensor == 1:
         return
     cutter = _Cutter(model, degrees)
-    size = degrees.tensor  # what is shared is asked before the first cut, which changes the answer
+    size = degrees.tensor  # shared heads are found before the first partition, which changes the result
     planned = [(*one, _is_shared(model, name, one[1], size), name) for name, one in planned_modules(model)]
     for module, style, is_shared, name in planned:
         if style == PARTIAL:
@@ -247,14 +254,14 @@ def cut_model(model: PreTrainedModel, optimizer: torch.optim.Optimizer, degrees:
 
 @torch.no_grad()
 def whole_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
-    """All weights and buffers, whole, on the host of the main process; call it on all ranks together."""
+    """Returns all full weights and buffers on the host of the main process; call it on all ranks together."""
     shares: Shares = model.shares
     names = {id(p): name for name, p in model.named_parameters()}
-    whole: dict[int, Tensor] = {}  # tied ones once
+    whole: dict[int, Tensor] = {}  # tied weights once
     state = model.state_dict(keep_vars=True)
     for x in {id(x): x for x in state.values()}.values():
         share = shares.of.get(names.get(id(x), ""))
-        part = x.detach().to(PartialState().device)  # an offloaded one too
+        part = x.detach().to(PartialState().device)  # also if offloaded
         part = part.full_tensor() if isinstance(part, DTensor) else part
         if share is not None and share.dim is not None:
             part = _gather_parts(part, share, shares.group)
@@ -264,7 +271,7 @@ def whole_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _gather_parts(x: Tensor, share: Share, group: dist.ProcessGroup) -> Tensor:
-    """The whole of what each rank of the group has a part of, of possibly different sizes."""
+    """Returns the full tensor, from the parts of all ranks of the group, whose sizes may differ."""
     parts = []
     for rank in range(group.size()):
         start, stop = _bounds(share.shape[share.dim], rank, group.size())
@@ -276,21 +283,21 @@ def _gather_parts(x: Tensor, share: Share, group: dist.ProcessGroup) -> Tensor:
 
 
 def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over the group, in float32 at least, in the type of `x`."""
+    """Returns the sum over the group in the dtype of `x`, computed in float32 at least."""
     total = x.to(torch.promote_types(x.dtype, torch.float32), copy=True, memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total.to(x.dtype)
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(..., D) of each rank to (..., N * D)."""
+    """All-gathers (..., D) of each rank to (..., N * D)."""
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, x.contiguous(), group=group)
     return torch.cat(parts, -1)
 
 
 class _Spread(torch.autograd.Function):
-    """x, of which each rank then has a part of the gradient."""
+    """The input; in backward, the ranks' partial gradients are summed."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -303,7 +310,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the group; each rank has the whole gradient."""
+    """The sum over the group; each rank has the full gradient."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -315,7 +322,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The parts of all ranks, side by side; each rank has the whole gradient."""
+    """The parts of all ranks, concatenated; each rank has the full gradient."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -328,7 +335,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Split(torch.autograd.Function):
-    """This rank's part of what each has; each has the gradient of its own part."""
+    """This rank's part of a tensor that each rank has in full; each rank has the gradient of its own part."""
 
     @staticmethod
     def forward(ctx, x, start, stop, group):

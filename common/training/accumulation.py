@@ -1,8 +1,8 @@
 """Gradient accumulation over a global batch: loss scaling, gradient synchronisation, and skipped updates.
 
-The loss of a global batch is (sum of the losses of its target tokens) / (number of its target tokens), over every
-micro-batch on every rank. The count is known before the first backward, because the samples of a global batch are known
-(see `batching`).
+The loss of a global batch is the sum of the losses of its target tokens, divided by their number. Both include every
+micro-batch on every rank. The number is known before the first backward, because the samples of a global batch are
+known (see `batching`).
 """
 
 from collections import Counter
@@ -22,19 +22,21 @@ from common.training.process_grid import running
 
 @contextmanager
 def synchronize_gradients(accelerator: Accelerator, model: torch.nn.Module, now: bool):
-    """Around one micro-batch's forward and backward: gradients are reduced over the ranks only if `now`.
+    """Context for one micro-batch's forward and backward: gradients are reduced over the ranks only if `now`.
 
-    `accelerator.accumulate` does this too, but counts the steps itself, divides the loss by a fixed number of them and
-    closes the global batch early at the end of a data loader; here a global batch has any number of micro-batches.
+    `accelerator.accumulate` is not used, for three reasons: it counts the steps itself, divides the loss by a fixed
+    number of steps, and ends the global batch early at the end of a data loader. Here a global batch has any number of
+    micro-batches.
 
-    FSDP reduces after each micro-batch, as ZeRO-2 and 3 do: else every process would hold the whole model's gradients
-    until the last one. Under DeepSpeed the backward of the last one also clips, and steps where the gradient is finite;
+    FSDP, ZeRO-2 and ZeRO-3 reduce after each micro-batch. Otherwise every process would hold the full model's gradients
+    until the last micro-batch. Under DeepSpeed the last backward also clips, and steps if the gradient is finite.
     `clip_gradients` then only returns the norm, and the optimizer's `step` and `zero_grad` do nothing.
 
-    With --micro_batch_tokens auto, nothing is reduced here (`token_budget`), and an error of memory ends here. Then
-    only the loop's `loss_sum` still holds activations: it begins each update with None in it.
+    With --micro_batch_tokens auto, nothing is reduced here (`token_budget`), and an out-of-memory error ends here.
+    Afterwards only the loop's `loss_sum` holds activations. Therefore the loop sets it to None at the start of each
+    update.
     """
-    accelerator.sync_gradients = now  # read by AcceleratedOptimizer.step, and for DeepSpeed's engine
+    accelerator.sync_gradients = now  # read by AcceleratedOptimizer.step, and passed to DeepSpeed's engine
     keeps_whole_gradients = not now and accelerator.distributed_type != DistributedType.FSDP
     budget = token_budget.adjusting()
     with (
@@ -45,10 +47,11 @@ def synchronize_gradients(accelerator: Accelerator, model: torch.nn.Module, now:
 
 
 def loss_scale(accelerator: Accelerator, num_targets: int) -> float:
-    """Ranks / num_targets: the factor on a micro-batch's SUM of losses that makes gradients those of the mean.
+    """Returns the factor by which a micro-batch's SUM of losses is multiplied before its backward.
 
-    1 / num_targets makes the mean; the number of ranks with tokens of their own and the same weights undoes the
-    averaging over them by DDP, FSDP and ZeRO.
+    The factor is (ranks that average gradients) / num_targets. 1 / num_targets turns the sum into the mean over the
+    global batch. DDP, FSDP and ZeRO average over the ranks with tokens of their own and the same weights. Their number
+    undoes this averaging.
     """
     assert num_targets > 0, "a global batch without a target has no loss"
     assert accelerator.gradient_accumulation_steps == 1, "Accelerate would divide the loss once more"
@@ -60,20 +63,22 @@ def _widest(device: torch.device) -> torch.dtype:
 
 
 def sum_over_ranks(accelerator: Accelerator, *figures: torch.Tensor | float) -> list[Any]:
-    """Each figure summed over the ranks, in float64 where the device has it, by one collective.
+    """Returns the sum of each value over the ranks, by one collective; in float64 if supported, else in float32.
 
-    Ranks that tell the same figures, as those of a tensor group, count as one: each as a part of it.
+    Ranks that compute the same values, such as those of a tensor group, count once in total.
 
-    A scalar comes back as a float, another tensor as one of its shape on the host. The first must be a tensor on the
-    device. Numbers of the host are filled in there: a copy would make the host wait for the device, which it does only
-    once, at the end.
+    Args:
+        figures: numbers and tensors; the first must be a tensor on the device. Host numbers are filled into device
+            tensors, because a copy would make the host wait for the device. The host waits only once, at the end.
+
+    Returns: a float for each scalar; for any other tensor, a tensor of its shape on the host.
     """
     device = figures[0].device
     options = {"dtype": _widest(device), "device": device}
     parts = [
         figure.detach().to(**options)
         if torch.is_tensor(figure) and figure.device == device
-        # A number of the host, such as the norm of offloaded gradients.
+        # A number on the host, such as the norm of offloaded gradients.
         else torch.full((), float(figure), **options)
         for figure in figures
     ]
@@ -83,10 +88,11 @@ def sum_over_ranks(accelerator: Accelerator, *figures: torch.Tensor | float) -> 
 
 
 def mean_losses(accelerator: Accelerator, batches: Iterable[tuple[str, int, list[torch.Tensor]]]) -> dict[str, float]:
-    """The mean loss over all targets of an evaluation; where each source is measured apart, also that of each.
+    """Returns the mean loss over all targets of an evaluation, and per source if sources are evaluated separately.
 
-    batches: of each its source, its number of targets over all ranks, and this rank's sums of the losses of its
-    micro-batches. The sources and their order are the same on all ranks.
+    Args:
+        batches: source, number of targets over all ranks, and this rank's loss sums of its micro-batches, for each
+            batch. The sources and their order are equal on all ranks.
     """
     loss_sums: dict[str, list[torch.Tensor]] = {}
     num_targets: Counter[str] = Counter()
@@ -106,22 +112,24 @@ def reduce_update(
     batch: GlobalBatch,
     news: dict[str, torch.Tensor | float],
 ) -> tuple[float, float, dict[str, Any]]:
-    """The global batch's loss (mean over its targets on all ranks), the norm of its gradient, and `news`, summed.
+    """Returns the global batch's loss (mean over its targets on all ranks), its gradient norm, and the sums of `news`.
 
-    All that the ranks must agree on travels in this one collective. Besides those of its mode an update has no other (a
-    save, an evaluation and `--balance exact` have theirs), and the host waits for the device here only. Each figure is
-    an element of its own: a loss that is not finite spoils no other.
+    All values that the ranks must synchronise are in this one collective. An update has no other collective except
+    those of its mode (a save, an evaluation and `--balance exact` have their own). The host waits for the device only
+    here. Each value is a separate element, so a non-finite loss does not affect the others.
 
     Args:
-        loss_sums: this rank's sums of token losses, one scalar a micro-batch.
+        loss_sums: this rank's sums of token losses, one scalar per micro-batch.
         grad_norm: scalar, norm of the reduced gradient before clipping, equal on all ranks.
-        batch: what was computed; AssertionError if the ranks saw another number of targets than it was divided by.
-        news: of this rank, the same names and shapes on all. They come back summed, as `sum_over_ranks` says.
+        batch: the computed global batch.
+        news: this rank's values, with the same names and shapes on all ranks. Their sums are as in `sum_over_ranks`.
+
+    Raises AssertionError: the ranks counted a number of targets that differs from `batch.num_targets`, the divisor.
     """
-    sums = loss_sums or [torch.zeros((), device=accelerator.device)]  # memory ran out at the first one
+    sums = loss_sums or [torch.zeros((), device=accelerator.device)]  # empty if the first micro-batch ran out of memory
     loss_sum = torch.stack(sums).sum(dtype=_widest(accelerator.device))
     num_targets = sum(len(micro_batch["targets"]) for micro_batch in batch.micro_batches)
-    if isinstance(grad_norm, DTensor):  # FSDP2; the clip has summed it over the shards
+    if isinstance(grad_norm, DTensor):  # FSDP2: clipping has reduced it over the shards
         grad_norm = grad_norm.full_tensor()
     total_loss, total_targets, norm_sum, *sums = sum_over_ranks(
         accelerator, loss_sum, num_targets, grad_norm, *news.values()
@@ -132,10 +140,10 @@ def reduce_update(
 
 
 def skip_step(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
-    """In place of the step: drops the gradients, keeps weights and optimizer state, lowers fp16's loss scale.
+    """Replaces the step: drops the gradients, keeps weights and optimizer state, and lowers fp16's loss scale.
 
-    Under DeepSpeed it does nothing: the engine has skipped its own step already.
+    Under DeepSpeed it does nothing, because the engine has already skipped its own step.
     """
     if accelerator.scaler is not None:
-        accelerator.scaler.update()  # has seen the overflow in unscale_, and halves
+        accelerator.scaler.update()  # unscale_ has recorded the overflow, so the scale is halved
     optimizer.zero_grad()

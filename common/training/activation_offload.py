@@ -2,7 +2,7 @@
 
 The copies run in a separate stream: out during the next layers' forward pass, and back during the recomputation of the
 layer above. (torch's `save_on_cpu` copies in the compute stream, which waits.) The host does not wait; the streams wait
-for each other. After torchtune's OffloadActivations.
+for each other. The design follows torchtune's OffloadActivations.
 """
 
 import itertools
@@ -16,45 +16,51 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from common.host_memory import pinned_bytes
 
-# Layers whose tensors may be on the device beside those in use: leaving it in forward, coming back in backward.
+# Number of layers whose tensors may be on the device in addition to those in use: on their way out in forward, or back
+# in backward.
 AHEAD = 2
 
 
 class _Moved:
-    """A tensor in host memory; also on the device while it leaves, and from when it comes back until it is taken."""
+    """A tensor in host memory; also on the device until its copy out ends, and from its copy back until its use."""
 
     def __init__(self, layer: int, tensor: torch.Tensor, buffer: torch.Tensor, owner: "HostOffload"):
         self.layer, self.tensor, self.buffer, self.owner = layer, tensor, buffer, owner
-        dense = torch.empty_like(tensor, device="meta")  # of the same order in memory, without gaps
+        dense = torch.empty_like(tensor, device="meta")  # same memory order, without gaps
         self.host = buffer[: dense.nbytes].view(tensor.dtype).as_strided(dense.shape, dense.stride())
-        self.copied: Any = None  # the event after its newest copy
+        self.copied: Any = None  # the event after its latest copy
         self.is_taken = False
 
     def __del__(self):
-        if self.tensor is not None:  # never taken: what is computed next must not get its memory before the copy ends
+        if self.tensor is not None:  # never used: later kernels must not get its memory before the copy ends
             self.owner.streams.current_stream(self.owner.device).wait_event(self.copied)
-        # All copies are on one stream: the next one into this memory comes after those that were asked for.
+        # All copies are in one stream, so the next copy into this buffer runs after those requested so far.
         self.owner.pool.append(self.buffer)
 
 
 class HostOffload:
-    """Moves the saved tensors of one model, those on `device` (its type is enough).
+    """Moves the saved tensors of one model to host memory, if they are on `device` (only its type matters).
 
-    Its host memory is pinned and kept: as much as one forward needs, each tensor rounded up to a power of two.
+    The host memory is pinned and kept for reuse. It has the size of one forward's saved tensors, each rounded up to a
+    power of two.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
         self.side: Any = None  # the stream of the copies
-        self.pool: list[torch.Tensor] = []  # free host memory
-        self.layer = self.num_of_layer = 0  # the newest layer, over all forwards; its tensors so far
-        self.moved: weakref.WeakValueDictionary[tuple[int, int], _Moved] = weakref.WeakValueDictionary()  # by both
+        self.pool: list[torch.Tensor] = []  # free buffers in host memory
+        self.layer = self.num_of_layer = 0  # number of the newest layer, over all forwards; its tensors so far
+        # By (number of the layer, number in the layer).
+        self.moved: weakref.WeakValueDictionary[tuple[int, int], _Moved] = weakref.WeakValueDictionary()
         self.leaving: deque[tuple[int, weakref.ref[_Moved]]] = deque()
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, but what it saves for backward is moved: around `torch.utils.checkpoint`, a layer's inputs."""
+        """Returns `function` with the tensors that it saves for backward moved to the host.
 
-        @torch.compiler.disable  # a graph has neither streams nor such hooks
+        For `torch.utils.checkpoint`, these tensors are the inputs of a layer.
+        """
+
+        @torch.compiler.disable  # a compiled graph supports neither streams nor these hooks
         def moving(*args: Any, **kwargs: Any) -> Any:
             self.layer, self.num_of_layer = self.layer + 1, 0
             with saved_tensors_hooks(self.pack, self.unpack):
@@ -76,8 +82,9 @@ class HostOffload:
         self.leaving.append((self.layer, weakref.ref(moved)))
         while self.leaving and self.leaving[0][0] <= self.layer - AHEAD:
             if (oldest := self.leaving.popleft()[1]()) is not None and not oldest.is_taken:
-                # Given back in the order of the stream that computes: `record_stream` would give it back when the host
-                # sees that the copy has ended, and a host that is far ahead would take new memory for each layer.
+                # Deallocated in the order of the compute stream. With `record_stream`, it would be deallocated when the
+                # host sees that the copy has ended. A host that is far ahead would then allocate new memory for each
+                # layer.
                 self._wait_for(oldest)
                 oldest.tensor = None
         return moved
@@ -88,7 +95,7 @@ class HostOffload:
         self._fetch(moved)
         self._wait_for(moved)
         (tensor, moved.tensor), moved.is_taken = (moved.tensor, None), True
-        for layer in range(moved.layer, moved.layer - 1 - AHEAD, -1):  # backward comes to them next
+        for layer in range(moved.layer, moved.layer - 1 - AHEAD, -1):  # backward needs these next
             for number in itertools.count():
                 if (other := self.moved.get((layer, number))) is None:
                     break
@@ -102,7 +109,7 @@ class HostOffload:
             self._copy(moved, moved.tensor, moved.host)
 
     def _copy(self, moved: _Moved, target: torch.Tensor, source: torch.Tensor) -> None:
-        """On the side stream, after all that was asked for so far: the source is computed, the target's memory free."""
+        """Copies in the side stream, after all work queued so far: the source is computed, and the target is free."""
         self.side.wait_stream(self.streams.current_stream(self.device))
         with self.streams.stream(self.side):
             target.copy_(source, non_blocking=True)
@@ -112,7 +119,7 @@ class HostOffload:
         self.streams.current_stream(self.device).wait_event(moved.copied)
 
     def _buffer(self, num_bytes: int) -> torch.Tensor:
-        """The smallest free buffer that is large enough, or a new one."""
+        """Returns the smallest free buffer of at least `num_bytes` bytes, or a new buffer."""
         fitting = [(buffer.nbytes, index) for index, buffer in enumerate(self.pool) if buffer.nbytes >= num_bytes]
         if fitting:
             return self.pool.pop(min(fitting)[1])

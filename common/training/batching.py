@@ -1,6 +1,6 @@
 """Selects the samples of update k, and each rank's share of them.
 
-Position is arithmetic: the samples of update k are a pure function of (seed, number of samples, global batch size, k),
+Position is arithmetic. The samples of update k are a pure function of seed, number of samples, global batch size and k,
 and for mixed data also of the weights (`data_mixing`). No data is replayed, so a run can start at any update at once,
 and any number of ranks sees the same samples.
 
@@ -32,55 +32,56 @@ from common.training.recipe_traits import Traits
 
 
 class Samples(Protocol):
-    """A data set as the recipes use it, such as `data.text.Samples`. What a sample is, only `collate` knows.
+    """A dataset as the recipes use it, such as `data.text.Samples`. Only `collate` knows the content of a sample.
 
-    Where samples differ by epoch (augmentation), `of_epoch(epoch)` returns the data set of that epoch. Of mixed data
-    (`data.mixed.Mixed`) `parts` are the sources, by name, and `mixing` says in which order they are trained on.
+    If samples differ by epoch (augmentation), `of_epoch(epoch)` returns the dataset of that epoch. For mixed data
+    (`data.mixed.Mixed`), `parts` contains the sources by name, and `mixing` defines their training order.
 
-    Where a sample is several sequences, padded alike, its length is what they take together, with that padding. Then
-    `sequence_lengths(ids)` are theirs without it, and `num_predicted(ids)` counts the tokens that each sample predicts.
+    If a sample has several sequences, padded to equal length, its length is their total including this padding. Then
+    `sequence_lengths(ids)` excludes the padding, and `num_predicted(ids)` counts the predicted tokens of each sample.
     """
 
-    unit: str  # of a length: "tokens", "images"
-    fingerprint: str  # equal where every sample is equal
-    num_target_tokens: int  # targets of all samples
+    unit: str  # unit of a length: "tokens", "images"
+    fingerprint: str  # equal if all samples are equal
+    num_target_tokens: int  # number of targets of all samples
     max_length: int
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Any: ...
-    def dummy_sample(self) -> Any: ...  # a sample of the least work, without a target
-    def lengths(self, ids: np.ndarray) -> np.ndarray: ...  # int64, of each sample; (n, 2) if it has two sequences
+    def dummy_sample(self) -> Any: ...  # sample with the least work, without a target
+    def lengths(self, ids: np.ndarray) -> np.ndarray: ...  # int64, per sample; (n, 2) for two sequences
     def num_targets(self, ids: np.ndarray) -> np.ndarray: ...  # int64, of each sample
     def describe(self) -> str: ...
 
 
-# Makes one micro-batch of a list of samples: named tensors; `targets` holds the real targets, and no padding. One that
-# pads may take `multiple_of` too: then it pads to a multiple of it.
+# Builds a micro-batch from a list of samples: named tensors; `targets` contains the real targets, without padding. A
+# function that pads may also accept `multiple_of`: then it pads to a multiple of it.
 Collate = Callable[..., dict[str, torch.Tensor]]
 
 
 class GlobalBatch(NamedTuple):
-    """One rank's share of one update, with the counts of the whole global batch (all micro-batches on all ranks)."""
+    """One rank's share of one update, with the counts of the full global batch (all micro-batches on all ranks)."""
 
     update: int
-    micro_batches: list[dict[str, torch.Tensor]]  # this rank's, in order; every rank has the same number
+    micro_batches: list[dict[str, torch.Tensor]]  # of this rank, in order; every rank has the same number
     num_samples: int  # over all ranks
-    num_targets: int  # over all ranks: what the global batch's loss is divided by
+    num_targets: int  # over all ranks: the divisor of the global batch's loss
     num_tokens: int  # input tokens without padding, over all ranks
     num_processed: int  # input tokens with padding, over all ranks
-    rank_work: torch.Tensor  # float64, of each that has samples of its own, what it computes (`cutting.row_work`)
-    sample_digest: str  # hash of the sorted sample ids: equal where the samples are equal
-    lengths: torch.Tensor  # int64, of each sample without padding, over all ranks; (n, 2) if it has two sequences
-    source: str = ""  # of all its samples, where each source is measured apart
-    num_predicted: int | None = None  # tokens, over all ranks, where these are not the targets
+    rank_work: torch.Tensor  # float64, work of each group with its own samples (`micro_batch_partition.row_work`)
+    sample_digest: str  # hash of the sorted sample ids: equal if the samples are equal
+    lengths: torch.Tensor  # int64, per sample without padding, over all ranks; (n, 2) for two sequences
+    source: str = ""  # source of all its samples, if sources are evaluated separately
+    num_predicted: int | None = None  # predicted tokens, over all ranks, if these are not the targets
 
 
 def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
-    """The images of `index` (int64, any shape, values in [0, size)) under a pseudo-random permutation of range(size).
+    """Returns the images of `index` under a pseudo-random permutation of range(size).
 
-    A Feistel network over the smallest power of four that holds `size`, walked along its cycle until the value falls
-    into the range (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). It needs no table, so a data set
-    of any size is shuffled in constant memory, and the result depends on no library's random stream.
+    `index` is int64 of any shape, with values in [0, size). The permutation is a Feistel network over the smallest
+    power of four >= `size`. It walks along the cycle until the value is in the range (Black and Rogaway, "Ciphers with
+    arbitrary finite domains", 2002). It needs no table, so a dataset of any size is shuffled in constant memory. The
+    result does not depend on any library's RNG.
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half_bits) - 1)
@@ -104,26 +105,26 @@ def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
 
 
 def shuffled(index: np.ndarray, size: int, *order: int) -> np.ndarray:
-    """The images of `index` under the permutation of range(size) that `order` names, such as a seed and an epoch.
+    """Returns the images of `index` under the permutation of range(size) for `order`, such as a seed and an epoch.
 
-    Hashed, so that seeds and epochs that lie side by side give unrelated permutations.
+    `order` is hashed, so that neighbouring seeds and epochs give unrelated permutations.
     """
     key = hashlib.blake2b(":".join(map(str, order)).encode(), digest_size=8).digest()
     return permute(index, size, key=int.from_bytes(key, "little"))
 
 
 def updates_per_epoch(num_samples: int, global_batch_size: int, drop_last_window: bool = False) -> int:
-    """Global batches in one pass over the data; a remainder makes a shorter last one, unless dropped."""
+    """Returns the number of global batches per epoch; remaining samples form a shorter last batch, or are dropped."""
     return num_samples // global_batch_size if drop_last_window else -(-num_samples // global_batch_size)
 
 
 def sample_ids_of(
     update: int, num_samples: int, global_batch_size: int, seed: int | None, drop_last_window: bool = False
 ) -> np.ndarray:
-    """Ids (int64) of the samples that update `update` (0-based) consumes; every epoch has its own permutation.
+    """Returns the ids (int64) of the samples of update `update` (0-based); every epoch has its own permutation.
 
-    `seed=None` keeps the data's own order (evaluation). The last global batch of an epoch holds the rest and is
-    shorter.
+    `seed=None` keeps the order of the data (evaluation). The last global batch of an epoch contains the remaining
+    samples, so it can be shorter.
     """
     epoch, number = divmod(update, updates_per_epoch(num_samples, global_batch_size, drop_last_window))
     start = number * global_batch_size
@@ -132,19 +133,19 @@ def sample_ids_of(
 
 
 def longest_samples(samples: Samples, number: int) -> np.ndarray:
-    """The ids (number,) of the longest samples, the longest first; again from the first one where there are too few."""
+    """Returns the ids (number,) of the longest samples, longest first; repeated from the first if there are too few."""
     lengths = samples.lengths(np.arange(len(samples)))
     order = np.argsort(-lengths.reshape(len(lengths), -1).sum(1), kind="stable")
     return np.resize(order[:number], number)
 
 
 def round_up(lengths: Any, multiple_of: int) -> Any:
-    """The least multiple that holds a length, an int or an array of them."""
+    """Returns the smallest multiple of `multiple_of` >= `lengths`, an int or an array."""
     return -(-lengths // multiple_of) * multiple_of
 
 
 def pad_rows(rows: list[torch.Tensor], multiple_of: int, padding_value: int = 0) -> torch.Tensor:
-    """(B, L) of B rows, padded on the right; L is a multiple of `multiple_of`."""
+    """Returns B rows as (B, L), padded on the right; L is a multiple of `multiple_of`."""
     padded = pad_sequence(rows, batch_first=True, padding_value=padding_value)
     length = padded.shape[1]
     return F.pad(padded, (0, round_up(length, multiple_of) - length), value=padding_value)
@@ -155,9 +156,10 @@ def collate_tokens(
 ) -> dict[str, torch.Tensor]:
     """Pads samples on the right into one micro-batch: `input_ids` (B, L), `targets` (N,), `target_rows` (N,), int64.
 
-    `target_rows[i]` is the position in the flattened input that predicts `targets[i]`; a sample is the same three, of
-    its own row. There is no mask of targets: to index by one on a GPU makes the host wait at every micro-batch. And no
-    attention mask: in a causal model no real token attends to padding on the right, which is no target either.
+    `target_rows[i]` is the position in the flattened input that predicts `targets[i]`; a sample has the same three for
+    its own row. There is no mask of targets, because indexing with a mask on a GPU makes the host wait at every
+    micro-batch. There is no attention mask: in a causal model no real token attends to padding on the right, and
+    padding is no target.
     """
     length = round_up(max(len(ids) for ids, *_ in samples), multiple_of)
     input_ids = np.full((len(samples), length), pad_token_id, np.int64)
@@ -172,16 +174,16 @@ def collate_tokens(
 
 
 def shard_tokens(micro_batch: dict[str, torch.Tensor], part: int, num_parts: int) -> dict[str, torch.Tensor]:
-    """One of `num_parts` equal parts of a micro-batch's columns, with the targets that they predict.
+    """Returns one of `num_parts` equal parts of a micro-batch's columns, with the targets that they predict.
 
-    `input_ids` (B, L) becomes (B, ceil(L / num_parts)), `position_ids` of the same shape say where in the sequence they
-    are. What fills up the last part is padding: no target, and no real token attends to it.
+    `input_ids` (B, L) becomes (B, ceil(L / num_parts)). `position_ids` of the same shape are the positions in the
+    sequence. The last part is filled with padding, which is not a target, and to which no real token attends.
     """
     input_ids, rows = micro_batch["input_ids"], micro_batch["target_rows"]
     num_rows, length = input_ids.shape
     size = -(-length // num_parts)
     columns = torch.arange(part * size, (part + 1) * size)
-    position_ids = columns.clamp(max=length - 1)  # a model has no position beyond the longest row
+    position_ids = columns.clamp(max=length - 1)  # the model has no positions beyond the longest row
     kept = rows % length // size == part
     rows = rows[kept]
     return {
@@ -196,7 +198,7 @@ def shard_tokens(micro_batch: dict[str, torch.Tensor], part: int, num_parts: int
 class GlobalBatches(torch.utils.data.Dataset):
     """Item k is this rank's share of update k: `DataLoader(dataset, sampler=range(k, n), batch_size=None)` starts at k.
 
-    Exactly one of `micro_batch_size` and `micro_batch_tokens` is given. `seed=None` keeps the data's order.
+    Exactly one of `micro_batch_size` and `micro_batch_tokens` is set. `seed=None` keeps the order of the data.
     """
 
     samples: Samples
@@ -205,32 +207,32 @@ class GlobalBatches(torch.utils.data.Dataset):
     global_batch_size: int
     micro_batch_size: int | None
     micro_batch_tokens: int | None
-    rank: int  # among those that have samples of their own
+    rank: int  # index among the groups with their own samples
     world_size: int
     seed: int | None
     drop_last_window: bool = False
-    attention_length: float = math.inf  # a row's length at which attention costs as much as all else
-    multiple_of: int = 1  # of which lengths with their padding are a multiple
-    part: int = 0  # which of the parts of each micro-batch's tokens is this rank's
+    attention_length: float = math.inf  # row length at which attention costs as much as all else
+    multiple_of: int = 1  # padded lengths are a multiple of it
+    part: int = 0  # index of this rank's part of each micro-batch's tokens
     num_parts: int = 1
 
     def __len__(self) -> int:
-        """Global batches in an epoch; items beyond it are the next epochs'."""
+        """Returns the number of global batches per epoch; items beyond it belong to the next epochs."""
         sizes = map(len, self._parts.values())
         return sum(updates_per_epoch(size, self.global_batch_size, self.drop_last_window) for size in sizes)
 
     @property
     def _parts(self) -> dict[str, Samples]:
-        """What is gone through one after the other."""
+        """Returns the sources by name, in the order of an evaluation; the name is empty if there is only one source."""
         return getattr(self.samples, "parts", {"": self.samples})
 
     @property
     def mixing(self) -> Any:
-        """The `mixing.Mixing` of the sources that are trained on; None where there is one, or in an evaluation."""
+        """Returns the `data_mixing.Mixing` of the training sources; None for a single source and in an evaluation."""
         return getattr(self.samples, "mixing", None) if self.seed is not None else None
 
     def _sample_ids(self, update: int) -> tuple[str, np.ndarray]:
-        """The source that is measured, if each is measured apart, and the ids of its samples."""
+        """Returns the source that is evaluated, if sources are evaluated separately, and the ids of its samples."""
         if self.mixing is not None:
             return "", self.mixing.sample_ids_of(update, self.global_batch_size, self.seed)
         start, how = 0, (self.global_batch_size, self.seed, self.drop_last_window)
@@ -242,12 +244,12 @@ class GlobalBatches(torch.utils.data.Dataset):
         raise IndexError("beyond the last global batch of the last source")
 
     def of_longest(self) -> GlobalBatch:
-        """What takes most memory: as many of the longest samples as a micro-batch holds; the same on all ranks."""
+        """Returns the batch with the highest peak memory: micro-batches of the longest samples; equal on all ranks."""
         assert self.micro_batch_tokens is not None
         share = -(-self.global_batch_size // self.world_size)
         rows = min(share, self.micro_batch_tokens // round_up(self.samples.max_length, self.multiple_of))
         chosen = [self.samples[number] for number in longest_samples(self.samples, max(1, rows))]
-        number = 1 if rows == share else 2  # the second one where gradients are there already
+        number = 1 if rows == share else 2  # the second runs while gradients are allocated
         micro_batch = self.collate(chosen)
         counts = number * len(chosen) * self.world_size, number * len(micro_batch["targets"]) * self.world_size
         nothing = torch.zeros(1), "", torch.zeros(1, dtype=torch.int64)
@@ -259,19 +261,19 @@ class GlobalBatches(torch.utils.data.Dataset):
         lengths = round_up(round_up(own_lengths, self.multiple_of), self.num_parts)
         how = (self.micro_batch_size, self.micro_batch_tokens, self.attention_length)
         assigned = cut_global_batch(lengths, self.world_size, *how)
-        # Augmented samples differ from epoch to epoch.
+        # Augmented samples differ by epoch.
         samples = self.samples.of_epoch(update // len(self)) if hasattr(self.samples, "of_epoch") else self.samples
         collate = self.collate if self.multiple_of == 1 else partial(self.collate, multiple_of=self.multiple_of)
         micro_batches = []
         for positions in assigned[self.rank]:
-            # Where nothing is left for this rank it computes a dummy sample, so that it joins the step's collectives.
+            # A rank without samples computes a dummy sample, so that it joins the collectives of the step.
             chosen = [samples[ids[p]] for p in positions] if len(positions) else [samples.dummy_sample()]
             whole = collate(chosen)
             micro_batches.append(shard_tokens(whole, self.part, self.num_parts) if self.num_parts > 1 else whole)
         runs = [positions for steps in assigned for positions in steps]
         counts = np.array([len(positions) for positions in runs])
         longest = longest_of(lengths[np.concatenate(runs)].reshape(len(ids), -1), counts)
-        dummy = self.multiple_of  # a token, padded
+        dummy = self.multiple_of  # length of a single padded token
         sequence_lengths = getattr(self.samples, "sequence_lengths", lambda _: own_lengths)(ids)
         predicted = getattr(self.samples, "num_predicted", None)
         work = (counts * row_work(longest, self.attention_length)).clip(min=dummy)
@@ -290,17 +292,17 @@ class GlobalBatches(torch.utils.data.Dataset):
         )
 
 
-EVALUATED_TOKENS = 1 << 20  # that are sorted and cut together, over all ranks; 24 MiB of them on a host, at most
+EVALUATED_TOKENS = 1 << 20  # tokens sorted and split together, over all ranks; at most 24 MiB per host
 
 
 def _evaluation_batch(
     args: argparse.Namespace, traits: Traits, samples: Samples, is_cpu: bool
 ) -> dict[str, int | None]:
-    """How the held-out samples are cut: in any groups and micro-batches, as no update depends on it.
+    """Returns the batch sizes of the held-out set, which can be chosen freely because no update depends on them.
 
-    Sorted in larger groups than an update's, samples of all lengths have little padding. And without a graph, a
-    micro-batch of twice the size takes less memory than training; with --activation_checkpointing it might not, nor on
-    a CPU, where what training has freed lies in pieces that larger tensors do not fit.
+    Sorted in larger groups than an update's, samples of all lengths need little padding. Without a graph, a micro-batch
+    of twice the size uses less memory than training. This may not hold with --activation_checkpointing. It may not hold
+    on a CPU either, because memory that training has freed is too fragmented for larger tensors.
     """
     groups, micro_batch_tokens = 1, args.micro_batch_tokens if traits.lengths_vary else None
     if traits.lengths_vary:
@@ -313,7 +315,7 @@ def _evaluation_batch(
     }
 
 
-# oneDNN compiles a product in bf16 anew for each number of rows: up to 3 ms, and 1 MB that it keeps.
+# oneDNN compiles a bf16 matmul again for each number of rows: up to 3 ms, and 1 MB that stays allocated.
 FEW_LENGTHS = 32
 
 
@@ -325,9 +327,9 @@ def _multiple_of(
     samples: Samples,
     num_parts: int,
 ) -> int:
-    """What lengths are padded to a multiple of: more than 1 in bf16 on a CPU, so that there are few of them.
+    """Returns the number to whose multiples lengths are padded; above 1 in bf16 on a CPU, for few different lengths.
 
-    No row gets longer than its flag says, which the model has positions for, and no micro-batch larger.
+    A padded row stays within its flag's limit, for which the model has positions, and a micro-batch within its own.
     """
     is_bf16_on_cpu = accelerator.device.type == "cpu" and accelerator.mixed_precision == "bf16"
     lengths_vary = traits.lengths_vary and "multiple_of" in inspect.signature(collate).parameters
@@ -335,7 +337,7 @@ def _multiple_of(
         return 1
     limits = [getattr(args, name) for name in traits.size_flags]
     multiple = math.gcd(FEW_LENGTHS, *limits)
-    longest = round_up(samples.max_length, multiple) + multiple * (len(limits) - 1)  # each part of a sample is padded
+    longest = round_up(samples.max_length, multiple) + multiple * (len(limits) - 1)  # each sequence has padding
     return 1 if args.micro_batch_tokens and longest > args.micro_batch_tokens * num_parts else multiple
 
 
@@ -349,9 +351,10 @@ def make_loader(
     samples: Samples,
     updates: range | None = None,
 ) -> DataLoader:
-    """Loads this rank's share of the training updates `updates`; without them, of all samples in order (evaluation).
+    """Returns the loader of this rank's share of the updates `updates`; None: of all samples in order (evaluation).
 
-    attention_length: the length at which attention costs as much as all else, by which the ranks get equal work.
+    Args:
+        attention_length: row length at which attention costs as much as all else; the ranks get equal work by it.
     """
     if args.num_workers:
         raise_file_limit()
@@ -363,7 +366,7 @@ def make_loader(
     }
     if updates is None:
         size = _evaluation_batch(args, traits, samples, accelerator.device.type == "cpu")
-    if size["micro_batch_tokens"]:  # of a rank, which has one of so many parts
+    if size["micro_batch_tokens"]:  # the flag is per rank, which has only a part of each sequence
         size["micro_batch_tokens"] *= degrees.sequence
     dataset = GlobalBatches(
         samples,
@@ -381,10 +384,10 @@ def make_loader(
     return DataLoader(
         dataset,
         sampler=range(len(dataset)) if updates is None else updates,
-        batch_size=None,  # an item is a whole global batch
+        batch_size=None,  # an item is a global batch
         num_workers=args.num_workers,
         pin_memory=accelerator.device.type == "cuda",
         collate_fn=hand_over,
-        worker_init_fn=start_worker,  # a signal to all processes stops the run, which then stops its workers
-        generator=torch.Generator().manual_seed(args.seed),  # else each iterator draws from the model's random stream
+        worker_init_fn=start_worker,  # workers ignore signals: the run handles them, then stops its workers
+        generator=torch.Generator().manual_seed(args.seed),  # otherwise each iterator draws from the model's RNG
     )

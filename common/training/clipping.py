@@ -15,31 +15,31 @@ from common.training import token_budget
 
 @dataclass(frozen=True)
 class Share:
-    """What this rank has of a parameter, among the ranks of its group."""
+    """This rank's part of a parameter, within its group of ranks."""
 
-    shape: tuple[int, ...]  # of the whole
-    dim: int | None = None  # along which it is cut; None: every rank has the whole
-    start: int = 0  # of this rank's part, along that dimension
-    sums_gradients: bool = False  # whether each rank's gradient is a part of it, and their sum the whole
-    counts: bool = True  # whether this rank's part counts in a norm, which counts each element once
+    shape: tuple[int, ...]  # of the full parameter
+    dim: int | None = None  # partitioned dimension; None: every rank has the full parameter
+    start: int = 0  # offset of this rank's part in that dimension
+    sums_gradients: bool = False  # whether the full gradient is the sum of the ranks' gradients
+    counts: bool = True  # whether the norm includes this rank's part; it includes each element once
 
 
 @dataclass
 class Shares:
-    """How a model's parameters are shared in a group of ranks; a model that is has them as its `shares`."""
+    """The partition of a model's parameters in a group of ranks: attribute `shares` of a partitioned model."""
 
     group: dist.ProcessGroup
-    of: dict[str, Share] = field(default_factory=dict)  # by the parameters' names
-    # Those of the group that have parts of gradients, where these are not all.
+    of: dict[str, Share] = field(default_factory=dict)  # by parameter name
+    # The ranks with partial gradients, if these are not the full group.
     partial_group: dist.ProcessGroup | None = None
 
 
 @record_function("optimizer")  # its name in a trace
 def clip_gradients(accelerator: Accelerator, model: torch.nn.Module, max_norm: float) -> torch.Tensor | float:
-    """Scales the gradients down to `max_norm` (0: not at all), and returns the norm before; the same on all ranks.
+    """Scales the gradients down to norm `max_norm` (0: never), and returns the norm before, equal on all ranks.
 
-    Where ranks have a part of each layer, it first sums what is a part of a gradient: once an update, so that nothing
-    is summed twice however many micro-batches there are. In float32 at least, as gradients are.
+    If ranks have a part of each layer, partial gradients are summed first. This happens once per update, so no gradient
+    is summed twice, for any number of micro-batches. The sum is in float32 at least, like the gradients.
     """
     token_budget.average_gradients(accelerator, model)
     max_norm = max_norm or math.inf
@@ -50,12 +50,12 @@ def clip_gradients(accelerator: Accelerator, model: torch.nn.Module, max_norm: f
     local = {name: _local(p.grad) for name, p in named.items()}
     partial = [local[name] for name in named if shares.of[name].sums_gradients]
     if partial:
-        total = torch.cat([gradient.flatten() for gradient in partial]).to(accelerator.device)  # offloaded ones too
+        total = torch.cat([gradient.flatten() for gradient in partial]).to(accelerator.device)  # also if offloaded
         dist.all_reduce(total, group=shares.partial_group or shares.group)
         for gradient, part in zip(partial, total.split([one.numel() for one in partial]), strict=True):
             gradient.copy_(part.view_as(gradient))
     counted = [p.grad for name, p in named.items() if shares.of[name].counts]
-    norm = torch.nn.utils.get_total_norm(counted)  # of DTensors, those of FSDP2, over all that average them
+    norm = torch.nn.utils.get_total_norm(counted)  # for DTensors (FSDP2), over all ranks that average them
     square = (norm.full_tensor() if isinstance(norm, DTensor) else norm).to(accelerator.device).square()
     dist.all_reduce(square, group=shares.group)
     norm = square.sqrt()

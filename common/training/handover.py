@@ -18,19 +18,22 @@ from torch.utils.data import get_worker_info
 from common.internals.python import handle_unsent
 from common.training.stop_signals import ignore_signals
 
-ALIGNMENT = 64  # bytes, as torch aligns a tensor of its own
-MOST_FILES = 65536  # a limit without end lets some programs try each number
+ALIGNMENT = 64  # bytes, as torch aligns its own tensors
+MOST_FILES = 65536  # if the limit is infinite; with an infinite limit, some programs try each number
 
 
 def hand_over(batch: Any) -> Any:
-    """A DataLoader's collate_fn: what arrives in the training process is the batch itself, with the same bits."""
+    """Packs a batch in a data worker, as a DataLoader's collate_fn.
+
+    The training process receives the batch itself, with identical bits.
+    """
     return batch if get_worker_info() is None else _Packed(batch)
 
 
 def start_worker(number: int) -> None:
-    """A DataLoader's worker_init_fn. A batch that cannot be sent ends the worker, and with it the run.
+    """Prepares a data worker, as a DataLoader's worker_init_fn. If a batch cannot be sent, the worker and the run end.
 
-    Python would print the error and drop the batch, for which the training process would wait for ever.
+    Without this, Python prints the error and drops the batch, and the training process waits for it indefinitely.
     """
     ignore_signals(number)
     handle_unsent(_end_worker)
@@ -42,16 +45,16 @@ def _end_worker(error: BaseException, _: Any) -> None:
 
 
 def raise_file_limit() -> None:
-    """As many open files as the system lets this process have, without rights of an administrator."""
+    """Raises this process's limit of open files to the maximum allowed without administrator rights."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
-        with suppress(OSError, ValueError):  # macOS has a lower limit that it does not tell
+        with suppress(OSError, ValueError):  # macOS has a lower limit that it does not report
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 class _Packed:
-    """A batch on its way: all its tensors in one block. It is unpickled as the batch."""
+    """A batch in transit: all its tensors are in one block. Unpickling it returns the batch."""
 
     def __init__(self, batch: Any) -> None:
         file = io.BytesIO()
@@ -68,7 +71,7 @@ class _Packed:
 
 
 class _Packer(pickle.Pickler):
-    """Pickles all but the tensors, of which it writes where in the block they are."""
+    """Pickles everything except tensors, which it replaces by their position in the block, dtype and shape."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -94,7 +97,7 @@ class _Unpacker(pickle.Unpickler):
 
 
 def _tensor_in(block: torch.Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor of this shape that begins at byte `start` of the block; a view."""
+    """Returns the tensor of this dtype and shape that starts at byte `start` of the block; a view."""
     size = torch.Size(shape).numel() * dtype.itemsize
     return block[start : start + size].view(dtype).view(shape)
 

@@ -18,14 +18,15 @@ from torch.autograd.function import once_differentiable
 from common.training.batching import round_up
 from common.training.precision import autocast_dtype, without_autocast
 
-# In float32 1 MB: the passes of a softmax on a CPU are over what its cache holds.
+# 1 MB in float32, so that the data of a softmax's passes stays in the cache of a CPU.
 CACHED_LOGITS = 2**18
-LossOf = Callable[[Tensor], "Tensor | tuple[Tensor, ...]"]  # of token losses (N,); of a tuple the first is the loss
-# And in bf16 the number of rows is a multiple of this: see batching.FEW_LENGTHS.
+# From token losses (N,) to the loss, or to a tuple whose first element is the loss.
+LossOf = Callable[[Tensor], "Tensor | tuple[Tensor, ...]"]
+# In bf16 on a CPU, the number of rows is a multiple of this: see batching.FEW_LENGTHS.
 FEW_ROWS = 64
 
 
-@torch.compiler.disable  # its loop would be unrolled and compiled again for every number of targets
+@torch.compiler.disable  # otherwise its loop is unrolled, and compiled again for every number of targets
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -37,25 +38,27 @@ def linear_cross_entropy(
     vocabulary: "tuple[dist.ProcessGroup, int] | None" = None,
     loss_of: LossOf | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """The sum of the cross-entropies of `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`, in nats.
+    """Returns the summed cross-entropies of `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`, in nats.
 
     Shapes: hidden (N, D), weight (V, D), bias (V,) or None, targets (N,) int64; the result is a scalar. At most
-    `chunk_rows` rows of logits exist at once (twice as many in bf16 on a CPU), and what is kept for the backward is
-    the gradients themselves.
+    `chunk_rows` rows of logits exist at once (twice as many in bf16 on a CPU). Only the gradients themselves are kept
+    for the backward.
 
-    The matrix products run in autocast's dtype, else in the weight's; the softmax in float32 at least. The gradients
-    are computed in the forward, while a chunk's softmax is at hand (the idea of Liger Kernel's fused linear
-    cross-entropy, arXiv:2410.10989): three matrix products a chunk, none of them twice. A graph can run backward once.
+    Matmuls run in autocast's dtype, or without autocast in the weight's dtype; the softmax in float32 at least. The
+    gradients are computed in the forward, while a chunk's softmax is available (the idea of Liger Kernel's fused linear
+    cross-entropy, arXiv:2410.10989). This needs three matmuls per chunk and repeats none. A graph can run backward
+    once.
 
-    vocabulary: where the ranks of a group have a part of the weight each, the group and the first token of this rank's
-    part. All ranks have the same rows and targets; the loss, and the gradient of `hidden`, are those of the whole.
-
-    loss_of: in the place of the sum, a function of the token losses (N,) and what it returns: a tuple, the loss first,
-    the others without gradient. How much each token counts is then known only when all their losses are, so for the
-    gradient they are computed once before, a fourth product. Where no gradient is wanted it may return anything.
+    Args:
+        vocabulary: if the weight is partitioned in a group of ranks: the group and the first token of this rank's part.
+            All ranks have the same rows and targets; the loss and the gradient of `hidden` are those of the full
+            weight.
+        loss_of: replaces the sum: maps the token losses (N,) to the result, a tuple of the loss and values without
+            gradient. The weight of each token depends on all losses, so they are computed once before: a fourth matmul.
+            If no gradient is required, it may return anything.
     """
     dtype = weight.dtype
-    if dtype != torch.float64:  # autocast leaves float64 alone
+    if dtype != torch.float64:  # autocast does not change float64
         dtype = autocast_dtype(weight.device) or dtype
     with_gradients = torch.is_grad_enabled()  # inside an autograd.Function gradients are always off
 
@@ -73,7 +76,7 @@ def linear_cross_entropy(
             return loss_of(rows)
         loss, *others = loss_of(rows.requires_grad_())
         (row_weights,) = torch.autograd.grad(loss, rows)
-        # At most 1, so that a small weight does not push the gradients of logits below what fp16 can hold.
+        # At most 1, so that small weights do not make the logits' gradients underflow in fp16.
         largest = F.pad(row_weights.abs(), (0, 1), value=torch.finfo(rows.dtype).tiny).amax()
         weighted = loss_sum(True, row_weights / largest) * largest
         return loss.detach() + (weighted - weighted.detach()), *(one.detach() for one in others)
@@ -83,19 +86,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, *how):
         scale, softcap, chunk_rows, dtype, with_gradients, vocabulary, row_weights, rows = how
-        # (row_weights (N,): how much each row counts; rows (N,) is given the loss of each.)
-        # The last two are sums over chunks, in float32 at least; autograd rounds them to the types of weight and bias.
+        # (row_weights (N,): weight of each row. rows (N,): receives the loss of each row.)
+        # The last two gradients are sums over chunks, in float32 at least; autograd rounds them to the dtypes of weight
+        # and bias.
         dtypes = [hidden.dtype, *[torch.promote_types(weight.dtype, torch.float32)] * 2]
         inputs = zip((hidden, weight, bias), dtypes, ctx.needs_input_grad[:3], strict=True)
         ctx.gradients = [torch.zeros_like(x, dtype=d) if with_gradients and needed else None for x, d, needed in inputs]
         into_hidden, into_weight, into_bias = ctx.gradients
         wants_gradients = any(x is not None for x in ctx.gradients)
 
-        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)  # once, not once a chunk
+        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)  # once, not once per chunk
         is_cpu, wide = weight.device.type == "cpu", torch.promote_types(dtype, torch.float32)
         multiple_of = 1
         if is_cpu and dtype != wide:
-            chunk_rows *= 2  # in as much memory as a chunk in float32, of which there is only a slice
+            chunk_rows *= 2  # uses the memory of one float32 chunk, since only a slice exists in float32
             multiple_of = FEW_ROWS
         products = hidden.new_empty(round_up(min(chunk_rows, len(hidden)), multiple_of), len(weight), dtype=dtype)
         loss = hidden.new_zeros((), dtype=wide)
@@ -109,7 +113,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(chunk, weight.t(), out=product)
             else:
                 torch.addmm(bias, chunk, weight.t(), out=product)
-            # Each slice of a divided vocabulary costs two messages.
+            # With a partitioned vocabulary, each slice needs two collectives.
             size = max(1, CACHED_LOGITS // len(weight)) if is_cpu and vocabulary is None else chunk_rows
             for first, slice_ in zip(range(start, start + count, size), product[:count].split(size), strict=True):
                 logits, these = slice_.to(wide), slice(first, first + len(slice_))
@@ -139,8 +143,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, loss_gradient):
-        # Not in save_for_backward: so the weight's gradient, as large as the weight, is scaled in place and (float32)
-        # handed over uncopied, and hooks that move saved tensors to the CPU leave it where it is.
+        # Not in save_for_backward. So the weight's gradient, as large as the weight, is scaled in place and (in
+        # float32) passed on without a copy. Hooks that move saved tensors to the CPU do not move it.
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "linear_cross_entropy can run backward only once"
         return *(g if g is None else g.mul_(loss_gradient) for g in gradients), *[None] * 9
@@ -154,9 +158,9 @@ def _logits_to_gradient(
     wants_gradient: bool,
     vocabulary: "tuple[dist.ProcessGroup, int] | None",
 ) -> Tensor:
-    """The losses (n,) of a chunk; `logits` (n, V), as the matrix product left them, become the loss's gradient by them.
+    """Returns the losses (n,) of a chunk; overwrites the matmul's `logits` (n, V) by the loss's gradient, if requested.
 
-    In place because on a CPU a pass over a fresh (n, V) tensor costs more than the arithmetic.
+    In place, because on a CPU a pass over a new (n, V) tensor costs more than the arithmetic.
     """
     targets, is_here = targets.unsqueeze(1), None
     if vocabulary is not None:

@@ -29,25 +29,25 @@ from common.training.output_head import (
 
 
 def sum_token_losses(model: PreTrainedModel, chunk_rows: int = 512, keeps_own_loss: bool = True) -> str:
-    """Make `model(input_ids=..., targets=..., target_rows=...)` return the sum of its token losses.
+    """Makes `model(input_ids=..., targets=..., target_rows=...)` return the sum of its token losses.
 
     Call it on the bare model, before `Accelerator.prepare`. Without `targets` the model works as before.
 
     Args:
-        model: a causal LM. Its `forward`, and its output layer's, are replaced on these two instances.
-        chunk_rows: how many rows of logits exist at once. More than 256 gains little on a CPU.
-        keeps_own_loss: whether a model's own loss is taken where it has more terms than the cross-entropy.
+        model: a causal LM. Its `forward` and its output layer's are replaced, on these two instances only.
+        chunk_rows: maximum rows of logits at once. More than 256 gains little on a CPU.
+        keeps_own_loss: whether the model's own loss is used if it has more terms than the cross-entropy.
 
-    The model is then called with `input_ids` (B, L), `targets` (N,) and `target_rows` (N,): position `target_rows[i]`
+    The model is then called with `input_ids` (B, L), `targets` (N,) and `target_rows` (N,). Position `target_rows[i]`
     of the flattened (B * L,) input predicts token `targets[i]`; nothing is shifted inside. It returns a scalar tensor:
-    the sum of the N cross-entropies in nats, in float32 (float64 for a float64 model). N may be 0: the loss is 0 and
-    every parameter's gradient is zero, not missing. A model whose own loss has more terms (a router's load balancing,
-    ...) returns N times its own mean loss instead, if that is kept. With `loss_of`, a function of the token losses
-    (N,), it returns what that does, as `linear_cross_entropy` says.
+    the sum of the N cross-entropies in nats, in float32 (float64 for a float64 model). If N is 0, the loss is 0, and
+    every parameter has a zero gradient, not None. If the model's own loss has more terms (such as a router's load
+    balancing) and is used, it returns N times its own mean loss. With `loss_of`, a function of the token losses (N,),
+    it returns that function's result, as in `linear_cross_entropy`.
 
-    Returns: one line that says what will run.
-    Raises: UserError where the model's own loss has more terms and cannot be told which positions predict what, or
-        where its logits cannot be reproduced and its own loss is not their cross-entropy.
+    Returns: one line that describes the loss computation.
+    Raises UserError: the model's own loss has more terms and does not support shifted targets; or its logits cannot be
+    reproduced, and its own loss is not their cross-entropy.
     """
     original = model.forward.__func__
     with left_unchanged(model):
@@ -68,7 +68,7 @@ def sum_token_losses(model: PreTrainedModel, chunk_rows: int = 512, keeps_own_lo
 
 
 def _choose(model: PreTrainedModel, chunk_rows: int, keeps_own_loss: bool) -> tuple[Callable[..., Tensor], str]:
-    """The function that computes the loss sum, and the line that says so; a rank without weights chooses the same."""
+    """Returns the function that computes the loss sum, and a line that describes it; equal on ranks without weights."""
     has_weights = not any(parameter.is_meta for parameter in model.parameters())
     try:
         head = examine_head(model)
@@ -79,7 +79,7 @@ def _choose(model: PreTrainedModel, chunk_rows: int, keeps_own_loss: bool) -> tu
             check_own_loss_takes_shifted_targets(model)
         message = f"the model's own loss over full logits (because {reason}); it is a mean of each micro-batch, so "
         return _own_loss_sum, message + "that the update depends, a little, on how its global batch is cut"
-    except Exception as error:  # whatever a foreign forward raises: it cannot be reproduced, and has logits of its own
+    except Exception as error:  # any error of foreign code: not reproducible, but the model has its own logits
         reason = " ".join(f"{error}".split())[:200] or type(error).__name__
         if has_weights and not own_loss_is_cross_entropy(model):
             name = type(model).__name__
@@ -97,7 +97,7 @@ def _chunked_loss_sum(plan: Head, chunk_rows: int) -> Callable[..., Tensor]:
         backbone = model.get_submodule(plan.backbone)
         hidden = backbone(input_ids=input_ids, **(plan.backbone_arguments | kwargs))[0]
         hidden = hidden.flatten(0, 1).index_select(0, target_rows)
-        # Through the layer's own call, so that hooks which gather its weight (ZeRO-3, FSDP) see it used.
+        # Calls the layer itself, so that hooks run that all-gather its weight (ZeRO-3, FSDP).
         return model.get_output_embeddings()(
             hidden, targets=targets, scale=plan.scale, softcap=plan.softcap, chunk_rows=chunk_rows, loss_of=loss_of
         )
@@ -111,7 +111,7 @@ def _give_head_a_loss(head: nn.Linear) -> None:
     def forward(self, hidden: Tensor, targets: Tensor | None = None, **kwargs) -> Tensor:
         if targets is None:
             return original(self, hidden)
-        vocabulary = getattr(self, "vocabulary", None)  # of a head whose weight is divided among processes
+        vocabulary = getattr(self, "vocabulary", None)  # set if the head's weight is partitioned among processes
         return linear_cross_entropy(hidden, self.weight, self.bias, targets, vocabulary=vocabulary, **kwargs)
 
     head.forward = types.MethodType(forward, head)
@@ -129,6 +129,6 @@ def _own_loss_sum(model, original, targets, target_rows, input_ids, **kwargs) ->
     count = len(targets)
     labels = targets.new_full((input_ids.numel(),), -100).index_copy(0, target_rows, targets)
     if count == 0:
-        labels[0] = 0  # a mean over nothing is NaN; this one is multiplied by 0
+        labels[0] = 0  # a mean over no targets is NaN; this mean is multiplied by 0
     labels = labels.view_as(input_ids)
     return original(model, input_ids=input_ids, labels=labels, shift_labels=labels, **kwargs).loss * count

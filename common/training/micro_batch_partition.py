@@ -1,7 +1,7 @@
 """Splits a global batch into micro-batches and assigns them to ranks.
 
-The samples are sorted by length. Each step (one micro-batch on every rank) uses the next range of samples, and each
-rank gets consecutive samples of this range, so there is little padding. A rank gets samples until its work is near its
+The samples are sorted by length. Each step (one micro-batch on every rank) uses the next range of samples. Each rank
+gets consecutive samples of this range, so there is little padding. A rank gets samples until its work is near its
 share, so that the ranks have equal work. The next steps, with shorter samples, compensate for remaining differences.
 """
 
@@ -12,17 +12,17 @@ from functools import partial
 
 import numpy as np
 
-UNEQUAL = 0.02  # by which the busiest rank may be above what is possible, before a plan of more steps is tried
-MOST_TRIES = 5  # of plans for one update
-FEW = 8  # ranks: fewer can also take the micro-batches that one would make, in any order
-EVERYTHING = 1e18  # more work than there is
+UNEQUAL = 0.02  # tolerated load imbalance: excess over the least possible maximum; above it, more steps are tried
+MOST_TRIES = 5  # maximum number of plans per update
+FEW = 8  # ranks; fewer ranks can also share the micro-batches of a single rank, in any order
+EVERYTHING = 1e18  # more work than any update has
 
 
 def row_work(lengths: np.ndarray, attention_length: float = math.inf) -> np.ndarray:
-    """The work of rows (n, columns) of these lengths, padding included: (n,) float64, in tokens of a short row.
+    """Returns the work (n,), float64, of rows with lengths (n, columns) including padding, in tokens of a short row.
 
-    A row's attention grows with the square of its length; at `attention_length` it costs as much as all else. Where a
-    row has a source and a target, the target attends to both.
+    A row's attention grows with the square of its length; at `attention_length` it costs as much as all else. If a row
+    has a source and a target, the target attends to both.
     """
     pairs = (lengths.astype(float) ** 2).sum(1) + (lengths.prod(1) if lengths.shape[1] == 2 else 0)
     return lengths.sum(1) + pairs / attention_length
@@ -35,29 +35,29 @@ def cut_global_batch(
     micro_batch_tokens: int | None = None,
     attention_length: float = math.inf,
 ) -> list[list[np.ndarray]]:
-    """Cuts a global batch into micro-batches and assigns them: `result[rank][step]` holds positions into `lengths`.
+    """Splits a global batch into micro-batches and assigns them: `result[rank][step]` holds positions in `lengths`.
 
-    Either `micro_batch_size` samples at once, or at most as many as fit `micro_batch_tokens` tokens with their
-    padding. Every rank gets the same number; where there are too few, an empty array takes a micro-batch's place. The
-    ranks get equal work (`row_work`), as nearly as whole samples allow.
+    A micro-batch has `micro_batch_size` samples, or at most as many as fit into `micro_batch_tokens` tokens with
+    padding. Every rank gets the same number of micro-batches; if there are too few, an empty array replaces a
+    micro-batch. The ranks get equal work (`row_work`), as nearly as possible without splitting samples.
 
-    `lengths` is (n,), or (n, 2) where a sample has two sequences, padded separately (a source and a target): they are
-    sorted by their sum, and a micro-batch is as long as its longest source and its longest target together.
+    `lengths` is (n,), or (n, 2) if a sample has two sequences that are padded separately (a source and a target). Such
+    samples are sorted by their sum. The length of a micro-batch is then its longest source plus its longest target.
     """
     lengths = lengths.reshape(len(lengths), -1)
     totals = lengths.sum(1)
-    # (In the fewest bits, of which numpy sorts 16 in a tenth of the time.)
+    # (With the fewest bits, because numpy sorts 16 bits in a tenth of the time.)
     order = np.argsort((totals.max() - totals).astype(np.min_scalar_type(totals.max())), kind="stable")
     if micro_batch_size is not None:
         num_full, rest = divmod(len(order), world_size * micro_batch_size)
-        last = [(rest + rank) // world_size for rank in range(world_size)] if rest else []  # what is left, equally
+        last = [(rest + rank) // world_size for rank in range(world_size)] if rest else []  # an equal split of the rest
         counts = np.array([micro_batch_size] * (num_full * world_size) + last)
         ranks, _ = _spread(lengths[order], counts, world_size, attention_length)
     else:
         assert micro_batch_tokens is not None and totals.max() <= micro_batch_tokens, "a sample exceeds the budget"
         again, counts, ranks = _cut_by_tokens(lengths[order], world_size, micro_batch_tokens, attention_length)
         order = order[again]
-    # The largest come first: running out of memory shows at once. What is a step stays together: the ranks keep pace.
+    # The largest steps come first, so that an OOM shows at once. A step stays together, so that the ranks keep pace.
     tokens = counts.ravel() * longest_of(lengths[order], counts.ravel()).sum(1)
     sizes = tokens.reshape(len(counts), -1).sum(1)
     largest = np.argsort(-sizes, kind="stable")
@@ -70,7 +70,7 @@ def cut_global_batch(
 
 
 def longest_of(lengths: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """(m, columns): the longest of each column of `lengths` in each of m runs of `counts` samples, or 0."""
+    """Returns (m, columns): the maximum per column of `lengths` in each of m runs of `counts` samples; 0 if empty."""
     longest = np.zeros((len(counts), lengths.shape[1]), np.int64)
     filled = counts > 0
     longest[filled] = np.maximum.reduceat(lengths, (np.cumsum(counts) - counts)[filled])
@@ -80,10 +80,11 @@ def longest_of(lengths: np.ndarray, counts: np.ndarray) -> np.ndarray:
 def _spread(
     lengths: np.ndarray, counts: np.ndarray, world_size: int, attention_length: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The ranks (m,) of runs of `counts` samples, as many runs on each rank, and what work each rank then has.
+    """Assigns m runs of `counts` samples to ranks; returns the rank of each run (m,), and the work of each rank.
 
-    The run of most work goes to the rank that has least, and so on, until a rank has its number of them. Then the
-    busiest and the idlest rank exchange runs, as long as that helps.
+    All ranks get the same number of runs. The run with the most work goes to the rank with the least work, and so on,
+    until a rank has its number of runs. Then the ranks with the most and the least work exchange runs, as long as this
+    reduces the difference.
     """
     work = counts * row_work(longest_of(lengths, counts), attention_length)
     mine: list[list[int]] = [[] for _ in range(world_size)]
@@ -111,10 +112,11 @@ def _spread(
 def _cut_by_tokens(
     descending: np.ndarray, world_size: int, budget: int, attention_length: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """An order of the samples, and the runs that it is cut into, (steps, world): their counts and their ranks.
+    """Returns an order of the samples, and the counts and ranks of the runs into which it is split.
 
-    On one rank: the cheapest cut, which a few ranks may share. On more, cuts of more and more steps are tried until the
-    busiest rank is hardly above what is possible; if none gets there, the best of those that leave the ranks equal.
+    Counts and ranks are (steps, world), or flat if the order of the runs is free. On one rank, this is the cheapest
+    split; a few ranks may share that split. On more ranks, splits with more and more steps are tried, until the maximum
+    work per rank is close to the lower bound. If no split reaches it, the best split with balanced ranks is returned.
     """
     num_samples, columns = descending.shape
     order = np.arange(num_samples)
@@ -123,7 +125,7 @@ def _cut_by_tokens(
         return order, counts, np.zeros_like(counts)
     totals, work = descending.sum(1), row_work(descending, attention_length)
     possible = max(work.sum() / world_size, work.max())
-    price = min(budget / 16, 50)  # of a step, in tokens: what it costs a model of 14 M parameters on a CPU (measured)
+    price = min(budget / 16, 50)  # per step, in tokens; measured for a model with 14 M parameters on a CPU
 
     def cost_of(done: np.ndarray, steps: int) -> tuple[bool, float]:
         return done.max() > (1 + UNEQUAL) * max(done.mean(), possible), done.max() + steps * price
@@ -134,7 +136,7 @@ def _cut_by_tokens(
         counts = np.pad(counts, (0, -len(counts) % world_size))
         ranks, done = _spread(descending, counts, world_size, attention_length)
         best = cost_of(done, len(counts) // world_size), order, counts, ranks
-    for smaller in budget * 0.75 ** np.arange(3 * MOST_TRIES):  # as if micro-batches had to be smaller
+    for smaller in budget * 0.75 ** np.arange(3 * MOST_TRIES):  # plans as if the budget were smaller
         ends = _cheapest_ends(totals[:, None], world_size, smaller, smaller / 24) * world_size
         stretches = np.diff(np.minimum(ends, num_samples), prepend=0)
         if len(ends) in tried:
@@ -154,12 +156,12 @@ def _cut_by_tokens(
 
 
 def _cheapest_ends(descending: np.ndarray, world_size: int, budget: float, price: float) -> np.ndarray:
-    """Where steps end, in samples of each rank, so that tokens with padding, plus a price for each step, are fewest.
+    """Returns the ends of the steps, in samples per rank, that minimise tokens with padding plus `price` per step.
 
-    A micro-batch costs some time whatever it holds, so a cut must save its price in padding. By dynamic programming
-    from the longest sample on; exact on one rank. On several ranks, `descending` has one column, a rank has each
-    `world_size`-th sample, and its padding is that of the whole stretch divided by `world_size`, since the ranks divide
-    the stretch into runs.
+    A micro-batch has a fixed cost, so an additional split must save its price in padding. The method is dynamic
+    programming from the longest sample; it is exact on one rank. On several ranks, `descending` has one column, and a
+    rank has each `world_size`-th sample. Its padding is that of the full stretch divided by `world_size`, since the
+    ranks split the stretch into runs.
     """
     mine = descending[::world_size]
     sums = np.add.reduceat(descending.sum(1), np.arange(0, len(descending), world_size)) / world_size
@@ -173,7 +175,7 @@ def _cheapest_ends(descending: np.ndarray, world_size: int, budget: float, price
         longest = np.maximum.accumulate(mine[start:end]) if mine.shape[1] > 1 else mine[start : start + 1]
         without = before[start + 1 : end + 1] - before[start]
         sizes = without + (longest.sum(1) * numbers[: len(without)] - without) / world_size
-        sizes = sizes[: max(1, np.count_nonzero(sizes <= budget))]  # of the first sample, the first two, ...
+        sizes = sizes[: max(1, np.count_nonzero(sizes <= budget))]  # of the first sample, the first two samples, ...
         ends = slice(start + 1, start + 1 + len(sizes))
         better = cost[start] + sizes + price < cost[ends]
         cost[ends][better] = (cost[start] + sizes + price)[better]
@@ -185,25 +187,26 @@ def _cheapest_ends(descending: np.ndarray, world_size: int, budget: float, price
 
 
 def _sort_in_blocks(descending: np.ndarray, num_blocks: int) -> np.ndarray:
-    """An order of samples (n, 2) of descending sums: in blocks, each sorted by its first column."""
+    """Returns an order of samples (n, 2) with descending sums: in blocks, each sorted by its first column."""
     block = np.arange(len(descending)) * num_blocks // len(descending)
     first = descending[:, 0]
-    return np.lexsort((np.where(block % 2, first, -first), block))  # up and down by turns: no leaps between blocks
+    return np.lexsort((np.where(block % 2, first, -first), block))  # alternating directions: no jumps between blocks
 
 
 def _guess_rows(
     lengths: np.ndarray, stretches: np.ndarray, world_size: int, budget: int, attention_length: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """For a run of samples (n, 2) that starts at each: the work of a row at most, and its most rows for that to hold.
+    """Estimates, for the run that starts at each sample (n, 2), the maximum work per row and the maximum rows for it.
 
-    A row is as long as the longest source and target of the run, which has about as many rows as its share needs.
+    A row is as long as the run's longest source plus its longest target. The run has about as many rows as its share
+    needs.
     """
     work = row_work(lengths, attention_length)
     share = np.add.reduceat(work, np.cumsum(stretches) - stretches) / world_size
     most = np.ceil(1.1 * np.repeat(share, stretches) / work).astype(np.int64)
     most = np.minimum(np.minimum(most, budget // lengths.sum(1)), np.arange(len(work), 0, -1))
     longest, wider, level = np.empty_like(lengths), lengths, np.frexp(most)[1] - 1
-    for power in range(int(level.max()) + 1):  # the longest of 2**power samples, of which two cover a run
+    for power in range(int(level.max()) + 1):  # maximum over 2**power samples; two such ranges cover a run
         here, width = np.flatnonzero(level == power), 1 << power
         longest[here] = np.maximum(wider[here], wider[here + most[here] - width])
         wider = np.maximum(wider[:-width], wider[width:])
@@ -214,19 +217,20 @@ def _guess_rows(
 def _fill(
     rows: np.ndarray, most: np.ndarray, stretches: np.ndarray, world_size: int, possible: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Runs of samples for each rank, in about these steps: counts and ranks, (steps, world), and each rank's work.
+    """Assigns runs to ranks, in about these steps; returns counts and ranks (steps, world), and the work of each rank.
 
     Args:
-        rows: (n,), work of a row in a run that starts at this sample. most: (n,), its most samples.
-        stretches: how many samples each step takes; where that leaves some over, steps are added.
-        possible: work that no plan can make the busiest rank have less than.
+        rows: (n,), work of a row in a run that starts at this sample.
+        most: (n,), maximum samples of this run.
+        stretches: number of samples per step; if samples remain, steps are added.
+        possible: lower bound of the maximum work per rank, for any plan.
     """
     left, ends = np.append(np.cumsum(rows[::-1])[::-1], 0), np.cumsum(stretches)
-    shares = (1 - left[ends] / left[ends - stretches]).tolist()  # of the work that is left when a step begins
+    shares = (1 - left[ends] / left[ends - stretches]).tolist()  # share of the work that remains when a step begins
     done, start, counts, ranks = np.zeros(world_size), 0, [], []
     take = partial(_take, rows.tolist(), most.tolist())
     while start < len(rows):
-        order = np.argsort(done, kind="stable")  # the rank with most room gets the longest
+        order = np.argsort(done, kind="stable")  # the rank with the least work gets the longest
         before, step = done[order], len(counts)
         level = _level(before, left[start])
         everything = np.full(world_size, EVERYTHING)
@@ -251,7 +255,7 @@ def _fill_last(
     possible: float,
     num_samples: int,
 ) -> list[int]:
-    """How many samples each rank takes in a last step: those of the least limit of work below which all of them fit."""
+    """Returns the samples per rank in a last step, for the smallest limit of work within which all samples fit."""
 
     def fill(limit: float) -> tuple[list[int], int]:
         return take((limit - before).clip(0), max(limit, possible) - before)
@@ -268,9 +272,9 @@ def _fill_last(
 
 
 def _level(done: np.ndarray, work: float) -> float:
-    """What each rank has when `work` is poured over what the ranks have (ascending), always to the one that has least.
+    """Returns the work per rank after `work` is added to `done` (ascending), always to the rank with the least.
 
-    (A rank that has more than that gets none.)
+    (A rank with more work than this gets none.)
     """
     levels = (work + np.cumsum(done)) / np.arange(1, len(done) + 1)
     return float(levels[np.flatnonzero(levels >= done)[-1]])
@@ -279,11 +283,13 @@ def _level(done: np.ndarray, work: float) -> float:
 def _take(
     rows: list[float], most: list[int], start: int, wanted: np.ndarray, one: np.ndarray, rounding: float = 0
 ) -> tuple[list[int], int]:
-    """How many samples, from `start` on, the ranks take one after the other, and where they end.
+    """Returns the numbers of samples that the ranks take one after the other from `start`, and the end of the last.
 
     Args:
-        rows, most: as in `_fill`. wanted: the work that each rank is to get. rounding: 0.5: to the nearest, 0: down.
-        one: a rank takes a sample at least if its work is not above that.
+        rows, most: as in `_fill`.
+        wanted: requested work of each rank.
+        one: a rank takes at least one sample if the sample's work is not above this.
+        rounding: 0.5 rounds to the nearest number, 0 rounds down.
     """
     taken, end = [], start
     for work, least in zip(wanted.tolist(), one.tolist(), strict=True):
@@ -291,7 +297,7 @@ def _take(
             break
         row = rows[end]
         count = int(work / row + rounding) or int(least >= row)
-        if count > most[end]:  # (not min(), which takes longer)
+        if count > most[end]:  # (faster than min())
             count = most[end]
         count = count if end + count <= len(rows) else len(rows) - end
         taken.append(count)

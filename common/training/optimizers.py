@@ -20,15 +20,15 @@ from torch import nn
 
 from common.errors import UserError
 
-# The modules whose weight is a matrix whatever its sizes: the head of a regression has shape (1, width) and is decayed.
+# Modules whose weight counts as a matrix for any sizes: a regression head has shape (1, width) and is decayed.
 MATRIX_MODULES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 MATRIX_MODULES += (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
-# (0.9, 0.95) is what language models are trained with (GPT-3, LLaMA, nanoGPT). torch's 0.999 averages the squared
-# gradient over 1000 updates, which is longer than many of these runs, and makes one bad batch felt for as long.
+# Language models are trained with (0.9, 0.95): GPT-3, LLaMA, nanoGPT. torch's 0.999 averages the squared gradient over
+# 1000 updates. This is longer than many of these runs, and a bad batch would have an effect for as long.
 ADAM_BETAS = (0.9, 0.95)
 SGD_MOMENTUM = 0.9
-COSINE_FLOOR = 0.1  # of the peak: the last rate of Chinchilla (arXiv:2203.15556), LLaMA and nanoGPT
+COSINE_FLOOR = 0.1  # fraction of the peak: the final rate of Chinchilla (arXiv:2203.15556), LLaMA and nanoGPT
 WSD_DECAY = 5  # the decay is the last 1/5 of all updates, rounded up
 
 
@@ -44,23 +44,24 @@ SCHEDULES = {
 def parameter_groups(
     model: nn.Module, weight_decay: float, head: Collection[str] = (), head_ratio: float = 1.0
 ) -> list[dict[str, Any]]:
-    """Splits the trainable parameters into those that weight decay pulls towards 0 and those that it leaves alone.
+    """Splits the trainable parameters into groups with and without weight decay.
 
-    head: names of weights with a learning rate of their own, `head_ratio` times that of the others. They are in groups
-    of their own if the ratio is not 1.
+    Decayed: matrices, convolutions, stacked expert weights and embeddings. Not decayed: parameters of norm layers,
+    biases, and parameters that are at most a vector (scales, gates, a class token). Embeddings are decayed as in
+    nanoGPT and `transformers.Trainer`, because tied embeddings are also the head, which must not grow without bound. A
+    tied weight appears once, a frozen weight never.
 
-    Decayed: matrices, convolutions, stacked expert weights and embeddings. Not decayed: everything in a norm layer,
-    biases, and what is at most a vector (scales, gates, a class token). Embeddings are decayed as in nanoGPT and
-    `transformers.Trainer`: where they are tied they also are the head, which must not grow without bound. A tied
-    weight appears once, a frozen one nowhere.
+    Call it before `accelerator.prepare`, while parameters still have their shapes. If DeepSpeed has already partitioned
+    a parameter (ZeRO-3 builds partitioned models), its shape is in `ds_shape`.
 
-    Call it before `accelerator.prepare`, while parameters still have their shapes; those that DeepSpeed has already
-    partitioned (ZeRO-3 makes the model in pieces) tell theirs in `ds_shape`.
+    Args:
+        head: names of weights with a separate learning rate, `head_ratio` times that of the others. They are in
+            separate groups if the ratio is not 1.
 
     Returns:
         One dict each for `decay`, `no_decay`, `head_decay` and `head_no_decay`, with keys `name`, `params` (in the
-        model's order), `weight_decay` and `rate_ratio`. A group without parameters is left out, because DeepSpeed
-        cannot flatten it.
+            model's order), `weight_decay` and `rate_ratio`. Groups without parameters are omitted, because DeepSpeed
+            cannot flatten them.
     Raises UserError: the model has no trainable parameter.
     """
     decayed: dict[nn.Parameter, bool] = {}
@@ -87,7 +88,7 @@ def parameter_groups(
 
 
 def _head_parameters(model: nn.Module, names: Collection[str]) -> set[nn.Parameter]:
-    """The parameters of these names; peft trains a copy of a module, under a longer name, beside an adapter."""
+    """Returns the parameters with these names; next to an adapter, peft trains a copy under a longer name."""
     found = set()
     for name, parameter in model.named_parameters():
         module, _, weight = name.partition(".modules_to_save.default.")
@@ -97,19 +98,21 @@ def _head_parameters(model: nn.Module, names: Collection[str]) -> set[nn.Paramet
 
 
 def _is_decayed(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies to `parameter`, which `module` owns itself under `name`."""
+    """Returns whether weight decay applies to `parameter`, which `module` itself owns under `name`."""
     shape = getattr(parameter, "ds_shape", parameter.shape)
     if isinstance(module, MATRIX_MODULES):
         return len(shape) > 1
-    # A norm over several dimensions has a weight of as many (Cohere's and Chameleon's norm of each head). Every model
-    # of transformers defines its own class, most of them unrelated to torch's, so only the name of the class tells.
+    # A norm over several dimensions has a weight with as many dimensions (Cohere's and Chameleon's norm per head). Each
+    # model of transformers defines its own norm class, mostly unrelated to torch's, so only the class name identifies
+    # it.
     if "norm" in type(module).__name__.lower():
         return False
-    # Mamba's time constants, one for each channel and state: a matrix only by its shape. Its authors exclude it.
+    # Mamba's time constants, one per channel and state, are a matrix only by shape. Its authors exclude them from
+    # decay.
     if name == "A_log":
         return False
-    # What a model owns outright: a router or a stack of experts has several sizes above 1; a class token (1, 1, width)
-    # and a scale per channel (1, channels, 1, 1) are vectors in disguise.
+    # Parameters that belong to a model's own class: a router or a stack of experts has several sizes above 1. A class
+    # token (1, 1, width) and a scale per channel (1, channels, 1, 1) are vectors in effect.
     return sum(size > 1 for size in shape) > 1
 
 
@@ -121,14 +124,14 @@ def make_optimizer(
     head: Collection[str] = (),
     head_learning_rate: float | None = None,
 ) -> torch.optim.Optimizer:
-    """Makes one of `OPTIMIZERS` over the groups of `parameter_groups`. Call it before `accelerator.prepare`.
+    """Returns an optimizer of `OPTIMIZERS` over the groups of `parameter_groups`. Call it before `accelerator.prepare`.
 
-    The weights named in `head` are trained at `head_learning_rate` while the others are at `learning_rate`.
+    The weights named in `head` are trained at `head_learning_rate`, all others at `learning_rate`.
 
-    Weight decay is decoupled: an update takes learning_rate x weight_decay of each decayed parameter away
-    (arXiv:1711.05101). Only in sgd it is added to the gradient, and so passes through the momentum.
+    Weight decay is decoupled: an update subtracts learning_rate x weight_decay of each decayed parameter
+    (arXiv:1711.05101). Only sgd adds it to the gradient, so it passes through the momentum.
 
-    Raises UserError: nothing to train, or no bitsandbytes.
+    Raises UserError: no parameter is trainable, or bitsandbytes is not installed.
     """
     assert name in OPTIMIZERS, name
     ratio = head_learning_rate / learning_rate if head_learning_rate else 1.0
@@ -141,9 +144,9 @@ def make_optimizer(
 
 
 def _adamw_8bit(groups: list[dict[str, Any]], model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """bitsandbytes' AdamW (arXiv:2110.02861), the states of embeddings in 32 bits as its authors ask."""
+    """Returns bitsandbytes' AdamW (arXiv:2110.02861), with 32-bit embedding states as its authors recommend."""
     try:
-        import bitsandbytes  # here because it takes seconds to import, and not every machine has it
+        import bitsandbytes  # imported here: it takes seconds, and may not be installed
     except ImportError as error:
         raise UserError(f"--optimizer adamw8bit needs bitsandbytes ({error}): pip install bitsandbytes") from error
     from common.internals.bitsandbytes import use_own_manager
@@ -161,8 +164,9 @@ def _adamw(groups: list[dict[str, Any]], model: nn.Module, learning_rate: float)
 
 
 def _adafactor(groups: list[dict[str, Any]], model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    # Not torch.optim.Adafactor: there the update is learning_rate x RMS(parameter), so that AdamW's rates barely move
-    # the model, and it is cut to 1/sqrt(update), which overrules the schedule. These settings switch both off.
+    # Not torch.optim.Adafactor: there the update is learning_rate x RMS(parameter), so AdamW's learning rates barely
+    # move the model. It also limits the learning rate to 1/sqrt(update), which overrides the schedule. These settings
+    # turn both off.
     from transformers.optimization import Adafactor
 
     return Adafactor(groups, lr=learning_rate, scale_parameter=False, relative_step=False, warmup_init=False)
@@ -174,21 +178,21 @@ def _sgd(groups: list[dict[str, Any]], model: nn.Module, learning_rate: float) -
 
 @dataclass(frozen=True)
 class OptimizerInfo:
-    """Everything that other code needs to know of an optimizer. An entry in `OPTIMIZERS` is all that a new one needs.
+    """The properties of an optimizer that other code uses. A new optimizer needs only an entry in `OPTIMIZERS`.
 
     Attributes:
-        build: makes it from parameter groups, the model and the learning rate.
+        build: creates the optimizer from parameter groups, the model and the learning rate.
         description: one line for `--help`.
         state_bytes: bytes of state per float32 parameter of a weight matrix.
         is_elementwise: whether each element is updated from its own gradient and state alone, and the state has the
             parameter's shape. Such an optimizer also works on shards and parts of layers (FSDP2, ZeRO, tensor
-            parallelism), and its checkpoints resume in every mode. Others work where each process has whole tensors.
+            parallelism), and its checkpoints resume in every mode. Others require full tensors on each process.
         uses_adamw_rate: whether AdamW's learning rate suits it, so that it can be recommended to save memory.
-        aliases: its names in other scripts.
+        aliases: its names in other training scripts.
         class_names: classes whose checkpoints have the same kinds of state for every weight.
-        deepspeed_types: types of an `optimizer` section of a DeepSpeed file, in lower case.
-        deepspeed_params: the parameters of such a section that have no flag, with their values.
-        deepspeed_offloads: whether DeepSpeed's optimizer for offloaded state makes the same updates.
+        deepspeed_types: its types in an `optimizer` section of a DeepSpeed file, in lower case.
+        deepspeed_params: parameters of such a section that have no flag, with their values.
+        deepspeed_offloads: whether DeepSpeed's optimizer for offloaded state computes the same updates.
     """
 
     build: Callable[[list[dict[str, Any]], nn.Module, float], torch.optim.Optimizer]
@@ -225,7 +229,7 @@ OPTIMIZERS: dict[str, OptimizerInfo] = {
     "adamw8bit": OptimizerInfo(
         _adamw_8bit,
         "AdamW with 8-bit states (bitsandbytes); embeddings keep 8 bytes; slow on CPU",
-        state_bytes=2.03,  # by blocks of elements
+        state_bytes=2.03,  # two bytes, plus constants per block of elements
         uses_adamw_rate=True,
         aliases=("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"),
     ),
@@ -256,7 +260,8 @@ def name_optimizers(*properties: str) -> str:
 def smaller_optimizers(name: str, is_split: bool) -> list[str]:
     """Returns the optimizers with less state that can replace `name` at AdamW's learning rate.
 
-    is_split: whether processes hold shards of the weights or parts of layers.
+    Args:
+        is_split: whether processes hold shards of the weights or parts of layers.
     """
     return [
         other
@@ -268,23 +273,24 @@ def smaller_optimizers(name: str, is_split: bool) -> list[str]:
 
 
 def optimizers_help() -> str:
-    """The text of `--help`, one line an optimizer, with its bytes of state per parameter. No percent signs."""
+    """Returns the text of `--help`, one line per optimizer, with its state bytes per parameter; no percent signs."""
     lines = [f"{name} ({info.state_bytes:g} bytes): {info.description}" for name, info in OPTIMIZERS.items()]
     return "the optimizer, with its bytes of state per float32 parameter.\n" + ".\n".join(lines)
 
 
 def learning_rate(update: int, schedule: str, peak: float, num_updates: int, warmup_updates: int) -> float:
-    """The learning rate of update `update`, from 0 to `num_updates` - 1: a pure function, with nothing to save.
+    """Returns the learning rate of update `update` (0 to `num_updates` - 1): a pure function, so no state is saved.
 
-    Warm-up: peak x (update + 1) / (warmup_updates + 1): above 0 in the first update, the peak at `warmup_updates`.
-    Then with r = (num_updates - update) / (num_updates - warmup_updates), from 1 down to above 0 at the last update:
+    Warm-up: peak x (update + 1) / (warmup_updates + 1). It is above 0 in the first update, and the peak at
+    `warmup_updates`.
+    Then, with r = (num_updates - update) / (num_updates - warmup_updates), from 1 down to above 0 at the last update:
     - linear: peak x r
     - cosine: peak x (0.1 + 0.9 x (1 - cos(pi r)) / 2) (arXiv:1608.03983)
-    - wsd: the peak, then over the last 20 % of the updates a straight line towards 0. From MiniCPM (arXiv:2404.06395),
-      which decays over 10 %; 20 % is where arXiv:2405.18392 finds it level with cosine.
+    - wsd: the peak, then linear decay to 0 over the last 20 % of the updates. From MiniCPM (arXiv:2404.06395), which
+      decays over 10 %; arXiv:2405.18392 finds that 20 % is on par with cosine.
     """
     # Not transformers.get_scheduler: its warm-up starts with an update at rate 0 (shifted by one update, its decays
-    # would end at 0), and it wants an optimizer, and a state to save, for what is a function of one number.
+    # would end at 0). It also needs an optimizer and a saved state, for a function of a single number.
     assert schedule in SCHEDULES and max(update, warmup_updates) < num_updates, (schedule, update, warmup_updates)
     if update < warmup_updates:
         return peak * (update + 1) / (warmup_updates + 1)
@@ -300,14 +306,17 @@ def learning_rate(update: int, schedule: str, peak: float, num_updates: int, war
 
 
 def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer that the recipe made (or DeepSpeed from it), below the wrappers of Accelerate and DeepSpeed."""
+    """Returns the recipe's optimizer (or DeepSpeed's, made from it) from inside the wrappers."""
     while is_wrapper(optimizer):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def is_wrapper(optimizer: Any) -> bool:
-    """Whether it is a wrapper of Accelerate or DeepSpeed. A recipe's own optimizer may also have an `optimizer`."""
+    """Returns whether this is a wrapper of Accelerate or DeepSpeed.
+
+    A recipe's own optimizer may also have an attribute `optimizer`.
+    """
     if isinstance(optimizer, AcceleratedOptimizer):
         return True
     deepspeed = sys.modules.get("deepspeed.runtime.base_optimizer")
@@ -315,7 +324,7 @@ def is_wrapper(optimizer: Any) -> bool:
 
 
 def wrapped_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers that an optimizer holds in its attributes, also in lists and dicts; innermost last."""
+    """Returns the optimizers in an optimizer's attributes, also in lists and dicts; innermost last."""
     found = [optimizer]
     for outer in found:
         for value in vars(outer).values():
@@ -329,8 +338,8 @@ def wrapped_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Opt
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
     """Sets the learning rate; `optimizer` may be the object that `accelerator.prepare` returned.
 
-    A group keeps its ratio to the others: `rate_ratio` of the group or, in an optimizer from elsewhere, the group's own
-    rate divided by the optimizer's, as they are at the first call.
+    Each group keeps its ratio to this learning rate, its `rate_ratio`. In an optimizer from elsewhere, this is the
+    group's learning rate divided by the optimizer's, at the first call.
     """
     for group in optimizer.param_groups:
         if "rate_ratio" not in group:
@@ -340,9 +349,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
 
 
 def check_rate(optimizer: torch.optim.Optimizer) -> None:
-    """Checks that `set_learning_rate` reaches every group that trains. optimizer: of `accelerator.prepare`.
+    """Checks that `set_learning_rate` reaches every trained group of the optimizer from `accelerator.prepare`.
 
-    Raises UserError: an optimizer inside another one has groups of its own.
+    Raises UserError: an inner optimizer has separate groups.
     """
     inner = inner_optimizer(optimizer)
     groups = [(one, group) for one in (inner, *wrapped_optimizers(inner)) for group in one.param_groups]

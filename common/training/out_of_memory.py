@@ -3,7 +3,7 @@
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
-# Of C++, oneDNN, cuBLAS and the system, beside those of CUDA, cuDNN and torch's allocator that Accelerate knows.
+# Messages of C++, oneDNN, cuBLAS and the system. Accelerate knows those of CUDA, cuDNN and torch's allocator.
 WORDS = (
     "bad_alloc",
     "could not create a memory",
@@ -14,9 +14,9 @@ WORDS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the host had no memory left: each library says so in its own words.
+    """Returns whether the error means that a device or the host is out of memory; each library has its own message.
 
-    A process that the kernel ends, as at the limit of a container, sees no error.
+    A process that the kernel kills, for example at the limit of a container, sees no error.
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or should_reduce_batch_size(error):
         return True

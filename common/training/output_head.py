@@ -1,8 +1,8 @@
 """Finds the output head of a causal language model, and the operations that it applies to its logits.
 
 The head is found by a run on random numbers, because a list of architectures would be incomplete. Of 136 architectures
-of transformers, ten scale or cap their logits (the same setting multiplies in one and divides in another), and 22 apply
-further operations, some with undocumented names. No weight is read, so ranks without weights (FSDP2) get the same
+of transformers, ten scale or cap their logits; the same setting multiplies in some and divides in others. 22 others
+apply further operations, some with undocumented names. No weight is read, so ranks without weights (FSDP2) get the same
 result.
 """
 
@@ -20,32 +20,33 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from common.errors import UserError
 from common.training.precision import without_autocast
 
-# Where transformers' configs keep a factor on the logits (Cohere, Granite, Falcon-H1, ...). Some models multiply by it
-# and some divide, under the same name, so both are tried and the model's own logits decide.
+# Names of a factor on the logits in transformers' configs (Cohere, Granite, Falcon-H1, ...). Under the same name, some
+# models multiply by it and some divide. So both are tried, and the model's own logits decide.
 SCALE_NAMES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 SOFTCAP_NAME = "final_logit_softcapping"
 
 
 class MoreTerms(ValueError):
-    """The model's loss is more than the cross-entropy of its logits."""
+    """Error: the model's loss has more terms than the cross-entropy of its logits."""
 
 
 class Head(NamedTuple):
-    """What a model does from token ids to logits: `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`."""
+    """The logits of a model: `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`."""
 
-    backbone: str  # the name of the module that makes the last hidden state
-    backbone_arguments: dict[str, Any]  # constants that the model passes to it beside the token ids
+    backbone: str  # name of the module that computes the last hidden state
+    backbone_arguments: dict[str, Any]  # constants that the model passes to it with the token ids
     scale: float
     softcap: float | None  # None: no tanh
 
 
 def examine_head(model: PreTrainedModel) -> Head:
-    """Find how the model computes logits: run its forward on a random last hidden state and random head weights.
+    """Finds how a model computes logits, by its forward on a random last hidden state and random head weights.
 
-    The hidden rows go from 0 (nothing but the bias is left) to logits in the hundreds (a soft-cap bends them). The
-    backbone is replaced by a stub: it costs the head on eight positions, and for that time the memory of a float32
-    copy of the head's weight.
-    Raises: MoreTerms, ValueError that says what cannot be reproduced, or whatever the model raises.
+    The hidden rows range from 0 (only the bias remains) to logits in the hundreds (bent by a soft-cap). A stub replaces
+    the backbone. So the cost is the head on eight positions and, temporarily, the memory of a float32 copy of the
+    head's weight.
+
+    Raises: MoreTerms; ValueError with the part that cannot be reproduced; any error of the model.
     """
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         raise MoreTerms("its config has output_router_logits, which adds a router loss")
@@ -70,7 +71,7 @@ def examine_head(model: PreTrainedModel) -> Head:
     sizes = torch.tensor([0, 0.1, 1, 3, 10, 30, 100, 300]).unsqueeze(1)
     hidden = (sizes * torch.randn(len(sizes), width, generator=generator)).to(device)
 
-    names = {id(p): name for name, p in model.named_parameters()}  # a tied weight has one name here, that is enough
+    names = {id(p): name for name, p in model.named_parameters()}  # a tied weight has a single name here: enough
     random_head = {names[id(head.weight)]: weight} | ({} if bias is None else {names[id(head.bias)]: bias})
     ids = torch.zeros(1, len(sizes), dtype=torch.int64, device=device)
     with torch.no_grad(), _stubbed(backbone, hidden.unsqueeze(0)) as calls:
@@ -84,7 +85,10 @@ def examine_head(model: PreTrainedModel) -> Head:
 
 
 def _fit(logits: Tensor, products: Tensor, config: Any) -> tuple[float, float | None]:
-    """The scale and soft-cap that turn `products` into the model's `logits`, both (rows, V). ValueError if none do."""
+    """Returns the scale and soft-cap that turn `products` into the model's `logits`, both (rows, V).
+
+    Raises ValueError: no pair does.
+    """
     numbers = [getattr(config, name, None) for name in SCALE_NAMES]
     numbers = [x for x in numbers if isinstance(x, int | float) and x]
     scales = [1.0, *numbers, *(1 / x for x in numbers)]
@@ -93,16 +97,19 @@ def _fit(logits: Tensor, products: Tensor, config: Any) -> tuple[float, float | 
     for scale in scales:
         for cap in {None, softcap}:
             guess = products * scale if cap is None else torch.tanh(products * scale / cap) * cap
-            largest = logits.abs().amax(1) + 1e-3  # each row by its own size, or the large ones would hide the small
+            largest = logits.abs().amax(1) + 1e-3  # relative per row: otherwise large rows hide small ones
             errors[scale, cap] = ((logits - guess).abs().amax(1) / largest).max().item()
     best = min(errors, key=errors.__getitem__)
-    if not errors[best] < 1e-4:  # float32 rounding is 1e-6; this way round NaN is refused too
+    if not errors[best] < 1e-4:  # float32 rounding is 1e-6; written this way, NaN is rejected too
         raise ValueError(f"its logits differ by {errors[best]:.1%} from a linear map of its last hidden state")
     return best
 
 
 def _constant_arguments(calls: list[tuple[tuple, dict[str, Any]]], ids: Tensor) -> dict[str, Any]:
-    """What the model passes to its backbone beside the token ids; ValueError if that is more than constants."""
+    """Returns the arguments that the model passes to its backbone in addition to the token ids.
+
+    Raises ValueError: not all of them are constants.
+    """
     if len(calls) != 1:
         raise ValueError(f"it calls its backbone {len(calls)} times")
     positional, named = calls[0]
@@ -119,10 +126,10 @@ def _constant_arguments(calls: list[tuple[tuple, dict[str, Any]]], ids: Tensor) 
 def own_loss_is_cross_entropy(
     model: PreTrainedModel, ids: Tensor | None = None, weights: dict[str, Tensor] | None = None
 ) -> bool:
-    """Whether the model's loss is the mean cross-entropy of its logits.
+    """Returns whether the model's loss is the mean cross-entropy of its logits.
 
-    All labels are the same token, so that it does not matter whether the model shifts them by one or not at all. A loss
-    that cannot run (a vocabulary padded beyond config.vocab_size, no labels argument) has nothing that could be lost.
+    All labels are the same token, so the result does not depend on a shift of the labels. It is also True for a loss
+    that cannot run (a vocabulary padded beyond config.vocab_size, no labels argument), because nothing is lost then.
     """
     ids = _few_tokens(model) if ids is None else ids
     with torch.no_grad():
@@ -138,9 +145,12 @@ def own_loss_is_cross_entropy(
 
 
 def check_own_loss_takes_shifted_targets(model: PreTrainedModel) -> None:
-    """Raise UserError unless a target changes the own loss's gradient at exactly the row that it was given for."""
+    """Checks that a target changes the gradient of the model's own loss at exactly the row of that target.
+
+    Raises UserError: it does not, or the loss cannot run with shift_labels.
+    """
     ids, rows = _few_tokens(model), [1, 2, 5]
-    model.eval()  # two runs are compared: no dropout, no router noise
+    model.eval()  # two runs are compared, so no dropout or router noise
 
     def logits_gradient(target: int) -> Tensor:
         labels = torch.full_like(ids, -100)
@@ -149,7 +159,7 @@ def check_own_loss_takes_shifted_targets(model: PreTrainedModel) -> None:
         return torch.autograd.grad(output.loss, output.logits)[0][0]
 
     try:
-        with torch.enable_grad():  # the difference: terms of all rows (a z-loss) are the same in both
+        with torch.enable_grad():  # terms of all rows (a z-loss) cancel in the difference
             change = (logits_gradient(1) - logits_gradient(2)).abs().amax(1)
         changed = (change > 1e-3 * change.max()).nonzero().flatten().tolist()
     except Exception as error:
@@ -164,13 +174,13 @@ def _few_tokens(model: PreTrainedModel) -> Tensor:
 
 @contextmanager
 def _stubbed(backbone: nn.Module, hidden: Tensor) -> Iterator[list[tuple[tuple, dict[str, Any]]]]:
-    """While open, `backbone` returns `hidden` and records its arguments."""
+    """Makes `backbone` return `hidden` for the duration of the block, and yields the list of recorded arguments."""
     calls = []
 
     def stub(*args, **kwargs) -> BaseModelOutputWithPast:
         calls.append((args, kwargs))
         output = BaseModelOutputWithPast(last_hidden_state=hidden)
-        for name in ("cross_attentions", "router_logits", "cache_params", "state"):  # which some models pass on
+        for name in ("cross_attentions", "router_logits", "cache_params", "state"):  # some models return these too
             setattr(output, name, None)
         return output
 
@@ -186,7 +196,10 @@ def _stubbed(backbone: nn.Module, hidden: Tensor) -> Iterator[list[tuple[tuple, 
 
 @contextmanager
 def left_unchanged(model: PreTrainedModel) -> Iterator[None]:
-    """While open, the model is in train mode (dropout in a head must show), without autocast; then all is as before."""
+    """Restores modes and RNG state after the block; inside, the model is in train mode and without autocast.
+
+    Train mode makes dropout in a head visible.
+    """
     modes = [(module, module.training) for module in model.modules()]
     device = model.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []), without_autocast(device):

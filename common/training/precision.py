@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from common.internals.torch import replace_parameters
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-# Transformers computes a mixture's experts with these, the second where torch's own does not run. Autocast has neither.
+# Transformers' MoE experts use these; the second, if torch's own cannot run. Autocast supports neither.
 GROUPED_PRODUCTS = (("aten", "_grouped_mm"), ("transformers", "grouped_mm_fallback"))
 
 
 def _teach_autocast() -> list[torch.library.Library]:
-    """Lets autocast choose the type of experts' products, as of all others; what is returned must stay alive."""
+    """Registers autocast rules for the matmuls of experts; the returned libraries must stay alive."""
     libraries = []
     for namespace, name in GROUPED_PRODUCTS:
         libraries.append(torch.library.Library(namespace, "IMPL"))
@@ -39,41 +39,41 @@ _LIBRARIES = _teach_autocast()
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The type in which autocast computes matrix products on the device; None where it is off, or there is none."""
+    """Returns autocast's dtype for matmuls on the device; None if autocast is off or not available."""
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return None
 
 
 def is_deepspeed() -> bool:
-    """Whether DeepSpeed runs, which casts the whole model, and keeps float32 copies of what is trained."""
+    """Returns whether DeepSpeed runs: it casts the full model, and keeps float32 copies of the trained weights."""
     return is_initialized() and AcceleratorState().distributed_type == DistributedType.DEEPSPEED
 
 
 def is_fsdp() -> bool:
-    """Whether FSDP2 runs, which casts each layer's parameters and inputs where autocast leaves norms in float32."""
+    """Returns whether FSDP2 runs: it casts each layer's parameters and inputs; autocast leaves norms in float32."""
     return is_initialized() and AcceleratorState().distributed_type == DistributedType.FSDP
 
 
 def narrow_dtype() -> torch.dtype | None:
-    """The 16 bits that autocast or FSDP2 compute in; None without, and for DeepSpeed, which casts the whole model."""
+    """Returns the 16-bit dtype of autocast or FSDP2; None without, and under DeepSpeed, which casts the full model."""
     if not is_initialized() or is_deepspeed():
         return None
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(AcceleratorState().mixed_precision)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
-    """A context without autocast, for code that chooses its own dtypes."""
+    """Returns a context without autocast, for code that selects its own dtypes."""
     is_there = torch.amp.is_autocast_available(device.type)
     return torch.autocast(device.type, enabled=False) if is_there else nullcontext()
 
 
 @contextmanager
 def weights_cast_once(keeps_copies: bool) -> Iterator[None]:
-    """Around forwards with the same weights: autocast keeps its copies of them from one forward to the next.
+    """Makes autocast keep its casts of the weights between forwards with the same weights, in the block.
 
-    Without this, or without `keeps_copies`, it drops them at the end of each forward. Recomputation of activations
-    frees them even earlier, and is asked for where memory is short.
+    Without this, or without `keeps_copies`, autocast drops the casts at the end of each forward. Recomputation of
+    activations frees them even earlier, and is used if memory is short.
     """
     if not keeps_copies:
         yield
@@ -87,7 +87,7 @@ def weights_cast_once(keeps_copies: bool) -> Iterator[None]:
 
 
 def follow_precision(model: PreTrainedModel) -> None:
-    """Lets a bare model's inputs and batch norms fit weights in bf16 or fp16, as DeepSpeed and FSDP2 give them."""
+    """Adapts a bare model's inputs and batch norms to weights in bf16 or fp16, as under DeepSpeed and FSDP2."""
     model.register_forward_pre_hook(_narrow_inputs, with_kwargs=True)
     for module in model.modules():
         if isinstance(module, BATCH_NORMS) and module.affine and module.track_running_stats:
@@ -95,7 +95,7 @@ def follow_precision(model: PreTrainedModel) -> None:
 
 
 def _narrow_inputs(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Casts inputs with a floating point (images) to the type of the weights, where that is narrower."""
+    """Casts floating-point inputs (images) to the dtype of the weights, if that is narrower."""
 
     def narrow(value: Any) -> Any:
         is_wider = torch.is_tensor(value) and value.is_floating_point() and value.itemsize > model.dtype.itemsize
@@ -105,7 +105,7 @@ def _narrow_inputs(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) 
 
 
 def _normalize(norm: nn.Module, images: torch.Tensor) -> torch.Tensor:
-    """Batch norm with weights in the type of its running statistics, float32: torch takes no others."""
+    """Applies batch norm with weights in float32, the dtype of its running statistics: torch supports no others."""
     if norm.weight.dtype == norm.running_mean.dtype:
         return type(norm).forward(norm, images)
     wide = {name: p.to(norm.running_mean.dtype) for name, p in norm.named_parameters(recurse=False)}

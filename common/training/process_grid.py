@@ -13,7 +13,7 @@ from accelerate import PartialState
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many ranks there are, and how many of them share a sample's tokens, a layer, or the model's depth."""
+    """The number of ranks, and the numbers of ranks that share a sample's tokens, a layer, or the model's depth."""
 
     num_processes: int
     sequence: int = 1
@@ -22,66 +22,66 @@ class Degrees:
 
     @property
     def group(self) -> int:
-        """How many neighbours have the same samples."""
+        """Returns the number of consecutive ranks with the same samples."""
         return self.sequence * self.tensor
 
     @property
     def data(self) -> int:
-        """How many groups there are, in each stage, that take samples of their own."""
-        return max(1, self.stage_size // self.group)  # 1: what does not divide is refused, with all else
+        """Returns the number of groups per stage; each group has its own samples."""
+        return max(1, self.stage_size // self.group)  # at least 1; sizes that do not divide are rejected elsewhere
 
     @property
     def stage_size(self) -> int:
-        """How many ranks hold the same layers."""
+        """Returns the number of ranks with the same layers."""
         return self.num_processes // self.pipeline
 
     @property
     def copies(self) -> int:
-        """How many ranks tell the same figures of a sample."""
+        """Returns the number of ranks that report the same values for a sample."""
         return self.tensor * self.pipeline
 
     @property
     def averaged(self) -> int:
-        """Over how many ranks, those with tokens of their own and the same weights, gradients are averaged."""
+        """Returns the number of ranks with tokens of their own and the same weights, which average gradients."""
         return self.data * self.sequence
 
     def data_rank(self, rank: int) -> int:
-        """Which of the groups with samples of their own a rank is in."""
+        """Returns the index of a rank's group among the groups with their own samples."""
         return rank % self.stage_size // self.group
 
     def sequence_rank(self, rank: int) -> int:
-        """Which part of each sample's tokens it has."""
+        """Returns the index of a rank's part of each sample's tokens."""
         return rank // self.tensor % self.sequence
 
     def tensor_rank(self, rank: int) -> int:
-        """Which part of each layer it has."""
+        """Returns the index of a rank's part of each layer."""
         return rank % self.tensor
 
     def stage(self, rank: int) -> int:
-        """Which part of the model's depth it has."""
+        """Returns the index of a rank's part of the model's depth."""
         return rank // self.stage_size
 
     def neighbours(self, rank: int) -> list[int]:
-        """The ranks with the same samples and layers as this one, itself among them."""
+        """Returns the ranks with the same samples and layers as `rank`, including `rank`."""
         start = rank // self.group * self.group
         return list(range(start, start + self.group))
 
     def stages(self, rank: int) -> list[int]:
-        """The ranks that a sample passes through which this one computes on, itself among them."""
+        """Returns the ranks of all pipeline stages that process the samples of `rank`, including `rank`."""
         return list(range(rank % self.stage_size, self.num_processes, self.stage_size))
 
     def ends(self, rank: int) -> list[int]:
-        """The first and the last of these ranks, where it is one of them; else itself alone."""
+        """Returns the first and the last of `stages(rank)` if `rank` is one of these two; otherwise only `rank`."""
         first, *_, last = self.stages(rank)
         return [first, last] if rank in (first, last) else [rank]
 
     def peers(self, rank: int) -> list[int]:
-        """The ranks with the same weights as this one, itself among them: those that average their gradients."""
+        """Returns the ranks with the same weights as `rank`, including `rank`; they average their gradients."""
         start = self.stage(rank) * self.stage_size
         return list(range(start + self.tensor_rank(rank), start + self.stage_size, self.tensor))
 
     def describe(self) -> str:
-        """What takes samples of its own, for the arithmetic of a batch."""
+        """Returns the number of processes or groups with their own samples, as text for the arithmetic of a batch."""
         if self.num_processes == self.data:
             return f"{self.num_processes} processes"
         if self.pipeline > 1:
@@ -89,7 +89,7 @@ class Degrees:
         return f"{self.data} group{'s' * (self.data > 1)} of {self.group} processes"
 
     def describe_grid(self) -> str:
-        """Which ranks are in a group, for the first printed block."""
+        """Returns the ranks of each group, as text for the run summary."""
         size = self.stage_size if self.pipeline > 1 else self.group
         rows = [range(start, start + size) for start in range(0, self.num_processes, size)]
         shown = [" ".join(map(str, row)) for row in rows[:4]] + ["..."] * (len(rows) > 4)
@@ -99,7 +99,11 @@ class Degrees:
         return f"{' | '.join(shown)}: a group shares each sample, a rank has {part}"
 
     def describe_bubble(self, num_micro_batches: int) -> str:
-        """In which part of the time a stage waits for others, by the micro-batches of an update."""
+        """Returns the share of time that a stage waits for others (pipeline bubble), as text.
+
+        Args:
+            num_micro_batches: micro-batches per update.
+        """
         stages = self.pipeline
         share = (stages - 1) / (num_micro_batches + stages - 1)
         return f"{share:.1%} of the time: ({stages} stages - 1) / ({num_micro_batches} micro-batches + {stages} - 1)"
@@ -109,18 +113,18 @@ _running: Degrees | None = None
 
 
 def set_running(degrees: Degrees) -> None:
-    """From now on these are the degrees of this process's run."""
+    """Sets the process grid of this process's run."""
     global _running
     _running = degrees
 
 
 def running() -> Degrees:
-    """Those of this process's run: of data parallelism over all ranks, where no run has set any."""
+    """Returns the process grid of this process's run; by default, data parallelism over all ranks."""
     return _running or Degrees(PartialState().num_processes)
 
 
 def stage_of(rank: int) -> str:
-    """Which stage of a pipeline a rank is, for a message behind its number; nothing where there is no pipeline."""
+    """Returns the pipeline stage of a rank, in parentheses for a message; empty without a pipeline."""
     if _running is None or _running.pipeline == 1:
         return ""
     return f" (stage {_running.stage(rank) + 1} of {_running.pipeline})"

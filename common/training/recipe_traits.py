@@ -62,5 +62,5 @@ class Arguments(argparse.Namespace):
 
 
 def given_flags() -> set[str]:
-    """Those of the command line. An argument's name is its flag's, and no flag may be shortened."""
+    """Returns the flags on the command line. An argument has the name of its flag, and flags cannot be shortened."""
     return {word.split("=")[0] for word in sys.argv[1:] if word.startswith("--")}

@@ -17,11 +17,11 @@ from common import launcher
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
-# The status of a run that was asked to stop and can be continued with --resume: EX_TEMPFAIL of sysexits.h, "try again".
-# Not 0 (finished), 1 (failed), 2 (a mistake in the command), and not 128 + n (ended by a signal, nothing saved).
+# Exit status of a run that was stopped on request and can be continued with --resume: EX_TEMPFAIL of sysexits.h, "try
+# again". Not 0 (finished), 1 (failed), 2 (user error), and not 128 + n (ended by a signal, nothing saved).
 STOPPED = 75
-NOTHING_TRAINED = 1  # of a run to whose end no update was made
-_early: list[int] = []  # SIGUSR1 that came before the loop
+NOTHING_TRAINED = 1  # exit status of a run that completed no update
+_early: list[int] = []  # SIGUSR1 signals before the loop
 
 
 def _note_early(number: int, _: FrameType | None) -> None:
@@ -29,27 +29,28 @@ def _note_early(number: int, _: FrameType | None) -> None:
 
 
 def keep_requests() -> None:
-    """From the start of a recipe on, SIGUSR1 waits for the loop; after the loop it does nothing: the end is near.
+    """Keeps SIGUSR1 for the loop; called at the start of a recipe. After the loop it has no effect: the run is ending.
 
-    Only SIGUSR1, which is never meant to end a process at once; outside the loop SIGTERM and SIGINT do that.
+    Only SIGUSR1 is kept, which never ends a process at once. Outside the loop, SIGTERM and SIGINT end it.
     """
     signal.signal(signal.SIGUSR1, _note_early)
 
 
 def _ignores_hangup() -> bool:
-    """Returns whether this process was started to survive the end of its terminal, as by nohup.
+    """Returns whether this process was started to survive the end of its terminal, for example by nohup.
 
-    torchrun ends its processes on SIGHUP even if it was started by nohup: what then comes from it is a request to stop.
+    torchrun ends its processes on SIGHUP even if nohup started it. A SIGHUP from torchrun is then a request to stop.
     """
     handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGHUP") if "TORCHELASTIC_RUN_ID" in os.environ else ""
     return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and "SIGHUP" not in handled
 
 
 class StopRequests:
-    """A `with` block in which the signals only set `asked`. The third of the same signal acts as it would outside.
+    """A `with` block in which the signals only set `asked`. A third signal of the same kind acts as outside the block.
 
-    The end of the launcher counts as a request too: its ranks would go on alone, where nobody sees or ends them. Where
-    the launcher blocked a signal, as launchers/meet.py does, one that came before the block counts in it.
+    The death of the launcher also counts as a request: otherwise its ranks would continue alone, and nobody would see
+    or end them. If the launcher blocked a signal, as launchers/meet.py does, a signal before the block counts in the
+    block.
     """
 
     def __init__(self) -> None:
@@ -73,7 +74,7 @@ class StopRequests:
         signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
         for number, handler in self.before.items():
             signal.signal(number, handler)
-        if error is not None:  # a launcher that has seen another rank end sends one: this one first says why it ends
+        if error is not None:  # a launcher sends it when a different rank ends: this rank first reports its error
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self.keeps:
             keep_requests()
@@ -84,34 +85,38 @@ class StopRequests:
         if self.counts[number] == 2:
             signal.signal(number, self.before[number])
             again = "; the third one ends it at once" if self.before[number] != signal.SIG_IGN else ""
-        # Not print: the signal may have come in the middle of another one.
+        # Not print, because the signal may have interrupted a print.
         line = f"{signal.Signals(number).name}: saving and stopping{again}\n"
-        with suppress(OSError):  # the reader of a pipe may have ended by the same signal
+        with suppress(OSError):  # the same signal may have ended the reader of a pipe
             os.write(sys.stderr.fileno(), line.encode())
 
     @property
     def asked(self) -> bool:
-        """Whether this rank was asked, or its launcher is gone; the other ranks may not know."""
+        """Returns whether this rank received a request or its launcher died; the other ranks may not know."""
         return bool(self.counts) or launcher.has_died()
 
 
 class StopVotes:
-    """Lets the ranks agree, between the micro-batches of an evaluation, that it ends; called alike on all of them.
+    """Synchronises stop requests between the micro-batches of an evaluation; all ranks make the same calls.
 
-    The ranks sum their requests about once per `SECONDS`: how many micro-batches that is follows from numbers that all
-    of them have.
+    The ranks sum their requests about once per `SECONDS`. The number of micro-batches between two sums follows from
+    values that all ranks have.
     """
 
     SECONDS = 1.0
 
     def __init__(self, requests: StopRequests, sum_over_ranks: Callable[..., list[float]], num_ranks: int):
-        """sum_over_ranks: sums each of its arguments over the ranks, without waiting for a device."""
+        """Starts with a synchronisation after each micro-batch.
+
+        Args:
+            sum_over_ranks: sums each of its arguments over the ranks, without waiting for a device.
+        """
         self.requests, self.sum_over_ranks, self.num_ranks = requests, sum_over_ranks, num_ranks
-        self.interval = self.left = 1  # micro-batches between two sums, and until the next one
+        self.interval = self.left = 1  # micro-batches between two sums, and until the next sum
         self.last = time.monotonic()
 
     def are_for_stop(self, now: bool = False) -> bool:
-        """Returns whether any rank is to stop, as far as the ranks have exchanged it; `now`: they exchange it."""
+        """Returns whether any rank has a stop request, as of the last synchronisation; `now`: synchronises first."""
         self.left -= 1
         if self.left > 0 and not now:
             return False
@@ -124,6 +129,6 @@ class StopVotes:
 
 
 def ignore_signals(_: int) -> None:
-    """A DataLoader's worker_init_fn: the main process stops its workers; a signal to all must not end them before."""
+    """Ignores the signals, as a DataLoader's worker_init_fn: the main process stops its workers, no signal earlier."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

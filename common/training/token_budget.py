@@ -29,21 +29,21 @@ NEWS, WHO = "out_of_memory", "ranks_out_of_memory"
 
 @dataclass
 class TokenBudget:
-    """What this run computes at once, and from which update on."""
+    """The token budget of this run's micro-batches, and its values by update."""
 
     accelerator: Accelerator
-    history: list[list[int]]  # pairs: from this update on, so many tokens
-    longest: int  # tokens of the longest sample: no smaller budget holds it
-    tokens: int = 0  # now
-    is_known: bool = False  # from the run that is resumed
+    history: list[list[int]]  # pairs (first update, tokens)
+    longest: int  # tokens of the longest sample: the smallest possible budget
+    tokens: int = 0  # the current budget
+    is_known: bool = False  # taken from the resumed run
     is_trial: bool = False  # the current batch is not an update
-    seconds: float = 0.0  # of the last micro-batch of a trial, forward and backward
-    has_run_out: bool = False  # on this rank, in this update
-    where: str = ""  # it has run out in this update, if on any rank
-    can_free_more: Callable[[], bool] = lambda: False  # whether the ranks hold something that they can do without
+    seconds: float = 0.0  # duration of a trial's last micro-batch, forward and backward
+    has_run_out: bool = False  # out of memory on this rank, in this update
+    where: str = ""  # the processes out of memory in this update; empty if none
+    can_free_more: Callable[[], bool] = lambda: False  # whether the ranks hold memory that they can release
 
     def at(self, update: int) -> int:
-        """The budget of an update."""
+        """Returns the budget of an update."""
         return [tokens for first, tokens in self.history if first <= update][-1]
 
     def to_record(self, args: argparse.Namespace) -> dict[str, Any]:
@@ -51,27 +51,30 @@ class TokenBudget:
         return {"arguments": vars(args) | {"micro_batch_tokens": "auto"}, "micro_batch_tokens": self.history}
 
     def halve(self, update: int) -> None:
-        """From this update on, on all ranks alike."""
+        """Halves the budget for this and later updates; all ranks make the same call."""
         self.tokens = max(self.longest, self.tokens // 2)
         self.history[:] = [entry for entry in self.history if entry[0] < update] + [[update, self.tokens]]
 
     @contextmanager
     def spared(self) -> Iterator[None]:
-        """Around a forward and backward: notes that memory ran out, unless no smaller budget is left."""
+        """Catches and records an out-of-memory error in a forward and backward.
+
+        The error is raised again if neither a smaller budget nor memory to release is left.
+        """
         try:
             yield
         except Exception as error:
             if not is_out_of_memory(error) or (self.tokens <= self.longest and not self.can_free_more()):
                 raise
-            traceback.clear_frames(error.__traceback__)  # which hold the activations
+            traceback.clear_frames(error.__traceback__)  # the frames hold the activations
             self.has_run_out = True
         if self.has_run_out:
-            self.accelerator.sync_gradients = True  # else the optimizer would keep the gradients
+            self.accelerator.sync_gradients = True  # otherwise the optimizer would keep the gradients
             if self.accelerator.device.type == "cuda":
                 torch.cuda.empty_cache()
 
     def attempt(self, batch: GlobalBatch) -> Iterator[GlobalBatch]:
-        """Yields it once; where it does not count, the random streams and fp16's loss scale are then as before."""
+        """Yields the batch once; restores RNG states and fp16's loss scale if it does not count as an update."""
         device, scaler = self.accelerator.device, self.accelerator.scaler
         stream, scale = torch.get_rng_state(), scaler and scaler.state_dict()
         stream_of_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -89,18 +92,18 @@ _running: TokenBudget | None = None
 
 
 def start(budget: TokenBudget) -> None:
-    """From now on this process's run has a budget."""
+    """Sets the token budget of this process's run."""
     global _running
     _running = budget
 
 
 def adjusting() -> TokenBudget | None:
-    """The budget of this process's run, if it has one."""
+    """Returns the token budget of this process's run; None without a budget."""
     return _running
 
 
 def while_there_is_memory(micro_batches: list[Any]) -> Iterator[Any]:
-    """Yields the micro-batches of an update, up to the one that runs out of memory on this rank; times a trial."""
+    """Yields an update's micro-batches until this rank runs out of memory; measures the time in a trial."""
     for micro_batch in micro_batches:
         start = _now()
         yield micro_batch
@@ -149,19 +152,19 @@ def is_trial() -> bool:
 
 
 def is_repeated() -> bool:
-    """Whether what has just been computed does not count as an update."""
+    """Returns whether the last computed batch does not count as an update."""
     return _running is not None and (_running.is_trial or bool(_running.where))
 
 
 def news() -> dict[str, float]:
-    """What the other ranks are to know with the loss of an update."""
+    """Returns the values that are summed over the ranks together with the loss of an update."""
     if _running is None:
         return {}
     return {NEWS: _running.has_run_out, WHO: _running.has_run_out * _running.accelerator.process_index}
 
 
 def learn(told: dict[str, Any]) -> bool:
-    """Whether the update does not count, by the sums of `news`."""
+    """Records from the sums of `news` whether a rank ran out of memory; returns whether the update does not count."""
     if _running is not None:
         number, rank = told.pop(NEWS), told.pop(WHO)
         _running.where = "" if not number else f"process {rank:.0f}" if number == 1 else f"{number:.0f} processes"
@@ -169,17 +172,17 @@ def learn(told: dict[str, Any]) -> bool:
 
 
 def average_gradients(accelerator: Accelerator, model: torch.nn.Module) -> None:
-    """The mean of the ranks' gradients, as DDP computes it while a backward runs; nothing where there is no budget."""
+    """Averages the gradients over the ranks, as DDP does during a backward; does nothing without a budget."""
     if _running is None:
         return
     trained = [p for p in model.parameters() if p.requires_grad]
     missing = [p for p in trained if p.grad is None]
-    if _running.has_run_out and len(missing) == len(trained):  # fp16's loss scale wants to look at one at least
+    if _running.has_run_out and len(missing) == len(trained):  # fp16's loss scale needs at least one gradient
         smallest = min(trained, key=torch.Tensor.numel)
         smallest.grad = torch.zeros_like(smallest)
     if accelerator.num_processes == 1:
         return
-    # Where memory ran out, others wait for this rank all the same; but the sums will be dropped, and need no place.
+    # A rank out of memory must still join the collectives. Its sums will be dropped, so they share one buffer.
     largest = max((p.numel() for p in missing), default=0)
     nothing = torch.zeros(largest, device=accelerator.device) if _running.has_run_out else None
     sums = []
