@@ -35,13 +35,14 @@ READ_WHEN_USED = tuple(
     PARALLELISM_ PATH PMI_ PYTEST_ PYTHONPATH RANK ROLE_ TOKENIZERS_PARALLELISM TORCHELASTIC_ TORCH_NCCL_ TQDM_DISABLE
     WANDB_ WORLD_SIZE""".split()
 )
+TOOLS = ("tools.checkpoint", "tools.compare")  # the planner runs as a process of its own
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
 
 words, env, usual = sys.argv[1:], dict(os.environ), {env!r}
 if is_unbuffered := words[:1] == ["-u"]:
     del words[0]
-is_ours = words[:1] == ["-m"] and words[1].startswith("common.")
+is_ours = words[:1] == ["-m"] and (words[1].startswith("common.") or words[1] in {tools!r})
 if words and not words[0].startswith("-"):
     is_ours = not words[0].startswith({libraries!r}) or os.path.basename(words[0]) == "accelerate-launch"
 other = [name for name in env.keys() | usual.keys() if env.get(name) != usual.get(name)]
@@ -73,16 +74,19 @@ def import_all(skipped):
     for name in IMPORTED:
         if name not in skipped:
             importlib.import_module(name)
-    for module in pkgutil.walk_packages(common.__path__, "common."):
-        if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
+    names = [module.name for module in pkgutil.walk_packages(common.__path__, "common.")]
+    for name in TOOLS:
+        names += [module.name for module in pkgutil.iter_modules(importlib.import_module(name).__path__, f"{name}.")]
+    for name in names:
+        if not name.endswith("__main__"):
+            importlib.import_module(name)
     del sys.path[0]
     gc.freeze()
 
 
 def write_client(directory, env, env_of_imports):
     facts = {"python": sys.executable, "socket": f"{directory}/socket", "libraries": sys.prefix + os.sep}
-    facts |= {"env": env, "read_when_used": (*READ_WHEN_USED, *env_of_imports)}
+    facts |= {"tools": TOOLS, "env": env, "read_when_used": (*READ_WHEN_USED, *env_of_imports)}
     path = directory / "python"
     path.write_text(CLIENT.format(**facts))
     path.chmod(0o700)

@@ -228,7 +228,7 @@ def test_peft_loads_it_in_a_fresh_process_and_it_merges(place, tmp_path):
     """The held-out loss of the run, computed without this repository. Control: the base's is another."""
     checkpoint = place / "run/checkpoints/update-000006"
     for name, more in (("merged", ["--merge"]), ("exported", []), ("half", ["--merge", "--dtype", "bfloat16"])):
-        command = [BIN / "python", "-m", "common.checkpoint", "export", checkpoint, tmp_path / name, *more]
+        command = [BIN / "python", "-m", "tools.checkpoint", "export", checkpoint, tmp_path / name, *more]
         result = run(command)
         assert result.returncode == 0, told(result)
     script, held_out = tmp_path / "alone.py", place / "held_out.jsonl"
@@ -347,7 +347,7 @@ def test_a_base_of_the_hub_is_merged_as_it_was(place, tmp_path):
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
     (hub / "refs/main").write_text("b" * 40)
     checkpoint = tmp_path / "run/checkpoints/update-000002"
-    command = [BIN / "python", "-m", "common.checkpoint", "export", checkpoint, merged, "--merge"]
+    command = [BIN / "python", "-m", "tools.checkpoint", "export", checkpoint, merged, "--merge"]
     result = run(command, HF_HUB_CACHE=str(tmp_path))
     assert result.returncode == 0 and not result.stderr, told(result)
     embedded = load_file(merged / "model.safetensors")["model.embed_tokens.weight"]
@@ -403,7 +403,7 @@ def test_a_base_in_4_bits_is_trained_evaluated_merged_and_refused(place, tmp_pat
     out, merged = tmp_path / "float32", tmp_path / "merged"
     launch(*flags(place, out, *more), config="multi_cpu")
     checkpoint = out / "checkpoints/update-000006"
-    result = run([BIN / "python", "-m", "common.checkpoint", "export", checkpoint, merged, "--merge"])
+    result = run([BIN / "python", "-m", "tools.checkpoint", "export", checkpoint, merged, "--merge"])
     assert result.returncode == 0, told(result)
     assert "quantization_config" not in (merged / "config.json").read_text()
     script = tmp_path / "alone.py"

@@ -193,7 +193,7 @@ def test_every_damage_is_found(kind, finished, tmp_path):
 
 def checkpoint_command(*arguments):
     """The result of `python -m tools.checkpoint`."""
-    return run([BIN / "python", "-m", "common.checkpoint", *arguments])
+    return run([BIN / "python", "-m", "tools.checkpoint", *arguments])
 
 
 def test_the_newest_sound_checkpoint_is_taken(finished, functions_file, model_dir, tmp_path):

@@ -553,7 +553,7 @@ def test_an_adapter_with_a_head_is_loaded_as_it_says_and_merged(new_head, one_pr
     assert call.replace(str(out / "model"), "PATH") in (out / "model/README.md").read_text()
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"layer_norm_eps": 1.0}))  # which is not the run's
-    export = [BIN / "python", "-m", "common.checkpoint", "export", next((out / "checkpoints").iterdir())]
+    export = [BIN / "python", "-m", "tools.checkpoint", "export", next((out / "checkpoints").iterdir())]
     for name, merge in (("adapter", []), ("merged", ["--merge"])):
         assert run([*export, tmp_path / name, *merge]).returncode == 0
     given = {"AutoModelForSequenceClassification": AutoModelForSequenceClassification, "AutoConfig": AutoConfig}

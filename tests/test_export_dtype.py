@@ -37,7 +37,7 @@ def test_the_model_is_the_rounding_of_what_was_trained(recipe, config, data, tmp
     assert "(bfloat16, " in result.stdout
     checkpoint = out / "checkpoints/update-000001"
     for name, flags in (("whole", []), ("half", ["--dtype", "bfloat16"])):
-        export = run([BIN / "python", "-m", "common.checkpoint", "export", checkpoint, tmp_path / name, *flags])
+        export = run([BIN / "python", "-m", "tools.checkpoint", "export", checkpoint, tmp_path / name, *flags])
         assert export.returncode == 0, told(export)
     made, whole, half = (weights_of(path) for path in (out / "model", tmp_path / "whole", tmp_path / "half"))
     assert made.keys() == whole.keys() == half.keys()

@@ -172,7 +172,7 @@ def test_a_run_ends_with_figures_that_are_right(functions_file, tmp_path):
     assert "17 segments, computed again in backward; the gradient of the whole sequence" in result.stdout
     assert "precision  float32, whatever the launch asks for" in result.stdout
     assert "common.tasks.long_sequence.recurrent.RecurrentLM.from_pretrained loads it)" in result.stdout
-    command = [sys.executable, "-m", "common.checkpoint", "export", out / "checkpoints/update-000004", tmp_path / "m"]
+    command = [sys.executable, "-m", "tools.checkpoint", "export", out / "checkpoints/update-000004", tmp_path / "m"]
     assert run(command).returncode == 0
     weights = [AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (out / "model", tmp_path / "m")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

@@ -136,7 +136,7 @@ def test_the_reported_figures_are_those_of_the_saved_model(functions_file, moe_d
     more = ["--balance_strength", 0.05, "--num_updates", 2, "--validation_file", functions_file, "--save_every", 2]
     result = launch(*flags(functions_file, moe_dir, out, *more), script=RECIPE)
     results = results_of(out)
-    run([sys.executable, "-m", "common.checkpoint", "export", out / "checkpoints/update-000002", tmp_path / "export"])
+    run([sys.executable, "-m", "tools.checkpoint", "export", out / "checkpoints/update-000002", tmp_path / "export"])
     tokenizer = AutoTokenizer.from_pretrained(out / "model")
     samples = tokenize(Source(files=(str(functions_file),)), tokenizer, 64, "examples")
     for path in (out / "model", tmp_path / "export"):

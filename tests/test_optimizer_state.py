@@ -98,6 +98,6 @@ def test_a_checkpoint_of_an_older_version_without_state_is_invalid(optimizer, sk
     manifest |= {"position": {"update": 4, "samples": 32, "skipped_updates": skipped, "validation_loss": None}}
     manifest |= {"scaler": {}, "untrained": [], "identity": identity, "files": files}
     (directory / "manifest.json").write_text(json.dumps(manifest | {"sha256": hash_of(manifest)}))
-    result = run([BIN / "python", "-m", "common.checkpoint", "list", tmp_path])
+    result = run([BIN / "python", "-m", "tools.checkpoint", "list", tmp_path])
     assert result.returncode == (0 if is_sound else 1), result.stderr
     assert ("weight/head is there without its optimizer state" in result.stdout) == (not is_sound)

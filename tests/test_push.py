@@ -102,7 +102,7 @@ def finished(tmp_path_factory):
 
 
 def push(output_dir, name, address, *flags, token=TOKEN):
-    command = [BIN / "python", "-m", "common.checkpoint", "push", output_dir, name, *flags]
+    command = [BIN / "python", "-m", "tools.checkpoint", "push", output_dir, name, *flags]
     return run(command, HF_ENDPOINT=address, HF_TOKEN=token, HF_HUB_DISABLE_XET="1", HF_HUB_OFFLINE="0")
 
 

@@ -21,7 +21,7 @@ INK = "return document.getElementById('curves')._fullLayout.font.color.trim()"
 
 
 def report(*arguments, cwd):
-    return run([BIN / "python", "-m", "common.report", *arguments], cwd=cwd, PYTHONPATH=ROOT)
+    return run([BIN / "python", "-m", "tools.compare", *arguments], cwd=cwd, PYTHONPATH=ROOT)
 
 
 @pytest.fixture(scope="module")
