@@ -1,4 +1,4 @@
-"""What is asked by flags, checked before anything is made: mistakes that need no model, and the output directory."""
+"""Checks of the flags that need no model, before anything is written; creation of the output directory."""
 
 import argparse
 import os
@@ -18,13 +18,13 @@ from common.training.process_grid import Degrees
 from common.training.recipe_traits import Arguments, Traits, given_flags
 
 logger = main_logger(__name__)
-MICRO_BATCHES_PER_STAGE = 4  # so that at most a fifth of the time is the pipeline's bubble
+MICRO_BATCHES_PER_STAGE = 4  # so that the pipeline bubble is at most a fifth of the time
 
 
 def check_arguments(args: Arguments, on_cpu: bool, traits: Traits, degrees: Degrees) -> list[str]:
-    """One line for each mistake in the shared flags that can be seen before data or model are touched.
+    """Returns one line per mistake in the shared flags that can be found without data and model.
 
-    Fills in the defaults that depend on the machine (micro-batch, workers), which no update depends on.
+    Sets the defaults that depend on the machine (micro-batch, workers); no update depends on these.
     """
     problems = _settle_batch(args, on_cpu, traits, degrees)
     if args.num_workers is None:
@@ -32,9 +32,10 @@ def check_arguments(args: Arguments, on_cpu: bool, traits: Traits, degrees: Degr
     if args.num_epochs is not None:
         if "--num_updates" in given_flags():
             problems.append("--num_epochs and --num_updates are two answers to one question; give one")
-        args.num_updates = None  # until the data are known
+        args.num_updates = None  # until the size of the dataset is known
     problems += _check_updates(args)
-    if not on_cpu and args.compile and args.activation_checkpointing == "offload":  # on a CPU it is `full`
+    # On a CPU, `offload` is the same as `full`.
+    if not on_cpu and args.compile and args.activation_checkpointing == "offload":
         problems.append(
             "--compile has no effect on layers whose inputs --activation_checkpointing offload moves; take one out"
         )
@@ -45,13 +46,13 @@ def check_arguments(args: Arguments, on_cpu: bool, traits: Traits, degrees: Degr
 
 
 def _check_updates(args: argparse.Namespace) -> Iterator[str]:
-    """A line for each length that does not go with the others, of those that are updates by now.
+    """Yields a line for each number of updates that contradicts the others, if it is already known.
 
-    Fills in how long the learning rate rises.
+    Sets the default number of warm-up updates.
     """
     if args.num_updates is not None:
         if args.warmup_updates is None:
-            if not args.resume:  # which takes it from the checkpoint
+            if not args.resume:  # a resumed run uses the value of the checkpoint
                 args.warmup_updates = args.num_updates // 20
         elif args.warmup_updates >= args.num_updates:
             yield f"--warmup_updates {args.warmup_updates} leaves nothing of {_how_long(args)}; lower it"
@@ -59,7 +60,7 @@ def _check_updates(args: argparse.Namespace) -> Iterator[str]:
 
 
 def check_plan(args: argparse.Namespace) -> Iterator[str]:
-    """Yields a line for each mistake in a command with --plan."""
+    """Yields one line per mistake in a command with --plan."""
     if started_world_size() > 1:
         yield "--plan is for one process, whatever it plans for: use python instead of accelerate launch"
     for name in ("dry_run", "resume", "overwrite"):
@@ -68,12 +69,12 @@ def check_plan(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _settle_batch(args: Arguments, on_cpu: bool, traits: Traits, degrees: Degrees) -> list[str]:
-    """Fills in how much a device computes at once."""
+    """Sets the default micro-batch size or token budget; returns one line per mistake."""
     problems, world = [], degrees.data
     tokens, longest = args.micro_batch_tokens if traits.lengths_vary else None, traits.longest_sample(args)
     default_tokens = max(1024 if on_cpu else 8192, -(-longest // degrees.sequence))
     if not args.micro_batch_size and not tokens and (degrees.pipeline > 1 or not traits.lengths_vary):
-        # The largest that divides, up to what a device needs to be busy, or what fills a pipeline.
+        # The largest divisor up to the size that saturates a device, or that fills a pipeline.
         share, most = max(1, args.global_batch_size // world), 64 if on_cpu else 256
         if degrees.pipeline > 1:
             most = max(1, min(share // (MICRO_BATCHES_PER_STAGE * degrees.pipeline), default_tokens // max(1, longest)))
@@ -102,14 +103,14 @@ def _settle_batch(args: Arguments, on_cpu: bool, traits: Traits, degrees: Degree
 
 
 def _how_long(args: argparse.Namespace) -> str:
-    """The flag that says how long the run is."""
+    """Returns the flag that sets the length of the run, with its value."""
     if args.num_epochs is None:
         return f"--num_updates {args.num_updates}"
     return f"--num_epochs {args.num_epochs:g}, which is {args.num_updates} updates"
 
 
 def check_profile(args: argparse.Namespace, num_done: int = 0) -> Iterator[str]:
-    """A line where --profile would record nothing. num_done: updates before the one to begin with."""
+    """Yields a line if --profile would record nothing. num_done: number of completed updates."""
     if not args.profile:
         return
     from common.report import profiling
@@ -152,8 +153,8 @@ def _check_checkpoints(args: argparse.Namespace) -> Iterator[str]:
     if args.resume and args.overwrite:
         yield "--resume continues the run that --overwrite deletes; give one"
     elif args.resume:
-        # A run that has not ended may yet write its first one: `Checkpoints.find` waits for it.
-        is_main = os.environ.get("RANK", "0") == "0"  # the others go by what it finds there
+        # A running process may still write its first checkpoint: `Checkpoints.find` waits for it.
+        is_main = os.environ.get("RANK", "0") == "0"  # the other ranks use its result
         if is_main and not any((Path(args.output_dir) / name).exists() for name in ("checkpoints", LOCK)):
             yield (
                 f"--resume: {args.output_dir} has no checkpoints; name the --output_dir of the run to continue, "
@@ -161,7 +162,7 @@ def _check_checkpoints(args: argparse.Namespace) -> Iterator[str]:
             )
     elif "--output_dir" in given_flags():
         yield from _check_output_dir(Path(args.output_dir), args.overwrite)
-    elif not args.dry_run:  # a default name that exists gets a suffix
+    elif not args.dry_run:  # if the default name exists, it gets a suffix
         yield from _check_writable(Path(args.output_dir))
 
 
@@ -181,7 +182,10 @@ def _check_tracker(name: str) -> list[str]:
 
 
 def _check_output_dir(path: Path, overwrite: bool, is_locked: bool = False) -> list[str]:
-    """is_locked: by this process, so that no other one still writes there."""
+    """Returns one line if the run cannot use this output directory.
+
+    is_locked: whether this process holds the lock, so that no other process writes there.
+    """
     if path.exists() and not path.is_dir():
         return [f"--output_dir {path} is a file; name a directory"]
     if path.is_dir() and any(one.name != LOCK and not one.name.endswith(PARTIAL) for one in path.iterdir()):
@@ -210,9 +214,9 @@ def _check_writable(path: Path) -> list[str]:
 def check_samples(
     args: Arguments, traits: Traits, train: Samples, validation: Samples | None, degrees: Degrees
 ) -> None:
-    """Whether the data make a global batch, and whether every sample fits a micro-batch; epochs become updates.
+    """Checks that the data fills a global batch and each sample fits a micro-batch; converts epochs to updates.
 
-    Raises UserError: a line for each way in which they do not.
+    Raises UserError: one line per problem.
     """
     problems = []
     if validation is None:
@@ -226,7 +230,7 @@ def check_samples(
                 logger.warning("--%s has no effect: there are no held-out data; name some, or take it out", name)
     if len(train) < args.global_batch_size:
         remedy = "lower it,"
-        if getattr(train, "is_blocks", False):  # shorter ones are more
+        if getattr(train, "is_blocks", False):  # shorter blocks give more samples
             remedy = "lower it, or --sequence_length,"
         elif dropped := getattr(train, "num_dropped", 0):
             remedy = f"lower it, raise --sequence_length ({dropped} rows have no target within it),"
@@ -262,15 +266,15 @@ def check_samples(
 
 
 def make_output_dir(args: argparse.Namespace, accelerator: Accelerator, share: Callable[[str], str]) -> Path:
-    """Creates the output directory and takes it for this run, emptied if `--overwrite`; call it after all checks.
+    """Creates the output directory and locks it for this run; with `--overwrite`, empties it. Call it after all checks.
 
-    A default name that another run has taken meanwhile gets a suffix. What another run has left in a directory since
-    the flags were checked is no more deleted without --overwrite than what was there before.
+    If a different run has meanwhile created the default directory, the name gets a suffix. Without --overwrite, files
+    that a different run has written since the flags were checked are not deleted either.
 
     Args:
-        share: returns on all ranks the value that the main one passes.
+        share: returns on all ranks the value that the main process passes.
 
-    Raises UserError: it cannot be created, holds a run, or another run writes there, of which nothing is deleted.
+    Raises UserError: the directory cannot be created, holds a run, or is in use by a different run; nothing is deleted.
     """
     path = Path(args.output_dir)
     try:
@@ -287,7 +291,7 @@ def make_output_dir(args: argparse.Namespace, accelerator: Accelerator, share: C
         if not args.resume:
             refuse(_check_output_dir(path, args.overwrite, is_locked=True))
         if args.overwrite and (path / "run.json").is_file():
-            # What makes it a run goes last: a killed removal can be done again. The lock stays, it is this run's.
+            # run.json is removed last, so that an interrupted removal can be repeated. The lock of this run stays.
             for one in sorted(path.iterdir(), key=lambda one: one.name == "run.json"):
                 if one.name != LOCK:
                     remove(one)

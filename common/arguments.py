@@ -1,7 +1,7 @@
 """Command-line flags shared by all recipes, in groups.
 
-Hardware settings (processes, mode, precision, offload) are in the files of accelerate_configs/, training settings here.
-Nothing is in both.
+The hardware settings (processes, mode, precision, offload) are in the files of accelerate_configs/. The training
+settings are the flags. No setting is in both.
 """
 
 import argparse
@@ -30,20 +30,20 @@ from common.training.recipe_traits import Arguments
 if TYPE_CHECKING:
     from common.data.source_types import Source
 
-# Keywords of --metric, for recipes whose predictions a metric can compare with the held-out targets.
+# Keywords of --metric, for recipes whose predictions can be compared with held-out targets.
 ABOUT_METRIC = "modules of the package evaluate, for the end: .py files, directories, hub names; or f1:average=macro"
 METRIC = {"nargs": "+", "default": [], "metavar": "NAME_OR_PATH", "help": ABOUT_METRIC}
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse that reports a user error in one line, suggests the nearest flag, and accepts no abbreviations."""
+    """Parser that reports a user error in one line, suggests the nearest flag, and rejects abbreviations."""
 
     def __init__(self, **kwargs):
         super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **kwargs)
         self.shared_flags: set[str] = set()
 
     def parse_args(self, args: Sequence[str] | None = None, **kwargs) -> argparse.Namespace:
-        """Fills in --output_dir, where it is not given: runs/, the recipe's name and the time."""
+        """Parses the flags. Sets the default of --output_dir: runs/, the recipe's name and the time."""
         parsed, unknown = self.parse_known_args(args, **kwargs)
         if unknown:
             exit_with_mistakes(self._answers(unknown, sys.argv[1:] if args is None else args))
@@ -57,7 +57,7 @@ class ArgumentParser(argparse.ArgumentParser):
         exit_with_mistakes([f"{message} (--help lists the flags)"])
 
     def _answers(self, unknown: list[str], asked: Sequence[str]) -> list[str]:
-        """A line for each flag that this recipe does not have, with its values, of all the words that were given."""
+        """Returns one line per unknown flag, with its values. asked: all words of the command line."""
         from common.flag_translation import here
 
         names = {option.lstrip("-"): option for option in flags_of(self)}
@@ -106,7 +106,7 @@ def not_negative(text: str) -> int:
 
 
 def updates_or_epochs(text: str) -> int | str:
-    """argparse type: an integer of at least 0, or whole epochs, such as "1epoch"; the text, until `epochs.settle`."""
+    """argparse type: an integer of at least 0, or whole epochs, such as "1epoch", as text until `epochs.settle`."""
     if EPOCHS.fullmatch(text):
         return text
     if not text.isdigit():
@@ -115,7 +115,7 @@ def updates_or_epochs(text: str) -> int | str:
 
 
 def seed(text: str) -> int:
-    """argparse type: a whole number from 0 to 2**31 (numpy's limit is twice that, and ranks add their number)."""
+    """argparse type: an integer from 0 to 2**31 (numpy's limit is twice that, and ranks add their number)."""
     if not_negative(text) > 2**31:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {2**31}")
     return int(text)
@@ -144,9 +144,9 @@ def positive_float(text: str) -> float:
 
 
 def one_of(table: dict, first: str = "") -> dict:
-    """argparse keywords for a choice from a table, whose error suggests the nearest name.
+    """Returns argparse keywords for a choice from a table. The error message suggests the nearest name.
 
-    first: the first line of the help text; what each name means follows, where the table tells it.
+    first: first line of the help text; the descriptions of the names follow, if the table contains them.
     """
 
     def name(text: str) -> str:
@@ -162,7 +162,7 @@ def one_of(table: dict, first: str = "") -> dict:
 
 
 def recipe_parser(description: str, lengths_vary: bool = True) -> ArgumentParser:
-    """A parser with the flags of every recipe; `lengths_vary` says whether its samples are of different lengths."""
+    """Returns a parser with the flags of all recipes. lengths_vary: whether samples differ in length."""
     parser = ArgumentParser(description=description)
     _add_run(parser)
     _add_batch(parser, lengths_vary)
@@ -254,12 +254,12 @@ def add_language_arguments(
     longest: str | None = None,
     adapters: bool = False,
 ) -> None:
-    """The flags of the recipes that read text.
+    """Adds the flags of the recipes that read text.
 
     one_text: a row has one text, in `--text_column`. examples: a row may have a prompt and a completion instead.
-    chats: it may have messages.
+    chats: a row may have messages.
     adapters: whether the recipe can train an adapter of a pretrained model.
-    longest: what the default of --sequence_length is, where the recipe chooses it; in words.
+    longest: description of the default of --sequence_length, if the recipe chooses it.
     """
     group = parser.add_argument_group("data (default: the source code of Python's standard library)")
     about = "training text: .txt .jsonl .json .parquet .csv .tsv files, also compressed, or globs of them;\n"
@@ -314,7 +314,7 @@ def _add_adapter(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_arguments(parser: ArgumentParser) -> None:
-    """The flags of the recipes that take a pretrained model."""
+    """Adds the flags of the recipes that can use a pretrained model."""
     group = parser.add_argument_group("model")
     group.add_argument("--model_name_or_path", help="local directory or hub name of a pretrained model")
     group.add_argument("--trust_remote_code", action="store_true", help="run code from the model, dataset or metrics")
@@ -326,12 +326,12 @@ def choose_model(
     model_configs: dict,
     fine_tuning_rate: float | Callable[[argparse.Namespace], float],
 ) -> None:
-    """Fills in --model_config and --learning_rate, where they were not given.
+    """Sets the defaults of --model_config and --learning_rate.
 
     Args:
         model_configs: models to train from scratch, the default first; a row ends with AdamW's learning rate.
-        fine_tuning_rate: the learning rate of a pretrained model, or a function that reads it from the model that the
-            flags name; `default_rate` makes an adapter's of it.
+        fine_tuning_rate: learning rate of a pretrained model, or a function that determines it from the flags;
+            `default_rate` derives the rate of an adapter from it.
     """
     if args.model_config and args.model_name_or_path:
         parser.error("--model_config and --model_name_or_path are two answers to one question; give one")
@@ -343,11 +343,11 @@ def choose_model(
 
 
 def text_sources(args: Arguments) -> "tuple[Source, Source | None]":
-    """Where training and held-out text come from, as the language flags say; without any, the embedded corpus.
+    """Returns the sources of training and held-out text that the flags select; by default the embedded corpus.
 
-    Raises UserError: a line for each file that is not there or cannot be read, or two answers to where the text is.
+    Raises UserError: one line per missing or unreadable file, or mutually exclusive sources.
     """
-    # Here because recipes without text need none of them.
+    # Imported here because recipes without text do not need these modules.
     from common.data.mixed_files import held_out_files, needless_weights, training_files
     from common.data.source_types import Source
     from common.data.sources import check_sources, have_no_columns
@@ -386,7 +386,7 @@ def text_sources(args: Arguments) -> "tuple[Source, Source | None]":
 
 
 def _check_mixed(args: argparse.Namespace) -> Iterator[str]:
-    """A line for each flag that counts passes over the data, of which each of the mixed sources has its own."""
+    """Yields a line for each flag that counts epochs, because each mixed source has its own epoch length."""
     for name in ("num_epochs", "eval_every", "save_every"):
         value = getattr(args, name)
         if isinstance(value, str) or (name == "num_epochs" and value is not None):

@@ -1,9 +1,9 @@
 """Finds the token budget of `--micro_batch_tokens auto` by trying, and halves it if memory runs out later.
 
 A trial is a forward and backward of the longest training samples and a forward of the longest held-out samples, without
-a step. The budget starts at the default and doubles while the trial fits and its throughput improves; between a budget
-that fits and one that does not, the largest that fits is found by bisection. On a CPU a budget is tried only if the
-memory growth of the trial before leaves room for twice as much, because a process over the limit of a cgroup is killed.
+a step. The budget starts at the default and doubles while the trial fits and its throughput improves. Between a budget
+that fits and a budget that does not, bisection finds the largest that fits. On a CPU, a process over its cgroup limit
+is killed. There, a budget is tried only if twice the memory growth of the previous trial fits.
 """
 
 import time
@@ -32,7 +32,7 @@ def default_tokens(device_type: str, longest: int) -> int:
 
 
 def start_budget(run: Any, longest: int) -> TokenBudget:
-    """Sets `args.micro_batch_tokens` to the first budget, alike on all ranks: the default, or that of a resumed run.
+    """Sets `args.micro_batch_tokens` on all ranks to the first budget: the default, or the budget of a resumed run.
 
     run: a `common.run.Run`. longest: tokens of the longest sample.
     """
@@ -71,14 +71,14 @@ def batches_with_oom_retry(run: Any) -> Iterator[GlobalBatch]:
 
 
 def _trials(run: Any, budget: TokenBudget, update: int) -> Iterator[GlobalBatch]:
-    """Yields the batches of the trials; sets the budget from `update` on."""
+    """Yields the batches of the trials; sets the budget that applies as of `update`."""
     budget.is_trial = True
-    # As large as the state that the first step allocates.
+    # The buffer has the size of the optimizer state that the first step allocates.
     trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
     size = 0 if run.optimizer.state else OPTIMIZERS[run.args.optimizer].state_bytes * trained
     state = torch.empty(int(size), dtype=torch.uint8, device=run.device)
     if run.device.type == "cpu":
-        state.fill_(0)  # memory that nothing was written to is not resident
+        state.fill_(0)  # memory becomes resident only when it is written
     share = -(-run.args.global_batch_size // run.accelerator.num_processes)
     search = _Search(budget.tokens, budget.longest, share * budget.longest, budget.is_known)
     resident = psutil.Process().memory_info().rss
@@ -98,7 +98,7 @@ def _trials(run: Any, budget: TokenBudget, update: int) -> Iterator[GlobalBatch]
 
 
 class _Search:
-    """The budgets to try, one after the other. `tokens` is the next one, None after the last; `best` fits."""
+    """Search for the best budget. `tokens`: the next budget to try, None after the last; `best`: the best that fits."""
 
     def __init__(self, tokens: int, longest: int, limit: int, is_known: bool):
         self.tokens: int | None = tokens
@@ -107,7 +107,7 @@ class _Search:
         self.num_bisections, self.reason = 0, ""
 
     def note(self, fits: bool, has_room: bool, seconds: float) -> None:
-        """Notes the outcome of a trial of `tokens` and chooses the next one."""
+        """Notes the outcome of a trial of `tokens` and chooses the next budget."""
         tried = self.tokens
         per_token = seconds / tried
         if not fits:
@@ -117,7 +117,7 @@ class _Search:
             return
         else:
             self.best, self.seconds_per_token = tried, per_token
-        if not self.best:  # not even the first one; `TokenBudget.spared` raises at the smallest
+        if not self.best:  # not even the first budget fits; `TokenBudget.spared` raises at the smallest
             self.tokens = max(self.longest, tried // 2)
         elif self.is_known:
             self._end("as in the run before")
@@ -140,7 +140,7 @@ class _Search:
 
 
 def _trial(run: Any, budget: TokenBudget, tokens: int) -> Iterator[GlobalBatch]:
-    """Yields the longest samples, again if they are a single micro-batch: the first one also pays for warm-up."""
+    """Yields the longest samples, twice if they are a single micro-batch, because the first run includes warm-up."""
     budget.tokens = tokens
     _set_tokens(run, tokens)
     batch = run.loader.dataset.of_longest()
@@ -151,7 +151,7 @@ def _trial(run: Any, budget: TokenBudget, tokens: int) -> Iterator[GlobalBatch]:
 
 
 def _set_tokens(run: Any, tokens: int) -> None:
-    """Sets the budget of the loaders; an evaluation may have twice the tokens (`batching._evaluation_batch`)."""
+    """Sets the budget of the loaders; an evaluation may use twice the tokens (`batching._evaluation_batch`)."""
     train, held_out = run.loader.dataset, run.held_out and run.held_out.dataset
     if held_out is not None:
         held_out.micro_batch_tokens = held_out.micro_batch_tokens * tokens // train.micro_batch_tokens
@@ -159,15 +159,15 @@ def _set_tokens(run: Any, tokens: int) -> None:
 
 
 def _sums(run: Any, *values: float) -> list[float]:
-    """Returns the sums over the ranks, so that all choose the same."""
+    """Returns the sums over the ranks, so that all ranks choose the same budget."""
     if run.accelerator.num_processes == 1:
         return list(values)
     return reduce(torch.tensor(values, dtype=torch.float32, device=run.device)).tolist()
 
 
 def _has_room(run: Any, resident: int) -> bool:
-    """Returns whether twice the memory growth of the trials so far fits. resident: bytes of the process before them."""
-    if run.device.type != "cpu":  # whose allocator raises an error
+    """Returns whether twice the memory growth of the trials so far fits. resident: bytes of the process before it."""
+    if run.device.type != "cpu":  # a GPU allocator raises an error
         return True
     growth = max(0, most_resident() - resident)
     needed = resident + 2 * growth - psutil.Process().memory_info().rss
@@ -175,7 +175,7 @@ def _has_room(run: Any, resident: int) -> bool:
 
 
 def _recover(run: Any, budget: TokenBudget, update: int) -> None:
-    """Frees the copy of a save or else halves the budget, after an update that ran out of memory."""
+    """Frees the copy of a pending save, or else halves the budget, after an update that ran out of memory."""
     before = budget.tokens
     is_freed = run.checkpoints.writer.free_copy()
     if not is_freed:

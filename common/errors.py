@@ -1,4 +1,4 @@
-"""A user's mistake, told in lines; everything else is a bug and keeps its traceback."""
+"""UserError: a mistake the user can fix, reported in one line per problem. Other exceptions keep their traceback."""
 
 import argparse
 import logging
@@ -11,11 +11,11 @@ from contextlib import contextmanager
 
 
 class UserError(Exception):
-    """What a user can mend: a line for each problem says what is wrong, where, and how to mend it.
+    """A mistake that the user can fix: one line per problem with the problem, its location and the fix.
 
-    `user_mistakes_end_here` prints the lines and ends the run with status 2. It is raised where the
-    mistake is known, never for an exception that merely looks like one. From a data worker torch hands it over inside
-    the text of a traceback, of which only the lines are kept.
+    `user_mistakes_end_here` prints the lines and ends the run with status 2. Code raises it only if it has detected the
+    mistake itself, not for exceptions that merely look like one. torch passes an exception of a data worker on as the
+    text of a traceback; only the lines of the message are kept.
     """
 
     def __init__(self, text: str):
@@ -24,32 +24,32 @@ class UserError(Exception):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse that tells a mistake in the command, or in a subcommand, as a UserError of one line."""
+    """Parser that raises a mistake in the command, or in a subcommand, as a UserError of one line."""
 
     def error(self, message: str) -> None:
         raise UserError(f"{message} (--help lists the flags)")
 
 
 def main_logger(name: str) -> logging.Logger:
-    """A logger of which only the first of all processes writes, so that a warning to all comes once."""
+    """Returns a logger that writes only on rank 0, so that a warning on all ranks appears once."""
     logger = logging.getLogger(name)
     logger.addFilter(lambda _: os.environ.get("RANK", "0") == "0")
     return logger
 
 
 def refuse(problems: Iterable[str]) -> None:
-    """Raises one UserError that tells all problems, a line each; without any returns."""
+    """Raises a UserError that lists all problems, one per line; returns if there are none."""
     if lines := list(problems):
         raise UserError("\n".join(lines))
 
 
 def one_line(error: BaseException) -> str:
-    """The error's message on one line, cut where a library's message turns into a page."""
+    """Returns the error's message on one line, shortened to 300 characters because library messages can fill a page."""
     return textwrap.shorten(" ".join(str(error).split()) or type(error).__name__, 300, placeholder=" ...")
 
 
 def with_location(error: Exception) -> str:
-    """The error on one line, with the file and line that raised it, unless it is a user's mistake."""
+    """Returns the error on one line, with the file and line that raised it unless it is a UserError."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, UserError) or not frames:
         return one_line(error)
@@ -58,20 +58,20 @@ def with_location(error: Exception) -> str:
 
 @contextmanager
 def reported_in_one_line(subject: str) -> Iterator[None]:
-    """A block that a run can do without: an error inside ends the block and is printed on one line of stderr."""
+    """Context manager for optional steps: an error inside ends the block and prints one line to stderr."""
     try:
         yield
-    except Exception as error:  # of any library
+    except Exception as error:  # any library may raise it
         print(f"{subject}: {with_location(error)}", file=sys.stderr, flush=True)
 
 
 def shorten(names: list[str], most: int = 12) -> str:
-    """The first names of a list, for people."""
+    """Returns the first `most` names of a list, and the number of the others, for messages."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def missing_column(where: str, missing: list[str], columns: list[str] | tuple[str, ...]) -> str:
-    """The message for columns that are not there."""
+    """Returns the message for missing columns."""
     return (
         f"{where}: no column {', '.join(missing)}; there are: {', '.join(columns) or 'none'}; name or add the right one"
     )

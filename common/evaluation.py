@@ -1,8 +1,8 @@
-"""The evaluations of a run: when one is due, how a request to stop ends one, and how a resumed run repeats it.
+"""Evaluations of a run: when they are due, their end on a request to stop, and their repetition after --resume.
 
-A request to stop is answered between the micro-batches of an evaluation, because an evaluation may take minutes and a
-launcher kills its processes 30 seconds after a SIGTERM. The checkpoint that is then saved is that of the last update;
-it has no validation loss, by which the resumed run sees that it begins with this evaluation.
+A request to stop is handled between the micro-batches of an evaluation. An evaluation may take minutes, but a launcher
+kills its processes 30 seconds after a SIGTERM. The checkpoint saved then is the checkpoint of the last update. It has
+no validation loss; therefore the resumed run starts with this evaluation.
 """
 
 import sys
@@ -22,26 +22,26 @@ from common.training.stop_signals import STOPPED, StopRequests, StopVotes
 if TYPE_CHECKING:
     from common.report.evaluate_metrics import Metrics
 
-Evaluate = Callable[[Any, torch.nn.Module], dict[str, Any]]  # a recipe's `evaluate(run, model)`
+Evaluate = Callable[[Any, torch.nn.Module], dict[str, Any]]  # signature of a recipe's `evaluate(run, model)`
 
 
 class EvaluationStopped(Exception):
-    """An evaluation was broken off, on all ranks together, because the run is to stop."""
+    """Interruption of an evaluation on all ranks together, because the run must stop."""
 
 
 class Evaluations:
-    """Those of a `common.run.Run`; every method is called by all ranks together."""
+    """The evaluations of a `common.run.Run`. All ranks call each method together."""
 
     def __init__(self, run: Any):
         self.run, self.is_of_update = run, False
-        self.votes: StopVotes | None = None  # while requests to stop count
+        self.votes: StopVotes | None = None  # None while requests to stop are ignored
         self.hearing = ExitStack()
         self.metrics: Metrics | None = None
-        self.lines: list[str] = []  # on the metrics
+        self.lines: list[str] = []  # lines to print about the metrics
 
     @contextmanager
     def hear(self) -> Iterator[StopRequests]:
-        """Around the loop: requests to stop count from here until `close`, after the evaluation at the end."""
+        """Context manager around the loop: accepts requests to stop until `close`, after the final evaluation."""
         run = self.run
         with ExitStack() as hearing:
             requests = hearing.enter_context(StopRequests())
@@ -50,9 +50,9 @@ class Evaluations:
             self.hearing = hearing.pop_all()
 
     def close(self) -> tuple[str, ...]:
-        """After the last evaluation: a request that came in it or after it still stops the run.
+        """Ends the handling of requests to stop; call it after the last evaluation. A request up to now stops the run.
 
-        Returns lines on the results of --metric, to print.
+        Returns lines about the results of --metric, to print.
         """
         if self.votes.are_for_stop(now=True):
             self._stop()
@@ -61,14 +61,15 @@ class Evaluations:
         return tuple(self.lines)
 
     def is_due(self) -> bool:
-        """Whether the held-out samples are to be measured after this update."""
+        """Returns whether an evaluation is due after this update."""
         args, done = self.run.args, self.run.state.update
         if not (self.run.held_out and args.eval_every) or token_budget.is_repeated():
             return False
-        return done % args.eval_every == 0 or (args.keep_best and done == args.num_updates)  # the last may be the best
+        # The last update may be the best.
+        return done % args.eval_every == 0 or (args.keep_best and done == args.num_updates)
 
     def after_update(self, evaluate: Evaluate, model: torch.nn.Module) -> dict[str, Any]:
-        """Returns the figures of an evaluation if one is due; none if a request to stop ended it, which saves now."""
+        """Returns the metrics of an evaluation if due; {} if a request to stop ended it, and then the run saves."""
         if token_budget.is_trial():
             token_budget.evaluate_longest(self.run, evaluate, model)
             return {}
@@ -76,25 +77,25 @@ class Evaluations:
         try:
             return self._evaluate(evaluate, model) if self.is_of_update else {}
         except EvaluationStopped:
-            self.run.news["asked"] = 1.0  # on all ranks; `Run.end_update` then saves
+            self.run.news["asked"] = 1.0  # on all ranks, so that `Run.end_update` saves
             return {}
         finally:
             self.is_of_update = False
 
     def repeat(self, evaluate: Evaluate, model: torch.nn.Module) -> None:
-        """Before the first update of a resumed run: the evaluation that a request to stop has ended, if there is one.
+        """Repeats the evaluation that a request to stop interrupted, if any, before the first update of a resumed run.
 
-        Its figures go where they would have gone: into the last line of metrics.jsonl, and into the checkpoint.
+        Its metrics are written to the last line of metrics.jsonl and to the checkpoint, as without the interruption.
         """
         run, state = self.run, self.run.state
         if run.args.dry_run or state.validation_loss is not None or not self.is_due():
             return
-        if state.update in (0, state.validation_since):  # nothing to evaluate yet; other held-out data from here
+        if state.update in (0, state.validation_since):  # the run has just begun, or the held-out set has just changed
             return
         figures = self._evaluate(evaluate, model)
         state.measured(figures["validation_loss"])
         run.progress.add_evaluation(figures)
-        run.checkpoints.last_saved = -1  # that one has no figures
+        run.checkpoints.last_saved = -1  # because the last checkpoint has no metrics
         run.checkpoints.update_done(state, run.model, run.optimizer, {"asked": 0.0, "failed": 0.0, "written": 0.0})
         if state.end(run.args) < run.args.num_updates:
             run.progress.end_early(run.args.patience)
@@ -103,10 +104,10 @@ class Evaluations:
     def load_metrics(self, held_out: Any, kind: type, num_labels: int = 0) -> None:
         """Loads the modules of --metric, before a model is built or a file is written.
 
-        held_out: the held-out samples, or None. kind: int if the recipe predicts labels, of which there are
-        `num_labels`; float if it predicts numbers; str if it generates texts.
+        held_out: the held-out samples, or None. kind: int if the recipe predicts one of `num_labels` labels, float if
+        it predicts numbers, str if it generates texts.
 
-        Raises UserError: there is nothing to compute them on, or a line for each module that cannot be used.
+        Raises UserError: there are no held-out samples, or one line per unusable module.
         """
         if not self.run.args.metric or self.run.args.plan is not None:
             return
@@ -117,9 +118,9 @@ class Evaluations:
         self.metrics = Metrics(self.run.args, kind, num_labels)
 
     def compute_metrics(self, predictions: Any, references: Any) -> dict[str, Any]:
-        """Returns the results of --metric on all ranks, and none without it; `close` returns their lines.
+        """Returns the results of --metric on all ranks, {} without --metric; `close` returns their lines.
 
-        predictions, references: numbers or texts of all held-out samples, (N,), alike on all ranks.
+        predictions, references: numbers or texts of all held-out samples, (N,), the same on all ranks.
         """
         if self.metrics is None:
             return {}
@@ -131,9 +132,10 @@ class Evaluations:
             return evaluate(self.run, model)
 
     def stop_if_asked(self) -> None:
-        """Between two micro-batches of an evaluation.
+        """Handles a request to stop between two micro-batches of an evaluation.
 
-        Raises EvaluationStopped: after an update, which is yet to be recorded. Any other evaluation ends the run.
+        Raises EvaluationStopped: in an evaluation after an update, which must still be recorded. In any other
+        evaluation, the run ends.
         """
         if self.votes is None or not self.votes.are_for_stop():
             return
@@ -143,13 +145,14 @@ class Evaluations:
 
     def _stop(self) -> NoReturn:
         run = self.run
-        if not run.args.load_best_at_end:  # with it the weights may be those of another update, and all is saved
+        # With it, the weights may be from a different update, and everything is saved already.
+        if not run.args.load_best_at_end:
             run.checkpoints.save(run.state, run.model, run.optimizer, in_place=True)
         run.checkpoints.writer.finish()
         self.end_stopped()
 
     def end_stopped(self) -> NoReturn:
-        """Ends a run that has saved because it was asked to stop, with status 75."""
+        """Ends a run that has saved because of a request to stop, with status 75."""
         run = self.run
         self.hearing.close()
         tracking.end_early(run.accelerator, run.output_dir, run.state)
@@ -159,15 +162,15 @@ class Evaluations:
 
 @contextmanager
 def optional_steps(run: Any) -> Iterator[None]:
-    """Around the metrics and samples of the end: an error inside is one line, and the run still finishes.
+    """Context manager for the final metrics and samples: an error inside prints one line, and the run still finishes.
 
-    The line also goes into the results, as `error_after_training`. run: a `common.run.Run`.
+    The line is also added to the results, as `error_after_training`. run: a `common.run.Run`.
     """
 
     def report(error: Exception) -> None:
         line = f"missing    a figure or sample of the end: {with_location(error)}; model/ and the rest are complete"
         run.results["error_after_training"] = line
-        if not run.accelerator.is_main_process:  # else it is among the last lines
+        if not run.accelerator.is_main_process:  # the main process prints it among the last lines
             print(line, file=sys.stderr, flush=True)
 
     with liveness.optional(report):

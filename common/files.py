@@ -1,4 +1,4 @@
-"""Files and directories that are complete or are not there, and whose they are."""
+"""Files and directories that are either complete or absent, and locks of output directories."""
 
 import errno
 import fcntl
@@ -22,10 +22,11 @@ from common.errors import UserError
 
 PARTIAL = ".partial"
 LOCK = ".lock"
-PAGE = 4096  # bytes; what writes past the kernel's cache begin and end at
-DIRECT = getattr(os, "O_DIRECT", 0)  # Linux
+PAGE = 4096  # bytes; direct writes must begin and end at multiples of it
+DIRECT = getattr(os, "O_DIRECT", 0)  # only on Linux
 
-# Seconds to wait for it: data workers of a killed run hold it for some, ranks that lost their launcher for an update.
+# Seconds to wait for a lock. It may be held for some seconds by data workers of a killed run, or for an update by ranks
+# whose launcher has died.
 LOCK_TIMEOUT = 60
 
 
@@ -38,10 +39,10 @@ def fsync(path: Path) -> None:
 
 
 def write_file(path: Path, parts: Iterable[Any]) -> dict[str, Any]:
-    """Writes and flushes a file; its size and XXH3, computed on the way: reading it again would take as long.
+    """Writes and flushes a file; returns its size and XXH3 digest.
 
-    What lies on whole pages, in memory and in the file, goes to the disk directly: to copy it into the kernel's cache
-    takes a core nine times as long.
+    The digest is computed while writing, because reading the file again would take as long. Parts that are aligned to
+    pages, in memory and in the file, bypass the kernel's cache. Copying them there would use a core nine times as long.
     """
     digest, size = xxhash.xxh3_128(), 0
     with open(path, "wb", buffering=0) as file:
@@ -57,32 +58,32 @@ def write_file(path: Path, parts: Iterable[Any]) -> dict[str, Any]:
 
 
 def _write_directly(file: FileIO, part: memoryview) -> int:
-    """Writes whole pages past the kernel's cache of files, if the file system can; the number of bytes written."""
+    """Writes full pages past the kernel's cache if the file system supports it; returns the number of bytes written."""
     flags, done, whole = fcntl.fcntl(file, fcntl.F_GETFL), 0, len(part) // PAGE * PAGE
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, flags | DIRECT)
         while done < whole:
             done += file.write(part[done:whole])
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP):  # it cannot
+        if error.errno not in (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP):  # the file system does not support it
             raise
     finally:
         fcntl.fcntl(file, fcntl.F_SETFL, flags)
     return done
 
 
-# What a full, read-only, forbidden or broken disk answers, and what stands in a file's place.
+# Error numbers of a full, read-only, inaccessible or broken disk, and of a path of the wrong type.
 DISK_ERRORS = {
     getattr(errno, name)
     for name in ("ENOSPC", "EDQUOT", "EROFS", "EIO", "EFBIG", "EACCES", "EISDIR", "ENOTDIR", "EBUSY")
 }
 
-# Those that no wrong path or name in the code can provoke.
+# Error numbers that cannot be caused by a wrong path or name in the code.
 FULL_OR_BROKEN = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
 
 def disk_line(error: Exception, what: str, directory: Path, needed: int, advice: str) -> str:
-    """One line for an error of the disk that `disk_error_number` knows, or any OSError."""
+    """Returns one line for a disk error that `disk_error_number` recognises, or for any OSError."""
     existing = next(path for path in [directory, *directory.absolute().parents] if path.is_dir())
     number, where = disk_error_number(error), getattr(error, "filename", None) or directory
     reason = os.strerror(number) if number else getattr(error, "strerror", None) or error
@@ -92,7 +93,7 @@ def disk_line(error: Exception, what: str, directory: Path, needed: int, advice:
 
 
 def disk_error_number(error: BaseException) -> int | None:
-    """The number of an error of the disk, also where safetensors tells it in words; None for all else."""
+    """Returns the number of a disk error, parsed from the text if safetensors raised it; None for all other errors."""
     number = getattr(error, "errno", None)
     if number is None and type(error).__name__ == "SafetensorError":
         told = re.search(r"os error (\d+)", str(error))
@@ -101,7 +102,10 @@ def disk_error_number(error: BaseException) -> int | None:
 
 
 def why_not_writable(directory: Path | str) -> str | None:
-    """Why no file can be made in a directory, or None. (os.access says yes to root even where nothing can be made.)"""
+    """Returns the reason why no file can be created in a directory, or None.
+
+    A file is created as a test, because for root os.access returns True even if the directory is not writable.
+    """
     try:
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
@@ -113,9 +117,9 @@ def why_not_writable(directory: Path | str) -> str | None:
 def complete_or_absent(
     directory: Path, advice: str = "start again; a run goes on from its last checkpoint with --resume"
 ) -> Iterator[Path]:
-    """A directory to write into, which takes its name, and the place of what had it, when all in it is on the disk.
+    """Context manager: yields a temporary directory, which replaces `directory` once all its files are on the disk.
 
-    Raises UserError: one line, for an error of the disk; nothing is left then.
+    Raises UserError: one line for a disk error; then the temporary directory is removed.
     """
     partial = directory.with_name(directory.name + PARTIAL)
     try:
@@ -133,7 +137,7 @@ def complete_or_absent(
 
 
 def make_new_directory(path: Path) -> Path:
-    """Creates a directory that was not there, by one process even of several at once: `path`, path-2, path-3, ..."""
+    """Creates a new directory, `path`, path-2, path-3, ..., each by exactly one of several concurrent processes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         directory = path if number == 1 else path.with_name(f"{path.name}-{number}")
@@ -147,25 +151,25 @@ _locks: dict[Path, FileLock] = {}  # held until this process ends
 
 
 def is_locked(path: Path) -> bool:
-    """Returns whether a process holds this lock file; neither changes nor makes it."""
+    """Returns whether a process holds this lock file. Does not create or change it."""
     try:
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # there is none, or no right to look
+    except OSError:  # missing or not readable
         return False
     return False
 
 
 def find_lost_directory() -> Path | None:
-    """Returns an output directory that this process has taken and that is no longer there, or None."""
+    """Returns an output directory that this process has locked and that no longer exists, or None."""
     taken = (directory for directory, lock in _locks.items() if lock.is_locked)
     return next((directory for directory in taken if not (directory / LOCK).exists()), None)
 
 
 def lost_line(directory: Path) -> str:
-    """The line for what `find_lost_directory` returned."""
+    """Returns the message for a directory that `find_lost_directory` returned."""
     return (
         f"--output_dir {directory}: the directory was deleted or moved while the run wrote there; start again, with "
         "--resume if it was moved, and leave it in place until the run has ended"
@@ -173,9 +177,9 @@ def lost_line(directory: Path) -> str:
 
 
 def lock_output_dir(directory: Path) -> None:
-    """Takes an output directory for this process, until it ends; harmless twice.
+    """Locks an output directory for this process until it ends. Calling it again has no effect.
 
-    Raises UserError: another process writes there.
+    Raises UserError: a different process writes there.
     """
     lock = _locks.setdefault(directory.absolute(), FileLock(directory / LOCK))
     if lock.is_locked:
@@ -193,7 +197,7 @@ def lock_output_dir(directory: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """A directory with all in it, or a file that stands in its place."""
+    """Removes a directory with its contents, or a file."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -201,7 +205,7 @@ def remove(path: Path) -> None:
 
 
 def replace_directory(partial: Path, directory: Path) -> None:
-    """Renames a directory that is complete; what has the name already goes away."""
+    """Renames a complete directory; removes the directory that has the name already."""
     if directory.exists():
         old = directory.with_name(directory.name + ".old" + PARTIAL)
         remove(old)
@@ -214,13 +218,13 @@ def replace_directory(partial: Path, directory: Path) -> None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files with the weights of a model of transformers."""
+    """Returns the weight files of a transformers model."""
     return sorted(path for kind in ("*.safetensors", "*.bin") for path in directory.glob(kind))
 
 
 @cache
 def fingerprint(directory: Path) -> str:
-    """XXH3 of the files with the weights of a model of transformers; a process reads them once."""
+    """Returns the XXH3 digest of the weight files of a transformers model; each process reads them once."""
     whole = xxhash.xxh3_64()
     for path in weight_files(directory):
         with open(path, "rb") as file:

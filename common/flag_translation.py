@@ -14,9 +14,9 @@ LOSS = "remove it, or change the loss in your copy of the recipe"
 HELD_OUT_SPLIT = "remove it; --dataset_name reads its splits train and validation (or test)"
 ON_START = "remove it; the first evaluation is after --eval_every updates"
 CORES = "remove it; the tokenizer uses all cores by itself"
-# By the flag's name there: who has it (N: transformers' run_clm_no_trainer.py and its like, T: Trainer, S: TRL's
-# SFTTrainer), and its equivalent here. In braces: the user's value, if it is of that kind: N an integer, X any number,
-# NAME a text, and the keys of VALUES.
+# Key: name of the flag in other scripts. Value: the scripts that have it (N: transformers' run_clm_no_trainer.py and
+# similar scripts, T: Trainer, S: TRL's SFTTrainer), and its equivalent here. Braces contain the user's value, if it has
+# this type: N an integer, X any number, NAME a text, or a key of VALUES.
 FLAGS: dict[str, tuple[str, str]] = {
     "max_train_steps": ("N", "--num_updates {N}"),
     "max_steps": ("TS", "--num_updates {N}"),
@@ -170,7 +170,7 @@ FLAGS: dict[str, tuple[str, str]] = {
     "hub_private_repo": ("TS", "python -m tools.checkpoint push OUTPUT_DIR REPO_NAME --private, after the run"),
     "hub_token": ("NTS", "HF_TOKEN in the environment of python -m tools.checkpoint push, after the run"),
 }
-# Values that disable a flag there, and the flags whose answer is then more than to remove them.
+# Values that disable a flag in other scripts. OFF contains the flags for which it is then not enough to remove them.
 NOTHING = ("false", "no", "none", "off", "0", "0.0", "-1", "all-linear")
 MEASURED = "remove it; without --eval_every, evaluation runs only at the end"
 OFF = {
@@ -215,7 +215,7 @@ OWN = {
     "vision.py": "augment image_size norm train_dir validation_dir",
 }
 ELSEWHERE |= {flag: recipe for recipe, flags in OWN.items() for flag in flags.split()}
-# For each key in braces: values there, with the equivalent here.
+# For each key in braces: values in other scripts, with their equivalents here.
 VALUES: dict[str, dict[str, str]] = {
     "SCHEDULE": {
         "constant": "constant",
@@ -231,10 +231,10 @@ VALUES: dict[str, dict[str, str]] = {
 
 
 def here(name: str, value: str | None = None, options: Container[str] | None = None) -> str | None:
-    """What to do in the place of another script's flag; None for one that is not known.
+    """Returns the advice for a flag of a different script; None for an unknown flag.
 
-    name: without dashes. value: that was given, "" if none was; None: the answer is for any value. options: the flags
-    of the recipe that was given it, for an answer that names no others.
+    name: without dashes. value: the passed value, "" if there was none; None: the advice is for any value.
+    options: flags of this recipe. For an equivalent that is not among them, the advice lists the recipes that have it.
     """
     if name not in FLAGS and name not in ELSEWHERE:
         return None
@@ -253,7 +253,7 @@ def here(name: str, value: str | None = None, options: Container[str] | None = N
 
 
 def _carried_over(kind: str, value: str | None) -> str:
-    """A value there as it is written here; its kind where there is none that means the same."""
+    """Returns the equivalent of a value in this repository, or the kind of value if there is none."""
     if kind in VALUES and value is not None:
         return VALUES[kind].get(value, "|".join(dict.fromkeys(VALUES[kind].values())))
     if kind == "N" and value == "epoch":
@@ -263,7 +263,7 @@ def _carried_over(kind: str, value: str | None) -> str:
 
 
 def table() -> list[str]:
-    """The rows of a table in Markdown: the flags there that have one answer, whose they are, what to give here."""
+    """Returns the rows of a Markdown table: flags of other scripts, the scripts that have them, the equivalent here."""
     names, rows = {"N": "no_trainer", "T": "Trainer", "S": "SFTTrainer"}, {}
     for name, (whose, _) in FLAGS.items():
         flags, owners = rows.setdefault(here(name).removeprefix("use "), ([], []))

@@ -1,4 +1,4 @@
-"""How much memory of the host a process may still take, and how much pinned memory takes."""
+"""Host memory that a process can still allocate, and the size of tensors in pinned memory."""
 
 import re
 import resource
@@ -15,30 +15,30 @@ def format_bytes(size: float) -> str:
 
 
 def available_memory() -> int:
-    """Bytes that this process can take for good: those left to it, without what it gave back since it held most.
+    """Returns the bytes by which this process can exceed its peak: available memory minus memory freed since the peak.
 
-    On a CPU, the next update takes the memory of its activations again.
+    The freed memory is subtracted because on a CPU, the next update allocates its activations again.
     """
     given_back = max(0, most_resident() - psutil.Process().memory_info().rss)
     return max(0, left_to_one() - given_back)
 
 
 def most_resident() -> int:
-    """Bytes that this process has had in memory when it had most.
+    """Returns the peak resident memory of this process in bytes.
 
-    Linux hands `ru_maxrss` down to the processes that a process starts, so the figure there is that of /proc.
+    A process on Linux inherits `ru_maxrss` from its parent, so there the value is read from /proc.
     """
     status = Path("/proc/self/status").read_text() if sys.platform == "linux" else ""
     if found := re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE):
         return int(found[1]) * 1024
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024  # macOS counts bytes
+    return most if sys.platform == "darwin" else most * 1024  # macOS counts in bytes, other systems in KiB
 
 
 def left_to_one() -> int:
-    """Bytes that are left to this process: those left to all, or less by its own limits (`ulimit -d`, `-v`).
+    """Returns the bytes available to this process: `left_to_all()`, or less by its own limits (`ulimit -d`, `-v`).
 
-    Own limits count all that may be written, and all addresses, whether touched or not.
+    These limits count all writable memory and the full address space, whether it is resident or not.
     """
     memory = psutil.Process().memory_info()
     left = [left_to_all()]
@@ -49,10 +49,11 @@ def left_to_one() -> int:
 
 
 def left_to_all(root: Path = Path("/")) -> int:
-    """Bytes that this process and others beside it can take together: those of the machine, or of its cgroups, if less.
+    """Returns the bytes available to all processes together: on the machine, or in its cgroups if less.
 
-    Containers and the jobs of SLURM have limits of cgroups, and whoever goes over one is killed. Caches of files count
-    as free, in both: the kernel drops them first. `root` is where `proc` and `sys` are.
+    Containers and SLURM jobs have cgroup limits, and a process that exceeds such a limit is killed. File caches count
+    as available memory in both cases, because the kernel frees them first. root: directory that contains `proc` and
+    `sys`.
     """
     left = [psutil.virtual_memory().available]
     try:
@@ -63,14 +64,14 @@ def left_to_all(root: Path = Path("/")) -> int:
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
-        # Version 2 has one hierarchy, which lies beside those of version 1 where there are both.
+        # Version 2 has a single hierarchy. If version 1 is used too, it is next to the hierarchies of version 1.
         mount, limit, usage, caches = (
             ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
             if controllers
             else ("", "memory.max", "memory.current", ("inactive_file", "active_file"))
         )
         top = root / "sys/fs/cgroup" / mount
-        # A limit holds for all below it. A container may see its own cgroup as the top, whatever its path says.
+        # A limit applies to all cgroups below it. A container may see its own cgroup as the top, whatever its path.
         own = top / path.strip("/")
         for group in [own, *own.parents]:
             if group == top or top in group.parents:
@@ -79,9 +80,9 @@ def left_to_all(root: Path = Path("/")) -> int:
 
 
 def _left_in(group: Path, limit: str, usage: str, caches: tuple[str, ...]) -> list[int]:
-    """What one cgroup's limit leaves; nothing where it has none."""
+    """Returns the bytes that a cgroup's limit leaves, as a list; [] without a limit."""
     try:
-        most = int((group / limit).read_text())  # version 2 says "max" where there is none, version 1 a huge number
+        most = int((group / limit).read_text())  # without a limit, it is "max" in version 2 and huge in version 1
         used = int((group / usage).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
@@ -90,5 +91,5 @@ def _left_in(group: Path, limit: str, usage: str, caches: tuple[str, ...]) -> li
 
 
 def pinned_bytes(sizes: Iterable[int]) -> int:
-    """What tensors of these sizes take in pinned memory: torch rounds each block up to a power of two."""
+    """Returns the bytes of pinned memory for tensors of these sizes: torch rounds each block up to a power of two."""
     return sum(1 << (size - 1).bit_length() for size in sizes if size)

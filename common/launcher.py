@@ -1,4 +1,4 @@
-"""The launcher of this process, recorded when `common` is first imported: it may end long before the loop begins."""
+"""The launcher of this process, found when `common` is first imported, because it may end before the loop begins."""
 
 import os
 from pathlib import PurePath
@@ -18,7 +18,7 @@ def find_launch_words(command: list[str]) -> list[str] | None:
 
 
 def is_launcher(command: list[str]) -> bool:
-    """Returns whether a command line is that of `accelerate launch` or `torchrun`."""
+    """Returns whether a command line starts `accelerate launch` or `torchrun`."""
     is_torchrun = any(
         PurePath(word).name == "torchrun" or word in ("torch.distributed.run", "torch.distributed.launch")
         for word in command
@@ -31,9 +31,9 @@ def _find_launcher() -> int | None:
     parent, is_elastic = os.getppid(), "TORCHELASTIC_RUN_ID" in os.environ
     try:
         command = psutil.Process(parent).cmdline()
-    except psutil.Error:  # it has just ended, or is another user's
+    except psutil.Error:  # the parent has just ended, or belongs to a different user
         command = []
-    if is_launcher(command) or (is_elastic and not command):  # a process that is ending has no command line any more
+    if is_launcher(command) or (is_elastic and not command):  # the command line of an ending process is empty
         return parent
     return 0 if parent == 1 and is_elastic else None
 

@@ -15,14 +15,14 @@ from common.planner import repeated_flags
 from common.report.tracking import peak_memory_bytes
 from common.training.optimizers import OPTIMIZERS, smaller_optimizers
 
-MOST = 4  # flags
-# Shares of the activations' bytes that a mode of --activation_checkpointing keeps (docs/memory.md).
+MOST = 4  # maximum number of suggested flags
+# Fractions of the activation memory that each mode of --activation_checkpointing keeps (docs/memory.md).
 KEPT = {"none": 1.0, "selective": 0.6, "full": 0.1}
 
 
 def explain(run: Any, error: BaseException) -> None:
     """Adds a note to an out-of-memory error. run: a `common.run.Run`."""
-    traceback.clear_frames(error.__traceback__)  # which hold the activations
+    traceback.clear_frames(error.__traceback__)  # because the frames hold the activations
     savings = sorted(_savings(run), key=lambda saving: -saving[0])[:MOST]
     lines = [f"Memory ran out. {_describe_peak(run.device, run.memory_before)}."]
     if savings:
@@ -44,15 +44,15 @@ def _describe_peak(device: torch.device, before: int) -> str:
 def _savings(run: Any) -> Iterator[tuple[float, str]]:
     """Yields flags that this run's mode supports, each with its estimated saving in bytes per process.
 
-    The estimate: weights and gradients take 4 bytes per parameter, the optimizer its state; the rest of the peak is
-    activations. Recomputation keeps the shares `KEPT` of them.
+    The estimate: weights and gradients use 4 bytes per parameter, and the optimizer its state. The rest of the peak is
+    activations. With recomputation, the fractions `KEPT` of the activations remain.
     """
     args, launch, model = run.args, run.asked, getattr(run, "model", None)
     model = model if model is not None else run.make_empty()
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     is_sharded = launch.mode in ("FSDP", "DeepSpeed")
-    per_rank = 1.0 if is_sharded else 1 / max(1, launch.num_processes)  # of the sharded numbers that torch counts
+    per_rank = 1.0 if is_sharded else 1 / max(1, launch.num_processes)  # share of the counted parameters
     state = OPTIMIZERS[args.optimizer].state_bytes * trained
     static = 4.0 * total + 4.0 * trained + state
     activations = max(0.0, peak_memory_bytes(run.device) - run.memory_before - static)

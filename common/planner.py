@@ -14,7 +14,7 @@ from common.host_memory import left_to_all, left_to_one
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 300  # time limit of a prediction
-# Flags that say where a run writes and how it starts: a plan has none of them.
+# Flags of the output and the start of a run, which a plan does not use.
 LEFT_OUT = ("--output_dir", "--resume", "--overwrite", "--dry_run", "--profile", "--plan")
 LAUNCHER_VARIABLES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "PARALLELISM_", "LOCAL_", "GROUP_", "ROLE_")
 LAUNCHER_VARIABLES += ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -39,7 +39,7 @@ def _start(*options: str) -> dict[str, Any]:
         raise UserError(f"the planner is not in {ROOT}; copy tools/ from the repository to it, next to common/")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # -P: the current directory may have a tools/ of its own.
+    # -P, because the current directory may contain a different tools/.
     command = [sys.executable, "-P", "-m", "tools.plan", *options, sys.argv[0], *repeated_flags(sys.argv[1:])]
     return {"args": command, "env": environment}
 
@@ -47,7 +47,7 @@ def _start(*options: str) -> dict[str, Any]:
 def hand_over(args: argparse.Namespace) -> NoReturn:
     """Replaces this process with the planner, which prints the plan for the machine of --plan.
 
-    Raises UserError: there is no planner.
+    Raises UserError: the planner is missing.
     """
     planner = _start("--machine", args.plan)
     sys.stdout.flush()
@@ -84,7 +84,7 @@ class Prediction:
             self.reason = str(error)
 
     def describe(self) -> str:
-        """Waits for the planner; returns the predicted peak of a process, or the reason why there is none."""
+        """Waits for the planner; returns the predicted peak memory per process, or why there is no prediction."""
         if self.reason:
             return f"not predicted: {self.reason}"
         try:

@@ -1,4 +1,4 @@
-"""Takes tokens, keys and passwords out of what a run writes or prints about itself."""
+"""Removes tokens, keys and passwords from the files and the output of a run."""
 
 import os
 import re
@@ -8,11 +8,11 @@ from types import TracebackType
 from typing import Any
 
 HIDDEN = "(not shown)"
-NAMES = ("TOKEN", "KEY", "PASSWORD", "PASSWD", "SECRET", "CREDENTIALS")  # how the names of secrets end
+NAMES = ("TOKEN", "KEY", "PASSWORD", "PASSWD", "SECRET", "CREDENTIALS")  # suffixes of the names of secrets
 PATTERNS = {
-    # user:password@ and token@ in an address, also where a path was made of it; a password may hold @ and /
+    # user:password@ and token@ in an address, or in a path derived from it; a password may contain @ and /
     r"(:/{1,2})(?:[^\s/@:]*:\S*|[^\s/@]+)@": rf"\1{HIDDEN}@",
-    # the forms of the hub's, GitHub's, OpenAI's and Amazon's
+    # the token formats of the Hugging Face hub, GitHub, OpenAI and Amazon
     r"\b(?:(?:hf|gh[pousr])_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[\w-]{20,}|AKIA[A-Z0-9]{16}\b)": HIDDEN,
     # ?token=..., --api_key ..., HF_TOKEN=...
     r"(?i)((?:[?&]|--)(?![\w-]*per_token)[\w-]*"
@@ -22,7 +22,7 @@ PATTERNS = {
 
 
 def is_secret(name: str) -> bool:
-    """Whether a setting or a variable of this name holds a secret."""
+    """Returns whether a setting or a variable with this name contains a secret."""
     return name.upper().endswith(NAMES)
 
 
@@ -31,19 +31,19 @@ def _names_secret(flag: Any) -> bool:
 
 
 def redact(value: Any) -> Any:
-    """The same text, list or dict without secrets: known forms, and whatever the environment holds as one."""
+    """Returns the same text, list or dict without secrets: known formats, and values of secret variables."""
     if isinstance(value, dict):
         return {
             name: HIDDEN if item and not isinstance(item, int | float) and is_secret(str(name)) else redact(item)
-            for name, item in value.items()  # a number is no secret: experts_per_token
+            for name, item in value.items()  # numbers are not secrets, such as experts_per_token
         }
     if isinstance(value, list | tuple):
-        flags = ["", *value]  # a command's words: the one after --hf_token is one
+        flags = ["", *value]  # in a command, the word after --hf_token is a secret
         return [HIDDEN if _names_secret(flag) else redact(item) for flag, item in zip(flags, value, strict=False)]
     if not isinstance(value, str):
         return value
     for name, secret in os.environ.items():
-        if is_secret(name) and len(secret) >= 8:  # shorter ones would be found in ordinary words
+        if is_secret(name) and len(secret) >= 8:  # shorter values would match ordinary words
             value = value.replace(secret, HIDDEN)
     for pattern, replacement in PATTERNS.items():
         value = re.sub(pattern, replacement, value)
@@ -51,5 +51,5 @@ def redact(value: Any) -> Any:
 
 
 def print_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """A `sys.excepthook` whose traceback holds no secret: the libraries put whole addresses into their errors."""
+    """Prints a traceback without secrets, as `sys.excepthook`. Libraries include full addresses in their errors."""
     sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))

@@ -1,24 +1,25 @@
-"""The order of a run: all that is the same in every recipe and that nobody who copies one would change.
+"""The steps of a run that all recipes share. A copied recipe can use them unchanged.
 
-    run = Run(args)                                   checks what was asked, connects the processes
-    run.begin(config, tokenizer, train_set, held_out) checks data and disk; with --resume refuses what differs
-    model, optimizer = run.prepare(...)               loaders, the first printed block; the model goes to the device
-    with run.training(config, tokenizer) as batches:  takes the output directory; loads the checkpoint of --resume
+    run = Run(args)                                   validates flags and launch, connects the processes
+    run.begin(config, tokenizer, train_set, held_out) checks data and disk; with --resume rejects changed settings
+    model, optimizer = run.prepare(...)               creates loaders, prints the run summary, moves the model to device
+    with run.training(config, tokenizer) as batches:  creates the output directory; with --resume loads the checkpoint
         for batch in batches:
-            for micro_batch, is_last in run.micro_batches(batch): ...  copied to the device; --dry_run: the first only
-            if run.all_finite(batch, loss_sums, grad_norm): ...        the ranks agree: step, or skip this update
-            figures = run.evaluations.after_update(evaluate, model)    where one is due
-            if run.end_update(batch, **figures): break                 metrics; a checkpoint where one is due
-    results = run.end_training()                      a run that was asked to stop ends here
-    run.write_model("AutoModelFor...", tokenizer)     model/ (gathered if sharded), its card, the results so far
-    with run.optional_steps(): ...                    figures and samples of the end: an error there is one line
+            for micro_batch, is_last in run.micro_batches(batch): ...  on the device; --dry_run: only the first
+            if run.all_finite(batch, loss_sums, grad_norm): ...        same result on all ranks: step, or skip
+            figures = run.evaluations.after_update(evaluate, model)    evaluates if due
+            if run.end_update(batch, **figures): break                 writes metrics; saves a checkpoint if due
+    results = run.end_training()                      a run with a request to stop ends here
+    run.write_model("AutoModelFor...", tokenizer)     model/ (all-gathered if sharded), model card, results so far
+    with run.optional_steps(): ...                    final metrics and samples; an error there prints one line
     run.finish(results, ...)                          prints the results, ends all ranks together
 
-Training state, metrics and checkpoints are kept here; forward, backward, clipping and the step stay in the recipe.
+Training state, metrics and checkpoints are managed here. Forward, backward, clipping and step are in the recipe.
 
-A new mode of parallelism is accepted in `parallel.launch`, connected in `parallel.connect`, named in
-`parallel.distributed_mode`, applied to the model in `models.model_setup` and saved in `checkpoint.layouts`; which ranks
-share samples is in `training.process_grid`; gradient synchronisation and loss scaling are in `training.accumulation`.
+A new parallelism mode is accepted in `parallel.launch`, connected in `parallel.connect` and named in
+`parallel.distributed_mode`. `models.model_setup` applies it to the model and `checkpoint.layouts` saves it.
+`training.process_grid` defines the ranks that share samples. `training.accumulation` synchronises gradients and scales
+the loss.
 """
 
 import math
@@ -55,20 +56,20 @@ from common.training.stop_signals import NOTHING_TRAINED
 
 
 class Run:
-    """One run of a recipe. Its methods are called in their order here, on all ranks together.
+    """A run of a recipe. All ranks call its methods together, in the order of their definition.
 
     Attributes:
-        accelerator: Accelerate's. device: where this process computes. is_sharded: whether weights may be sharded.
-        held_out: loader of the held-out samples after `prepare`, or None. traits: what the recipe is.
-        news: what the ranks exchanged in `all_finite` besides loss and gradient norm, summed over them.
-        state: the training state. output_dir: where the run writes.
+        accelerator: the `Accelerator`. device: device of this process. is_sharded: whether weights may be sharded.
+        held_out: after `prepare`, the loader of the held-out samples, or None. traits: properties of the recipe.
+        news: values that `all_finite` summed over the ranks, besides loss and gradient norm.
+        state: the training state. output_dir: output directory of the run.
     """
 
     def __init__(self, args: Arguments, problems: Iterable[str] = (), **traits: Any):
-        """Checks what was asked against what is there, and connects the processes.
+        """Validates the flags and the launch, and connects the processes.
 
-        problems: a line for each mistake in the recipe's own flags. traits: what the recipe is, where it differs from
-        lm.py (`training.recipe_traits.Traits`). Raises UserError: a line for each mistake.
+        problems: one line per mistake in the recipe's own flags. traits: properties in which the recipe differs from
+        lm.py (`training.recipe_traits.Traits`). Raises UserError: one line per mistake.
         """
         versions.check_versions()
         self.args, self.asked, self.traits = args, launch.find_launch(), Traits(**traits)
@@ -91,12 +92,12 @@ class Run:
         *own_flags: str,
         model_class: Any = AutoModelForCausalLM,
     ) -> None:
-        """Checks the data, and with --resume finds the newest sound checkpoint, before a model is built.
+        """Checks the data before a model is built, and with --resume finds the newest valid checkpoint.
 
-        From here on all ranks draw the same random numbers. own_flags: names of the recipe's own flags that an update
-        depends on. config: the model's configuration. tokenizer: of transformers, or None. model_class: an Auto class.
+        Afterwards all ranks draw the same random numbers. own_flags: names of the recipe's own flags that affect an
+        update. config: model configuration. tokenizer: transformers tokenizer, or None. model_class: an Auto class.
 
-        Raises UserError: no checkpoint to resume, or a line for each thing that differs; too little data or disk.
+        Raises UserError: no checkpoint to resume, one line per changed setting, or too little data or disk space.
         """
         unknown = ", ".join(name for name in own_flags if name not in vars(self.args))
         assert not unknown, f"run.begin names {unknown} as the recipe's own, and no flag is called so"
@@ -110,7 +111,7 @@ class Run:
         self.state = TrainingState() if self.resumed is None else _resumed_state(self, identity)
         refuse(argument_checks.check_profile(self.args, self.state.update))
         connect.seed_everything(self.args.seed)
-        make_empty()  # here on all ranks, because it may draw random numbers
+        make_empty()  # on all ranks here, because it may draw random numbers
         self.memory_before = tracking.memory_in_use_bytes(self.device)
         shutdown.explain_error = partial(_explain, self)
         self.prediction = _start_prediction(self)
@@ -124,10 +125,10 @@ class Run:
         held_out: Samples | None,
         **lines: str,
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        """Applies --activation_checkpointing and --compile, makes loaders, prints what will run, prepares the model.
+        """Applies --activation_checkpointing and --compile, creates loaders, prints the summary, prepares the model.
 
-        The model comes back on the device, wrapped, sharded or offloaded as the mode has it. From here on each rank
-        draws random numbers of its own, for dropout. lines: the recipe's own to print, a name and a text each.
+        The returned model is on the device, and wrapped, sharded or offloaded as the mode requires. Afterwards each
+        rank draws different random numbers, for dropout. lines: the recipe's own lines to print, by label.
         """
         args, accelerator, degrees = self.args, self.accelerator, self.asked.degrees
         apply_activation_checkpointing(model, args.activation_checkpointing, self.device)
@@ -147,22 +148,22 @@ class Run:
 
     @contextmanager
     def training(self, config: Any, *pretrained: Any) -> Iterator[Iterator[GlobalBatch]]:
-        """Around the loop: takes the output directory, loads the checkpoint of --resume, yields the global batches.
+        """Context manager around the loop: creates the output directory, resumes a checkpoint, yields global batches.
 
-        After the last update it saves. With --dry_run: one global batch, no checkpoint loaded or saved, then exit.
-        config, pretrained: what an exported model needs besides its weights, each with a `save_pretrained`.
+        It saves after the last update. With --dry_run: one global batch, no checkpoint is loaded or saved, then exit.
+        config, pretrained: objects with `save_pretrained` that an exported model needs besides its weights.
         """
         self.model.train()
         if self.args.dry_run:
             first = (batch for batch in islice(self.loader, 1))
             yield first
-            first.close()  # and with it the processes that load data
+            first.close()  # also ends the data-loading processes
             _end_dry_run(self)
         self.output_dir = argument_checks.make_output_dir(self.args, self.accelerator, self.checkpoints.ranks.share)
         self.checkpoints.ranks.output_dir = self.output_dir
         self.checkpoints.start(config, *pretrained, model=self.model, versions=tracking.versions())
         tracking.start_run(self, config)
-        self.checkpoints.resume(self.resumed, self.model, self.optimizer)  # last: the random streams go on from here
+        self.checkpoints.resume(self.resumed, self.model, self.optimizer)  # last, because it restores the RNG states
         work = flops.of_run(self, launch.is_rehearsal(self.asked))
         self.progress = progress.Progress(self.accelerator, self.output_dir, self.args.num_updates, self.state, work)
         with self.progress, self.evaluations.hear() as self.requests:
@@ -173,7 +174,7 @@ class Run:
                 self.checkpoints.training_done(self.state, self.model, self.optimizer)
 
     def micro_batches(self, batch: GlobalBatch) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
-        """Copies this rank's micro-batches to the device, one at a time; with each, whether it is the last one."""
+        """Yields this rank's micro-batches, copied to the device one at a time; with each, whether it is the last."""
         micro_batches = batch.micro_batches[:1] if self.args.dry_run else batch.micro_batches
         with weights_cast_once(self.args.activation_checkpointing == "none"):
             for number, micro_batch in enumerate(token_budget.while_there_is_memory(micro_batches), start=1):
@@ -188,12 +189,12 @@ class Run:
         grad_norm: torch.Tensor | float,
         **own_news: torch.Tensor | float,
     ) -> bool:
-        """Whether loss and gradient are finite on all ranks, so that the optimizer may step; counts the update.
+        """Returns whether loss and gradient are finite on all ranks, so that the optimizer may step; counts the update.
 
-        One collective carries all values that the ranks must agree on in an update.
+        One collective reduces all values that the ranks must share. Also False in a budget trial and after an OOM.
         Args:
-            loss_sums: this rank's, one scalar for each micro-batch. grad_norm: scalar, before clipping.
-            own_news: more to sum over the ranks, of the same names and shapes on each; `news` has the sums.
+            loss_sums: one scalar per micro-batch of this rank. grad_norm: scalar, before clipping.
+            own_news: more values to sum over the ranks, with the same names and shapes on each; sums are in `news`.
         """
         news = self.checkpoints.news(self.requests) | token_budget.news() | own_news
         loss, grad_norm, self.news = accumulation.reduce_update(self.accelerator, loss_sums, grad_norm, batch, news)
@@ -208,9 +209,9 @@ class Run:
         return is_finite
 
     def end_update(self, batch: GlobalBatch, **figures: float) -> bool:
-        """Records the update and `figures`; saves a checkpoint if one is due. True: end the loop.
+        """Records the update and `figures`; saves a checkpoint if due. Returns whether the loop must end.
 
-        Raises RuntimeError: --max_skipped_updates in a row were not finite.
+        Raises RuntimeError: --max_skipped_updates consecutive updates were not finite.
         """
         if token_budget.is_repeated():
             return False
@@ -226,7 +227,7 @@ class Run:
         return self.is_stopped or is_over
 
     def end_training(self) -> dict[str, Any]:
-        """What the training took; --load_best_at_end loads here. A run that was asked to stop ends, with status 75."""
+        """Returns the results of training. Applies --load_best_at_end. Exits with status 75 after a request to stop."""
         if self.is_stopped:
             self.evaluations.end_stopped()
         self.results = self.progress.results()
@@ -234,15 +235,15 @@ class Run:
         return self.results
 
     def write_model(self, model_class: str, *pretrained: Any) -> PreTrainedModel | None:
-        """Writes model/, which `from_pretrained` loads, its card, and the results so far into run.json.
-        model_class: name of the class that loads the model. pretrained: written next to it (a tokenizer).
-        Returns the model without the mode's wrappers on the main process; None on all others.
+        """Writes model/, which `from_pretrained` loads, its model card, and the results so far to run.json.
+        model_class: name of the class that loads the model. pretrained: saved with the model (a tokenizer).
+        Returns the model without the mode's wrappers on the main process, None on all others.
         """
         self.model_class, directory = model_class, Path(self.output_dir) / "model"
         written = model_setup.write_model(self.accelerator, self.model, directory, self.args.export_dtype, *pretrained)
         if self.accelerator.is_main_process:
             self.is_again = tracking.record_results(self.results, self.output_dir, model_class)
-        wait_for_all()  # an evaluation may follow, whose collectives have a time limit
+        wait_for_all()  # because collectives of a following evaluation have a time limit
         return written
 
     def finish(self, results: dict[str, Any], *lines: str) -> None:
@@ -260,11 +261,11 @@ def _not_finite(update: int, count: int) -> RuntimeError:
     return RuntimeError(f"{message}; lower --learning_rate, or look at the data")
 
 
-# What few runs need is imported by those only.
+# The following functions import modules that only few runs need.
 
 
 def _hand_over(args: Arguments) -> None:
-    """Lets the planner answer --plan, in this process's place."""
+    """Replaces this process with the planner, which prints the plan of --plan."""
     from common import planner
 
     refuse(argument_checks.check_plan(args))
@@ -306,7 +307,7 @@ def _resumed_state(run: Run, identity: dict[str, Any]) -> TrainingState:
 
 
 def _batches(run: Run) -> Iterator[GlobalBatch]:
-    """Returns the global batches of the run; with a token budget those of its trials too, and those to retry."""
+    """Returns the global batches of the run; with a token budget, also its trial batches and the batches to retry."""
     batches = run.progress.batches(run.loader)
     if run.budget is not None:
         from common.auto_micro_batch import batches_with_oom_retry
@@ -320,7 +321,7 @@ def _batches(run: Run) -> Iterator[GlobalBatch]:
 
 
 def _explain(run: Run, error: BaseException) -> None:
-    """Adds the flags that help to an out-of-memory error."""
+    """Adds the flags that save memory to an out-of-memory error."""
     if is_out_of_memory(error):
         from common import oom_message
 

@@ -1,4 +1,4 @@
-"""The versions of Python and of the packages that shape a result, and which of them were tested."""
+"""Versions of Python and of the packages that affect results, and the tested versions."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from common.errors import main_logger, refuse
 
 PACKAGES = "torch accelerate transformers tokenizers datasets bitsandbytes peft deepspeed numpy".split()
-# The oldest and the newest tested version. The newest is the one in requirements.txt.
+# The oldest and the newest tested version. requirements.txt pins the newest.
 TESTED = {
     "torch": ("2.11.0", "2.13.0"),
     "accelerate": ("1.15.0", "1.15.0"),
@@ -23,7 +23,7 @@ TESTED = {
     "deepspeed": ("0.19.8", "0.19.8"),
     "numpy": ("2.4.6", "2.4.6"),
 }
-# Versions before these do not work, because they lack what follows.
+# Oldest working version of each package, and the attribute that earlier versions lack.
 OLDEST = {
     "torch": ("2.6", "torch.distributed.fsdp.FSDPModule"),
     "accelerate": ("1.10", "accelerate.parallelism_config"),
@@ -82,5 +82,5 @@ def exit_if_broken() -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr, flush=True)
         else:
-            time.sleep(2)  # a launcher ends all ranks when one has ended: the first one prints before
+            time.sleep(2)  # when a rank ends, the launcher ends all ranks, so the first rank must print before
         sys.exit(2)

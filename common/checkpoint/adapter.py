@@ -17,7 +17,7 @@ from common.models.adapter_files import ADAPTER_CONFIG, has_own_layers, write_co
 
 
 def is_adapter(manifest: dict[str, Any]) -> bool:
-    """Whether a checkpoint holds an adapter, without its base."""
+    """Returns whether a checkpoint contains an adapter, without its base."""
     return f"model/{ADAPTER_CONFIG}" in manifest["files"]
 
 
@@ -29,9 +29,9 @@ def write_adapter(
     merge: bool,
     target: Path,
 ) -> None:
-    """Writes the adapter of a checkpoint as `PeftModel.from_pretrained` loads it; with `merge` the whole model."""
+    """Writes the adapter of a checkpoint for `PeftModel.from_pretrained`; with `merge`, the full merged model."""
     (target / ADAPTER_CONFIG).write_bytes(own_file(directory, f"model/{ADAPTER_CONFIG}").read_bytes())
-    weights = export_dtype.cast(weights, None if merge else dtype)  # it is merged in float32
+    weights = export_dtype.cast(weights, None if merge else dtype)  # merging is in float32
     named = {f"base_model.model.{_as_peft_saves(name)}": weight for name, weight in weights.items()}
     save_file(named, target / "adapter_model.safetensors", metadata={"format": "pt"})
     if not merge:
@@ -45,13 +45,13 @@ def write_adapter(
 
 
 def _own_config(directory: Path, manifest: dict[str, Any]) -> Any:
-    """The configuration that the run of a checkpoint had: the base's, with its own labels."""
+    """Returns the configuration of the checkpoint's run: that of the base, with the run's labels."""
     own_file(directory, "model/config.json")
     return class_of(manifest).config_class.from_pretrained(directory / "model", local_files_only=True)
 
 
 def _as_peft_saves(name: str) -> str:
-    """The name of an adapter's weight in peft's files, where it has not the name of the adapter in it."""
+    """Returns the name of an adapter's weight in peft's files, which omits the name of the adapter."""
     name = name.replace(".modules_to_save.default.", ".").replace(
         "lora_magnitude_vector.default.weight", "lora_magnitude_vector"
     )
@@ -59,11 +59,11 @@ def _as_peft_saves(name: str) -> str:
 
 
 def merged(directory: Path, manifest: dict[str, Any], adapter: Path) -> Any:
-    """The base with the adapter in its weights, in float32. adapter: where `write_adapter` has written it.
+    """Returns the base with the adapter merged into its weights, in float32. adapter: output of `write_adapter`.
 
-    A base in 4 bits is the one that was trained beside: its weights are what the 4 bits stand for.
+    A base in 4 bits is dequantised first, because the adapter was trained next to these values.
 
-    Raises UserError: the base is not there, or is another one.
+    Raises UserError: the base is missing or has changed.
     """
     from peft import PeftModel
 
@@ -76,7 +76,7 @@ def merged(directory: Path, manifest: dict[str, Any], adapter: Path) -> Any:
     model_class = class_of(manifest)
     options = quantization.options(manifest["identity"]["settings"].get("quantize"))
     quantized, own_layers = bool(options), has_own_layers(adapter)
-    # The run's configuration, whatever has become of the base's; and its head, whatever size the base's has.
+    # The run's configuration and head apply, even if those of the base differ.
     options |= {"config": _own_config(directory, manifest), "ignore_mismatched_sizes": own_layers}
     if quantized:
         with torch.device("meta"):
@@ -87,6 +87,6 @@ def merged(directory: Path, manifest: dict[str, Any], adapter: Path) -> Any:
         model = model_class.from_pretrained(base, dtype=torch.float32, **options)
         if quantized:
             model = model.dequantize()
-    except Exception as error:  # of transformers and of the hub, by what is missing
+    except Exception as error:  # errors of transformers and of the hub, depending on the missing part
         raise UserError(f"{directory}: its base {base} cannot be loaded ({one_line(error)})") from error
     return PeftModel.from_pretrained(model, adapter).merge_and_unload()

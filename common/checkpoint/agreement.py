@@ -1,4 +1,4 @@
-"""Synchronises outcomes and the output directory over ranks: if a rank fails, no other rank continues."""
+"""Synchronises outcomes and the output directory over ranks: if a rank fails, all ranks stop."""
 
 import argparse
 import os
@@ -18,23 +18,23 @@ from common.parallel.liveness import is_soon
 
 
 class Agreement:
-    """What the ranks of a run do together in its output directory; every method is called by all of them."""
+    """Collective operations of a run's ranks on its output directory. All ranks call each method together."""
 
     def __init__(self, accelerator: Accelerator, output_dir: Path):
         self.output_dir = output_dir
         self.needed = 0  # bytes of the newest save, over all ranks
         self.rank, self.world = accelerator.process_index, accelerator.num_processes
-        self.group = None  # the ranks agree over the network between the hosts: the GPU is never waited for
-        if self.world > 1:  # with time for what one of them does alone: to remove an old run, to write a large part
+        self.group = None  # a CPU group, so that no operation waits for the GPU
+        if self.world > 1:  # a long timeout, because a rank may remove an old run or write a large part alone
             self.group = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=1))
 
     @property
     def directory(self) -> Path:
-        """Where the checkpoints lie."""
+        """Returns the directory of the checkpoints."""
         return self.output_dir / "checkpoints"
 
     def sum(self, *values: float) -> list[float]:
-        """Each value summed over the ranks."""
+        """Returns each value summed over the ranks."""
         sums = torch.tensor(values, dtype=torch.float64)
         if self.world > 1:
             torch.distributed.all_reduce(sums, group=self.group)
@@ -48,7 +48,7 @@ class Agreement:
         return told[0]
 
     def together(self, action: Callable[[], Any], only_main: bool = False) -> None:
-        """Runs it on all ranks, or on the main one; raises UserError on all if it failed on any."""
+        """Runs `action` on all ranks, or only on the main rank; raises UserError on all ranks if it failed on any."""
         problem = None
         try:
             if self.rank == 0 or not only_main:
@@ -60,7 +60,7 @@ class Agreement:
         self.raise_first(problem)
 
     def raise_first(self, problem: str | None) -> None:
-        """Raises UserError on all ranks if one of them has a problem."""
+        """Raises UserError on all ranks if any rank has a problem."""
         if self.sum(problem is not None)[0] == 0:
             return
         problems = [problem]
@@ -70,15 +70,17 @@ class Agreement:
         raise UserError(next(one for one in problems if one is not None))
 
     def disk_line(self, error: OSError) -> str:
-        """The line of this rank for an error of its disk."""
+        """Returns this rank's message for an error of its disk."""
         has_any = any(not path.name.endswith(PARTIAL) for path in self.directory.glob("update-*"))
         advice = "start again with --resume: the last complete checkpoint is untouched" if has_any else "start again"
         return disk_line(error, "no checkpoint could be written", self.directory, self.needed, advice)
 
     def share_output_dir(self, args: argparse.Namespace) -> None:
-        """All ranks take rank 0's (the default's name has the time in it), and each host sees what is written there.
+        """Sets rank 0's output directory on all ranks, and checks that each host can see files in it.
 
-        Raises UserError: the hosts do not share it.
+        The default name contains the time, so it could differ between ranks.
+
+        Raises UserError: the hosts do not share the directory.
         """
         if self.world == 1:
             return
@@ -88,7 +90,7 @@ class Agreement:
             nonlocal token
             told[0] = (str(self.output_dir), None, socket.gethostname())
             if not args.dry_run and int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) < self.world:
-                # In what is there already: a mistake that is found later must not leave a directory.
+                # In an existing directory, because an error that is detected later must not leave a new directory.
                 above = next(place for place in [self.output_dir, *self.output_dir.parents] if place.is_dir())
                 token = tempfile.NamedTemporaryFile(dir=above, prefix=".shared-")
                 told[0] = (str(self.output_dir), above / Path(token.name).name, socket.gethostname())

@@ -6,13 +6,13 @@ from torch import nn
 
 
 def class_name(model: nn.Module) -> str:
-    """Of the model as it is on one process: FSDP2 gives it a class of its own, FSDPLlamaForCausalLM."""
+    """Returns the name of the model's class in a single process; FSDP2 uses its own class, FSDPLlamaForCausalLM."""
     return type(model).__name__.removeprefix("FSDP")
 
 
 def class_of(manifest: dict[str, Any]) -> Any:
-    """The class in transformers; None for a recipe's own."""
-    import transformers  # here because the command lists checkpoints without it
+    """Returns the model's class in transformers; None for a recipe's own class."""
+    import transformers  # here because listing checkpoints does not need it
 
-    # Older checkpoints have the name that FSDP2 gave.
+    # Older checkpoints contain the name of FSDP2's class.
     return getattr(transformers, manifest["architecture"].removeprefix("FSDP"), None)

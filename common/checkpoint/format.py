@@ -6,7 +6,7 @@
     model/                  configuration and tokenizer, for the export
 
 XXH3 detects corruption by disks and copies, and is ten times as fast as SHA-256, which format 1 uses. Neither shows the
-author. Therefore no part of a checkpoint is ever executed, the structure of its files is checked, files outside the
+author. Therefore no part of a checkpoint is ever executed, and the structure of its files is checked. Files outside the
 manifest are ignored, and links are not followed.
 """
 
@@ -29,10 +29,10 @@ from common.errors import UserError, one_line
 from common.files import PAGE, PARTIAL
 from common.training.optimizers import OPTIMIZERS
 
-FORMAT = 3  # 2 had no parts by columns, 1 no XXH3
-DIGESTS = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}  # of files; SHA-256 in format 1
+FORMAT = 3  # format 2 has no ranges of columns, format 1 no XXH3
+DIGESTS = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}  # hash functions of the files; format 1 uses SHA-256
 MANIFEST = "manifest.json"
-DTYPES = {  # of the safetensors format
+DTYPES = {  # names in the safetensors format
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -53,16 +53,17 @@ DTYPES = {  # of the safetensors format
     "C64": torch.complex64,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MASTER_DTYPES = (torch.float32, torch.float64)  # of what is trained, whatever computes
-UNIFORM = [name for info in OPTIMIZERS.values() for name in info.class_names]  # they keep the same for every weight
+MASTER_DTYPES = (torch.float32, torch.float64)  # dtypes of trained weights, independent of the matmul precision
+# Class names of the optimizers that keep the same state for each weight.
+UNIFORM = [name for info in OPTIMIZERS.values() for name in info.class_names]
 CHUNK = 16 << 20  # bytes written and hashed at a time
 
 
 def safetensors_header(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
-    """What a safetensors file begins with, whose tensors, flattened, follow in this order; whole pages long.
+    """Returns the header of a safetensors file, padded to full pages; the flattened tensors must follow in this order.
 
-    Not `safetensors.torch.save_file`: it keeps Python's lock while it writes, so that training would wait for the
-    thread that writes, and the hash would need a second pass. The library reads what this begins.
+    `safetensors.torch.save_file` is not used, because it holds Python's lock while it writes. Training would wait for
+    the writing thread, and the hash would need a second pass. The library can read the resulting files.
     """
     header, offset = {}, 0
     for name, tensor in tensors:
@@ -79,7 +80,7 @@ def safetensors_header(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
 
 
 def in_chunks(contents: Iterable[bytes | torch.Tensor]) -> Iterator[Any]:
-    """The bytes of each, in chunks."""
+    """Yields the bytes of all contents in chunks."""
     for content in contents:
         if isinstance(content, torch.Tensor):
             content = content.detach().cpu().reshape(-1).view(torch.uint8).numpy()
@@ -93,7 +94,7 @@ def hash_of(manifest: dict[str, Any]) -> str:
 
 
 def own_file(directory: Path, name: str) -> Path:
-    """A file of the checkpoint by its name in the manifest; an error of one line for a link, a pipe, another place."""
+    """Returns the path of a file in the manifest; UserError of one line for a link, a pipe, or a path outside."""
     root = os.path.realpath(directory)
     path = os.path.join(root, name)
     if os.path.realpath(path) != path or not path.startswith(root + os.sep):
@@ -104,7 +105,7 @@ def own_file(directory: Path, name: str) -> Path:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Raises UserError, one line without the directory's name, where it is not there, not whole or malformed."""
+    """Returns the manifest; UserError of one line without the directory's name if it is missing or malformed."""
     try:
         manifest = json.loads(own_file(directory, MANIFEST).read_text())
     except OSError as error:
@@ -135,11 +136,11 @@ def _is_total(value: Any) -> bool:
 
 
 def _check_manifest(manifest: dict[str, Any]) -> None:
-    """Its hash shows that it is whole, not who wrote it: raises an error where a part is not of the form expected."""
+    """Raises an error if a part is malformed, because the hash shows only that the manifest is complete."""
     for name, least in {"format": 1, "update": 0, "world_size": 1}.items():
         require(is_number(manifest[name], least=least), f"{MANIFEST} is malformed: its {name} is {manifest[name]!r}")
     if manifest["format"] > FORMAT:
-        return  # of which we cannot judge
+        return  # this version cannot check a newer format
     texts = (manifest["mode"], manifest["architecture"], *manifest["files"])
     require(all(text.isprintable() for text in texts), f"{MANIFEST} is malformed: a name is not printable")
     for facts in manifest["files"].values():
@@ -166,7 +167,7 @@ def newer_line(manifest: dict[str, Any]) -> str:
 
 
 def find_damage(directory: Path, manifest: dict[str, Any], rank: int = 0, world: int = 1) -> str | None:
-    """What is wrong with this rank's share of the files, or None."""
+    """Returns the first problem of this rank's share of the files, or None."""
     name = MANIFEST
     try:
         for name, facts in list(manifest["files"].items())[rank::world]:
@@ -187,7 +188,7 @@ def find_damage(directory: Path, manifest: dict[str, Any], rank: int = 0, world:
 
 
 def list_checkpoints(output_dir: Path) -> tuple[list[tuple[Path, dict[str, Any]]], list[str]]:
-    """The checkpoints whose manifest is whole, the newest first; and a line for each directory without one."""
+    """Returns the checkpoints with a valid manifest, newest first, and a line per directory without such a manifest."""
     found, problems = [], []
     directory = output_dir / "checkpoints"
     for path in sorted(directory.iterdir(), reverse=True) if directory.is_dir() else []:
@@ -201,9 +202,9 @@ def list_checkpoints(output_dir: Path) -> tuple[list[tuple[Path, dict[str, Any]]
 
 
 def find_best(found: Iterable[tuple[Path, dict[str, Any]]]) -> Path | None:
-    """The checkpoint of the lowest validation loss, or None where none was measured; a NaN is no measure.
+    """Returns the checkpoint with the lowest validation loss; None if no finite loss was measured.
 
-    Losses of other held-out data than the newest one's do not count.
+    Losses on a different held-out set than that of the newest checkpoint are ignored.
     """
     positions = {path: manifest["position"] for path, manifest in found}
     since = max((position.get("validation_since", 0) for position in positions.values()), default=0)
@@ -212,19 +213,19 @@ def find_best(found: Iterable[tuple[Path, dict[str, Any]]]) -> Path | None:
     return min(measured, key=losses.__getitem__, default=None)
 
 
-WHOLE = (0, -1)  # the columns of a range of all
+WHOLE = (0, -1)  # columns of a range over full rows
 
 
 class _Range(NamedTuple):
-    """Which elements of a tensor a file has, or of some of its columns."""
+    """A range of a tensor's elements, or of the elements of some of its columns, in a file."""
 
     first: int
-    last: int  # + 1
+    last: int  # exclusive
     file: str
     columns: tuple[int, int]
 
     def are_rows(self, shape: tuple[int, ...]) -> bool:
-        """Whether its columns are some of the shape's, and it has whole rows of them."""
+        """Returns whether the columns are valid for the shape, and the range consists of full rows of these columns."""
         is_pair = len(self.columns) == 2 and all(is_number(one) for one in self.columns)
         if len(shape) != 2 or not is_pair or not self.columns[0] < self.columns[1] <= shape[1]:
             return False
@@ -233,7 +234,7 @@ class _Range(NamedTuple):
 
 
 def _fill(ranges: Iterable[tuple[int, int]], name: str, what: str) -> int:
-    """The end of ranges that begin at 0 and follow each other; raises UserError where they do not."""
+    """Returns the end of contiguous ranges that begin at 0; raises UserError if there is a gap or an overlap."""
     filled = 0
     for first, last in sorted(ranges):
         require(first == filled, f"{name} has a gap or an overlap at its {what} {min(first, filled)}")
@@ -242,7 +243,7 @@ def _fill(ranges: Iterable[tuple[int, int]], name: str, what: str) -> int:
 
 
 def _check_cover(name: str, shape: tuple[int, ...], parts: list[_Range]) -> None:
-    """Raises UserError unless the ranges make a tensor of that shape, with each element once."""
+    """Raises UserError unless the ranges cover a tensor of this shape, with each element once."""
     sizes = {one.columns: math.prod(shape[:-1]) * (one.columns[1] - one.columns[0]) for one in parts}
     if sizes.keys() <= {WHOLE}:
         sizes = {WHOLE: math.prod(shape)}
@@ -255,9 +256,9 @@ def _check_cover(name: str, shape: tuple[int, ...], parts: list[_Range]) -> None
 
 
 class Reader:
-    """The tensors of a checkpoint, whole or in part, however they were cut when they were saved.
+    """Reads the tensors of a checkpoint, in full or in part, for any sharding at the time of the save.
 
-    Raises UserError, one line, where the files of the ranks do not make whole tensors.
+    Raises UserError: one line, if the files of the ranks do not form complete tensors.
     """
 
     def __init__(self, directory: Path, manifest: dict[str, Any]):
@@ -279,7 +280,7 @@ class Reader:
         self._require_training_state()
 
     def _require_training_state(self) -> None:
-        """Every weight that is trained has its master's precision, and the state that the optimizer keeps for it."""
+        """Raises UserError unless each trained weight has the dtype of master weights and its optimizer state."""
         kept: dict[str, set[str]] = {}
         for name in (*self.tensors, *self.scalar_state):
             kind, _, weight = name.partition("/")
@@ -288,14 +289,14 @@ class Reader:
         trained = {name.removeprefix("weight/") for name in self.tensors if name.startswith("weight/")}
         if "untrained" in self.manifest:
             trained -= set(self.manifest["untrained"])
-        elif self.manifest["mode"] != "FSDP":  # as written before this was: only there a state could be missing
+        elif self.manifest["mode"] != "FSDP":  # older checkpoints lack this list; only FSDP could lose a state
             trained &= kept.keys()
         every = set().union(*kept.values())
         optimizer, state = self.manifest["identity"]["settings"].get("optimizer"), TrainingState.of(self.manifest)
-        # An optimizer of the user's own may keep other states for some weights.
+        # A user's own optimizer may keep different states for some weights.
         info = OPTIMIZERS.get(str(optimizer))
         is_uniform = info is not None and info.is_elementwise and self.manifest.get("optimizer", "AdamW") in UNIFORM
-        # Older versions also saved without any state: if no update was made, and if a wrapping optimizer hid it.
+        # Older versions also saved without state if no update had been made, or if a wrapping optimizer hid it.
         if not kept and "training" not in self.manifest:
             is_lost = state.update > state.skipped_updates and info is not None and info.state_bytes > 0
             trained = trained if is_lost else set()
@@ -331,7 +332,7 @@ class Reader:
                 ranges.append(where)
 
     def check(self, rank: int = 0, world: int = 1) -> None:
-        """Raises UserError where a file of this rank's share holds something else than its JSON says."""
+        """Raises UserError if the contents of a file of this rank's share differ from its JSON."""
         for number in range(rank, len(self.ranks), world):
             name, facts = f"rank-{number:05}", self.ranks[number]
             try:
@@ -340,7 +341,7 @@ class Reader:
                 found = {tensor: (one.get_dtype(), one.get_shape()) for tensor, one in slices.items()}
                 told = {tensor: (one["dtype"], [one["elements"]]) for tensor, one in facts["tensors"].items()}
                 require(found == told, f"its tensors are not those of {name}.json")
-            except Exception as error:  # SafetensorError, by what the header says
+            except Exception as error:  # SafetensorError and others, depending on the header
                 raise UserError(f"{name}.safetensors is malformed: {one_line(error)}") from error
             try:
                 check_random_states(facts["random"])
@@ -355,7 +356,7 @@ class Reader:
     def read(
         self, name: str, start: int = 0, elements: int | None = None, columns: tuple[int, int] | None = None
     ) -> torch.Tensor:
-        """A range of a tensor's flattened elements, or of some of its columns'; without a range, all in its shape."""
+        """Returns a range of a tensor's flattened elements, or of those of some columns; by default the full tensor."""
         dtype, shape = self.tensors[name]
         if elements is None:
             return self.read(name, 0, math.prod(shape)).view(shape)
@@ -363,7 +364,8 @@ class Reader:
             return self._read_range(name, start, start + elements)
         width = shape[-1]
         first, last = columns or (0, width)
-        top, bottom = start // (last - first), -(-(start + elements) // (last - first))  # the rows that hold it
+        # Rows that contain the range.
+        top, bottom = start // (last - first), -(-(start + elements) // (last - first))
         block = torch.empty(bottom - top, width, dtype=dtype)
         for one in self._where[name]:
             if one.columns == WHOLE:

@@ -13,10 +13,10 @@ from common.models.adapters import FLAGS, flags, with_default_alpha
 from common.parallel.liveness import decided_by_main
 from common.training.recipe_traits import Arguments
 
-# What an update depends on besides samples and weights; another value than the checkpoint's is refused. False: also
-# with --allow_changed, since the saved state would not fit.
+# Settings that affect an update besides samples and weights. A value that differs from the checkpoint is rejected.
+# False: also with --allow_changed, because the saved state would not fit.
 SETTINGS = {
-    "global_batch_size": False,  # by which an update's samples are found
+    "global_batch_size": False,  # determines the samples of an update
     "num_updates": True,
     "seed": True,
     "drop_last_window": True,
@@ -50,12 +50,12 @@ def identify(
     held_out: Any,
     *own_flags: str,
 ) -> dict:
-    """What must be the same when a run is continued.
+    """Returns the properties that must stay the same when a run is resumed.
 
     Args:
-        config: the model's configuration. tokenizer: of transformers, or None. samples: `training.batching.Samples`,
-            perhaps with an `identity` of their own beside their fingerprint. held_out: the same, or None.
-        own_flags: names of the recipe's own flags that an update depends on.
+        config: model configuration. tokenizer: transformers tokenizer, or None. samples: `training.batching.Samples`,
+            which may have an `identity` in addition to their fingerprint. held_out: the same, or None.
+        own_flags: names of the recipe's own flags that affect an update.
     """
     model = {
         key: value
@@ -91,13 +91,13 @@ def _adapter_base(args: Arguments) -> dict[str, str]:
 
 
 def _standard_library(args: Arguments) -> dict[str, str]:
-    """Which Python's standard library is the training text; empty where data are named."""
+    """Returns the version of Python whose standard library is the training text; {} if data is specified."""
     is_default = "train_file" in args.shared_flags and not (args.train_file or args.dataset_name)
     return {"standard_library": platform.python_version()} if is_default else {}
 
 
 def _other_library(saved: dict, now: dict) -> str | None:
-    """One line if the text is another one because another Python runs; None for all else."""
+    """Returns one line if the text differs because the Python version differs; None otherwise."""
     here, then = now.get("standard_library"), saved.get("standard_library")
     is_other = [saved["tokenizer"], saved["dataset"]] != [now["tokenizer"], now["dataset"]]
     if not (here and then and here != then and is_other):
@@ -111,7 +111,7 @@ def _other_library(saved: dict, now: dict) -> str | None:
 
 
 def refuse_other_views(identity: dict) -> None:
-    """Raises UserError, a line each, if this rank's view differs from rank 0's: other files, or an old listing."""
+    """Raises UserError, one line per difference, if this rank's files or directory listing differ from rank 0's."""
     main = decided_by_main("identity", lambda: identity)
     mine = json.loads(json.dumps(identity))
     texts = [{name: json.dumps(one.get(name), sort_keys=True) for name in main | mine} for one in (main, mine)]
@@ -123,7 +123,7 @@ def refuse_other_views(identity: dict) -> None:
 
 
 def differences(saved: dict, now: dict, args: Arguments, size_flags: Iterable[str] = ()) -> Iterator[str]:
-    """One line for each thing that is not what the checkpoint was made with. size_flags: names, of `Traits`."""
+    """Yields one line per difference to the checkpoint. size_flags: names of flags, from `Traits`."""
     allowed = args.allow_changed
     cut_by = [f"--{name}" for name in size_flags]
     keys = sorted(saved["model"].keys() | now["model"].keys(), key=lambda key: (key != "model_type", key))
@@ -142,9 +142,9 @@ def differences(saved: dict, now: dict, args: Arguments, size_flags: Iterable[st
             "--train_file reads is another one in each version of Python (on another text, train what "
             "`python -m tools.checkpoint export` makes, with --model_name_or_path)"
         )
-    # Older checkpoints have of image files what stands before the hyphen: names and sizes.
+    # For image files, older checkpoints contain only the part before the hyphen: names and sizes.
     elif saved["dataset"] not in (now["dataset"], now["dataset"].partition("-")[0]) and "dataset" not in allowed:
-        # Of mixed data the weights stand behind an @.
+        # For mixed data, the weights follow an @.
         (files, _, weights), (files_then, _, weights_then) = (one["dataset"].partition("@") for one in (now, saved))
         if files == files_then:
             yield (
@@ -159,7 +159,7 @@ def differences(saved: dict, now: dict, args: Arguments, size_flags: Iterable[st
                 f"other training data: their fingerprint is {now['dataset']}, the checkpoint's is {saved['dataset']}; "
                 f"give {same}{' and '.join(['', *cut_by])}, or --allow_changed dataset to continue with these"
             )
-    was = saved.get("validation", now["validation"])  # older checkpoints do not say
+    was = saved.get("validation", now["validation"])  # missing in older checkpoints
     if was != now["validation"] and saved["tokenizer"] == now["tokenizer"] and "validation" not in allowed:
         is_now, was = (one["validation"] or "that of none" for one in (now, saved))
         yield (
@@ -180,12 +180,12 @@ def differences(saved: dict, now: dict, args: Arguments, size_flags: Iterable[st
 
 
 def _different_settings(saved: dict, now: dict, allowed: list[str]) -> Iterator[str]:
-    """One line for each setting that is not what the checkpoint was made with."""
+    """Yields one line per setting that differs from the checkpoint."""
     was_given, is_given = (with_default_alpha(one["settings"]) for one in (saved, now))
-    if is_given.get("head_learning_rate"):  # older runs trained a new head at the rate of all
+    if is_given.get("head_learning_rate"):  # older runs trained a new head at the common learning rate
         was_given = {"head_learning_rate": was_given["learning_rate"]} | was_given
     own_flags = dict.fromkeys(sorted(now["settings"].keys() - SETTINGS.keys()), False)
-    if ("lora_rank" in was_given) != ("lora_rank" in is_given):  # the others follow from it
+    if ("lora_rank" in was_given) != ("lora_rank" in is_given):  # the other adapter flags follow from it
         own_flags = {name: False for name in ("lora_rank", *own_flags) if name not in FLAGS}
     for name, can_change in (SETTINGS | own_flags).items():
         was, is_now = was_given.get(name), is_given.get(name)
@@ -198,7 +198,7 @@ def _different_settings(saved: dict, now: dict, allowed: list[str]) -> Iterator[
 
 
 def _words(value: Any) -> str:
-    """A flag's value, for a message; empty for one that is not given."""
+    """Returns a flag's value as text for a message; "" if the flag is not set."""
     if value is None or value is False:
         return ""
     return " ".join(map(str, value)) if isinstance(value, list) else "given" if value is True else str(value)

@@ -1,8 +1,8 @@
 """Maps each rank's part of weights and optimizer state to the parameters' own names, in every mode.
 
-One checkpoint format serves all modes, because each layout splits a tensor into ranges of its flattened elements. FSDP2
-splits the first dimension, ZeRO-3 each parameter, ZeRO-1 and 2 the concatenated parameters; DDP does not split. So a
-part is (name, start, elements), and any layout can be read from the parts of any other layout. Tensor parallelism
+The same checkpoint format serves all modes, because each layout splits a tensor into ranges of its flattened elements.
+FSDP2 splits the first dimension, ZeRO-3 each parameter, ZeRO-1 and 2 the concatenated parameters; DDP does not split.
+So a part is (name, start, elements), and any layout can be read from the parts of any other layout. Tensor parallelism
 splits some matrices by columns. For these, a part also lists its columns, and its range refers to their elements.
 """
 
@@ -31,34 +31,36 @@ class Piece(NamedTuple):
     """A range of a tensor's flattened elements that this rank holds."""
 
     name: str  # "weight/NAME", "buffer/NAME" or "optimizer.KEY/NAME", by the model's own names
-    tensor: torch.Tensor  # the elements; a view of what trains, in row-major order of its own shape
-    start: int  # of its first element in the flattened whole, or in the flattened columns
-    shape: tuple[int, ...]  # of the whole
-    is_owner: bool  # whether this rank writes it: of equal copies, one is written
-    columns: tuple[int, int] | None = None  # first and last + 1 of those of a matrix that it is a range of; None: all
+    tensor: torch.Tensor  # the elements; a view of the trained tensor, in row-major order of its own shape
+    start: int  # position of its first element in the flattened full tensor, or in its flattened columns
+    shape: tuple[int, ...]  # shape of the full tensor
+    is_owner: bool  # whether this rank writes it; only one of several replicas is written
+    # Columns of a matrix (end exclusive) that `start` refers to; None: all columns.
+    columns: tuple[int, int] | None = None
 
 
 @dataclass
 class _Part:
-    """What this rank holds of a parameter, and where the optimizer keeps the state for it."""
+    """This rank's part of a parameter, and the location of its optimizer state."""
 
     name: str
     shape: tuple[int, ...]
     start: int
     weight: torch.Tensor
-    # The tensor that the inner optimizer knows: the parameter, or a flat stretch of many; None if it is not trained.
+    # The tensor that the inner optimizer knows: the parameter, or the flat partition of many parameters; None if it is
+    # not trained.
     holder: torch.Tensor | None
-    cut: Callable[[torch.Tensor], torch.Tensor]  # of a state tensor as large as the holder, the elements of this part
+    cut: Callable[[torch.Tensor], torch.Tensor]  # selects this part's elements from a state tensor of the holder's size
     is_owner: bool
     columns: tuple[int, int] | None = None
 
 
 def _zero_optimizer(optimizer: Any) -> Any | None:
-    """DeepSpeed's ZeRO optimizer among the wrappers, or None."""
+    """Returns DeepSpeed's ZeRO optimizer among the wrappers, or None."""
     while is_wrapper(optimizer):
         optimizer = optimizer.optimizer
         if type(optimizer).__module__.startswith("deepspeed."):
-            from common.internals.deepspeed import is_zero  # here because most runs do without DeepSpeed
+            from common.internals.deepspeed import is_zero  # here because most runs do not need DeepSpeed
 
             if is_zero(optimizer):
                 return optimizer
@@ -69,7 +71,7 @@ def _dtensor_part(name: str, p: DTensor, share: Share | None) -> _Part:
     placements, mesh = p.placements, p.device_mesh
     assert all(one in (Replicate(), Shard(0)) for one in placements), f"{name} is cut as {placements}"
     offset = shard_offset(p)
-    # Of the copies that HSDP keeps, the first one is written.
+    # Only the first of HSDP's replicas is written.
     is_owner = all(mesh.get_local_rank(dim) == 0 for dim, one in enumerate(placements) if one == Replicate())
     start = offset[0] * (p.numel() // p.shape[0]) if p.ndim else 0
     holder = p if p.requires_grad else None
@@ -81,7 +83,7 @@ def _dtensor_part(name: str, p: DTensor, share: Share | None) -> _Part:
 
 
 def _whole_of(p: torch.Tensor, share: Share | None) -> dict[str, Any]:
-    """The shape of a parameter that the ranks of a group may share, and where in it this rank's part is."""
+    """Returns the full shape of a parameter that a group of ranks may share, and the position of this rank's part."""
     if share is None or share.dim is None:
         return {"shape": tuple(p.shape), "start": 0, "columns": None}
     if share.dim == 0:
@@ -91,8 +93,8 @@ def _whole_of(p: torch.Tensor, share: Share | None) -> dict[str, Any]:
 
 def _parts(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Iterator[_Part]:
     for module in model.modules():
-        # After a forward that no backward followed, as an evaluation's, FSDP2 leaves those of its root gathered: plain
-        # tensors in the dtype that computes, which no optimizer knows.
+        # After a forward pass without backward, such as an evaluation, FSDP2 leaves the parameters of its root
+        # all-gathered. These are plain tensors in the compute dtype, which no optimizer knows.
         if isinstance(module, FSDPModule):
             module.reshard()
     named = dict(without_wrapper(model).named_parameters())
@@ -104,11 +106,11 @@ def _parts(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> 
         parts = _zero3_parts if is_zero3(zero) else _zero12_parts
         yield from parts(zero, names)
         trained = {id(p) for group, _ in zero_groups(zero) for p in group}
-        named = {name: p for name, p in named.items() if id(p) not in trained}  # the frozen ones
+        named = {name: p for name, p in named.items() if id(p) not in trained}  # the frozen parameters
     shares = without_wrapper(model).shares.of if hasattr(without_wrapper(model), "shares") else {}
     rank = accelerator.process_index
     peers = running().peers(rank)
-    num_bytes = [0] * len(peers)  # that each rank writes of what several hold alike: about as many
+    num_bytes = [0] * len(peers)  # bytes of replicated parameters that each rank writes, balanced over ranks
     known = {id(p) for group in inner_optimizer(optimizer).param_groups for p in group["params"]}
     for name, p in named.items():
         assert not p.requires_grad or id(p) in known, f"{name} requires a gradient, and the optimizer does not hold it"
@@ -125,13 +127,13 @@ def _parts(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> 
 
 
 def _zero12_parts(zero: Any, names: dict[int, str]) -> Iterator[_Part]:
-    """ZeRO-1 and 2: the parameters of a group are laid end to end."""
+    """Yields the parts under ZeRO-1 and 2, which concatenate the parameters of a group."""
     from common.internals.deepspeed import zero12_fragment, zero_groups
 
     for group, flat in zero_groups(zero):
         for p in group:
             fragment = zero12_fragment(p)
-            if fragment is None:  # lies in another rank's stretch
+            if fragment is None:  # in the partition of a different rank
                 continue
 
             def cut(state: torch.Tensor, at: Any = fragment) -> torch.Tensor:
@@ -141,7 +143,7 @@ def _zero12_parts(zero: Any, names: dict[int, str]) -> Iterator[_Part]:
 
 
 def _ds_part(name: str, p: Any, weight: torch.Tensor, holder: torch.Tensor | None, cut: Callable) -> _Part:
-    """ZeRO-3's share of one parameter: equal shares, the last ones filled up with zeros that are not kept."""
+    """Returns ZeRO-3's part of a parameter. All parts have equal size; zeros that pad the last parts are removed."""
     share = p.ds_tensor.ds_numel
     start = min(torch.distributed.get_rank(p.ds_process_group) * share, p.ds_numel)
     held = min(share, p.ds_numel - start)
@@ -151,7 +153,7 @@ def _ds_part(name: str, p: Any, weight: torch.Tensor, holder: torch.Tensor | Non
 
 
 def _zero3_parts(zero: Any, names: dict[int, str]) -> Iterator[_Part]:
-    """ZeRO-3: this rank's share of each parameter, in float32; a group that lies in files is read for its turn."""
+    """Yields this rank's ZeRO-3 part of each parameter, in float32; a group in files is read when its turn comes."""
     from common.internals.deepspeed import zero_groups
 
     for group, flat in zero_groups(zero):
@@ -181,15 +183,15 @@ def _state_pieces(part: _Part, state: dict[str, Any]) -> Iterator[Piece]:
             name = f"optimizer.{key}/{part.name}"
             if value.shape == part.holder.shape:
                 yield Piece(name, part.cut(value).detach(), part.start, part.shape, part.is_owner, part.columns)
-            else:  # factored or block-wise: belongs to a parameter that is not cut
+            else:  # factored or block-wise state: its parameter must be unsharded
                 assert part.weight.shape == part.shape, f"{name} does not follow its parameter's cut"
                 yield Piece(name, value.detach(), 0, tuple(value.shape), part.is_owner)
 
 
 def pieces(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> Iterator[Piece]:
-    """All that this rank holds: float32 weights, persistent buffers, optimizer state. No communication.
+    """Yields everything that this rank holds: float32 weights, persistent buffers, optimizer state. No communication.
 
-    Where an adapter is trained, without its frozen base, which no update changes.
+    For an adapter, the frozen base is omitted, because no update changes it.
     """
     state, is_adapter = OptimizerState(optimizer), has_adapter(without_wrapper(model))
     for part in _parts(accelerator, model, optimizer):
@@ -201,21 +203,21 @@ def pieces(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> 
 
 
 def scalar_state(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
-    """The optimizer state that is a number (a count of steps), by "optimizer.KEY/NAME", of what this rank writes."""
+    """Returns the scalar optimizer state (a step count) that this rank writes, by "optimizer.KEY/NAME"."""
     state, found = OptimizerState(optimizer), {}
     for part in _parts(accelerator, model, optimizer):
         for key, value in state.of(part.holder).items():
             if part.is_owner and not (torch.is_tensor(value) and value.ndim):
                 found[f"optimizer.{key}/{part.name}"] = value
     on_device = [name for name, value in found.items() if torch.is_tensor(value)]
-    if on_device:  # one transfer for all
+    if on_device:  # a single transfer for all values
         values = torch.stack([found[name].detach().double() for name in on_device]).tolist()
         found |= dict(zip(on_device, values, strict=True))
     return found
 
 
 def scalar_dtypes(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> dict[str, str]:
-    """The dtype of those of `scalar_state` that are tensors."""
+    """Returns the dtypes of those values of `scalar_state` that are tensors."""
     state, found = OptimizerState(optimizer), {}
     for part in _parts(accelerator, model, optimizer):
         for key, value in state.of(part.holder).items():
@@ -225,23 +227,23 @@ def scalar_dtypes(accelerator: Accelerator, model: torch.nn.Module, optimizer: A
 
 
 def holders(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> dict[str, torch.Tensor | None]:
-    """The tensor that the optimizer knows, by the parameter's name; None if it is not trained."""
+    """Returns the tensor that the optimizer knows, by the parameter's name; None if it is not trained."""
     found = {part.name: part.holder for part in _parts(accelerator, model, optimizer)}
     zero = _zero_optimizer(optimizer)
     if zero is not None:
         from common.internals.deepspeed import is_zero3, zero_groups
 
         names = {id(p): name for name, p in without_wrapper(model).named_parameters()}
-        if not is_zero3(zero):  # also those in other ranks' stretches
+        if not is_zero3(zero):  # also parameters in the partitions of other ranks
             found |= {names[id(p)]: flat for group, flat in zero_groups(zero) for p in group}
     return found
 
 
 def untrained(found: dict[str, torch.Tensor | None], model: torch.nn.Module, optimizer: Any) -> list[str]:
-    """Names of the parameters without optimizer state.
+    """Returns the names of the parameters without optimizer state.
 
-    They are frozen, never had a gradient, or the optimizer keeps no state for them. found: of `holders`.
-    On all ranks together: the stages of a pipeline tell each other theirs.
+    They are frozen, never had a gradient, or the optimizer keeps no state for them. found: result of `holders`. Call it
+    on all ranks together, because the stages of a pipeline exchange their names.
     """
     state = OptimizerState(optimizer)
     names = [name for name, holder in found.items() if not state.of(holder)]
@@ -260,11 +262,11 @@ def make_state(
     saved_scalars: dict[str, Any],
     saved_dtypes: dict[str, str] | None,
 ) -> None:
-    """Makes the optimizer's state, which a new optimizer has not yet, so that `pieces` has where to read it into.
+    """Creates the state of a new optimizer, so that the saved values can be read into the tensors of `pieces`.
 
     Args:
-        tensors: dtype and shape of the whole of every tensor that was saved, by the names of `pieces`.
-        saved_scalars, saved_dtypes: as `scalar_state` and `scalar_dtypes` gave them; older checkpoints have no dtypes.
+        tensors: dtype and full shape of each saved tensor, by the names of `pieces`.
+        saved_scalars, saved_dtypes: results of `scalar_state` and `scalar_dtypes`; older checkpoints have no dtypes.
     """
     state_of, inner = OptimizerState(optimizer), inner_optimizer(optimizer)
     by_parameter: dict[str, dict[str, Any]] = {}
@@ -285,7 +287,8 @@ def make_state(
                 else:
                     state[key] = torch.zeros(shape, dtype=dtype, device=part.holder.device)
             elif dtype := _scalar_dtype(key, part.name, keeper, saved_dtypes):
-                # As torch loads a step. (ZeRO-3's groups are empty between steps, and keep it on the device.)
+                # The device on which torch loads a step. (ZeRO-3's groups are empty between steps; it keeps steps on
+                # the device.)
                 on_device = key != "step" or not group or group.get("fused") or group.get("capturable")
                 device = part.holder.device if on_device else "cpu"
                 state[key] = torch.tensor(value, dtype=dtype, device=device)
@@ -302,13 +305,13 @@ def make_state(
 def _scalar_dtype(
     key: str, name: str, keeper: torch.optim.Optimizer, saved: dict[str, str] | None
 ) -> torch.dtype | None:
-    """The dtype of a number of the state that the optimizer keeps in a tensor; None for a plain number.
+    """Returns the dtype of a scalar state that the optimizer keeps in a tensor; None for a plain number.
 
-    torch counts steps in a tensor, others (DeepSpeed's CPU Adam) in an int.
+    torch counts steps in a tensor, other optimizers (DeepSpeed's CPU Adam) in an int.
     """
     if key == "step" and counts_in_tensors(keeper):
         return torch.float32
-    if hasattr(keeper, "ds_opt_adam"):  # the mode may have changed since
+    if hasattr(keeper, "ds_opt_adam"):  # the checkpoint's mode may differ
         return None
     dtype = (saved or {}).get(f"optimizer.{key}/{name}")
     return DTYPES[dtype] if dtype else None
@@ -316,7 +319,7 @@ def _scalar_dtype(
 
 @torch.no_grad()
 def refresh(optimizer: Any) -> None:
-    """After `pieces` were read into: brings the weights that compute up to the float32 ones, where these are apart."""
+    """Copies the float32 master weights to the compute weights after `pieces` were read into, if these are separate."""
     zero = _zero_optimizer(optimizer)
     if zero is not None:
         from common.internals.deepspeed import copy_master_weights

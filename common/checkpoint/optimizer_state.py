@@ -10,34 +10,35 @@ from common.training.optimizers import inner_optimizer, wrapped_optimizers
 
 
 def counts_in_tensors(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is one of torch's optimizers or a subclass, which keep the count of steps in a tensor."""
+    """Returns whether the optimizer is one of torch's or a subclass, because these keep the step count in a tensor."""
     kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
     kinds = [kind for kind in kinds if issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer]
     return isinstance(optimizer, tuple(kinds))
 
 
 class OptimizerState:
-    """The state of each parameter, in the optimizer that keeps it: the innermost one that has it in its groups."""
+    """The state of each parameter in the optimizer that keeps it: the innermost optimizer with it in its groups."""
 
     def __init__(self, optimizer: Any):
         self.outer = inner_optimizer(optimizer)
         self.all = [self.outer, *wrapped_optimizers(self.outer)]
-        self._no_group: dict[str, Any] = {}  # of ZeRO-3's stretches, which are in a group only during a step
+        # Group of ZeRO-3's flat partitions, which are in a group only during a step.
+        self._no_group: dict[str, Any] = {}
         self._keepers = {id(p): (one, group) for one in self.all for group in one.param_groups for p in group["params"]}
 
     def keeper(self, holder: torch.Tensor) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
-        """The optimizer that keeps the state of a tensor, and the group of the tensor there."""
+        """Returns the optimizer that keeps the state of a tensor, and the tensor's group there."""
         return self._keepers.get(id(holder), (self.outer, self._no_group))
 
     def of(self, holder: torch.Tensor | None) -> dict[str, Any]:
-        """The state of a tensor; empty if there is none."""
+        """Returns the state of a tensor; {} if there is none."""
         return {} if holder is None else self.keeper(holder)[0].state.get(holder) or {}
 
     def problems(self, holders: dict[str, torch.Tensor | None], steps: "Steps") -> Iterator[str]:
-        """A line for each kind of state that a checkpoint would lack.
+        """Yields a line for each kind of state that would be missing in a checkpoint.
 
-        An optimizer may keep no state for some parameters, or for all (SGD without momentum). State is missing if it
-        lies elsewhere, or if a parameter of the same group and number of dimensions has some.
+        An optimizer may keep no state for some or all parameters (SGD without momentum). State is missing if it is kept
+        elsewhere, or if a parameter of the same group and number of dimensions has state.
 
         holders: the tensor that the optimizer knows, by the parameter's name; None if it is not trained.
         """
@@ -85,7 +86,7 @@ class OptimizerState:
 
 
 def _tensor_attributes(optimizer: torch.optim.Optimizer) -> dict[str, list[torch.Tensor]]:
-    """The tensors in each attribute that holds some, except groups and state."""
+    """Returns the tensors in each attribute that contains some, except groups and state."""
     parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
     others = {
         name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state", "defaults")
@@ -104,11 +105,11 @@ def _tensors_in(value: Any, parameters: set[int], depth: int = 3) -> Iterator[to
 
 
 class Steps:
-    """Watches the steps of an optimizer: what they move, and whether they change what a checkpoint does not hold.
+    """Observes an optimizer's steps: the tensors they update, and changes to values that a checkpoint does not contain.
 
     moved: the tensors that had a gradient in a step.
-    changed: the settings of groups (Prodigy's, schedule-free ones') and the attributes that a step changed. A tensor
-    that an attribute gets in the first step may be a table that stays; it counts if a later step changes it.
+    changed: the settings of groups (of Prodigy, of schedule-free optimizers) and the attributes that a step changed. A
+    tensor that an attribute gets in the first step may be a constant table; it counts if a later step changes it.
     """
 
     def __init__(self, optimizer: Any = None):
@@ -132,7 +133,7 @@ class Steps:
                 self.changed[name] = None
 
     def _values(self) -> dict[str, set[Any]]:
-        """Numbers, and of tensors which they are and how often they were written. The rate is set before every step."""
+        """Returns numbers, and identity and write count of tensors. Omits the learning rate, set before each step."""
         found: dict[str, set[Any]] = {}
         for one in self.all:
             for number, group in enumerate(one.param_groups):
@@ -149,7 +150,7 @@ class Steps:
         return found
 
     def problems(self) -> Iterator[str]:
-        """A line if the steps change what a checkpoint does not hold."""
+        """Yields a line if the steps change values that a checkpoint does not contain."""
         if self.changed:
             yield (
                 f"optimizer {type(self.optimizer).__name__} changes {', '.join(self.changed)} in its steps, which a "
@@ -158,7 +159,7 @@ class Steps:
 
 
 def _facts_of(value: Any) -> list[Any]:
-    """Of a switch nothing: whether an optimizer has made its tables is none of its state."""
+    """Returns the values to compare. Switches are omitted: whether an optimizer has built its tables is not state."""
     if isinstance(value, torch.Tensor):
         return [(id(value), write_count(value))]
     return [value] if isinstance(value, int | float) and not isinstance(value, bool) else []

@@ -1,4 +1,4 @@
-"""The RNG states that an update may draw from, as JSON."""
+"""RNG states that affect an update, as JSON."""
 
 import base64
 import random
@@ -17,7 +17,7 @@ def _decode(text: str) -> torch.Tensor:
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """This rank's generators: Python's, numpy's, torch's on the CPU and on the device; as JSON."""
+    """Returns the RNG states of this rank as JSON: Python, numpy, torch on the CPU and on the device."""
     kind, keys, position, has_gauss, cached = np.random.get_state()
     states = {
         "python": random.getstate(),
@@ -34,18 +34,18 @@ def _set(states: dict[str, Any], python: Any, numpy: Any, torch_cpu: torch.Gener
     python.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = states["numpy"]
     if not 0 <= position <= len(keys):
-        raise ValueError("numpy's position")  # numpy itself would read beyond its keys
+        raise ValueError("numpy's position")  # numpy would read beyond its keys
     numpy.set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))
     torch_cpu.set_state(_decode(states["torch"]))
 
 
 def check_random_states(states: dict[str, Any]) -> None:
-    """Raises an error where `restore_random_states` would: here on generators that nobody uses."""
+    """Raises an error if `restore_random_states` would; uses temporary generators."""
     _set(states, random.Random(), np.random.RandomState(0), torch.Generator())
 
 
 def restore_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Sets the generators to what `random_states` gave."""
+    """Restores the RNG states that `random_states` returned."""
     _set(states, random, np.random, torch.default_generator)
     if device.type in states and device.type != "cpu":
         torch.get_device_module(device).set_rng_state(_decode(states[device.type]))

@@ -34,7 +34,7 @@ from common.parallel.liveness import decided_by_main, is_soon, wait_for_all
 
 
 def list_on_main(ranks: Agreement) -> tuple[list[tuple[Path, dict[str, Any]]], list[str]]:
-    """`list_checkpoints` as rank 0 sees the directory, on all ranks: they go on from the same checkpoint."""
+    """Returns rank 0's `list_checkpoints` on all ranks, so that all resume from the same checkpoint."""
 
     def listed() -> Any:
         found, problems = list_checkpoints(ranks.output_dir)
@@ -45,7 +45,7 @@ def list_on_main(ranks: Agreement) -> tuple[list[tuple[Path, dict[str, Any]]], l
 
 
 def _require_seen(path: Path, manifest: dict[str, Any], ranks: Agreement) -> None:
-    """Raises UserError on all ranks if one of them does not see what rank 0 sees of a checkpoint."""
+    """Raises UserError on all ranks if a rank does not see the same files of a checkpoint as rank 0."""
     names = [MANIFEST, *manifest["files"]]
     there = decided_by_main(f"files of {path}", lambda: [name for name in names if os.path.exists(path / name)])
 
@@ -63,9 +63,9 @@ def _require_seen(path: Path, manifest: dict[str, Any], ranks: Agreement) -> Non
 
 
 def is_sound(path: Path, manifest: dict[str, Any], ranks: Agreement) -> bool:
-    """Whether all files are what the manifest says; each rank looks at its share, and tells what it finds.
+    """Returns whether all files match the manifest. Each rank checks its share, and prints any problem.
 
-    Raises UserError: a rank does not see it as rank 0 does.
+    Raises UserError: a rank does not see the checkpoint as rank 0 does.
     """
     _require_seen(path, manifest, ranks)
     problem = find_damage(path, manifest, ranks.rank, ranks.world)
@@ -75,9 +75,9 @@ def is_sound(path: Path, manifest: dict[str, Any], ranks: Agreement) -> bool:
 
 
 def find_sound(ranks: Agreement, damaged: set[Path]) -> Reader:
-    """The newest checkpoint that its manifest confirms; one that is damaged is told, noted in `damaged` and passed.
+    """Returns the newest valid checkpoint. A corrupted checkpoint is printed, added to `damaged` and skipped.
 
-    Raises UserError: there is none, or it is of a newer format.
+    Raises UserError: there is no valid checkpoint, or its format is newer.
     """
     found, problems = list_on_main(ranks)
     for path, manifest in found:
@@ -97,7 +97,10 @@ def find_sound(ranks: Agreement, damaged: set[Path]) -> Reader:
 
 
 def keep_warmup(args: argparse.Namespace, manifest: dict[str, Any], identity: dict[str, Any]) -> str | None:
-    """Without --warmup_updates, those that the run began with, however long it is now. A line where they are many."""
+    """Sets a missing --warmup_updates to the value at the start of the run, whatever its length now.
+
+    Returns a line to print if more than half of the run is warm-up, otherwise None.
+    """
     if args.warmup_updates is not None:
         return None
     began_with = manifest["identity"]["settings"].get("warmup_updates")
@@ -113,7 +116,7 @@ def keep_warmup(args: argparse.Namespace, manifest: dict[str, Any], identity: di
 def begin_state(reader: Reader, identity: dict[str, Any], allowed: list[str]) -> tuple[TrainingState, str]:
     """Returns the training state of a checkpoint, and a line to print, or "".
 
-    The losses of other held-out data, which --allow_changed accepts, are forgotten.
+    If --allow_changed accepts a different held-out set, the losses on the previous set are reset.
     """
     state, saved = TrainingState.of(reader.manifest), reader.manifest["identity"]
     is_known = "validation" in saved
@@ -126,7 +129,7 @@ def begin_state(reader: Reader, identity: dict[str, Any], allowed: list[str]) ->
 
 
 def check_is_own(reader: Reader, args: argparse.Namespace, identity: dict[str, Any], size_flags: Iterable[str]) -> None:
-    """Raises UserError, a line for each thing that is not what the run began with. size_flags: of `Traits`."""
+    """Raises UserError, one line per difference to the start of the run. size_flags: from `Traits`."""
     path, manifest = reader.directory, reader.manifest
     refuse(f"--resume {path}: {line}" for line in differences(manifest["identity"], identity, args, size_flags))
     if manifest["update"] > args.num_updates:
@@ -138,7 +141,7 @@ def check_is_own(reader: Reader, args: argparse.Namespace, identity: dict[str, A
 
 @torch.no_grad()
 def load_state(reader: Reader, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> None:
-    """Weights, buffers and optimizer state from a checkpoint of any mode and world size; each rank reads its part."""
+    """Loads weights, buffers and optimizer state saved in any mode with any world size; each rank reads its part."""
     layouts.make_state(accelerator, model, optimizer, reader.tensors, reader.scalar_state, reader.scalar_dtypes)
     for piece in layouts.pieces(accelerator, model, optimizer):
         if piece.name not in reader.tensors or reader.tensors[piece.name][1] != tuple(piece.shape):
@@ -146,22 +149,22 @@ def load_state(reader: Reader, accelerator: Accelerator, model: torch.nn.Module,
             raise UserError(f"--resume {reader.directory}: {piece.name} is {tuple(piece.shape)}, and {saved} in it")
         values = reader.read(piece.name, piece.start, piece.tensor.numel(), piece.columns)
         piece.tensor.copy_(values.view(piece.tensor.shape))
-    wait_for_all()  # one may read slowly
+    wait_for_all()  # a rank may read slowly
     layouts.refresh(optimizer)
 
 
 def restore_generators(reader: Reader, accelerator: Accelerator, seed: int) -> None:
-    """The random states of this rank; where the number of ranks is another one, new streams."""
+    """Restores this rank's RNG states; if the number of ranks has changed, creates new RNG states."""
     manifest = reader.manifest
     if manifest["world_size"] == accelerator.num_processes:
         restore_random_states(reader.ranks[accelerator.process_index]["random"], accelerator.device)
-    else:  # as many new streams as there are ranks now; dropout is another one, all else is the same
+    else:  # new RNG states for all current ranks; dropout differs, everything else is the same
         key = hashlib.blake2b(f"{seed}/{manifest['update']}".encode(), digest_size=4).digest()
         seed_everything(int.from_bytes(key, "little") >> 2, accelerator)
 
 
 def restore_scaler(state: dict[str, Any], accelerator: Accelerator, optimizer: Any) -> None:
-    """Sets the loss scale to the state in a manifest; a run of another precision keeps its own."""
+    """Sets the loss scale to the state in a manifest; a run with a different precision keeps its own."""
     if accelerator.scaler is not None:
         if state:
             accelerator.scaler.load_state_dict(state)

@@ -3,7 +3,7 @@
     python -m tools.checkpoint list OUTPUT_DIR
     python -m tools.checkpoint export OUTPUT_DIR/checkpoints/update-000100 DIR
 
-A checkpoint is a directory of safetensors and JSON; format.py defines its contents, and reads it.
+A checkpoint is a directory of safetensors and JSON; format.py defines and reads its contents.
 """
 
 import argparse
@@ -38,9 +38,9 @@ from common.training.stop_signals import StopRequests
 
 
 class Checkpoints:
-    """Saves and resumes the run of one output directory; every method is called by all ranks together.
+    """Saves and resumes the run of an output directory. All ranks call each method together.
 
-    Errors of the disk are a UserError of one line, on all ranks.
+    A disk error raises a UserError of one line, on all ranks.
     """
 
     def __init__(self, args: argparse.Namespace, accelerator: Accelerator):
@@ -48,22 +48,22 @@ class Checkpoints:
         self.ranks = Agreement(accelerator, Path(args.output_dir))
         self.writer = Writer(self.ranks, accelerator.device, args.keep_last, args.keep_best)
         self.last_saved = -1  # update
-        self.steps = Steps()  # of the optimizer
+        self.steps = Steps()  # steps of the optimizer
         self.cannot = _cannot_save(accelerator)
         self.ranks.share_output_dir(args)
 
     def find(self, identity: dict[str, Any], size_flags: Iterable[str]) -> Reader | None:
-        """The newest checkpoint that its manifest confirms; None without --resume. A damaged one is told and passed.
+        """Returns the newest valid checkpoint, or None without --resume. Corrupted checkpoints are printed and skipped.
 
-        It takes the output directory first: a run that was asked to stop may still be writing its last checkpoint.
+        The output directory is locked first, because a stopping run may still be writing its last checkpoint.
 
-        Raises UserError: another process writes there, nothing to resume, a line for each thing that is not what the
-            run began with, or a state that cannot be saved.
+        Raises UserError: a different process writes there, nothing to resume, one line per difference to the start of
+        the run, or a state that cannot be saved.
         """
         is_asked = 0 < self.args.save_every <= self.args.num_updates or self.args.keep_best
         if self.cannot and (self.args.resume or is_asked):
             raise UserError(self.cannot)
-        wait_for_all()  # one may have tokenised for hours what others had in their caches
+        wait_for_all()  # a rank may have tokenised for hours, while the others had the result in their caches
         refuse_other_views(identity)
         self.identity = identity
         if not self.args.resume:
@@ -81,9 +81,9 @@ class Checkpoints:
         return reader
 
     def resume(self, reader: Reader | None, model: torch.nn.Module, optimizer: Any) -> None:
-        """Puts weights, optimizer, scaler and random states where the checkpoint has them; `reader` is `find`'s.
+        """Restores weights, optimizer, scaler and RNG states from a checkpoint; `reader` is the result of `find`.
 
-        Call it last before the loop: what draws random numbers after it would shift the stream.
+        Call it last before the loop, because random numbers drawn afterwards would change the RNG states.
         """
         self.steps = Steps(optimizer)
         if reader is not None:
@@ -95,13 +95,13 @@ class Checkpoints:
             self.last_saved = reader.manifest["update"]
 
     def start(self, *pretrained: Any, model: torch.nn.Module, **facts: Any) -> None:
-        """Takes the output directory for this run, and clears what killed saves left there.
+        """Locks the output directory for this run, and removes incomplete files of killed saves.
 
         Args:
-            pretrained: what the export needs besides the weights, each with a `save_pretrained`.
-            facts: go into every manifest.
+            pretrained: objects with `save_pretrained` that the export needs besides the weights.
+            facts: added to every manifest.
 
-        Raises UserError: another process writes there.
+        Raises UserError: a different process writes there.
         """
         self.facts = facts | {"architecture": class_name(without_wrapper(model))}
         generation = getattr(without_wrapper(model), "generation_config", None)
@@ -122,20 +122,20 @@ class Checkpoints:
         self.ranks.together(take, only_main=True)
 
     def news(self, stop: StopRequests) -> dict[str, float]:
-        """What the other ranks do not know: whether this one was asked to stop, or its save has failed or is written.
+        """Returns whether this rank has a request to stop, and whether its save has failed or is written.
 
-        It travels with the loss of an update (`reduce_update`), whose sums `update_done` takes. A
-        request or an end of a write that comes later in the update counts in the next one.
+        `reduce_update` sums these values over the ranks together with the loss, and `update_done` receives the sums. A
+        request, or the end of a write, that comes later in the update counts in the next update.
         """
-        written = self.writer.is_written()  # before `failed`: a write that ends now must not count as a good one
+        written = self.writer.is_written()  # before `failed`, so that a write that fails now does not count as written
         return {"asked": stop.asked, "failed": self.writer.failure() is not None, "written": written}
 
-    @record_function("checkpoint")  # its name in a trace
+    @record_function("checkpoint")  # name in a profiler trace
     def update_done(self, state: TrainingState, model: torch.nn.Module, optimizer: Any, news: dict[str, float]) -> bool:
-        """Ends an update: a checkpoint where one is due. True if any rank was asked to stop; it is complete then.
+        """Ends an update: saves a checkpoint if due. True if any rank has a request to stop; it is then complete.
 
         Due: every --save_every updates, on a request to stop, and with --keep_best at each new lowest validation loss.
-        news: `news` summed over the ranks, so that all of them do the same.
+        news: `news` summed over the ranks, so that all ranks act the same.
         """
         if news["failed"]:
             self.ranks.raise_first(self.writer.failure())
@@ -150,17 +150,17 @@ class Checkpoints:
         return news["asked"] > 0
 
     def save(self, state: TrainingState, model: torch.nn.Module, optimizer: Any, in_place: bool = False) -> None:
-        """Copies the state, and starts to write it; call it between two updates only.
+        """Copies the state and starts to write it; call it only between two updates.
 
-        in_place: without the copy and its memory; the call waits until it is written.
+        in_place: write without a copy, which saves its memory; the call returns when the state is written.
 
-        Raises UserError: the disk has no room for it, or refused the one before; a part of the state would be missing.
+        Raises UserError: the disk is full, the previous save failed, or a part of the state would be missing.
         """
         if state.update == self.last_saved:
             return
         if self.cannot:
             raise UserError(self.cannot)
-        self.writer.finish()  # one at a time
+        self.writer.finish()  # one save at a time
         whole = (self.accelerator, model, optimizer)
         holders = layouts.holders(*whole)
         problem = next(OptimizerState(optimizer).problems(holders, self.steps), None)
@@ -198,17 +198,16 @@ class Checkpoints:
         self.last_saved = state.update
 
     def training_done(self, state: TrainingState, model: torch.nn.Module, optimizer: Any) -> None:
-        """After the last update: a checkpoint of the end, for a run that dies before its model is written."""
+        """Saves a checkpoint after the last update, in case the run dies before its model is written."""
         with pause(state.training, SAVING) if self.args.save_every or self.args.keep_best else nullcontext():
             if self.args.save_every and not self.cannot:
                 self.save(state, model, optimizer, in_place=True)
             self.writer.finish()
 
     def best_at_end(self, state: TrainingState, model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
-        """With --keep_best, the best checkpoint as the run's results name it; call it after `training_done`.
+        """Returns the best checkpoint for the run's results, {} without --keep_best; call it after `training_done`.
 
-        With --load_best_at_end the model has its weights from here on: they are measured and written in the place of
-        the last ones.
+        With --load_best_at_end, loads its weights, which are then evaluated and written instead of the last weights.
         """
         if not self.args.keep_best:
             return {}
@@ -219,7 +218,7 @@ class Checkpoints:
         path = find_best(found.items())
         while (
             load_best and path and not resume.is_sound(path, found[path], self.ranks)
-        ):  # to name it, nobody need read it
+        ):  # only a checkpoint that is loaded must be valid
             del found[path]
             path = find_best(found.items())
         if path is None:
@@ -230,13 +229,14 @@ class Checkpoints:
         facts = {"checkpoint": str(path), "loss": best["validation_loss"]}
         facts["is_model"] = load_best or best["update"] == state.update
         lowest = state.best_validation_loss
-        if lowest is not None and lowest < best["validation_loss"]:  # measured without --keep_best, or damaged since
+        # Its loss was measured without --keep_best, or it was corrupted since.
+        if lowest is not None and lowest < best["validation_loss"]:
             facts["lowest_measured"] = lowest
         return {"best": facts}
 
 
 def _cannot_save(accelerator: Accelerator) -> str | None:
-    """Why this run's state cannot be saved, or None."""
+    """Returns the reason why this run's state cannot be saved, or None."""
     plugin = accelerator.deepspeed_plugin
     if plugin is None:
         return None
@@ -252,7 +252,7 @@ def _cannot_save(accelerator: Accelerator) -> str | None:
 
 
 def _scaler_state(accelerator: Accelerator, optimizer: Any) -> dict[str, Any]:
-    """The loss scale of fp16 and its counts, Accelerate's or DeepSpeed's; empty for other precisions."""
+    """Returns the loss scale of fp16 and its counters, from Accelerate or DeepSpeed; {} for other precisions."""
     if accelerator.scaler is not None:
         return accelerator.scaler.state_dict()
     scaler = getattr(getattr(optimizer, "optimizer", None), "loss_scaler", None)

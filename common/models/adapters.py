@@ -1,4 +1,4 @@
-"""The flags of an adapter on a frozen base model, and the model that they name; `models.lora` adds the adapter."""
+"""Flags of an adapter on a frozen base model, and the model that they configure; `models.lora` adds the adapter."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,16 +13,16 @@ from common.training.process_grid import Degrees
 from common.training.recipe_traits import Arguments
 
 QUANTIZED = {"nf4": "NF4 (arXiv:2305.14314), 4.13 bits per weight"}
-FLAGS = ("lora_alpha", "lora_targets", "lora_dropout", "use_dora", "use_rslora", "quantize")  # beside --lora_rank
+FLAGS = ("lora_alpha", "lora_targets", "lora_dropout", "use_dora", "use_rslora", "quantize")  # besides --lora_rank
 
 
 def is_asked(args: Arguments) -> bool:
-    """Whether an adapter is to be trained."""
+    """Returns whether an adapter is trained."""
     return args.shared("lora_rank") is not None
 
 
 def check(args: Arguments, degrees: Degrees) -> Iterator[str]:
-    """A line for each flag of an adapter that does not go with the others, or with the launch."""
+    """Yields a line for each adapter flag that conflicts with other flags or with the launch."""
     if is_asked(args):
         if degrees.tensor > 1:
             yield "--lora_rank: matrices that are divided among processes have no adapter; take another config"
@@ -37,24 +37,24 @@ def check(args: Arguments, degrees: Degrees) -> Iterator[str]:
 
 
 def flags(args: Arguments) -> tuple[str, ...]:
-    """Names of the flags that an update of an adapter depends on."""
+    """Returns the names of the flags that affect an update of an adapter."""
     return ("lora_rank", *FLAGS) if is_asked(args) else ()
 
 
 def with_default_alpha(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with the alpha that a run without --lora_alpha has."""
+    """Returns the settings, with the default alpha if --lora_alpha is not set."""
     if not settings.get("lora_rank"):
         return settings
     return settings | {"lora_alpha": settings.get("lora_alpha") or 2 * settings["lora_rank"]}
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Whether an adapter is trained beside the model's frozen weights."""
+    """Returns whether an adapter is trained next to the model's frozen weights."""
     return bool(getattr(model, "peft_config", None))
 
 
 def base_options(args: Arguments) -> dict[str, Any]:
-    """What `build_model` is given for the frozen base of an adapter; nothing for a model that is trained whole."""
+    """Returns the arguments of `build_model` for the frozen base of an adapter; {} if the full model is trained."""
     if args.shared("quantize"):
         from common.models import quantization
 
@@ -63,7 +63,7 @@ def base_options(args: Arguments) -> dict[str, Any]:
 
 
 def build_base(args: Arguments, config: PreTrainedConfig, model_class: Any = AutoModelForCausalLM) -> PreTrainedModel:
-    """The model that the flags name, in the precision of --quantize, with the adapter of --lora_rank if one is asked.
+    """Returns the model that the flags select, in the precision of --quantize, with the adapter of --lora_rank if set.
 
     Raises UserError: as `build_model` and `with_adapter`.
     """
@@ -72,7 +72,7 @@ def build_base(args: Arguments, config: PreTrainedConfig, model_class: Any = Aut
 
 
 def empty_base(args: Arguments, config: PreTrainedConfig, model_class: Any) -> PreTrainedModel:
-    """The same without data, on the `meta` device; its frozen layers are not in 4 bits."""
+    """Returns the same model without data, on the `meta` device; its frozen layers are not quantised."""
     return with_adapter(args, empty_model(config, args.trust_remote_code, model_class))
 
 
@@ -86,14 +86,14 @@ def with_adapter(args: Arguments, model: PreTrainedModel, new_weights: list[str]
 
 
 def number_of(weight: Tensor) -> int:
-    """How many numbers a parameter has, also if ZeRO-3 has cut it while the model was made, or it is in 4 bits."""
+    """Returns the number of elements of a parameter, even if ZeRO-3 has partitioned it or it is in 4 bits."""
     if getattr(weight, "quant_state", None) is not None:
         return weight.quant_state.shape.numel()
     return getattr(weight, "ds_numel", weight.numel())
 
 
 def describe_frozen(args: Arguments) -> str:
-    """What the frozen weights under an adapter are in, to follow the precision in the first printed block."""
+    """Returns the precision of the frozen weights under an adapter, to follow the precision in the run summary."""
     if not is_asked(args):
         return ""
     dtype = str(narrow_dtype() or "").removeprefix("torch.")

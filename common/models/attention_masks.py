@@ -17,7 +17,7 @@ from common.internals.transformers import expect_unpacked_rows
 
 
 def decide_on_the_host() -> None:
-    """From now on transformers' masks, of SDPA and of eager attention, depend on shapes alone; in this process."""
+    """Makes the masks of SDPA and eager attention depend only on shapes, for all transformers models of a process."""
     expect_unpacked_rows()
     AttentionMaskInterface.register("sdpa", partial(_mask, masking_utils.sdpa_mask, True))
     AttentionMaskInterface.register("eager", partial(_mask, masking_utils.eager_mask, False))
@@ -34,9 +34,12 @@ def _mask(
     allow_is_bidirectional_skip: bool = False,
     **given: Any,
 ) -> torch.Tensor | None:
-    """None where all tokens see all others, or by the flag all before them; else bool or float (B, 1, Q, KV)."""
+    """Returns the mask, bool or float (B, 1, Q, KV).
+
+    None if all tokens attend to all others, or, with `has_causal_flag`, to all previous tokens.
+    """
     given |= {"q_length": q_length, "kv_length": kv_length, "local_size": local_size}
-    if attention_mask is not None:  # there is padding: no look is needed
+    if attention_mask is not None:  # there is padding, so the mask needs no check
         return make(attention_mask=attention_mask, **given | {"allow_is_causal_skip": False})
     is_whole = local_size is None or kv_length < local_size
     is_causal = has_causal_flag and given.get("allow_is_causal_skip", True) and q_length == kv_length

@@ -18,15 +18,15 @@ from common.models.untrained import gathered
 from common.training.batching import Collate, Samples
 from common.training.recipe_traits import Arguments
 
-HEAD = "ForSequenceClassification"  # how transformers' classes end that have a head for labels
-# A new head starts at random beside weights that need small steps: DeepLab (arXiv:1606.00915) trains its last layer at
-# 10 times the rate of the pretrained ones.
+HEAD = "ForSequenceClassification"  # suffix of transformers' classes with a head for labels
+# A new head starts at random next to weights that need small steps. DeepLab (arXiv:1606.00915) trains its last layer at
+# 10 times the learning rate of the pretrained layers.
 HEAD_RATIO = 10
 HEAD_RATE_HELP = f"peak learning rate of a new head (default: {HEAD_RATIO} x --learning_rate, with an adapter the same)"
 
 
 def resolve_head_rate(args: Arguments, is_new: bool) -> None:
-    """Fills in --head_learning_rate if the head is new.
+    """Sets the default of --head_learning_rate if the head is new.
 
     Raises UserError: the flag has no effect, because the model keeps its head or has no pretrained weights.
     """
@@ -40,11 +40,12 @@ def resolve_head_rate(args: Arguments, is_new: bool) -> None:
 def choose_labels(
     config: PreTrainedConfig, names: list[str] | None, new_head: bool, classes: list[str] | None = None
 ) -> list[str] | None:
-    """The labels that a pretrained model's head is to have: its own, if they hold the data's, else the data's.
+    """Returns the labels for a pretrained model's head: its own labels if they include the data's, else the data's.
 
-    classes: the data's in the order of their numbers, where they have such: those of a head without names.
+    classes: labels of the data in the order of their numbers, if the data numbers them; used for a head without names.
 
-    Raises UserError: the model has a head for other labels and is to keep it, or has none and is to replace it.
+    Raises UserError: the model has a head for different labels and must keep it, or `new_head` is set and it has no
+    head.
     """
     has_head = any(name.endswith(HEAD) for name in config.architectures or ())
     if new_head and not has_head:
@@ -68,18 +69,21 @@ def choose_labels(
 
 
 def set_labels(config: PreTrainedConfig, names: list[str] | None, label_column: str, pad_token_id: int) -> None:
-    """Writes into the configuration what the head is to be, and the padding that a decoder has to recognise."""
+    """Sets labels, problem type and padding token in the configuration; a decoder uses the token to detect padding."""
     config.id2label = dict(enumerate(names or [label_column]))
     config.label2id = {name: number for number, name in config.id2label.items()}
     config.problem_type = "regression" if names is None else "single_label_classification"
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
-        part.pad_token_id = pad_token_id  # a decoder's answer stands at its last token that is none
+        part.pad_token_id = pad_token_id  # a decoder's output is read at its last token without padding
         if hasattr(part, "use_cache"):
-            part.use_cache = False  # of keys and values, for writing text
+            part.use_cache = False  # the cache of keys and values is for generation only
 
 
 def find_inputs(model: PreTrainedModel) -> tuple[str, ...]:
-    """Which tensors the model takes beside `input_ids`. (Some tokenizers tell of token types that a model has not.)"""
+    """Returns the tensors that the model accepts besides `input_ids`.
+
+    Some tokenizers return token types although the model has a single type.
+    """
     accepted = inspect.signature(model.forward).parameters
     inputs = ["attention_mask"] if "attention_mask" in accepted else []
     if "token_type_ids" in accepted and getattr(model.config, "type_vocab_size", 0) > 1:
@@ -89,10 +93,10 @@ def find_inputs(model: PreTrainedModel) -> tuple[str, ...]:
 
 @torch.no_grad()
 def check_padding(model: torch.nn.Module, collate: Collate, samples: Samples, accelerator: Accelerator) -> None:
-    """Whether the shortest text has the same logits by itself and padded; call it on all ranks, after `prepare`.
+    """Checks that the shortest text has the same logits alone and padded; call it on all ranks, after `prepare`.
 
-    Raises UserError: it has not, as with a model that reads its answer at the last token, padding or not. An update
-    would then depend on how its global batch is cut.
+    Raises UserError: the logits differ, for example if the model reads its output at the last token even if this is
+    padding. An update would then depend on the split of its global batch.
     """
     if are_imagined():
         return
@@ -116,9 +120,9 @@ def check_padding(model: torch.nn.Module, collate: Collate, samples: Samples, ac
 
 
 def choose_classes(config: PreTrainedConfig, classes: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
-    """The data's classes in the order of a pretrained model's head, and whether it needs a new head for them.
+    """Returns the data's classes in the order of a pretrained model's head, and whether the model needs a new head.
 
-    It keeps its own where that is for the same names. LABEL_0, LABEL_1, ... are no names: they stand for numbers.
+    The model keeps its head if both have the same names. LABEL_0, LABEL_1, ... stand for numbers.
     """
     own = tuple(config.id2label[number] for number in range(config.num_labels))
     if own == tuple(f"LABEL_{number}" for number in range(len(own))):
@@ -134,17 +138,19 @@ def build_classifier(
     new_head: bool,
     **options: Any,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """A model with a head for `config`'s labels, and the names of the weights of a pretrained one that start at random.
+    """Returns a model with a head for `config`'s labels, and the names of its randomly initialised weights.
 
-    new_head: the checkpoint's head is of other labels, as many or not; else it is kept, if there is one.
-    options: more of its `from_pretrained`.
+    The names are empty for a model from scratch.
+    new_head: replace the checkpoint's head even if its number of labels is the same; otherwise an existing head is
+    kept.
+    options: further arguments of `from_pretrained`.
     """
     if name_or_path is None:
         return build_model(config, None, trust_remote_code, model_class), []
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": new_head}
     model, loaded = build_model(config, name_or_path, trust_remote_code, model_class, **options)
     new_weights = {*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])}
-    if new_head:  # one for as many labels fits, and was loaded
+    if new_head:  # a head with the same number of labels fits, and was loaded
         kept = set(_head_parameters(config, trust_remote_code, model_class)) - new_weights
         _draw_again(model, kept)
         new_weights |= kept
@@ -153,11 +159,11 @@ def build_classifier(
 
         layers = quantization.unquantize_new(model, new_weights)
         _draw_again(model, {f"{layer}.weight" for layer in layers})
-    return model, decided_once(lambda: sorted(new_weights))  # by the ranks that have read the files
+    return model, decided_once(lambda: sorted(new_weights))  # decided by the ranks that have read the files
 
 
 def _head_parameters(config: PreTrainedConfig, trust_remote_code: bool, model_class: Any) -> list[str]:
-    """The parameters whose shape follows from the number of labels."""
+    """Returns the names of the parameters whose shape depends on the number of labels."""
     larger, shapes = copy.deepcopy(config), []
     larger.num_labels = config.num_labels + 1
     for one in (config, larger):
@@ -168,7 +174,7 @@ def _head_parameters(config: PreTrainedConfig, trust_remote_code: bool, model_cl
 
 
 def _draw_again(model: PreTrainedModel, names: set[str]) -> None:
-    """Random weights, as of a new model, in the layers that these parameters belong to."""
+    """Initialises the layers of these parameters at random, as in a new model."""
     for layer in sorted({name.rpartition(".")[0] for name in names}):
         module = model.get_submodule(layer)
         with gathered(list(module.parameters(recurse=False)), modifier_rank=0):
@@ -176,6 +182,6 @@ def _draw_again(model: PreTrainedModel, names: set[str]) -> None:
 
 
 def describe_new_weights(head: list[str], head_learning_rate: float | None) -> dict[str, str]:
-    """A line of the first printed block, if there are any."""
+    """Returns a line of the run summary, if there are new weights."""
     rate = f", learning rate {head_learning_rate:g}" if head_learning_rate else ""
     return {"new head": f"{shorten(head)} start at random{rate}"} if head else {}

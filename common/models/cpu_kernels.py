@@ -25,20 +25,22 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from common.internals.torch import replace_parameters
 from common.training.precision import autocast_dtype, without_autocast
 
-# Of queries and keys. What is kept for the backward grows with its square: here about as much as all else of a layer.
+# In queries or keys. The memory kept for the backward pass grows with its square. At this length, it is about as large
+# as that of the rest of a layer.
 LONGEST_ROW = 512
-# Arguments of attention that only transformers' own function knows, or refuses.
+# Attention arguments that transformers' own function supports or rejects.
 SPECIAL = ("cache", "output_attentions", "softcap")
 
 
 def use_cpu_kernels(model: PreTrainedModel) -> None:
-    """Lets `model` compute so, and for attention every other model of this process that asks for "sdpa"."""
+    """Makes `model` use these kernels; the attention applies to all models of this process with "sdpa" attention."""
     AttentionInterface.register("sdpa", attention)
     is_ours = {}
     for module in model.modules():
         if type(module) is nn.Dropout:
             module.forward = MethodType(_dropout_forward, module)
-        kind = type(module), _parameters_of(module), _eps(module)  # norms of one class may differ in having a weight
+        # Norms of the same class may differ in whether they have a weight.
+        kind = type(module), _parameters_of(module), _eps(module)
         if kind not in is_ours:
             is_ours[kind] = _is_root_mean_square_norm(module)
         if is_ours[kind]:
@@ -57,15 +59,16 @@ def attention(
     position_bias: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers' interface has it; all but short rows in bf16 on a CPU is left to its own "sdpa".
+    """Computes attention with the signature of transformers' interface.
 
+    Transformers' own "sdpa" computes everything except short rows in bf16, or in float32 with dropout, on a CPU.
     Shapes: query (B, H, Q, D), key and value (B, H / n, K, D), attention_mask bool or float (B or 1, 1 or H, Q, K),
-    position_bias (B or 1, H, Q, K), added to the scores; the result is (B, Q, H, D).
+    position_bias (B or 1, H, Q, K), which is added to the scores. The result is (B, Q, H, D).
     """
     dtype = autocast_dtype(query.device) or query.dtype
     causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     (num_rows, num_heads, num_queries, _), (_, num_key_heads, num_keys, _) = query.shape, key.shape
-    pays = dtype == torch.bfloat16 or dtype == torch.float32 and dropout  # SDPA's kernel for CPUs has no dropout
+    pays = dtype == torch.bfloat16 or dtype == torch.float32 and dropout  # SDPA's CPU kernel does not support dropout
     is_ours = query.device.type == "cpu" and pays and max(num_queries, num_keys) <= LONGEST_ROW
     is_special = causal and num_queries != num_keys or any(others.get(name) for name in SPECIAL)
     if not is_ours or is_special:
@@ -77,7 +80,7 @@ def attention(
         scaling = query.shape[-1] ** -0.5
     with without_autocast(query.device):
         query, key, value = (x.to(dtype) for x in (query, key, value))
-        # Heads that share a key are more queries of that key, which need not be repeated.
+        # Heads that share a key are computed as more queries of this key, so that it is not repeated.
         shape = (num_rows * num_key_heads, num_heads // num_key_heads * num_queries)
         query, key, value = query.reshape(*shape, -1), key.flatten(0, 1), value.flatten(0, 1)
         bias = _bias(query, (num_queries, num_keys), attention_mask, position_bias, causal)
@@ -86,7 +89,7 @@ def attention(
         else:
             bias = bias.expand(num_rows, num_heads, -1, -1).reshape(*shape, num_keys)
             scores = torch.baddbmm(bias, query, key.mT, alpha=scaling)
-        weights = scores.softmax(-1)  # sums in float32
+        weights = scores.softmax(-1)  # accumulates in float32
         output = torch.bmm(fast_dropout(weights, dropout) if dropout else weights, value)
         return output.view(num_rows, num_heads, num_queries, -1).transpose(1, 2).contiguous(), None
 
@@ -94,8 +97,8 @@ def attention(
 def _bias(
     query: Tensor, shape: tuple[int, int], mask: Tensor | None, position_bias: Tensor | None, causal: bool
 ) -> Tensor | None:
-    """What is added to the scores, (B or 1, H or 1, Q, K) in the query's type; None for nothing."""
-    least = torch.finfo(query.dtype).min  # not -inf: a row without anything to see is no NaN
+    """Returns the bias of the scores, (B or 1, H or 1, Q, K) in the query's dtype; None if there is none."""
+    least = torch.finfo(query.dtype).min  # not -inf, because a fully masked row would become NaN
     if causal:
         mask = query.new_full(shape, least).triu(1)[None, None]
     elif mask is not None and mask.dtype == torch.bool:
@@ -109,9 +112,10 @@ def _bias(
 
 
 def fast_dropout(x: Tensor, probability: float) -> Tensor:
-    """`x` with each element zero with this probability, to 1 in 65,536, the others scaled so that its mean stays.
+    """Returns `x` with elements zeroed with this probability, and the others scaled to keep the mean.
 
-    Draws from torch's generator, as its own dropout does, though other numbers.
+    The probability is rounded to a multiple of 1 / 65,536. The random numbers are from torch's generator, as those of
+    torch's dropout, but differ from them.
     """
     threshold = min(round(probability * 2**16), 2**16 - 1)
     draws = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
@@ -126,24 +130,24 @@ def _dropout_forward(dropout: nn.Dropout, x: Tensor) -> Tensor:
 
 
 def _is_root_mean_square_norm(module: nn.Module) -> bool:
-    """Whether the module is `weight * x / sqrt(mean(x**2) + eps)` (Zhang and Sennrich, 2019, arXiv:1910.07467)."""
+    """Returns whether this is `weight * x / sqrt(mean(x**2) + eps)` (Zhang and Sennrich, 2019, arXiv:1910.07467)."""
     given, eps = _parameters_of(module), _eps(module)
     if given != ("weight",) or module.weight.ndim != 1 or eps is None or list(module.children()):
         return False
-    if len(inspect.signature(type(module).forward).parameters) != 2:  # itself and x: no gate
+    if len(inspect.signature(type(module).forward).parameters) != 2:  # only self and x, so there is no gate
         return False
-    generator = torch.Generator().manual_seed(0)  # no draw of the run's own random numbers
+    generator = torch.Generator().manual_seed(0)  # a separate generator leaves the run's random numbers unchanged
     x, weight = torch.randn(2, 4, len(module.weight), generator=generator, device="cpu").split([3, 1], dim=1)
     weight = weight[0, 0]
     try:
         with torch.no_grad(), without_autocast(x.device), replace_parameters(module, {"weight": weight}):
             return torch.allclose(type(module).forward(module, x), _RootMeanSquareNorm.apply(x, weight, eps, x.dtype))
-    except Exception:  # whatever a foreign forward raises: a module of other inputs
+    except Exception:  # a forward with different inputs may raise any error
         return False
 
 
 def _parameters_of(module: nn.Module) -> tuple[str, ...]:
-    """The names of the module's own parameters."""
+    """Returns the names of the module's own parameters."""
     return tuple(name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False))
 
 
@@ -160,7 +164,7 @@ def _norm_forward(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 class _RootMeanSquareNorm(torch.autograd.Function):
-    """Shapes: x (..., D) and weight (D,), both float32; the result is (..., D) of `dtype`."""
+    """Root mean square norm. Shapes: x (..., D) and weight (D,), both float32; the result is (..., D) of `dtype`."""
 
     @staticmethod
     def forward(ctx, x, weight, eps, dtype):
@@ -176,5 +180,6 @@ class _RootMeanSquareNorm(torch.autograd.Function):
         size, gradient = x.shape[-1], gradient.to(x.dtype)
         products = (gradient * x).view(-1, size)
         of_weight = products.t().mv(scale.flatten())
-        slope = products.mv(weight).view_as(scale).mul_(scale**3).div_(-size)  # the derivative of `scale`, by x
+        # Gradient through `scale`, before the factor x.
+        slope = products.mv(weight).view_as(scale).mul_(scale**3).div_(-size)
         return (gradient * weight).mul_(scale).addcmul_(x, slope), of_weight, None, None

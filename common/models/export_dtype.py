@@ -7,11 +7,11 @@ import torch
 from safetensors import safe_open
 
 EXPORT_DTYPES = ("float32", "bfloat16")
-DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # of safetensors
+DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # names in safetensors files
 
 
 def cast(weights: dict[str, torch.Tensor], dtype: str | None) -> dict[str, torch.Tensor]:
-    """The weights in a precision, None for their own; what is of whole numbers stays, and what is shared stays so."""
+    """Returns the weights in a dtype; None: unchanged. Integer tensors keep their dtype, shared tensors stay shared."""
     if dtype is None:
         return weights
     made: dict[tuple, torch.Tensor] = {}
@@ -23,7 +23,7 @@ def cast(weights: dict[str, torch.Tensor], dtype: str | None) -> dict[str, torch
 
 
 def note(config_file: Path, dtype: str | None) -> None:
-    """Makes a model's config.json, and the configurations within, name the precision; None leaves it."""
+    """Sets the dtype in a model's config.json and in its nested configurations; None: unchanged."""
 
     def named(config: dict) -> dict:
         config = {key: named(value) if isinstance(value, dict) else value for key, value in config.items()}
@@ -35,11 +35,11 @@ def note(config_file: Path, dtype: str | None) -> None:
 
 
 def describe(directory: Path) -> str:
-    """Precision and size of the weights that a directory has, in words."""
+    """Returns a description of the dtype and size of the weights in a directory."""
     paths, found = sorted(directory.glob("*.safetensors")), set()
     for path in paths:
         with safe_open(path, "pt") as file:
-            found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  it is no dict
+            found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  it is not a dict
     names = [DTYPE_NAMES[kind] for kind in sorted(found & DTYPE_NAMES.keys())]
     size = sum(path.stat().st_size for path in paths) / 1e6
     return f"{' and '.join(names)}, {size:,.{0 if size >= 100 else 1}f} MB"

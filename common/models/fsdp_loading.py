@@ -1,4 +1,4 @@
-"""Shards the weights of the main process over the ranks of FSDP2: every other rank receives its shards only."""
+"""Shards the weights of the main process over the ranks of FSDP2. Each other rank receives only its shards."""
 
 from typing import Any
 
@@ -15,9 +15,9 @@ from common.models.single_copy import decided_once
 def prepare(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, weights: dict[str, torch.Tensor]
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """`accelerator.prepare` of a model whose weights only the main process holds; call it on all ranks together."""
+    """Applies `accelerator.prepare` to a model whose weights only the main process holds; call it on all ranks."""
     tied, groups, buffers, generation = decided_once(lambda: _describe(model, optimizer))
-    if generation is not None:  # of the files that only the main process has read
+    if generation is not None:  # from the files, which only the main process has read
         model.generation_config = generation
     empty = _empty(model, tied, buffers)
     for group, names in zip(optimizer.param_groups, groups, strict=True):
@@ -25,7 +25,8 @@ def prepare(
     plugin = accelerator.state.fsdp_plugin
     plugin.cpu_ram_efficient_loading = False
     try:
-        model, optimizer = accelerator.prepare(model, optimizer)  # cuts what is empty, and so copies nothing
+        # Shards parameters without data, which copies no values.
+        model, optimizer = accelerator.prepare(model, optimizer)
     finally:
         plugin.cpu_ram_efficient_loading = True
     _give_shards(model, tied, weights, to_host=isinstance(plugin.cpu_offload, CPUOffloadPolicy))
@@ -38,10 +39,10 @@ def prepare(
 def _describe(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, str], list[list[str]], dict[str, torch.Tensor], Any]:
-    """What a rank without weights does not know, or knows otherwise.
+    """Returns the properties of the model that a rank without weights does not know, or knows differently.
 
-    Under which name each parameter comes first (tied ones have several), the optimizer's groups, the buffers, and how
-    the model generates, if it can.
+    These are the first name of each parameter (tied parameters have several names), the optimizer's groups, the
+    buffers, and any generation config.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     tied = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
@@ -51,7 +52,7 @@ def _describe(
 
 
 def _empty(model: nn.Module, tied: dict[str, str], buffers: dict[str, torch.Tensor]) -> dict[str, nn.Parameter]:
-    """Takes the parameters' data out of the model, gives it the buffers; the parameters by name, tied ones once."""
+    """Moves the parameters to the meta device and sets the buffers; returns the parameters by name, tied ones once."""
     empty: dict[str, nn.Parameter] = {}
     for prefix, module in model.named_modules():
         prefix += "." if prefix else ""
@@ -65,14 +66,14 @@ def _empty(model: nn.Module, tied: dict[str, str], buffers: dict[str, torch.Tens
 
 @torch.no_grad()
 def _give_shards(model: nn.Module, tied: dict[str, str], weights: dict[str, torch.Tensor], to_host: bool) -> None:
-    """Gives each rank its part of each parameter, one after the other; empties `weights`, the main process's."""
+    """Sends each rank its shard of each parameter, one parameter at a time; empties the main process's `weights`."""
     shards: dict[str, nn.Parameter] = {}
     shares = model.shares.of if hasattr(model, "shares") else {}
     for name, p in model.named_parameters():
         device, share = p.device_mesh.device_type, shares.get(name)
         shape = share.shape if share else p.shape
         whole = weights.pop(name).to(device) if weights else torch.empty(shape, dtype=p.dtype, device=device)
-        if share:  # the ranks that have other parts of it are not in the mesh of these
+        if share:  # the mesh contains only ranks with the same part of this parameter
             dist.broadcast(whole, src=0)
             whole = whole if share.dim is None else whole.narrow(share.dim, share.start, p.shape[share.dim])
         shard = distribute_tensor(whole, p.device_mesh, p.placements)

@@ -25,7 +25,7 @@ def load_config(
 ) -> PreTrainedConfig:
     """Returns the configuration of a pretrained model of an Auto class: a local directory or a hub name.
 
-    Raises UserError: there is none, or `model_class` has no model of its type.
+    Raises UserError: the model does not exist, or `model_class` does not support its type.
     """
     from common.models import pretrained
 
@@ -33,16 +33,16 @@ def load_config(
 
 
 def check_model(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> Iterator[str]:
-    """One line for each way in which tokenizer and sequence length do not fit the model."""
+    """Yields one line per mismatch of tokenizer or sequence length with the model."""
     text = config.get_text_config()
-    rows = getattr(text, "vocab_size", None)  # CANINE hashes characters: it has no vocabulary
+    rows = getattr(text, "vocab_size", None)  # CANINE hashes characters and has no vocabulary
     if rows and len(tokenizer) > rows:
         yield (
             f"the tokenizer has {len(tokenizer)} tokens, but the model's embedding has {rows} rows: take "
             "the model's own tokenizer, or resize the embedding (model.resize_token_embeddings) and save the model"
         )
-    # `max_position_embeddings` also names GPT-2's n_positions and the like; a model without positions has neither, or
-    # says -1 (XLNet).
+    # `max_position_embeddings` is also an alias of GPT-2's n_positions and similar names. A model without positions
+    # does not have it, or sets it to -1 (XLNet).
     positions = getattr(text, "max_position_embeddings", None)
     if positions and 0 < positions < sequence_length:
         yield (
@@ -51,10 +51,11 @@ def check_model(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, se
 
 
 def attention_length(config: PreTrainedConfig) -> float:
-    """The length of a row at which its attention costs as much as all else; infinite for a model without attention.
+    """Returns the row length at which attention costs as much as the rest of the model; infinite without attention.
 
-    In a layer of width d, linear maps take about 12 d² multiplications a token (Llama's shape, or a MLP of 4 d), and
-    attention 2 d for each token that it looks at; it computes those to come as well, or is half as fast.
+    In a layer of width d, linear maps need about 12 d² multiplications per token (an MLP of width 4 d, or Llama's
+    shape). Attention needs 2 d for each token attended to. It also computes the masked future tokens, or runs at half
+    the speed.
     """
     text = config.get_text_config()
     is_attending = getattr(text, "num_attention_heads", None) and getattr(text, "hidden_size", None)
@@ -69,18 +70,18 @@ def build_model(
     frozen_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> PreTrainedModel:
-    """The model in float32 (torch's default dtype): loaded from `name_or_path`, or with random weights from `config`.
+    """Returns the model in float32 (torch's default dtype), loaded from `name_or_path` or with random weights.
 
-    Weights saved in half precision are loaded as float32 too, since the optimizer's small steps would be lost in
-    them; the precision of the matrix products is Accelerate's business. Attention is SDPA where the model has it.
-    Under FSDP2 a process other than the main one makes a model without data, for `loading.prepare` to fill.
+    Weights saved in half precision are loaded as float32 too, because the optimizer's small steps would be lost in half
+    precision. Accelerate sets the precision of the matmuls. Attention is SDPA if the model supports it. Under FSDP2, a
+    process other than the main process builds a model without data, which `fsdp_loading.prepare` fills.
 
     Args:
         model_class: an Auto class, or a model's own class.
-        frozen_dtype: what pretrained matrices are read in, if they are not to be trained; None: float32.
-        options: more of its `from_pretrained`, such as `ignore_mismatched_sizes`.
+        frozen_dtype: dtype of pretrained matrices that are not trained; None: float32.
+        options: further arguments of `from_pretrained`, such as `ignore_mismatched_sizes`.
 
-    Raises UserError: there are no weights, they cannot be read, or they are of other shapes than the configuration's.
+    Raises UserError: the weights are missing or unreadable, or their shapes differ from those in the configuration.
     """
     if name_or_path is not None and not single_copy.holds_weights():
         model = build_untrained(copy.deepcopy(config), trust_remote_code, model_class).eval()
@@ -109,14 +110,14 @@ def build_model(
 def describe_use(
     model: PreTrainedModel, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, end_tokens: list[int]
 ) -> None:
-    """Writes into what is saved beside the weights how the model is to be used: where it stops, how much it takes.
+    """Sets the end tokens and the maximum length in the files that are saved with the weights.
 
     Args:
-        end_tokens: those that it is taught to end with, the most frequent one first. What it had been told to stop at
-            before stays, where that is a special token of this tokenizer. Empty: there is none, and nothing changes.
+        end_tokens: tokens that the model is trained to end with, the most frequent first. Its previous end tokens are
+            kept if they are special tokens of this tokenizer. Empty: the end tokens stay unchanged.
     """
     generation, text = getattr(model, "generation_config", None), config.get_text_config()
-    # from_pretrained gives the model a copy of the configuration.
+    # The model has its own copy of the configuration, made by from_pretrained.
     parts = [config, text, model.config, model.config.get_text_config(), generation] if end_tokens else []
     for part in {id(part): part for part in parts if part is not None}.values():
         before = getattr(part, "eos_token_id", None)
@@ -129,7 +130,7 @@ def describe_use(
 
 @torch.no_grad()
 def write_sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: Samples) -> str:
-    """Text that the model writes after the beginning of the first sample; in one process, which has it whole."""
+    """Returns text that the model generates after the start of the first sample; requires the full model."""
     if running().sequence > 1:
         from common.parallel import sequence
 
@@ -146,8 +147,8 @@ def write_sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sam
         temperature=0.8,
         top_p=0.95,
         attention_mask=torch.ones_like(input_ids),
-        remove_invalid_values=True,  # of weights that have become NaN
-        # What the model's own generation_config.json may ask for: text to stop at, several texts, more than tokens.
+        remove_invalid_values=True,  # in case the weights are NaN
+        # The model's generation_config.json may set stop strings, several texts, or outputs besides tokens.
         tokenizer=tokenizer,
         num_return_sequences=1,
         return_dict_in_generate=False,

@@ -18,19 +18,20 @@ from common.training.precision import is_deepspeed, is_fsdp, narrow_dtype
 def add_adapter(
     args: argparse.Namespace, alpha: float, model: PreTrainedModel, new_weights: list[str] | None = None
 ) -> PreTrainedModel:
-    """The model, frozen, with the adapter of --lora_rank beside its matrices.
+    """Returns the model, frozen, with the adapter of --lora_rank next to its matrices.
 
-    A step 0 is the base's: B begins at zero. The adapter is in float32; frozen matrices are in the precision that
-    computes, which a float32 copy would be cast to in each product.
+    At step 0, the output is that of the base, because B starts at zero. The adapter is in float32. Frozen matrices are
+    in the dtype of the matmuls, because each matmul would cast a float32 copy.
 
-    new_weights: names of those that the pretrained model did not have; their layers are trained whole.
+    new_weights: names of the weights that the pretrained model did not have; their layers are trained in full.
 
-    Raises UserError: a target is no layer of the model, or none that peft can adapt.
+    Raises UserError: a target is not a layer of the model, or peft cannot adapt it.
     """
-    from peft import LoraConfig  # here because it takes a second to import
+    from peft import LoraConfig  # here because the import takes a second
 
     new = sorted({name.rpartition(".")[0] for name in new_weights or ()})
-    new = new if new_weights is None else single_copy.decided_once(lambda: new)  # by who has read the files
+    # Decided by the ranks that have read the files.
+    new = new if new_weights is None else single_copy.decided_once(lambda: new)
     modules, parameters = _targets(args, model, new)
     if args.quantize and any(_is_of_experts(*one) for one in model.named_parameters()):
         raise UserError(
@@ -58,12 +59,13 @@ def add_adapter(
         model.add_adapter(config)
     except ValueError as error:
         raise UserError(f"--lora_rank: {' '.join(str(error).split())}") from error
-    if Path(args.model_name_or_path).expanduser().is_dir():  # else it were found from here only
+    # A relative path would only be valid in the current directory.
+    if Path(args.model_name_or_path).expanduser().is_dir():
         config.base_model_name_or_path = str(Path(args.model_name_or_path).expanduser().resolve())
-    config.target_modules = sorted(config.target_modules)  # peft's set has another order in each process
+    config.target_modules = sorted(config.target_modules)  # the order of peft's set differs between processes
     dtype, trained = narrow_dtype(), torch.promote_types(model.dtype, torch.float32)
     if is_deepspeed():
-        trained = model.dtype  # its float32 copies are the masters
+        trained = model.dtype  # DeepSpeed keeps float32 master weights
     for module in model.modules():
         for weight in module.parameters(recurse=False):
             if weight.requires_grad:
@@ -76,12 +78,12 @@ def add_adapter(
 
 
 def _float32_rows(self: nn.Embedding, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """What an embedding in 16 bits returns: in float32, in which a residual stream begins under autocast."""
-    return type(self).forward(self, *args, **kwargs).float()  # positions' embeddings take more than ids
+    """Returns the output of a 16-bit embedding in float32, because a residual stream is in float32 under autocast."""
+    return type(self).forward(self, *args, **kwargs).float()  # position embeddings take more arguments than ids
 
 
 def _targets(args: argparse.Namespace, model: PreTrainedModel, new: list[str]) -> tuple[list[str], list[str]]:
-    """Names of linear layers, and of stacked parameters of experts, that are adapted: short ones where they suffice."""
+    """Returns the names of linear layers, and of stacked expert parameters, to adapt; shortened if unambiguous."""
     layers = {name: one for name, one in model.named_modules() if isinstance(one, (nn.Linear, Conv1D))}
     head = model.get_output_embeddings()
     linear = [name for name, one in layers.items() if one is not head and name not in new]
@@ -102,24 +104,25 @@ def _targets(args: argparse.Namespace, model: PreTrainedModel, new: list[str]) -
         raise UserError(
             f"--lora_rank {args.lora_rank}: the matrices that it adapts have a rank of {max(sides)} at most; give less"
         )
-    others = set(_endings(layers.keys() - set(modules)))  # which peft would take for targets, by their last parts
+    # peft would also adapt these layers, if only their last part were passed.
+    others = set(_endings(layers.keys() - set(modules)))
     named = (name if (last := name.rpartition(".")[2]) in others else last for name in modules)
     return list(dict.fromkeys(named)), parameters
 
 
 def _most_rank(layer: nn.Module) -> int:
-    """The smaller side of a matrix; one in 4 bits is packed, and ZeRO-3 has cut one of GPT-2's."""
+    """Returns the smaller side of a matrix, even if it is packed in 4 bits or partitioned by ZeRO-3 (GPT-2)."""
     if isinstance(layer, nn.Linear):
         return min(layer.in_features, layer.out_features)
     return min(getattr(layer.weight, "ds_shape", layer.weight.shape))
 
 
 def _is_of_experts(name: str, weight: torch.Tensor) -> bool:
-    """Whether a parameter has the weights of all experts of a layer, one after the other."""
-    shape = getattr(weight, "ds_shape", weight.shape)  # ZeRO-3 has cut it while the model was made
+    """Returns whether a parameter stacks the weights of all experts of a layer."""
+    shape = getattr(weight, "ds_shape", weight.shape)  # ZeRO-3 partitions it while the model is built
     return len(shape) == 3 and ".experts." in f".{name}"
 
 
 def _endings(names: Any, parts: int = 1) -> list[str]:
-    """The last parts of dotted names, each once."""
+    """Returns the last parts of dotted names, without duplicates."""
     return list(dict.fromkeys(".".join(name.split(".")[-parts:]) for name in names))

@@ -1,8 +1,9 @@
-"""FSDP2 from a single copy of the weights: the main process builds the model, the others receive their shards.
+"""Applies the parallelism mode to a model, and exports its full weights.
 
-Without it, each process of a machine would hold the full model until it is sharded. It replaces Accelerate's method,
-which identifies an optimizer's parameters by their addresses (tensors on the meta device have none), ties weights that
-a checkpoint keeps separate, and ignores persistent buffers. transformers 5.23 reads the weights on every rank.
+FSDP2 starts from a single copy of the weights: the main process builds the model, the others receive their shards.
+Otherwise each process of a machine would hold the full model until it is sharded. Accelerate's method is not used. It
+identifies an optimizer's parameters by their addresses, but tensors on the meta device have none. It also ties weights
+that a checkpoint keeps separate, and ignores persistent buffers. transformers 5.23 reads the weights on every rank.
 """
 
 from collections.abc import Callable
@@ -27,9 +28,9 @@ from common.training.process_grid import Degrees, running
 
 
 def without_wrapper(model: nn.Module) -> nn.Module:
-    """The model that DDP or DeepSpeed wraps; any other as it is.
+    """Returns the model without the wrapper of DDP or DeepSpeed, any other model unchanged.
 
-    Not Accelerate's `unwrap_model`, which imports DeepSpeed wherever it is installed.
+    Accelerate's `unwrap_model` is not used, because it imports DeepSpeed if it is installed.
     """
     return model if isinstance(model, PreTrainedModel) else getattr(model, "module", model)
 
@@ -37,9 +38,9 @@ def without_wrapper(model: nn.Module) -> nn.Module:
 def check_model(
     config: PreTrainedConfig, model_class: Any, make_empty: Callable[[], nn.Module], degrees: Degrees
 ) -> list[str]:
-    """A line for what keeps a model from being shared as was asked, before it is built.
+    """Returns one line per reason why the model does not support the requested parallelism, before it is built.
 
-    model_class: an Auto class. make_empty: makes the model without data.
+    model_class: an Auto class. make_empty: builds the model without data.
     """
     if degrees.sequence > 1:
         from common.parallel import sequence
@@ -53,7 +54,7 @@ def check_model(
 
 
 def whole_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor] | None:
-    """All weights, whole, on the main process; call it on all ranks together."""
+    """Returns the full weights on the main process; call it on all ranks together."""
     bare = without_wrapper(model)
     if hasattr(bare, "pipeline_stages"):
         return bare.pipeline_stages.whole_weights(bare)
@@ -62,22 +63,22 @@ def whole_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, torch
 
         return tensor.whole_state_dict(bare)
     if accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-        return bare.state_dict()  # Accelerate's method imports DeepSpeed wherever it is installed
+        return bare.state_dict()  # Accelerate's method imports DeepSpeed if it is installed
     return accelerator.get_state_dict(model)
 
 
 def write_model(
     accelerator: Accelerator, model: nn.Module, directory: Path, dtype: str | None, *pretrained: Any
 ) -> PreTrainedModel | None:
-    """Writes a directory that `from_pretrained` loads, whole or not at all; `Run.write_model` tells the rest.
+    """Writes a directory that `from_pretrained` loads, completely or not at all; `Run.write_model` documents the rest.
 
-    dtype: of the weights there, None for their own.
+    dtype: dtype of the written weights; None: unchanged.
     """
     weights = whole_weights(accelerator, model)
     if not accelerator.is_main_process:
         return None
     model = without_wrapper(model)
-    vars(model).pop("hf_quantizer", None)  # of a base in 4 bits: it would give its own weights to be saved, not these
+    vars(model).pop("hf_quantizer", None)  # the quantizer of a 4-bit base would save its own weights instead
     with complete_or_absent(directory) as unfinished:
         model.save_pretrained(unfinished, state_dict=export_dtype.cast(weights, dtype))
         if not (unfinished / ADAPTER_CONFIG).is_file():
@@ -91,11 +92,11 @@ def write_model(
 def prepare(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """`accelerator.prepare` of a model that `models.load.build_model` made; call it on all ranks together.
+    """Applies `accelerator.prepare` to a model that `models.load.build_model` built; call it on all ranks together.
 
-    Groups and state stay the objects that they were: an optimizer that wraps others shares these with them.
+    The groups and the state stay the same objects, because an optimizer that wraps others shares them with these.
 
-    Raises UserError: the learning rate would not reach an optimizer that another one wraps.
+    Raises UserError: the learning rate would not reach an optimizer that a different optimizer wraps.
     """
     inner, groups, state = optimizer, optimizer.param_groups, optimizer.state
     model, optimizer = _prepare(accelerator, model, optimizer)
@@ -127,7 +128,7 @@ def _prepare(
 
         tensor.cut_model(model, optimizer, running())
     if not has_one_copy():
-        wait_for_all()  # however long one of them read its data or its model
+        wait_for_all()  # some ranks may read their data or model for a long time
         if token_budget.adjusting():
             return _unwrapped(accelerator, model), accelerator.prepare(optimizer)
         return accelerator.prepare(model, optimizer)
@@ -137,7 +138,7 @@ def _prepare(
 
 
 def _unwrapped(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """The model without DDP, which sums gradients while a backward runs; with the main process's weights, as DDP."""
+    """Returns the model with the main process's weights, but without DDP, which sums gradients during backward."""
     model = accelerator.prepare_model(model, evaluation_mode=True)
     if accelerator.num_processes > 1:
         for one in (*model.parameters(), *model.buffers()):

@@ -26,7 +26,7 @@ from common.internals.transformers import has_model, keep_untied, read_matrices_
 from common.models import tied_weights
 from common.models.untrained import empty_model
 
-# What the models of an Auto class are called.
+# Description of the models of an Auto class.
 JOBS = {
     AutoModelForCausalLM: "causal language model",
     AutoModelForSeq2SeqLM: "encoder-decoder",
@@ -38,16 +38,16 @@ JOBS = {
 def load_config(
     name_or_path: str, trust_remote_code: bool = False, model_class: Any = AutoModelForCausalLM
 ) -> PreTrainedConfig:
-    """The configuration of a pretrained model of an Auto class: a local directory or a hub name.
+    """Returns the configuration of a pretrained model of an Auto class: a local directory or a hub name.
 
-    Raises UserError: there is none, or `model_class` has no model of its type.
+    Raises UserError: the model does not exist, or `model_class` does not support its type.
     """
     where, problem = locate_pretrained(name_or_path)
     name, revision = where["pretrained_model_name_or_path"], where.get("revision")
     try:
         is_adapter = find_adapter_config_file(name, revision=revision, local_files_only=bool(problem))
         config = None if is_adapter else AutoConfig.from_pretrained(**where, trust_remote_code=trust_remote_code)
-    except Exception as error:  # a dozen types, by what is missing
+    except Exception as error:  # a dozen types, depending on the missing part
         reason = problem or f"its config.json cannot be loaded: {one_line(error)}"
         raise UserError(f"--model_name_or_path {name_or_path}: {reason}") from error
     if is_adapter:
@@ -71,7 +71,7 @@ def load_config(
     if getattr(config, "tie_word_embeddings", False):
         try:
             model = empty_model(copy.deepcopy(config), trust_remote_code, model_class)
-        except Exception as error:  # by what its values are
+        except Exception as error:  # the type depends on the invalid value
             reason = f"transformers cannot build the model of its config.json: {one_line(error)}"
             raise UserError(f"--model_name_or_path {name_or_path}: {reason}") from error
         tied_weights.follow_files(config, model, tied_weights.find_untied(where, model))
@@ -96,7 +96,7 @@ def load(
     frozen_dtype: torch.dtype | None,
     options: dict[str, Any],
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model with the weights of its files, tied or not, and what `from_pretrained` says of loading them."""
+    """Returns the model with the weights of its files, tied or not, and the loading report of `from_pretrained`."""
     where, _ = locate_pretrained(name_or_path)
     options = {**where, **options, "config": config, "trust_remote_code": trust_remote_code}
     try:
@@ -113,7 +113,8 @@ def load(
             quantization.keep_weights(model)
         return model, loaded
     except (OSError, RuntimeError, ValueError, ImportError, EOFError, UnpicklingError, SafetensorError) as error:
-        # What the files provoke: torn or of other shapes, of an unknown kind, in need of a package that is not there.
+        # Errors caused by the files: truncated, of different shapes, of an unknown kind, or requiring a missing
+        # package.
         raise UserError(
             f"--model_name_or_path {name_or_path}: its weights cannot be loaded ({one_line(error)}); save the model "
             "again, or download it again"

@@ -15,15 +15,15 @@ from torch.autograd.function import once_differentiable
 from common.internals.transformers import float32_modules
 from common.training.precision import narrow_dtype
 
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # it asks for a package that is no need
-BLOCK, BLOCK_OF_BLOCKS = 64, 256  # bitsandbytes' own
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # it recommends a package that is not needed
+BLOCK, BLOCK_OF_BLOCKS = 64, 256  # block sizes of bitsandbytes
 
 
 def options(quantize: str | None) -> dict[str, Any]:
-    """What `from_pretrained` is given for a base of --quantize; nothing without that flag."""
+    """Returns the arguments of `from_pretrained` for a base with --quantize; {} without this flag."""
     if not quantize:
         return {}
-    from transformers import BitsAndBytesConfig  # here because it imports bitsandbytes
+    from transformers import BitsAndBytesConfig  # here because this imports bitsandbytes
 
     return {
         "quantization_config": BitsAndBytesConfig(
@@ -36,19 +36,20 @@ def options(quantize: str | None) -> dict[str, Any]:
 
 
 def keep_weights(model: nn.Module) -> None:
-    """Keeps an evaluation on a CPU from packing the weights anew: bitsandbytes has no gradient of that form."""
+    """Prevents an evaluation on a CPU from repacking the weights; bitsandbytes has no gradient for the packed form."""
     for module in model.modules():
         if type(module).__module__.startswith("bitsandbytes."):
-            from common.internals.bitsandbytes import keep_packing  # here because most runs do without bitsandbytes
+            from common.internals.bitsandbytes import keep_packing  # here because most runs do not need bitsandbytes
 
             keep_packing(module)
 
 
 def find_kept(model: nn.Module) -> list[str]:
-    """Patterns of the names of the linear layers that are never quantized: a head, and what shares its weight.
+    """Returns patterns of the names of linear layers that stay unquantised: a head, and layers that share its weight.
 
-    A head is all that a model has in addition to its base, such as a classifier's. transformers' own list has only
-    the last parameter, `classifier.bias`, of a head with a bias, and so quantizes its weight. model: without data.
+    A head is everything that a model has in addition to its base, such as a classifier's head. transformers' own list
+    has only the last parameter of a head with a bias, `classifier.bias`, and so its weight would be quantised.
+    model: without data.
     """
     base, head = model.base_model, model.get_output_embeddings()
     inner = set() if base is model else set(base.modules())
@@ -62,7 +63,7 @@ def find_kept(model: nn.Module) -> list[str]:
 
 
 def unquantize_new(model: nn.Module, new_weights: set[str]) -> set[str]:
-    """Replaces quantized layers without pretrained weights (a new pooler) by linear layers; returns their names."""
+    """Replaces quantised layers without pretrained weights (a new pooler) by linear layers; returns their names."""
     from bitsandbytes.nn import Linear4bit
 
     names = {name.rpartition(".")[0] for name in new_weights}
@@ -75,9 +76,9 @@ def unquantize_new(model: nn.Module, new_weights: set[str]) -> set[str]:
 
 
 def imagine(model: nn.Module, dtype: torch.dtype) -> None:
-    """Gives a model without data linear layers that allocate what those in 4 bits would; their values are no use.
+    """Replaces linear layers of a model without data by layers that allocate as much memory as 4-bit layers.
 
-    dtype: that the layers compute in.
+    Their values are meaningless. dtype: dtype in which the layers compute.
     """
     from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -88,7 +89,7 @@ def imagine(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 class _Imagined(nn.Linear):
-    """A linear layer whose weight is so many bytes, and whole in `dtype` for as long as a product takes."""
+    """A linear layer whose weight has the size of a 4-bit weight, and full size in `dtype` during a matmul."""
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype):
         nn.Module.__init__(self)

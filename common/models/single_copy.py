@@ -1,4 +1,4 @@
-"""Which processes build the weights: all, or with FSDP2 only the main process, which then decides for the others."""
+"""Selects the processes that build the weights: all, or with FSDP2 only the main process, which decides for all."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from common.parallel.liveness import wait_for_all
 
 
 def has_one_copy() -> bool:
-    """Whether only the main process makes the weights: FSDP2 with `fsdp_cpu_ram_efficient_loading`."""
+    """Returns whether only the main process builds the weights: FSDP2 with `fsdp_cpu_ram_efficient_loading`."""
     if not is_initialized() or AcceleratorState().distributed_type != DistributedType.FSDP:
         return False
     return AcceleratorState().fsdp_plugin.cpu_ram_efficient_loading
@@ -21,25 +21,25 @@ _are_imagined = False
 
 
 def imagine_weights() -> None:
-    """From here on a model that this process makes has none, whatever the mode."""
+    """Disables weights for all models that this process builds afterwards, in any mode."""
     global _are_imagined
     _are_imagined = True
 
 
 def are_imagined() -> bool:
-    """Whether no model of this process has weights."""
+    """Returns whether the models of this process have no weights."""
     return _are_imagined
 
 
 def holds_weights() -> bool:
-    """Whether a model that this process makes has weights; else it is one of the `meta` device."""
+    """Returns whether a model that this process builds has weights; otherwise it is on the `meta` device."""
     return not _are_imagined and (not has_one_copy() or PartialState().is_main_process)
 
 
 def decided_once(decide: Callable[[], Any]) -> Any:
-    """What `decide` returns; where only the main process has the weights to decide by, what it returned there."""
+    """Returns the result of `decide`; if only the main process has the weights, its result on all ranks."""
     if not has_one_copy():
         return decide()
     decided = [decide() if holds_weights() else None]
-    wait_for_all()  # however long the main process read the weights
+    wait_for_all()  # the main process may read the weights for a long time
     return broadcast_object_list(decided)[0]

@@ -1,4 +1,4 @@
-"""Unties weights that the configuration ties although the model files store them separately: the files decide."""
+"""Unties weights that the configuration ties although the model files store them separately; the files override it."""
 
 import json
 from collections.abc import Mapping
@@ -17,18 +17,18 @@ FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin
 
 
 def find_untied(where: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
-    """Names of the weights that the model ties to another one, and for which its files hold different values.
+    """Returns the names of weights that the model ties to a source weight although its files store different values.
 
-    where: names the model, as `locate_pretrained` returns it. model: without data.
+    where: location of the model, as `locate_pretrained` returns it. model: without data.
     """
     ties = {target: source for target, source in model.all_tied_weights_keys.items() if target != source}
-    with suppress(Exception):  # of files that cannot be read: loading them reports the reason
+    with suppress(Exception):  # unreadable files: loading them reports the reason
         return [target for target, source in ties.items() if _differ(where, target, source)] if ties else []
     return []
 
 
 def _differ(where: Mapping[str, Any], *names: str) -> bool:
-    """Whether the files hold both weights, with different values. Downloads weights only if they hold both."""
+    """Returns whether the files contain both weights, with different values; downloads weights only if both exist."""
     files = _weight_files(where)
     if any(name not in files for name in names):
         return False
@@ -44,7 +44,7 @@ def _differ(where: Mapping[str, Any], *names: str) -> bool:
 
 
 def _weight_files(where: Mapping[str, Any]) -> dict[str, Path | str]:
-    """The file of each weight: its path, or its name on the hub if it is not on this machine yet."""
+    """Returns the file of each weight: its path, or its name on the hub if it is not on this machine yet."""
     path = next((path for name in FILES if (path := _local(where, name))), None)
     if path is None:
         if where.get("local_files_only") or Path(where["pretrained_model_name_or_path"]).is_dir():
@@ -60,15 +60,15 @@ def _weight_files(where: Mapping[str, Any]) -> dict[str, Path | str]:
 
 
 def _local(where: Mapping[str, Any], name: str, download: bool = False) -> Path | None:
-    """The path of a model's file; without `download`, None if it is not on this machine."""
+    """Returns the path of a model's file; without `download`, None if it is not on this machine."""
     return find_file(where, name, not download or where.get("local_files_only", False), must_exist=download)
 
 
 def follow_files(config: PreTrainedConfig, model: PreTrainedModel, untied: list[str]) -> None:
-    """Sets `tie_word_embeddings` to false if the files hold apart all that the configuration ties.
+    """Sets `tie_word_embeddings` to False if the files store all tied weights separately.
 
-    If they hold apart only a part (an encoder-decoder's head, whose two embeddings are one), it remains true, because
-    transformers would otherwise draw new embeddings; it then compares the values in the files.
+    It remains True if they store only some of them separately (an encoder-decoder's head, while its two embeddings are
+    the same). Otherwise transformers would initialise new embeddings; with True, it compares the values in the files.
     """
     if untied and set(untied) == set(model.all_tied_weights_keys):
         for part in {id(part): part for part in (config, config.get_text_config())}.values():

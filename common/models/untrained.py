@@ -18,7 +18,7 @@ from common.training.precision import follow_precision
 
 
 def gathered(parameters: list[torch.nn.Parameter], modifier_rank: int | None = None) -> AbstractContextManager:
-    """Whole parameters, where ZeRO-3 has cut them while the model was loaded; `modifier_rank` may change them."""
+    """Returns a context with full parameters if ZeRO-3 has partitioned them; `modifier_rank` may change them."""
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):
         return nullcontext()
     import deepspeed
@@ -28,15 +28,17 @@ def gathered(parameters: list[torch.nn.Parameter], modifier_rank: int | None = N
 
 @contextmanager
 def whole_weights() -> Iterator[None]:
-    """ZeRO-3 cuts weights while a model is made, and then draws others than one process would: here they are whole.
+    """Context manager in which ZeRO-3 does not partition the weights of a model while it is built.
 
-    Each process then holds a model from scratch for a moment. Pretrained weights are cut as they are loaded.
+    Partitioned weights would be drawn with different random numbers than on a single process. Each process temporarily
+    holds the full model from scratch. Pretrained weights are partitioned while they are loaded.
     """
     plugin = AcceleratorState().deepspeed_plugin if is_initialized() else None
-    if plugin is None or deepspeed_config() is None:  # also inside another such block
+    if plugin is None or deepspeed_config() is None:  # also in a nested block
         yield
         return
-    # Not the plugin's own zero3_init_context_manager(enable=False): transformers 5.23 cuts the weights all the same.
+    # The plugin's own zero3_init_context_manager(enable=False) has no effect: transformers 5.23 partitions the weights
+    # nevertheless.
     unset_hf_deepspeed_config()
     try:
         yield
@@ -47,7 +49,7 @@ def whole_weights() -> Iterator[None]:
 def empty_model(
     config: PreTrainedConfig, trust_remote_code: bool = False, model_class: Any = AutoModelForCausalLM
 ) -> PreTrainedModel:
-    """The model of a configuration without data, on the `meta` device."""
+    """Returns the model of a configuration without data, on the `meta` device."""
     with torch.device("meta"):
         return build_untrained(config, trust_remote_code, model_class)
 
@@ -64,16 +66,16 @@ def build_untrained(config: PreTrainedConfig, trust_remote_code: bool, model_cla
 
 
 def make_ready(model: PreTrainedModel) -> PreTrainedModel:
-    """Makes a new model one that every mode can take, and returns it."""
+    """Prepares a new model for training in any mode, and returns it."""
     follow_precision(model)
     decide_on_the_host()
     use_cpu_kernels(model)
     try:
         embedding = model.get_input_embeddings()
-    except NotImplementedError:  # CANINE has several
+    except NotImplementedError:  # CANINE has several embeddings
         return model
-    # Of the modules that FSDP2 is to shard as a whole, leave out what contains the input embedding (BertEmbeddings,
-    # ViTEmbeddings): Accelerate 1.15 shards that by itself, after these, and fails where it has been sharded already.
+    # FSDP2 must not shard modules that contain the input embedding (BertEmbeddings, ViTEmbeddings) as a unit.
+    # Accelerate 1.15 shards the embedding separately afterwards, and fails if it is already sharded.
     kinds = {type(module).__name__ for module in model.modules() if embedding not in module.modules()}
     set_unsplit_layers(model, kinds & unsplit_layers(model))
     return model

@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 
 CHECKED_AT = 100  # updates; a shorter run is checked at its end
-WINDOW = 50  # updates, whose losses are averaged
-FEWEST = 20  # losses to average
-MARGIN = 0.97  # of the constant answer's loss; below it the model has begun to use its inputs
+WINDOW = 50  # updates whose losses are averaged
+FEWEST = 20  # minimum number of losses to average
+MARGIN = 0.97  # fraction of the constant answer's loss; below it, the model has begun to use its inputs
 
 
 def constant_loss(samples: Any) -> float | None:
-    """Mean loss of the best answer that is the same for all samples; None for samples without labels.
+    """Returns the mean loss of the best answer that is the same for all samples; None for samples without labels.
 
-    It is the entropy of the labels, at most ln(number of labels), or the variance of the numbers of a regression.
-    Mixed sources count by their weights.
+    It is the entropy of the labels, at most ln(number of labels), or the variance of the targets of a regression. Mixed
+    sources count by their weights.
     """
     parts = list(samples.parts.values()) if hasattr(samples, "parts") else [samples]
     labels = [getattr(part, "labels", None) for part in parts]
@@ -34,14 +34,14 @@ def constant_loss(samples: Any) -> float | None:
 
 
 class ChanceCheck:
-    """Looks once at the losses of a run, which are on the host already."""
+    """A single check of the training losses of a run, which are on the host already."""
 
     def __init__(self, samples: Any, num_updates: int) -> None:
         self.constant = constant_loss(samples)
         self.due, self.losses = min(CHECKED_AT, num_updates), deque(maxlen=WINDOW)
 
     def note(self, update: int, loss: float) -> str | None:
-        """Takes the loss of an update, of which `update` are done; a line to print if the loss stays at chance."""
+        """Notes the loss after `update` updates; returns a line to print if the loss stays at chance."""
         if not self.constant or not math.isfinite(loss):
             return None
         self.losses.append(loss)

@@ -1,9 +1,9 @@
-"""curves.png: a run at a glance, drawn of its metrics.jsonl and its results, by a process of its own.
+"""Draws curves.png, an overview of a run, from its metrics.jsonl and its results, in a separate process.
 
     python common/report/curves.py runs/books tokens
 
-Drawing takes matplotlib, some 60 MB and a second, which a process that trains should not spend: it imports nothing of
-this repository, and a run starts it and goes on.
+matplotlib needs some 60 MB and a second, which a training process should not spend. Therefore this module imports
+nothing else of this repository, and a run starts it as a process and continues.
 """
 
 import json
@@ -12,15 +12,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-SMOOTH = 50  # parts of a run over which the bold line of a noisy figure is a mean
+SMOOTH = 50  # number of parts of a run; the bold line of a noisy metric is the mean over such a window
 COLOURS = ("#4c72b0", "#dd8452")
 NOISY = {"loss", "grad_norm", "tokens_per_second"}
-HELD_OUT = ("validation_loss", "accuracy", "macro_f1", "r2")  # what an evaluation measures
-FROM_ZERO = {"tokens_per_second", "peak_memory_bytes"}  # 0 is on the picture
+HELD_OUT = ("validation_loss", "accuracy", "macro_f1", "r2")  # metrics of an evaluation
+FROM_ZERO = {"tokens_per_second", "peak_memory_bytes"}  # their axis includes 0
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, but for one that is just being written."""
+    """Returns the lines of metrics.jsonl, without a line that is still being written."""
     lines = []
     for line in path.read_text().splitlines():
         try:
@@ -31,9 +31,10 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def with_end(lines: list[dict[str, Any]], results: dict[str, Any]) -> list[dict[str, Any]]:
-    """The lines, the last one with the held-out figures of the run's end, where no evaluation met it.
+    """Returns the lines, the last with the final held-out metrics if it has no evaluation.
 
-    results: of run.json. With --keep_best an evaluation meets it, and these may be figures of an earlier update.
+    results: from run.json. With --keep_best, the last update has an evaluation, and the results may be of an earlier
+    update.
     """
     *others, last = lines or [{"validation_loss": None}]
     if "validation_loss" in last or "best" in results or results.get("updates") != last["update"] + 1:
@@ -42,7 +43,7 @@ def with_end(lines: list[dict[str, Any]], results: dict[str, Any]) -> list[dict[
 
 
 def panels(unit: str) -> dict[str, dict[str, str]]:
-    """What is drawn together: of each panel its title, and a name for each of its figures of metrics.jsonl."""
+    """Returns the title of each panel, with the metrics of metrics.jsonl that it shows and their labels."""
     return {
         "loss": {"loss": "training", "validation_loss": "held out"},
         "learning rate": {"learning_rate": ""},
@@ -53,7 +54,7 @@ def panels(unit: str) -> dict[str, dict[str, str]]:
 
 
 def column(lines: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
-    """Updates done, and a figure of each, where there is one (one that is not finite is null in the file).
+    """Returns the completed updates and the values of a metric, if present (non-finite values are null in the file).
 
     Memory is in GiB.
     """
@@ -63,7 +64,7 @@ def column(lines: list[dict[str, Any]], name: str) -> tuple[list[float], list[fl
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """The mean of each value and those around it."""
+    """Returns the moving average of the values."""
     reach, sums = max(1, len(values) // SMOOTH) // 2, [0.0]
     for value in values:
         sums.append(sums[-1] + value)
@@ -72,14 +73,14 @@ def smoothed(values: list[float]) -> list[float]:
 
 
 def has_spike(values: list[float]) -> bool:
-    """Whether one value would flatten all others, unless the axis is logarithmic."""
+    """Returns whether a single value would flatten all others on a linear axis."""
     above = sorted(value for value in values if value > 0)
     return bool(above) and above[-1] > 100 * above[len(above) // 2]
 
 
 def draw(output_dir: Path, unit: str) -> None:
-    """Writes curves.png beside metrics.jsonl: losses, learning rate, gradient norm, speed, memory."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot: no display
+    """Writes curves.png next to metrics.jsonl: losses, learning rate, gradient norm, throughput, memory."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot, which may need a display
     from matplotlib.figure import Figure
 
     lines, run = read(output_dir / "metrics.jsonl"), output_dir / "run.json"

@@ -1,4 +1,4 @@
-"""Metrics of the package `evaluate` on the held-out set: modules of the hub, or local ones."""
+"""Metrics of the package `evaluate` on the held-out set: hub modules or local modules."""
 
 import argparse
 import inspect
@@ -15,11 +15,11 @@ from common.errors import UserError, refuse, with_location
 from common.parallel.liveness import decided_by_main
 
 SETTINGS = re.compile(r"(.+?):(\w+=[^,]*(?:,\w+=[^,]*)*)")  # f1:average=macro
-OWNERS = ("evaluate-metric", "evaluate-measurement", "evaluate-comparison")  # on the hub, of names without an owner
+OWNERS = ("evaluate-metric", "evaluate-measurement", "evaluate-comparison")  # hub owners of names without an owner
 INPUTS = {"predictions", "references"}
 DTYPES = {int: ("int", "uint", "float"), float: ("float",), str: ("string", "large_string")}
 KINDS = {int: "the numbers of labels", float: "numbers", str: "texts"}
-MOST_VALUES = 1000  # of a list or matrix that run.json keeps
+MOST_VALUES = 1000  # largest list or matrix that run.json keeps
 
 
 class Request(NamedTuple):
@@ -32,7 +32,7 @@ class Request(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A module, the settings of its computation, and whether it takes a list of references for each prediction."""
+    """A module, the settings of its computation, and whether it expects a list of references per prediction."""
 
     module: Any
     settings: dict[str, Any]
@@ -40,7 +40,7 @@ class Loaded(NamedTuple):
 
 
 class Metrics:
-    """The modules of --metric. The main process alone loads them and computes; every rank calls every method."""
+    """The modules of --metric. Only the main process loads and computes them; all ranks call each method together."""
 
     def __init__(self, args: argparse.Namespace, kind: type, num_labels: int):
         """Finds and loads the modules.
@@ -65,20 +65,21 @@ class Metrics:
         refuse(decided_by_main("modules of metrics", lambda: [*self._load(missing)]))
 
     def _load(self, missing: dict[str, str]) -> Iterator[str]:
-        """Loads each module; yields a line for each problem.
+        """Loads each module; yields one line per problem.
 
-        missing: why a module cannot be downloaded, by the request's text. Without a network it may be in the cache.
+        missing: reasons why modules cannot be downloaded, by the request's text. Without a network they may be in the
+        cache.
         """
         from huggingface_hub import constants
 
         from common.internals.evaluate import configure
 
         try:
-            import evaluate  # here because it takes seconds
+            import evaluate  # here because the import takes seconds
         except ImportError as error:
             yield f"--metric: the package evaluate cannot be imported ({error}); pip install evaluate"
             return
-        configure(offline=constants.HF_HUB_OFFLINE)  # then it looks into its cache at once
+        configure(offline=constants.HF_HUB_OFFLINE)  # offline, it uses its cache immediately
         for request in self.requests:
             if request.text in missing and not constants.HF_HUB_OFFLINE:
                 yield f"--metric {request.text}: {missing[request.text]}"
@@ -88,23 +89,23 @@ class Metrics:
                 module = evaluate.load(
                     str(Path(request.place).expanduser()),
                     config_name=settings.pop("config_name", None),
-                    keep_in_memory=True,  # no file of the cache is shared with other runs
+                    keep_in_memory=True,  # so that no cache file is shared with other runs
                     seed=self.seed,
                 )
                 refuse(check_settings(module, settings, self.num_labels))
                 self.loaded[request.text] = Loaded(module, settings, self._takes_lists(module))
             except UserError as error:
                 yield from (f"--metric {request.text}: {line}" for line in str(error).splitlines())
-            except Exception as error:  # of any module
+            except Exception as error:  # any module may raise it
                 reason = f"it cannot be loaded: {with_location(error)}"
                 if request.text in missing:
                     reason = f"it is not in the cache, and {missing[request.text]}"
                 yield f"--metric {request.text}: {reason}"
 
     def _takes_lists(self, module: Any) -> bool:
-        """Returns whether a module takes a list of references for each prediction.
+        """Returns whether a module expects a list of references per prediction.
 
-        Raises UserError: it takes inputs that the recipe does not have.
+        Raises UserError: it requires inputs that the recipe does not have.
         """
         options = module.features if isinstance(module.features, list) else [module.features]
         if needed := sorted(set(options[0]) - INPUTS):
@@ -118,7 +119,7 @@ class Metrics:
     def compute(self, predictions: Sequence, references: Sequence) -> tuple[dict[str, Any], list[str]]:
         """Returns the results, `NAME/key`, and a line for each metric, on all ranks.
 
-        A metric that fails costs one line, `error_after_training`. predictions, references: numbers or texts, (N,).
+        If a metric fails, `error_after_training` contains one line. predictions, references: numbers or texts, (N,).
         """
         given, targets = (list(one) if isinstance(one, list) else one.tolist() for one in (predictions, references))
 
@@ -129,10 +130,10 @@ class Metrics:
                 result = module.compute(predictions=given, references=ours, **settings)
                 result = result if isinstance(result, Mapping) else {"value": result}
                 return [dict(flatten(result, len(targets))), None]
-            except Exception as error:  # of any module
+            except Exception as error:  # any module may raise it
                 return [{}, with_location(error)]
 
-        # The others do not wait in a collective: some metrics take longer than its time limit.
+        # The other ranks do not wait in a collective, because some metrics take longer than its time limit.
         computed = decided_by_main("values of metrics", lambda: [results_of(request) for request in self.requests])
         results, lines, errors = {}, [], []
         for request, (values, error) in zip(self.requests, computed, strict=True):
@@ -166,7 +167,7 @@ def _is_local(place: str) -> bool:
 
 
 def _find(texts: list[str]) -> list[list[Any]]:
-    """On the main process: the requests, whether each is a local module, and a line for each mistake."""
+    """Returns the requests, whether each is a local module, and one line per mistake; for the main process."""
     requests, problems = [parse(text) for text in dict.fromkeys(texts)], []
     is_local = [_is_local(request.place) for request in requests]
     for request, is_here in zip(requests, is_local, strict=True):
@@ -181,7 +182,7 @@ def _find(texts: list[str]) -> list[list[Any]]:
 
 
 def _ask_hub(name: str) -> str | None:
-    """Why the hub has no such module to download now; None if it has. All ranks ask."""
+    """Returns the reason why the hub cannot provide such a module now, or None. All ranks ask."""
     problem = None
     for full_name in [name] if "/" in name else [f"{owner}/{name}" for owner in OWNERS]:
         if (problem := locate(full_name, "space").problem) is None:
@@ -191,7 +192,7 @@ def _ask_hub(name: str) -> str | None:
 
 def check_settings(module: Any, settings: dict[str, Any], num_labels: int) -> Iterator[str]:
     """Yields one line for each setting that is unknown or missing."""
-    parameters = inspect.signature(module._compute).parameters.values()  # the method that authors of modules write
+    parameters = inspect.signature(module._compute).parameters.values()  # the method that authors of modules implement
     own = {one.name: one.default for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
     own = {name: default for name, default in own.items() if name not in INPUTS}
     if all(one.kind is not one.VAR_KEYWORD for one in parameters):
@@ -200,18 +201,18 @@ def check_settings(module: Any, settings: dict[str, Any], num_labels: int) -> It
     for name in own.keys() - settings.keys():
         if own[name] is Parameter.empty:
             yield f"it needs the setting {name}; pass NAME_OR_PATH:{name}=VALUE"
-        elif name == "average" and own[name] == "binary" and num_labels > 2:  # as of f1, precision and recall
+        elif name == "average" and own[name] == "binary" and num_labels > 2:  # as for f1, precision and recall
             yield f"it compares two labels, and there are {num_labels}; pass NAME_OR_PATH:average=macro, or micro"
 
 
 def fits(option: Mapping[str, Any], kind: type, wraps: bool) -> bool:
-    """Whether inputs of these types take the values. wraps: with a list of references for each prediction."""
+    """Returns whether inputs of these types accept the values. wraps: with a list of references per prediction."""
     types = [getattr(one, "feature", None) if wraps and name == "references" else one for name, one in option.items()]
     return all(str(getattr(one, "dtype", "")).startswith(DTYPES[kind]) for one in types)
 
 
 def flatten(result: Mapping[str, Any], num_samples: int) -> Iterator[tuple[str, Any]]:
-    """A metric's result as JSON: nested keys are joined by a slash; of a list with a number per sample, the mean."""
+    """Yields a metric's result as JSON: joins nested keys by a slash, and averages lists with a number per sample."""
     for key, value in result.items():
         value = _as_json(value)
         if isinstance(value, dict):
@@ -225,7 +226,7 @@ def flatten(result: Mapping[str, Any], num_samples: int) -> Iterator[tuple[str, 
 
 
 def _as_json(value: Any) -> Any:
-    """Numbers, texts, lists and dicts of them, from arrays and tensors too; everything else as text."""
+    """Returns numbers, texts, and lists and dicts of them, also from arrays and tensors; everything else as text."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, Mapping):
         return {str(key): _as_json(one) for key, one in value.items()}
@@ -235,12 +236,12 @@ def _as_json(value: Any) -> Any:
 
 
 def _count(value: Any) -> int:
-    """Number of values in nested lists."""
+    """Returns the number of values in nested lists."""
     return sum(map(_count, value)) if isinstance(value, list) else 1
 
 
 def describe(key: str, value: Any) -> str:
-    """One value, for people."""
+    """Returns a value as text for the printed results."""
     if isinstance(value, list):
         return f"{key} ({_count(value)} values, in run.json)"
     return f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}"

@@ -1,9 +1,9 @@
-"""How many operations an update is worth, and what share of the machine's rate that is: figures of metrics.jsonl.
+"""FLOPs of an update and utilisation of the machine's matmul throughput, for metrics.jsonl.
 
-Model FLOPs, as in PaLM's appendix B (arXiv:2204.02311): the products of one forward and one backward of the model, for
-the real tokens. What a run computes beside them is none: padding, what is recomputed, a forward that only counts. So
-they do not depend on the config, on --activation_checkpointing, or on how a global batch is cut. Attention counts
-whole squares, and of logits those that are a target's; of experts those that are chosen.
+Model FLOPs, as in PaLM's appendix B (arXiv:2204.02311), are the matmuls of one forward and one backward pass of the
+model, for the real tokens. Other computation does not count: padding, recomputation, a forward pass for counting only.
+So they do not depend on the config, on --activation_checkpointing, or on the split of a global batch. Attention counts
+full squares. Logits count only for targets, and experts only if chosen.
 """
 
 import copy
@@ -22,17 +22,17 @@ from common.models.load import attention_length
 from common.parallel.matmul_throughput import has_rate, multiplication_rate
 from common.training.batching import GlobalBatch, GlobalBatches
 
-FEW_STEPS = 16  # of a model without attention, which may be recurrent: without data each step is an operator of its own
-LOOKED_AT = 1000  # samples, for the lengths that occur
+FEW_STEPS = 16  # maximum length for a model without attention, which may be recurrent with separate operators per step
+LOOKED_AT = 1000  # samples that are inspected for their lengths
 
 
-# Operators that torch does not count. Attention on a CPU computes what the kernel for GPUs does.
+# Operators that torch does not count. Attention on a CPU has the FLOPs of the GPU kernel.
 _ATEN = torch.ops.aten
 if _ATEN._grouped_mm not in flop_registry:
 
     @register_flop_formula(_ATEN._grouped_mm)
     def grouped_mm_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
-        """Counts a matmul in groups: `a`, `b` or the result has a dimension of groups, which is not a factor."""
+        """Counts a grouped matmul: `a`, `b` or the result has a dimension of groups, which is not a factor."""
         return 2 * a[-2] * a[-1] * b[-1]
 
 
@@ -43,19 +43,19 @@ for _other, _known in ((_ATEN.addmm_, _ATEN.addmm), (_ATEN._scaled_dot_product_f
 
 @dataclass
 class ModelFlops:
-    """Operations of an update, forward and backward: a polynomial of each sample's lengths, and a share of a rate."""
+    """FLOPs of an update, forward and backward, as a polynomial of each sample's lengths; and utilisation."""
 
-    coefficients: np.ndarray  # (terms,) of a sample, as `_terms` has them
-    per_target: float  # of a row of logits
-    rate: float | None  # FLOP/s that all processes together could reach; None: not known
+    coefficients: np.ndarray  # (terms,) per sample, in the order of `_terms`
+    per_target: float  # per row of logits
+    rate: float | None  # FLOP/s that all processes together can reach; None: unknown
 
     def of(self, batch: GlobalBatch) -> float:
-        """Of a global batch, on all ranks."""
+        """Returns the FLOPs of a global batch, over all ranks."""
         num_rows = batch.num_targets if batch.num_predicted is None else batch.num_predicted
         return float(_terms(batch.lengths.numpy()).sum(0) @ self.coefficients + self.per_target * num_rows)
 
     def figures(self, flops: float, seconds: float) -> dict[str, float]:
-        """For metrics and results: FLOP/s, and their share of the rate where that is known."""
+        """Returns FLOP/s, and utilisation if the throughput is known, for metrics and results."""
         reached = flops / seconds
         share = {"share_of_rate": reached / self.rate} if self.rate else {}
         return {"model_flops_per_second": reached} | share
@@ -64,9 +64,9 @@ class ModelFlops:
 def count(
     make_empty: Callable[[], torch.nn.Module], batches: GlobalBatches, rate: float | None = None
 ) -> ModelFlops | None:
-    """Counts the model by a forward without data at a few lengths of a sample; None for one that needs its data.
+    """Counts the FLOPs of a model by forward passes without data at a few sample lengths.
 
-    Draws no random numbers, and leaves the model of `make_empty` as it was.
+    Draws no random numbers, and leaves the model of `make_empty` unchanged. Returns None if the model needs real data.
     """
     samples = batches.samples
     looked_at = np.arange(min(len(samples), LOOKED_AT))
@@ -75,22 +75,25 @@ def count(
     model = copy.deepcopy(make_empty()).eval()
     if attention_length(model.config) == np.inf:
         longest = longest.clip(max=FEW_STEPS)
-    # As many as a polynomial of degree 2 has terms; those of one length may be the same (images).
+    # The number of points equals the number of terms of a polynomial of degree 2. Points of very short samples coincide
+    # (images).
     shares = [(i, j) for i in range(3) for j in range(3 - i)] if len(longest) == 2 else [(i,) for i in range(3)]
     points = np.unique([[max(1, n >> i) for n, i in zip(longest, one, strict=True)] for one in shares], axis=0)
     try:
         if hasattr(model, "set_attn_implementation"):
-            model.set_attn_implementation("eager")  # plain products; the one in use may exchange tokens between ranks
-        model.config.get_text_config().pad_token_id = None  # else some look for padding, and here are no tokens
+            # Plain matmuls, because the current implementation may exchange tokens between ranks.
+            model.set_attn_implementation("eager")
+        # Otherwise some models look for padding, but the tokens have no data here.
+        model.config.get_text_config().pad_token_id = None
         sample = batches.collate([samples.dummy_sample()])
         try:
             passes = np.array([_count(model, sample, point) for point in points])
-        except RuntimeError:  # without data, torch multiplies in groups in bf16 only
+        except RuntimeError:  # without data, torch supports grouped matmuls in bf16 only
             model.bfloat16()
             passes = np.array([_count(model, sample, point) for point in points])
         head = model.get_output_embeddings()
         per_target = 2.0 * head.weight.numel() * (2 + head.weight.requires_grad) if head is not None else 0.0
-    except Exception:  # whatever a foreign forward raises
+    except Exception:  # a foreign forward may raise any error
         return None
     terms = _terms(points)
     scale = terms.max(0)
@@ -99,7 +102,10 @@ def count(
 
 
 def _terms(lengths: np.ndarray) -> np.ndarray:
-    """(samples,) or (samples, 1 or 2) to (samples, terms), float64: 1, each length, and each product of two lengths."""
+    """Returns the terms of the polynomial: 1, each length, and each product of two lengths.
+
+    Shapes: (samples,) or (samples, 1 or 2) to (samples, terms), float64.
+    """
     lengths = lengths.reshape(len(lengths), -1).astype(np.float64)
     first, last = lengths.T[0], lengths.T[-1]
     others = [last, last * last, first * last] if lengths.shape[1] == 2 else []
@@ -108,9 +114,10 @@ def _terms(lengths: np.ndarray) -> np.ndarray:
 
 @torch.no_grad()
 def _count(model: torch.nn.Module, sample: dict[str, torch.Tensor], lengths: np.ndarray) -> int:
-    """Of one sample of these lengths: of tokens (an encoder's, a decoder's), or as `sample` is.
+    """Returns the FLOPs of a sample with these lengths in tokens (encoder, decoder).
 
-    A backward has two products for each of the forward; one where the weight is frozen.
+    Floating-point inputs have the shape in `sample`. A backward pass has two matmuls per matmul of the forward pass, or
+    a single matmul if the weight is frozen.
     """
     inputs = {}
     for name, one in sample.items():
@@ -118,7 +125,7 @@ def _count(model: torch.nn.Module, sample: dict[str, torch.Tensor], lengths: np.
             shape = one.shape if one.is_floating_point() else (1, lengths[-1 if name.startswith("decoder") else 0])
             dtype = next(model.parameters()).dtype if one.is_floating_point() else one.dtype
             inputs[name] = torch.empty(shape, dtype=dtype, device="meta")
-    counter, frozen = FlopCounterMode(display=False), [0, 0]  # FLOPs of frozen weights; the total where one began
+    counter, frozen = FlopCounterMode(display=False), [0, 0]  # FLOPs of frozen weights; total before the current module
 
     def enter(*_: Any) -> None:
         frozen[1] = counter.get_total_flops()
@@ -137,9 +144,9 @@ def _count(model: torch.nn.Module, sample: dict[str, torch.Tensor], lengths: np.
 
 
 def machine_rate(accelerator: Accelerator, precision: str) -> float | None:
-    """FLOP/s of matrix products that all processes reach together; None where the precision has no measured rate.
+    """Returns the matmul FLOP/s that all processes reach together; None if they are not measured for the precision.
 
-    One process is measured, in a tenth of a second. On a CPU those of a host share its cores.
+    A single process is measured, in a tenth of a second. On a CPU, the processes of a host share its cores.
     """
     device = accelerator.device
     if not has_rate(device, precision):
@@ -150,10 +157,10 @@ def machine_rate(accelerator: Accelerator, precision: str) -> float | None:
 
 
 def of_run(run: Any, is_rehearsal: bool) -> ModelFlops | None:
-    """Of a `common.run.Run` that begins to train: on its main process, which tells."""
+    """Returns the `ModelFlops` of a `common.run.Run` on its main process, which reports them; None on others."""
     if not run.accelerator.is_main_process:
         return None
-    own = getattr(type(run.make_empty()), "own_precision", None)  # of a model that takes no other than float32
+    own = getattr(type(run.make_empty()), "own_precision", None)  # set for models that only support float32
     precision = "no" if own else run.accelerator.mixed_precision
     rate = None if is_rehearsal else machine_rate(run.accelerator, precision)
     return count(run.make_empty, run.loader.dataset, rate)

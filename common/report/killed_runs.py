@@ -1,4 +1,4 @@
-"""Describes how far a killed run came, from its run.json and metrics.jsonl."""
+"""Describes the progress of a killed run, from its run.json and metrics.jsonl."""
 
 import json
 import os
@@ -12,10 +12,10 @@ from common.files import LOCK, is_locked
 
 
 def describe_killed(output_dir: Path, is_over: bool = False) -> str | None:
-    """Returns how far a run came that could not write its own end: it was killed, as by SIGKILL or a memory limit.
+    """Describes the progress of a run that could not write its own end, as after SIGKILL or at a memory limit.
 
-    Its run.json says that it runs, and no process holds its lock; a lock may not be seen from another host. If only
-    some of its processes were killed, the others have written which one was lost.
+    Its status in run.json is "running", and no process holds its lock; a lock may be invisible on a different host. If
+    only some of its processes were killed, the others have written which process was lost.
     is_over: whether this process holds the lock, so that the run of run.json cannot be alive.
 
     Returns None if the run has ended otherwise, still runs, or cannot be read.

@@ -1,4 +1,4 @@
-"""model/README.md: what the model is, what it was trained on and how, by a run's own record."""
+"""Writes model/README.md: a description of the model, its data and its training, from the record of the run."""
 
 import json
 import re
@@ -11,14 +11,14 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from common.models.adapter_files import loading_call
 
-# What the hub lets people try a model for, by the Auto class that loads it.
+# Tags of the hub's demo widgets, by the Auto class that loads the model.
 PIPELINE_TAGS = {
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForSeq2SeqLM": "text2text-generation",
     "AutoModelForSequenceClassification": "text-classification",
     "AutoModelForImageClassification": "image-classification",
 }
-# The figures that are shown, in this order, where a run has them.
+# The metrics to show, in this order, if the run has them.
 FIGURES = {
     "validation_loss": "held-out loss",
     "perplexity": "perplexity",
@@ -35,8 +35,8 @@ FIGURES = {
     "saving_seconds": "seconds of saving checkpoints between updates",
     "peak_memory_bytes": "most memory of a process, GiB",
 }
-IF_ANY = ("repeated_seconds", "evaluation_seconds", "saving_seconds")  # not shown if they are 0
-# That say nothing about the model: where and how the run was kept.
+IF_ANY = ("repeated_seconds", "evaluation_seconds", "saving_seconds")  # hidden if they are 0
+# Flags that do not affect the model, only the output and the processes of the run.
 KEPT = "output_dir overwrite resume dry_run plan save_every keep_last report_to num_workers connect_timeout".split()
 KEPT += ["profile", "allow_changed"]
 
@@ -44,7 +44,7 @@ KEPT += ["profile", "allow_changed"]
 def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> None:
     """Writes README.md into model/.
 
-    run: as run.json has it, without secrets. model_class: an Auto class, or a recipe's own.
+    run: contents of run.json, without secrets. model_class: an Auto class, or a recipe's own class.
     """
     arguments, results = run["arguments"], run["results"]
     name, base = directory.parent.name, arguments.get("model_name_or_path")
@@ -52,7 +52,7 @@ def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> 
     card = ModelCardData(
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag=PIPELINE_TAGS.get(model_class),
-        base_model=base if base and not Path(base).expanduser().exists() else None,  # a path would be no link
+        base_model=base if base and not Path(base).expanduser().exists() else None,  # a path would not be a valid link
         tags=["accelerate", run["command"][0].rpartition("/")[2].removesuffix(".py")],
     )
     origin = f"fine-tuned from `{base}`" if base else "trained from scratch"
@@ -96,24 +96,24 @@ def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> 
 
 
 def _describe_adapter(config: dict[str, Any]) -> str:
-    """What peft's own file says of an adapter: its flags may be defaults."""
+    """Returns a description of an adapter from peft's config, because the flags may be unset."""
     layers = sorted([*config["target_modules"], *(config.get("target_parameters") or [])])
     whole = f", with {_code(new)} trained whole" if (new := config.get("modules_to_save")) else ""
     return f"An adapter (LoRA) of rank {config['r']} and alpha {config['lora_alpha']} on {_code(layers)}{whole}"
 
 
 def _list(part: str, text: str) -> str:
-    """What a part of the data is: of mixed data an item for each source."""
+    """Returns a list item for a part of the data; mixed data has a sub-item per source."""
     lines = text.splitlines()
     items = lines if len(lines) == 1 else ["", *(f"  - {line.strip()}" for line in lines)]
     return f"- {part}:{' ' * (len(lines) == 1)}" + "\n".join(items)
 
 
 def _settings(run: dict[str, Any]) -> Iterator[str]:
-    """What was asked by any start of the run, as a table; then what was not."""
+    """Yields a table of the settings passed at any start of the run, then the default settings."""
     arguments = {key: value for key, value in run["arguments"].items() if key not in KEPT}
     if arguments.get("num_epochs"):
-        del arguments["num_updates"]  # which it has replaced
+        del arguments["num_updates"]  # it is replaced by --num_epochs
     if not arguments.get("lora_rank"):
         arguments.pop("lora_dropout", None)
     settings = {
@@ -129,7 +129,7 @@ def _settings(run: dict[str, Any]) -> Iterator[str]:
 
 
 def _commands(run: dict[str, Any]) -> Iterator[str]:
-    """Those of all starts, each once."""
+    """Yields the commands of all starts, each once."""
     first, *others = dict.fromkeys(shlex.join(map(str, command)) for command in run["commands"])
     yield f"    {first}"
     if others:
@@ -140,7 +140,7 @@ def _commands(run: dict[str, Any]) -> Iterator[str]:
 
 
 def _short(text: str) -> str:
-    """Paths below the working directory relative, and below the home directory with ~: no reader has either."""
+    """Shortens paths below the working directory and the home directory, because readers have neither."""
     for place, words in ((Path.cwd(), ""), (Path.home(), "~/")):
         if place.parent != place:
             text = re.sub(rf"(?<![\w.~/-]){re.escape(str(place))}/", words, text)

@@ -1,4 +1,4 @@
-"""What a classifier predicts for held-out samples: measured on all ranks, and drawn."""
+"""Predictions of a classifier for held-out samples: computed on all ranks, and drawn."""
 
 import logging
 import warnings
@@ -22,13 +22,14 @@ logger = logging.getLogger(__name__)
 def measure(
     run: Any, model: nn.Module, predict: Callable[[nn.Module, dict], tuple[torch.Tensor, torch.Tensor]]
 ) -> tuple[dict[str, float], np.ndarray, np.ndarray]:
-    """`mean_losses`, predictions (N,) and targets (N,) of all held-out samples, each counted once, alike on all ranks.
+    """Returns `mean_losses`, predictions (N,) and targets (N,) of all held-out samples, the same on all ranks.
 
-    run: a `common.run.Run`. predict: of a micro-batch the sum of its losses, and its predictions (N,).
+    Each sample counts once. run: a `common.run.Run`.
+    predict: returns the summed loss and the predictions (N,) of a micro-batch.
     """
     model.eval()
     for module in model.modules():
-        if isinstance(module, BATCH_NORMS):  # the main process's statistics, which are saved
+        if isinstance(module, BATCH_NORMS):  # use the main process's statistics, because these are saved
             for statistics in (module.running_mean, module.running_var):
                 accelerate.utils.broadcast(statistics)
     measured, answers = [], []
@@ -43,16 +44,21 @@ def measure(
     model.train()
     losses = mean_losses(run.accelerator, measured)
     rows = run.accelerator.gather(run.accelerator.pad_across_processes(torch.cat(answers)))
-    rows = rows.unflatten(0, (run.accelerator.num_processes, -1))[:: running().tensor].flatten(0, 1)  # of copies, one
-    rows = rows[rows[:, 2] == 1].cpu()  # the ranks had unequal shares: without what made them equal
+    # Tensor-parallel ranks are replicas; keep one per group.
+    rows = rows.unflatten(0, (run.accelerator.num_processes, -1))[:: running().tensor].flatten(0, 1)
+    rows = rows[rows[:, 2] == 1].cpu()  # remove the rows that padded the ranks' shares to equal size
     assert len(rows) == len(run.held_out.dataset.samples), "each held-out sample is to be counted once"
     predictions, targets = rows[:, :2].to(targets.dtype).numpy().T
     return losses, predictions, targets
 
 
 def draw_confusion(predictions: np.ndarray, targets: np.ndarray, names: Sequence[str], output_dir: Path) -> str:
-    """Draws confusion.png, how often each class (row) was taken for each (column); the line that says where it is."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here because it takes seconds; not pyplot: no display
+    """Draws confusion.png, the number of samples of each class (row) by predicted class (column).
+
+    Returns a line with its path.
+    """
+    # Imported here because it takes seconds; not pyplot, which may need a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     counts, path = np.zeros((len(names), len(names)), np.int64), output_dir / "confusion.png"
@@ -65,13 +71,14 @@ def draw_confusion(predictions: np.ndarray, targets: np.ndarray, names: Sequence
     if len(names) <= 60:
         axes.set_xticks(range(len(names)), names, rotation=90)
         axes.set_yticks(range(len(names)), names)
-    if len(names) <= 30:  # else the numbers would not be readable
+    if len(names) <= 30:  # otherwise the numbers would not be legible
         for (row, column), count in np.ndenumerate(counts):
             if count:
                 colour = "white" if count > counts[row].sum() / 2 else "black"
                 axes.text(column, row, str(count), ha="center", va="center", color=colour, fontsize=8)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Glyph .* missing")  # else several lines for each such character
+        # Otherwise matplotlib prints several lines per missing character.
+        warnings.filterwarnings("error", "Glyph .* missing")
         try:
             figure.savefig(path, dpi=120)
         except UserWarning:

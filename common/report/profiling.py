@@ -1,21 +1,22 @@
-"""--profile: a trace of three updates for Perfetto, and where their time went, as a table and in run.json.
+"""--profile: a trace of three updates for Perfetto, and their time per phase, as a table and in run.json.
 
 Each moment of the three updates counts once, so the table sums to their time, as the main process measured it:
 
     data           waiting for a global batch, and copying its micro-batches to the device
-    forward        the model, and what a recipe does with a micro-batch before and after its backward
-    backward       autograd; under DeepSpeed also what its engine does with the gradients after it
+    forward        the model, and the recipe's work on a micro-batch before and after its backward pass
+    backward       autograd; under DeepSpeed also its engine's work on the gradients afterwards
     optimizer      clipping, the step, zero_grad; under DeepSpeed all of its engine's step
-    communication  collectives and messages while nothing is computed, those of a save too: waiting for a slower rank
-    evaluation     forwards without a gradient
-    checkpoint     what a save makes the updates wait for, but not the thread that writes beside them
-    other          what remains: the loop itself, metrics, trackers
+    communication  collectives and messages while nothing is computed, also of a save: waiting for a slower rank
+    evaluation     forward passes without a gradient
+    checkpoint     time that the updates wait for a save, without the thread that writes in parallel
+    other          the remaining time: the loop itself, metrics, trackers
 
-Communication that runs beside an operator that computes is told in a line of its own; the Python between two operators
-hides none. On a GPU a moment belongs to the phase that has launched the kernel that runs, to communication where only
-NCCL's run, and to what the host does where none runs. How long each phase's kernels ran is then a second column.
+Communication that overlaps with a computing operator is reported in a separate line. It does not overlap with the
+Python code between two operators. On a GPU, a moment belongs to the phase that launched the running kernel. It belongs
+to communication if only NCCL kernels run, and to the host's phase if no kernel runs. A second column then shows the
+kernel time of each phase.
 
-The recorded updates are slower than others, most where operators are many and small. Each rank writes its own trace.
+The recorded updates are slower than others, especially with many small operators. Each rank writes its own trace.
 """
 
 import gzip
@@ -39,23 +40,23 @@ from common.report.tracking import write_run
 from common.training.batching import GlobalBatch
 from common.training.token_budget import is_repeated
 
-WARMUP, RECORDED = 3, 3  # updates; the last of the warm-up with the profiler on, which takes time to start
+WARMUP, RECORDED = 3, 3  # updates; the profiler is on in the last warm-up update, because its start takes time
 PHASES = ("data", "forward", "backward", "optimizer", "communication", "evaluation", "checkpoint", "other")
 COMMUNICATION, OTHER = PHASES.index("communication"), PHASES.index("other")
 COLLECTIVES = ("gloo:", "nccl:", "c10d::", "_c10d_functional::", "ucc:", "mpi:", "xccl:")
-KERNELS, LAUNCHES = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")  # a trace's categories
-UPDATE = "ProfilerStep#"  # torch.profiler's own range, which other readers of a trace look for
+KERNELS, LAUNCHES = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")  # categories in a trace
+UPDATE = "ProfilerStep#"  # range name of torch.profiler, which other trace readers look for
 
 _traces: list[Any] = []
 
 
 def profiled(run: Any, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
-    """The batches of a `common.run.Run`; with --profile the updates after WARMUP are recorded, written and told."""
+    """Returns the batches of a `common.run.Run`; with --profile, the updates after WARMUP are recorded and reported."""
     return _profiled(run, batches) if run.args.profile else batches
 
 
 def _profiled(run: Any, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
-    if run.device.type == "cpu":  # there Kineto has nothing to say but that it starts and stops
+    if run.device.type == "cpu":  # on a CPU, Kineto only reports that it starts and stops
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     steps = schedule(wait=WARMUP - 1, warmup=1, active=RECORDED, repeat=1)
     with closing(batches):
@@ -66,10 +67,10 @@ def _profiled(run: Any, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]
                     with record_function("data"):
                         batch = next(batches)
                     yield batch
-                    if is_repeated():  # it was no update
+                    if is_repeated():  # it was not an update
                         continue
                     done += 1
-                    if run.device.type == "cuda":  # whose kernels belong to the update that launched them
+                    if run.device.type == "cuda":  # so that kernels belong to the update that launched them
                         torch.cuda.synchronize(run.device)
                     profiler.step()
             except GeneratorExit:
@@ -80,9 +81,9 @@ def _profiled(run: Any, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]
 
 
 def _named_phases(run: Any) -> ExitStack:
-    """Gives the parts of an update their phases' names in the trace, until it is closed.
+    """Names the parts of an update by their phases in the trace, until the returned stack is closed.
 
-    Clipping and checkpoints name theirs themselves, and so do torch's optimizers.
+    Clipping, checkpoints and torch's optimizers set their own names.
     """
     names, bare_micro_batches = ExitStack(), run.micro_batches
 
@@ -98,7 +99,7 @@ def _named_phases(run: Any) -> ExitStack:
         original = getattr(owner, method)
 
         def named(*args: Any, **kwargs: Any) -> Any:
-            with record_function(now(phase)):  # one for each call: a backward may be inside a backward
+            with record_function(now(phase)):  # a new context per call, because backward passes may be nested
                 return original(*args, **kwargs)
 
         replace(owner, method, named)
@@ -112,24 +113,24 @@ def _named_phases(run: Any) -> ExitStack:
                 return
             with record_function(
                 now("forward")
-            ):  # until the next one is asked for; the backward has its own name in it
+            ):  # until the next micro-batch is requested; the backward pass has its own name inside
                 yield one
 
     replace(run, "micro_batches", micro_batches)
-    name(run.model, "forward", "forward")  # a pipeline's schedule has its micro-batches before it begins
+    name(run.model, "forward", "forward")  # a pipeline's schedule receives its micro-batches before it starts
     name(run.accelerator, "backward", "backward")
-    name(*SCHEDULED_BACKWARD, "backward")  # which that schedule calls
+    name(*SCHEDULED_BACKWARD, "backward")  # called by the pipeline's schedule
     if engine := getattr(run.accelerator, "deepspeed_engine_wrapped", None):
         name(engine.engine, "step", "optimizer")
     return names
 
 
 def _write(run: Any, profiler: profile) -> None:
-    """Writes this rank's trace; the main process tells where the time went, on the screen and in run.json."""
-    # Never freed: after threads of gloo have been recorded, Kineto's own end of a trace has crashed the process.
+    """Writes this rank's trace; the main process prints the time per phase and adds it to run.json."""
+    # Never freed, because after recording gloo threads, Kineto has crashed the process when it freed a trace.
     _traces.append(profiler.profiler.kineto_results)
     directory = Path(run.output_dir) / "profile"
-    directory.mkdir(parents=True, exist_ok=True)  # a host of its own may have none yet
+    directory.mkdir(parents=True, exist_ok=True)  # each host may have its own directory
     path = directory / f"trace-rank-{run.accelerator.process_index}.json.gz"
     unfinished = path.with_name("partial-" + path.name)
     profiler.export_chrome_trace(str(unfinished))
@@ -146,13 +147,13 @@ def _write(run: Any, profiler: profile) -> None:
 
 
 def where_time_went(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds of a trace's updates, of each phase, of communication beside computation, and of each phase's kernels.
+    """Returns seconds of a trace's updates, of each phase, of overlapped communication, and of each phase's kernels.
 
     events: the `traceEvents` of a file that torch.profiler exported.
     """
     events = [event | {"end": event["ts"] + event["dur"]} for event in events if event["ph"] == "X"]
     host = [event for event in events if event.get("cat") in ("user_annotation", "cpu_op")]
-    host.sort(key=lambda event: (event["ts"], -event["dur"]))  # what is inside comes later
+    host.sort(key=lambda event: (event["ts"], -event["dur"]))  # nested events come later
     kernels = [event for event in events if event.get("cat") in KERNELS]
     updates = [event for event in host if event["name"].startswith(UPDATE)]
     main_thread = [event for event in host if event["tid"] == updates[0]["tid"]]
@@ -168,12 +169,13 @@ def where_time_went(events: list[dict[str, Any]]) -> dict[str, Any]:
     computed = [event for event, following in pairwise(main_thread) if _computes(event, following)]
     owner[time.during(sent) & ~time.during(computed)] = COMMUNICATION
 
-    groups: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)  # copies, NCCL's kernels, all others
+    # Memory copies, NCCL kernels, all other kernels.
+    groups: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
     for event in kernels:
         is_nccl, phase = event["name"].startswith("nccl"), launched.get(event["args"].get("correlation"), OTHER)
         groups[(1, COMMUNICATION) if is_nccl else (2 * (event["cat"] == "kernel"), phase)].append(event)
     for (_, phase), some in sorted(groups.items()):
-        owner[time.during(some)] = phase  # the later ones hide what runs beside them
+        owner[time.during(some)] = phase  # later groups hide earlier groups that run at the same time
 
     is_update = time.during(updates)
     is_hidden = is_update & time.during(groups[1, COMMUNICATION] if kernels else sent) & (owner != COMMUNICATION)
@@ -190,19 +192,19 @@ def where_time_went(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class _Time:
-    """The time of a trace, cut where any of its events begins or ends. seconds: (pieces), of each piece."""
+    """The time of a trace, split at the beginning and end of each event. seconds: (pieces), duration of each piece."""
 
     def __init__(self, events: list[dict[str, Any]]):
         self.edges = np.unique([event[side] for event in events for side in ("ts", "end")])
-        self.seconds = np.diff(self.edges) / 1e6  # a trace has microseconds
+        self.seconds = np.diff(self.edges) / 1e6  # a trace is in microseconds
 
     def pieces(self, event: dict[str, Any]) -> slice:
-        """From the piece that an event begins in to the one that it ends in."""
+        """Returns the range of pieces from the beginning to the end of an event."""
         start, end = np.searchsorted(self.edges, (event["ts"], event["end"]), "right") - 1
         return slice(max(0, min(start, len(self.seconds) - 1)), end)
 
     def during(self, events: list[dict[str, Any]]) -> np.ndarray:
-        """Bool (pieces): whether at least one of the events runs."""
+        """Returns bool (pieces): whether at least one of the events runs."""
         changes = np.zeros(len(self.edges), np.int64)
         for side, change in (("ts", 1), ("end", -1)):
             np.add.at(changes, np.searchsorted(self.edges, [event[side] for event in events]), change)
@@ -210,20 +212,21 @@ class _Time:
 
 
 def _phase_of(event: dict[str, Any]) -> int | None:
-    """The number of the phase that a range of the host names, or None."""
-    if event["cat"] == "user_annotation" and event["name"].startswith("Optimizer."):  # torch's: step and zero_grad
+    """Returns the index of the phase that a range of the host names, or None."""
+    # torch's names of step and zero_grad.
+    if event["cat"] == "user_annotation" and event["name"].startswith("Optimizer."):
         return PHASES.index("optimizer")
     return PHASES.index(event["name"]) if event["cat"] == "user_annotation" and event["name"] in PHASES else None
 
 
 def _computes(event: dict[str, Any], following: dict[str, Any]) -> bool:
-    """Whether it is an operator with none inside, and does not communicate."""
+    """Returns whether an event is an operator without nested operators that does not communicate."""
     is_operator = event["cat"] == "cpu_op" and not event["name"].startswith(COLLECTIVES)
     return is_operator and following["ts"] >= event["end"]
 
 
 def describe(found: dict[str, Any]) -> str:
-    """The table of what `where_time_went` found, and `updates`."""
+    """Returns the table of the results of `where_time_went`, with `updates` added."""
     first, *_, last = found["updates"]
     lines = [f"\nprofile of updates {first} to {last}, {found['seconds']:.3f} s, on the main process"]
     kernels = found.get("kernels")

@@ -1,4 +1,4 @@
-"""The progress bar, or lines of progress in a log, and metrics.jsonl: each update as it is shown and recorded."""
+"""Progress bar, or progress lines in a log, and metrics.jsonl: shows and records each update."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from common.report.tracking import describe_sources, memory_in_use_bytes, peak_m
 
 
 def _for_trackers(record: dict[str, Any]) -> dict[str, float]:
-    """Its numbers. The name of a source may be a pattern, whose * some trackers (MLflow) refuse."""
+    """Returns the numbers of a record. Some trackers (MLflow) reject the * in names of sources that are patterns."""
     numbers = {key: value for key, value in record.items() if isinstance(value, int | float)}
     return {re.sub(r"[^\w./ -]", "_", name): value for name, value in numbers.items()}
 
@@ -37,10 +37,10 @@ def _check_of_chance(samples: Any, num_updates: int) -> Any:
 
 
 class LogLines:
-    """Progress as lines of text on stderr, for a log file or a pipe, in which a bar would be one endless line.
+    """Progress as lines of text on stderr, for a log file or a pipe, in which a bar would be a single endless line.
 
-    The first update, the last one, and between them at most one line every `SECONDS` and every 1 % of the run; in a
-    long run, at least one line every `SILENCE`.
+    It prints the first and the last update, and between them at most one line per `SECONDS` and per 1 % of the run. In
+    a long run, it prints at least one line per `SILENCE`.
     """
 
     SECONDS, SILENCE = 10.0, 600.0
@@ -48,13 +48,12 @@ class LogLines:
     def __init__(self, num_done: int, num_updates: int):
         self.total, self.printed, self.line = num_updates, num_done, ""
         self.num_tokens = self.seconds = self.printed_at = self.began = 0.0
-        self.first: int | None = None  # the first update of this start, done at `began`
+        self.first: int | None = None  # first update of this start, completed at `began`
 
     def update(self, done: int, num_tokens: float, unit: str, record: dict[str, Any]) -> None:
-        """Ends an update. record: its line of metrics.jsonl. unit: of what `num_tokens` counts.
+        """Ends an update. record: its line of metrics.jsonl. unit: the unit that `num_tokens` counts.
 
-        Tokens per second are those since the last line. The time left counts with evaluations and saves, as they have
-        been so far.
+        Tokens per second are measured since the last line. The time left includes evaluations and saves, as so far.
         """
         seconds = record["seconds"]
         now = time.perf_counter()
@@ -78,41 +77,41 @@ class LogLines:
             self.print()
 
     def print(self) -> None:
-        """Prints the last update, unless it has been printed."""
+        """Prints the last update, unless it is already printed."""
         if self.line:
             print(self.line, file=sys.stderr, flush=True)
             self.line, self.num_tokens, self.seconds = "", 0.0, 0.0
 
 
 class Progress:
-    """Shows and records one update after the other, on the main process; the other ranks only keep time.
+    """Shows and records updates on the main process; the other ranks only measure time.
 
-    A `with` block; `batches(...)` times the wait for data, `update(...)` ends an update. `work`, on the main process:
-    a `common.report.flops.ModelFlops`, or None for a model that cannot be counted.
+    It is a context manager. `batches(...)` measures the data-loading time, `update(...)` ends an update. `work`, on the
+    main process: a `common.report.flops.ModelFlops`, or None for a model whose FLOPs cannot be counted.
     """
 
     def __init__(self, accelerator: Accelerator, output_dir: Path, num_updates: int, state: Any, work: Any = None):
         self.accelerator, self.is_main, self.state = accelerator, accelerator.is_main_process, state
         self.output_dir, self.work, self.totals = output_dir, work, Totals(state.training)
         is_terminal = sys.stderr.isatty()
-        hidden = {} if self.is_main and is_terminal else {"disable": True}  # else TQDM_DISABLE decides
+        hidden = {} if self.is_main and is_terminal else {"disable": True}  # otherwise TQDM_DISABLE decides
         self.bar = tqdm(total=num_updates, initial=state.update, unit="update", smoothing=0.1, **hidden)
         has_lines = self.is_main and not is_terminal and not os.environ.get("TQDM_DISABLE")
         self.log_lines = LogLines(state.update, num_updates) if has_lines else None
-        # Line buffered: a killed run leaves whole lines.
+        # Line buffered, so that a killed run leaves complete lines.
         self.file = open(output_dir / "metrics.jsonl", "a", buffering=1) if self.is_main else None
         self.memory_at_start = memory_in_use_bytes(accelerator.device)
         self.waited = self.waited_before = 0.0
-        self.last, self.seconds = time.perf_counter(), 0.0  # training time of this start
-        self.num_updates = 0  # of this start
+        self.last, self.seconds = time.perf_counter(), 0.0  # `seconds`: training time of this start
+        self.num_updates = 0  # updates of this start
         self.unit = "tokens"
         self.held_out = ""
-        self.per_epoch: int | None = 1  # updates; None: mixed sources, each with epochs of its own
+        self.per_epoch: int | None = 1  # updates per epoch; None: mixed sources, each with its own epochs
         self.drawing: subprocess.Popen | None = None
-        self.chance: Any = None  # a `chance.ChanceCheck` of samples with labels
+        self.chance: Any = None  # a `chance.ChanceCheck` for samples with labels
 
     def batches(self, loader):
-        """The loader's global batches, with the time that the loop waits for each."""
+        """Yields the loader's global batches, and measures the time that the loop waits for each."""
         self.unit = loader.dataset.samples.unit
         self.per_epoch = len(loader.dataset) if loader.dataset.mixing is None else None
         self.chance = self.chance or _check_of_chance(loader.dataset.samples, self.bar.total)
@@ -127,14 +126,14 @@ class Progress:
             yield batch
 
     def update(self, batch, **record: Any) -> None:
-        """Ends an update: one line of metrics.jsonl, the bar, the trackers. `record` is printed in its order."""
+        """Ends an update: a line of metrics.jsonl, the bar, the trackers. `record` is printed in its order."""
         now = time.perf_counter()
         pauses = self.totals.take_pauses()
         seconds, self.last = now - self.last - sum(pauses.values()), now
         self.seconds += seconds
         tokens_per_second = batch.num_tokens / seconds
         self.num_updates += 1
-        if not self.is_main:  # whose totals go into a checkpoint
+        if not self.is_main:  # the totals in a checkpoint are those of the main process
             return
         flops = self.work.of(batch) if self.work else 0.0
         self.totals.add(batch, seconds=seconds, waited=self.waited - self.waited_before, flops=flops)
@@ -167,7 +166,7 @@ class Progress:
         self._show(batch, record)
 
     def _show(self, batch: Any, record: dict[str, Any]) -> None:
-        """The update on the bar, or as a line of a log."""
+        """Shows the update on the bar, or as a line in a log."""
         if self.log_lines is not None:
             self.log_lines.update(self.state.update, batch.num_tokens, self.unit, record)
             return
@@ -183,23 +182,23 @@ class Progress:
         self.bar.update()
 
     def _log(self, figures: dict[str, Any], update: int) -> None:
-        """Sends figures to the trackers of --report_to; one that fails gets no more of them."""
+        """Sends metrics to the trackers of --report_to; a tracker that fails is removed."""
         for tracker in self.accelerator.trackers[:]:
             try:
                 tracker.log(figures, step=update)
-            except Exception as error:  # of any tracker
+            except Exception as error:  # any tracker may raise it
                 self.accelerator.trackers.remove(tracker)
                 self.bar.write(f"--report_to {tracker.name}: stopped at update {update}: {with_location(error)}")
 
     def add_evaluation(self, figures: dict[str, float]) -> None:
-        """Writes the figures of an evaluation into the line of the last update, which a stop has left without them."""
+        """Adds the metrics of an evaluation to the line of the last update, which a stop left without them."""
         if not self.is_main:
             return
         path = self.output_dir / "metrics.jsonl"
         *lines, last = path.read_text().splitlines(keepends=True) or [""]
         record = json.loads(last) if last else {}
         if record.get("update") != self.state.update - 1:
-            return  # lost with a damaged line
+            return  # its line was corrupted and lost
         own = list(record)
         at = own.index("target_tokens")
         record = {name: record[name] for name in own[:at]} | figures | {name: record[name] for name in own[at:]}
@@ -213,7 +212,7 @@ class Progress:
         self.draw()
 
     def draw(self, now: bool = False) -> None:
-        """Lets curves.png be drawn, while the training goes on, or `now`."""
+        """Starts drawing curves.png in parallel to the training, or draws it `now`."""
         is_free = self.drawing is None or now or self.drawing.poll() is not None
         if self.is_main and is_free and self.state.update >= drawing.FEWEST:
             with reported_in_one_line("curves.png could not be drawn"):
@@ -224,10 +223,10 @@ class Progress:
                     drawing.finish(self.drawing)
 
     def end_early(self, patience: int) -> None:
-        """The updates end here, all `patience` evaluations after the best one."""
+        """Reports that the updates end here, because `patience` evaluations did not improve on the best."""
         best = self.state.best_validation_loss
         lower = "a finite validation loss" if best is None else f"a lower validation loss than {best:.4f}"
-        if self.is_main:  # a bar that is not shown writes all the same
+        if self.is_main:  # because a hidden bar prints nevertheless
             self.bar.write(
                 f"update {self.state.update}: {patience} evaluation{'s' * (patience > 1)} in a row without {lower}: "
                 "the training ends here (--patience)"
@@ -235,7 +234,7 @@ class Progress:
             sys.stdout.flush()
 
     def _tell_evaluation(self, record: dict[str, Any]) -> None:
-        """One line above the bar, which shows the loss too from here on."""
+        """Prints a line above the bar; afterwards the bar also shows the held-out loss."""
         loss = record["validation_loss"]
         self.held_out = f"held out {loss:.3f}, "
         line = f"update {self.state.update}: validation loss {loss:.4f}"
@@ -245,11 +244,11 @@ class Progress:
 
     @property
     def waiting_share(self) -> float:
-        """Share of the training time so far that the loop waited for data."""
+        """Returns the fraction of the training time so far in which the loop waited for data."""
         return self.waited / max(self.seconds, 1e-9)
 
     def results(self) -> dict[str, Any]:
-        """What the training took over all starts, for the summary; memory is that of this start."""
+        """Returns the training totals over all starts, for the summary; memory is that of this start."""
         results = {
             "updates": self.state.update,
             "unit": self.unit,
@@ -257,14 +256,14 @@ class Progress:
             "skipped_updates": self.state.skipped_updates,
             "skipped_at_end": self.state.skipped_in_a_row,
             "peak_memory_bytes": peak_memory_bytes(self.accelerator.device),
-            # Over what the loaded model held. (On a CPU an upper bound: a peak before the loop counts too.)
+            # Growth over the loaded model. (On a CPU an upper bound, because earlier peaks count too.)
             "memory_growth_bytes": peak_memory_bytes(self.accelerator.device) - self.memory_at_start,
         }
         if self.work and (seconds := self.totals.get("seconds")):
             results |= self.work.figures(self.totals.get("flops"), seconds)
-            if self.num_updates < self.totals.get("updates"):  # of other starts, perhaps on other devices
+            if self.num_updates < self.totals.get("updates"):  # other starts may have used other devices
                 results.pop("share_of_rate", None)
-        if self.is_main and not self.num_updates:  # nothing was left to train: what it took is as it was told then
+        if self.is_main and not self.num_updates:  # nothing was left to train: keep the recorded results
             before = json.loads((self.output_dir / "run.json").read_text()).get("results", {})
             results |= {name: before[name] for name in results if name in before}
         return results
@@ -279,7 +278,7 @@ class Progress:
         if self.log_lines is not None:
             self.log_lines.print()
         if self.file:
-            with suppress(OSError):  # of a full disk, which the last line has met already
+            with suppress(OSError):  # a full disk has already raised an error at the last line
                 self.file.close()
         if kind is None:
             self.draw(now=True)

@@ -1,4 +1,4 @@
-"""One view of every effective setting, its value, and which file, flag, variable or default it comes from."""
+"""Lists every effective setting with its value and its source: a file, flag, variable or default."""
 
 import argparse
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from common.parallel.launch import Launch
 from common.redaction import redact
 from common.training.recipe_traits import given_flags
 
-# Variables that change what a run does or where it reads and writes.
+# Variables that affect a run, or the locations where it reads and writes.
 PREFIXES = ("ACCELERATE_", "CUDA_", "DS_", "FSDP_", "GLOO_", "HF_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "PYTORCH_")
 PREFIXES += ("TOKENIZERS_", "TORCH", "TRANSFORMERS_", "XDG_CACHE_HOME")
 LAUNCH_SETTINGS = ("num_machines", "machine_rank", "main_process_ip", "main_process_port", "num_processes")
@@ -20,7 +20,7 @@ LAUNCH_SETTINGS += ("mixed_precision", "use_cpu", "gpu_ids", "num_cpu_threads_pe
 
 
 def list_settings(args: argparse.Namespace, launch: Launch, accelerator: Accelerator) -> Iterator[tuple[str, Any, str]]:
-    """Name, value and source of every setting of this run.
+    """Yields name, value and source of every setting of this run.
 
     Call it after `accelerator.prepare`, which resolves DeepSpeed's `auto`.
     """
@@ -70,9 +70,9 @@ def _source(launch: Launch, name: str) -> str:
 def print_dry_run(
     args: argparse.Namespace, launch: Launch, accelerator: Accelerator, num_left: int, memory: str
 ) -> None:
-    """What a dry run ends with: the view as three columns (name, value, source; without secrets), and what was done.
+    """Prints the end of a dry run: the settings as three columns (name, value, source; no secrets) and the outcome.
 
-    num_left: updates that the run would make. memory: its predicted peak.
+    num_left: updates that the run would make. memory: predicted peak memory.
     """
     settings = list_settings(args, launch, accelerator)
     rows = [[name, str(redact({name: value})[name]), redact(source)] for name, value, source in settings]

@@ -1,8 +1,8 @@
-"""What the training of a run took, summed over all its starts.
+"""Training totals of a run, summed over all its starts.
 
-Each update counts once, in the start whose result the run kept. A start that is killed loses the updates after its
-last checkpoint: they are made again, and their time and tokens are summed apart, from the lines of metrics.jsonl that
-the resumed run removes. The totals are saved in every checkpoint, next to the position.
+Each update counts once, in the start whose result the run kept. If a start is killed, the updates after its last
+checkpoint are lost and repeated. Their time and tokens are summed separately, from the lines of metrics.jsonl that the
+resumed run removes. The totals are saved in every checkpoint, next to the position.
 
 Training time is the time of updates only. Evaluations and saves between updates are timed separately.
 """
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 EVALUATION, SAVING = "evaluation_seconds", "saving_seconds"
-PAUSES = (EVALUATION, SAVING)  # between updates, with the training stopped
+PAUSES = (EVALUATION, SAVING)  # between updates, while the training waits
 
 
 @contextmanager
 def pause(saved: dict[str, Any], name: str) -> Iterator[None]:
-    """Adds the time of a block to one of `PAUSES`, which is no training time. saved: the totals of a run."""
+    """Context manager: adds its duration to one of `PAUSES`, which are not training time. saved: totals of the run."""
     began = time.perf_counter()
     try:
         yield
@@ -29,11 +29,11 @@ def pause(saved: dict[str, Any], name: str) -> Iterator[None]:
 
 
 class Totals:
-    """The totals of a run. `saved` is the dict that a checkpoint holds; it is empty in checkpoints of older versions.
+    """The totals of a run. `saved` is the dict in a checkpoint; it is empty in checkpoints of older versions.
 
-    All values are sums over updates: their number, seconds, tokens, computed tokens with padding, FLOPs of the model,
-    seconds of waiting for data, work per rank; seconds of the pauses between them; repeated_*: of updates that were
-    made again. In checkpoints of older versions, the seconds include the pauses.
+    All values are sums over updates: their number, seconds, tokens, computed tokens with padding, model FLOPs, seconds
+    of data loading, work per rank; and seconds of the pauses between them. repeated_* are sums over repeated updates.
+    In checkpoints of older versions, the seconds include the pauses.
     """
 
     def __init__(self, saved: dict[str, Any]):
@@ -49,7 +49,7 @@ class Totals:
         return self.saved.get(name, 0)
 
     def add(self, batch: Any, **sums: float) -> None:
-        """Counts one update. Work per rank is only summed while the number of ranks stays the same."""
+        """Counts an update. Work per rank is only summed while the number of ranks stays the same."""
         sums |= {"updates": 1, "tokens": int(batch.num_tokens), "processed": int(batch.num_processed)}
         for name, value in sums.items():
             self.saved[name] = self.get(name) + value
@@ -58,13 +58,13 @@ class Totals:
         self.saved["rank_work"] = work.tolist()
 
     def repeated(self) -> dict[str, float]:
-        """The part that run.json keeps: a start that is killed before its first checkpoint saves no totals."""
+        """Returns the part for run.json, because a start that is killed before its first checkpoint saves no totals."""
         return {name: value for name, value in self.saved.items() if name.startswith("repeated_")}
 
     def add_repeated(self, lines: list[dict[str, Any]], known: dict[str, float]) -> None:
         """Counts the removed lines of metrics.jsonl. Lines of older versions have no seconds.
 
-        known: the sums of the starts before, as run.json has them.
+        known: the sums over earlier starts, from run.json.
         """
         for name, value in known.items():
             self.saved[name] = max(self.get(name), value)
@@ -79,7 +79,7 @@ class Totals:
                 self.saved["repeated_updates"] = self.get("repeated_updates") + 1
 
     def figures(self) -> dict[str, Any]:
-        """For the results."""
+        """Returns the totals for the results."""
         seconds = self.get("seconds") + self.get("repeated_seconds")
         tokens, processed = self.get("tokens"), self.get("processed")
         work = self.saved.get("rank_work", [])
@@ -90,7 +90,8 @@ class Totals:
             "repeated_updates": self.get("repeated_updates"),
             "repeated_seconds": self.get("repeated_seconds"),
             **{name: self.get(name) + self.get(f"repeated_{name}") for name in PAUSES},
-            # Of the tokens that all ranks processed; and how much more work the busiest of them had than the idlest.
+            # Fraction of padding in the processed tokens; and load imbalance, the most loaded rank's work over the
+            # least loaded's.
             "padding_share": 1 - tokens / processed if processed else 0.0,
             "work_difference": max(work) / min(work) - 1 if work else 0.0,
             "waiting_for_data": self.get("waited") / self.get("seconds") if self.get("seconds") else 0.0,
@@ -98,7 +99,7 @@ class Totals:
 
 
 def describe(results: dict[str, Any], num_starts: int) -> str:
-    """The time, what it covers, and the throughput, in words."""
+    """Returns the training time, the updates that it covers, and the throughput as text."""
     text = f"trained in {results['training_seconds']:.0f} s"
     parts = [f"{num_starts} starts"] if num_starts > 1 else []
     if repeated := results.get("repeated_updates"):
@@ -110,7 +111,7 @@ def describe(results: dict[str, Any], num_starts: int) -> str:
 
 
 def describe_pauses(results: dict[str, Any]) -> str | None:
-    """Returns the time of evaluations and saves in words, or None if the run has hardly paused."""
+    """Returns the time of evaluations and saves as text, or None if the run has hardly paused."""
     parts = {"evaluation": results.get(EVALUATION), "saving checkpoints": results.get(SAVING)}
     words = " and ".join(f"{seconds:.1f} s of {name}" for name, seconds in parts.items() if seconds and seconds > 0.05)
     return f"not counted as training time: {words}" if words else None

@@ -1,4 +1,4 @@
-"""The first printed block, run.json, trackers, results: what a run shows and what it leaves behind about itself."""
+"""The run summary, run.json, trackers and results: everything that a run prints and records about itself."""
 
 import argparse
 import json
@@ -33,22 +33,22 @@ from common.training.batching import GlobalBatches
 from common.training.process_grid import running
 from common.versions import versions
 
-# How a tracker calls the name of a run that it can go on with. (The others go on in the same directory or experiment.)
+# Trackers' names for the ID with which a run is continued. (Other trackers use the same directory or experiment.)
 RUN_NAMES = {"wandb": "id", "trackio": "name"}
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most that this process has held so far: allocated GPU memory, or resident memory on a CPU."""
+    """Returns the peak memory of this process so far: allocated GPU memory, or resident memory on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else most_resident()
 
 
 def memory_in_use_bytes(device: torch.device) -> int:
-    """What this process holds now, measured as in `peak_memory_bytes`."""
+    """Returns the current memory of this process, measured as in `peak_memory_bytes`."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
 
 
 def to_json_line(record: dict[str, Any]) -> str:
-    """One line of JSON, floats with 17 significant digits (which name a double exactly), non-finite ones as null."""
+    """Returns a line of JSON, with 17 significant digits for floats (exact for a double), and null if non-finite."""
 
     def value(item: Any) -> str:
         if isinstance(item, float):
@@ -59,16 +59,16 @@ def to_json_line(record: dict[str, Any]) -> str:
 
 
 def write_run(output_dir: Path, facts: dict[str, Any]) -> None:
-    """Writes run.json, without secrets, beside its name and renames it: it is never half there."""
+    """Writes run.json, without secrets, to a temporary file and renames it, so that it is never incomplete."""
     unfinished = output_dir / "run.json.partial"
     unfinished.write_text(json.dumps(redact(facts), indent=2, default=lambda one: redact(str(one))) + "\n")
     os.replace(unfinished, output_dir / "run.json")
 
 
 def start_run(run: Any, config: PreTrainedConfig) -> None:
-    """Writes run.json (what was asked, what runs, with which versions) and starts the trackers of --report_to.
+    """Writes run.json (requested and effective settings, versions) and starts the trackers of --report_to.
 
-    A resumed run's metrics go back to where its state is, and its trackers go on. run: a `common.run.Run`.
+    A resumed run removes metrics after its checkpoint, and continues its trackers. run: a `common.run.Run`.
     """
     args, accelerator, output_dir, state = run.args, run.accelerator, run.output_dir, run.state
     batches = run.loader.dataset
@@ -105,7 +105,7 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
             "held_out_sources": run.held_out and _sources(run.held_out.dataset),
             **(run.budget.to_record(args) if run.budget else {}),
         }
-        if state.update == state.end(args) and before:  # a finished run: its results stay
+        if state.update == state.end(args) and before:  # a finished run keeps its results
             facts["results"] = before.get("results", {})
             facts |= {name: before[name] for name in ("data", "sources", "earlier_data") if name in before}
         write_run(output_dir, facts)
@@ -134,9 +134,9 @@ def _describe_killed(output_dir: Path) -> str | None:
 
 
 def read_earlier(output_dir: Path) -> dict[str, Any]:
-    """run.json as the start before this one left it; nothing where there was none, or a power cut has damaged it.
+    """Returns run.json of the previous start; {} if it is missing, or corrupted by a power failure.
 
-    `commands` has a command for each start. Older runs kept only the last one's, from the script on.
+    `commands` has a command for each start. Older runs kept only the last start's command, without the launcher.
     """
     try:
         run = json.loads((output_dir / "run.json").read_text())
@@ -146,10 +146,10 @@ def read_earlier(output_dir: Path) -> dict[str, Any]:
 
 
 def _earlier_data(before: dict[str, Any], batches: GlobalBatches, update: int) -> list[dict[str, Any]]:
-    """What the first `update` updates were trained on where that was other data: until which update, and which."""
+    """Returns the different data that the first `update` updates were trained on, each with its last update."""
     earlier = before.get("earlier_data", [])
     kept = [one for one in earlier if one["until"] < update]
-    last = earlier[len(kept)] if kept != earlier else before  # those that were in use then
+    last = earlier[len(kept)] if kept != earlier else before  # the data in use at that time
     if update and last.get("data") not in (None, batches.samples.describe()):
         kept.append({"until": update, "data": last["data"], "sources": last.get("sources")})
     return kept
@@ -158,7 +158,7 @@ def _earlier_data(before: dict[str, Any], batches: GlobalBatches, update: int) -
 def _sources(
     batches: GlobalBatches, num_samples: int = 0, earlier: list[dict[str, Any]] | None = None
 ) -> list[dict[str, Any]] | None:
-    """The sources of mixed data, and what so many samples of a run are of each; None of data that are not mixed."""
+    """Returns the sources of mixed data, with counts in `num_samples` samples of a run; None if data is not mixed."""
     if not hasattr(batches.samples, "mixing"):
         return None
     size = batches.global_batch_size
@@ -166,14 +166,15 @@ def _sources(
 
 
 def _end_failed(output_dir: Path, status: str) -> None:
-    """For `liveness.note_failure`: run.json of a run that has not ended says how it did."""
+    """Sets the status in run.json of a run that has not ended; for `liveness.note_failure`."""
     path = output_dir / "run.json"
-    if path.is_file() and (run := json.loads(path.read_text()))["status"] == "running":  # seen from this host
+    # The file may be invisible on this host.
+    if path.is_file() and (run := json.loads(path.read_text()))["status"] == "running":
         write_run(output_dir, run | {"status": status})
 
 
 def cut_metrics(path: Path, num_updates: int) -> list[dict[str, Any]]:
-    """Leaves the lines of the first `num_updates` updates; returns those after the checkpoint, which are made again."""
+    """Keeps the lines of the first `num_updates` updates; returns the later lines, whose updates are repeated."""
     if path.exists() and not path.is_file():
         raise UserError(f"disk: {path} is no file; move it away, then start again with --resume")
     kept: dict[int, str] = {}
@@ -183,7 +184,7 @@ def cut_metrics(path: Path, num_updates: int) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
             update = record["update"]
-        except (ValueError, TypeError, KeyError):  # torn or damaged, after a power cut
+        except (ValueError, TypeError, KeyError):  # incomplete or corrupted, after a power failure
             continue
         if line.endswith("\n") and update in range(num_updates):
             kept.setdefault(update, line)
@@ -199,7 +200,7 @@ def cut_metrics(path: Path, num_updates: int) -> list[dict[str, Any]]:
 
 
 def end_early(accelerator: Accelerator, output_dir: Path, state: Any) -> None:
-    """A run that was asked to stop: says so, and how to go on; run.json has it as `status`."""
+    """Reports the end of a run with a request to stop, and how to resume it; sets `status` in run.json."""
     if accelerator.is_main_process:
         run = json.loads((output_dir / "run.json").read_text())
         write_run(output_dir, run | {"status": f"stopped after update {state.update}"})
@@ -215,14 +216,14 @@ def print_run(
     rehearsal: bool = False,
     **lines: str,
 ) -> None:
-    """What will run, in one block, before it runs.
+    """Prints the run summary before the run.
 
-    `rehearsal`: a config for GPUs runs on a CPU. `lines` are the recipe's own, each a name and a text.
+    `rehearsal`: a GPU config runs on a CPU. `lines`: the recipe's own lines, by label.
     """
     world, degrees = accelerator.num_processes, running()
     sizes = [(number_of(p), p.requires_grad) for p in model.parameters()]
     total, trainable = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
-    if hasattr(model, "pipeline_stages"):  # of which this process has a stage
+    if hasattr(model, "pipeline_stages"):  # this process holds a single stage
         total, trainable = model.pipeline_stages.num_parameters
     if args.micro_batch_size:
         steps = args.global_batch_size // (args.micro_batch_size * degrees.data)
@@ -233,7 +234,8 @@ def print_run(
             f"accumulated as each global batch needs, x {degrees.describe()}"
         )
     first = train[0]
-    if len(first.micro_batches) < degrees.pipeline:  # of --micro_batch_tokens: what --micro_batch_size makes is known
+    # Only with --micro_batch_tokens; --micro_batch_size is checked earlier.
+    if len(first.micro_batches) < degrees.pipeline:
         raise UserError(
             f"--micro_batch_tokens {args.micro_batch_tokens} makes {len(first.micro_batches)} of a global batch, fewer "
             f"than the {degrees.pipeline} stages, which would wait for each other; lower it"
@@ -242,7 +244,7 @@ def print_run(
     targets = f"{mean_targets:,.0f} an update on average; the first: "
     targets += f"{first.num_targets:,} in {len(first.micro_batches)} micro-steps on each process"
     measures = accelerator.is_main_process and not rehearsal
-    precision = getattr(model, "own_precision", None)  # of a model that takes no other
+    precision = getattr(model, "own_precision", None)  # set for models with a fixed precision
     if precision is None:
         precision = describe_precision(accelerator) + describe_frozen(args)
         precision += advise(accelerator.device, accelerator.mixed_precision, total) if measures else ""
@@ -267,7 +269,7 @@ def print_run(
 
 
 def describe_length(args: argparse.Namespace, train: GlobalBatches) -> tuple[str, float]:
-    """How often a run goes through its data, in words; and the targets of an update on average."""
+    """Returns the number of epochs of a run as text, and the average number of targets per update."""
     samples = train.samples
     if train.mixing is None:
         epochs = f"{args.num_updates / len(train):.2f} epochs of {len(train):,} updates"
@@ -278,16 +280,16 @@ def describe_length(args: argparse.Namespace, train: GlobalBatches) -> tuple[str
 
 
 def describe_sources(figures: dict[str, Any]) -> str:
-    """The held-out loss of each source that was measured apart, in words."""
+    """Returns the held-out loss of each source with a separate evaluation, as text."""
     found = {name.partition("/")[2]: loss for name, loss in figures.items() if name.startswith("validation_loss/")}
     return f" ({', '.join(f'{loss:.4f} of {source}' for source, loss in found.items())})" if found else ""
 
 
 def describe_held_out(figures: dict[str, float], samples: Any) -> dict[str, float | None]:
-    """The figures of held-out text with perplexity and bits per byte, beside what gzip -9 and xz -9 reach on it."""
+    """Adds perplexity and bits per byte to the metrics of held-out text, and bits per byte of gzip -9 and xz -9."""
     loss = figures["validation_loss"]
     results = figures | {"perplexity": math.exp(min(loss, 700))}
-    if getattr(samples, "num_bytes", None):  # every token of the text is a target, once
+    if getattr(samples, "num_bytes", None):  # every token of the text is a target exactly once
         results["bits_per_byte"] = loss * samples.num_target_tokens / math.log(2) / samples.num_bytes
         for name, size in (("gzip", samples.gzip_bytes), ("xz", samples.xz_bytes)):
             if size:
@@ -296,7 +298,7 @@ def describe_held_out(figures: dict[str, float], samples: Any) -> dict[str, floa
 
 
 def describe_best(best: dict[str, Any] | None, output_dir: Path) -> str:
-    """One line on what `Checkpoints.best_at_end` found; the held-out figures of the run are those of model/."""
+    """Returns a line about the result of `Checkpoints.best_at_end`; the run's held-out metrics are those of model/."""
     if best is None:
         return "best       no checkpoint was measured: model/ is the last one"
     line = f"best       {best['checkpoint']}, validation loss {best['loss']:.4f}: "
@@ -311,7 +313,7 @@ def describe_best(best: dict[str, Any] | None, output_dir: Path) -> str:
 
 
 def record_results(results: dict[str, Any], output_dir: Path, model_class: str, **facts: Any) -> bool:
-    """Writes the results and `facts` into run.json, and the model card. Returns whether run.json had results before."""
+    """Writes the results and `facts` to run.json, and the model card. Returns whether run.json had results before."""
     before = json.loads((output_dir / "run.json").read_text())
     run = before | {"results": results} | facts
     write_run(output_dir, run)
@@ -321,7 +323,7 @@ def record_results(results: dict[str, Any], output_dir: Path, model_class: str, 
 
 
 def describe_failure(results: dict[str, Any]) -> str | None:
-    """Why a run that made all its updates has trained nothing, or nothing for at least its second half; else None."""
+    """Returns why a completed run trained nothing, or nothing in at least its second half; otherwise None."""
     updates, at_end = results["updates"], results.get("skipped_at_end", 0)
     if not updates or 2 * at_end < updates or (results.get("best") or {}).get("is_model"):
         return None
@@ -331,7 +333,7 @@ def describe_failure(results: dict[str, Any]) -> str | None:
 
 
 def print_results(results: dict[str, Any], output_dir: Path, model_class: str, is_again: bool, *lines: str) -> None:
-    """The end of a run: figures, the recipe's own `lines`, and where everything lies; figures also go into run.json.
+    """Prints the end of a run: metrics, the recipe's own `lines`, paths of the outputs. Adds the metrics to run.json.
 
     is_again: whether the run had finished before, and only its end was repeated.
     """
@@ -343,7 +345,7 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, i
             from common.report import curves
 
             updates = curves.read(output_dir / "metrics.jsonl")
-            if curves.with_end(updates, results) != updates:  # it was drawn without the last held-out loss
+            if curves.with_end(updates, results) != updates:  # it was drawn without the final held-out loss
                 drawing.finish(drawing.start_drawing(output_dir, results["unit"]))
     if is_again:
         print("\nnothing was left to train; the figures of the training are those of the finished run")

@@ -1,12 +1,12 @@
-"""Is anything odd with these machines? Run it before a long run, alone on one machine or on all ranks together:
+"""Checks machines for outliers. Run it before a long run, on one machine or on all ranks together:
 
     python -m tools.check
     accelerate launch --config_file accelerate_configs/multi_node.yaml ... -m tools.check
 
-It measures, in seconds: matrix products, memory, the disk of --directory; and where there are several ranks, each
-pair's latency and bandwidth (over gloo, or NCCL on GPUs), their clocks and their versions. Rank 0 prints tables, with
-an arrow at each odd row; `check_report` has what counts as odd. Exit status: 0 nothing is odd, 1 something is, 2 a
-user's mistake. (`accelerate launch` itself ends with 1 for both.)
+It measures within seconds: matmul throughput, memory, and the disk of --directory. With several ranks, it also measures
+latency and bandwidth of each pair (over gloo, or NCCL on GPUs), and compares clocks and versions. Rank 0 prints tables
+with an arrow at each outlier; `tools/check/report.py` defines the limits. Exit status: 0 no outliers, 1 outliers, 2 a
+user error. (`accelerate launch` itself exits with 1 for both.)
 """
 
 import argparse
@@ -37,20 +37,21 @@ from common.parallel.shutdown import leave_together, user_mistakes_end_here
 from common.versions import versions
 from tools.check.report import report
 
-MULTIPLY = 0.5  # seconds for each precision
-BLOCK, MOST_BLOCKS, WRITE = 8 << 20, 32, 1.0  # bytes; how many, and the seconds after which no other begins
+MULTIPLY = 0.5  # seconds per precision
+# Bytes; maximum number of blocks; seconds after which no further block starts.
+BLOCK, MOST_BLOCKS, WRITE = 8 << 20, 32, 1.0
 NUM_FSYNCS = 20
 NUM_PINGS = 100
-# Bytes of a message: from the smallest on, times 4, until one there and back takes LONG_ENOUGH; then again and again,
-# for TRANSFER seconds in all, because on a busy machine a few messages meet others' work.
+# Message sizes in bytes: from the smallest, times 4, until a round trip takes LONG_ENOUGH. Then the same size repeats
+# for TRANSFER seconds in total, because on a busy machine a few messages may meet other work.
 SMALLEST, LARGEST, LONG_ENOUGH, TRANSFER = 1 << 20, {"cpu": 64 << 20, "cuda": 256 << 20}, 0.03, 0.4
-ALL_PAIRS = 64  # ranks; with more only those of the same place on their machines are paired between machines,
-MOST_ROUNDS = 63  # and each machine with so many others
+ALL_PAIRS = 64  # ranks; with more, pairs between machines have the same local rank only,
+MOST_ROUNDS = 63  # and each machine is paired with at most this number of others
 
 
 def tournament(num: int) -> list[list[tuple[int, int]]]:
-    """Rounds in which each pair of `num` players meets once, and no player twice in a round (the circle method)."""
-    even = num + num % 2  # whoever is paired with the last one of an odd number has nobody
+    """Returns rounds in which each pair of `num` players meets once, no player twice per round (the circle method)."""
+    even = num + num % 2  # with an odd number, the player paired with the last place has no partner
     rounds = []
     for turn in range(even - 1):
         circle = [even - 1, *((turn + place) % (even - 1) for place in range(even - 1))]
@@ -60,12 +61,12 @@ def tournament(num: int) -> list[list[tuple[int, int]]]:
 
 
 def rounds(machines: list[list[int]]) -> Iterator[list[tuple[int, int]]]:
-    """Disjoint pairs of ranks, a round each: first those within the machines, then those between them.
+    """Yields rounds of disjoint pairs of ranks: first pairs within the machines, then pairs between them.
 
-    In a round between machines each has one other machine, and all its ranks are busy: they may share a network card,
-    and then every pair of every round has the same share of it. So figures can be compared.
+    In a round between machines, each machine has a single other machine, and all its ranks are busy. If they share a
+    network card, every pair of every round has the same share of it. So results can be compared.
 
-    machines: the ranks of each.
+    machines: the ranks of each machine.
     """
     width = max(map(len, machines))
     for pairs in tournament(width):
@@ -79,9 +80,9 @@ def rounds(machines: list[list[int]]) -> Iterator[list[tuple[int, int]]]:
 
 
 def connect(launch: Launch, timeout: float) -> torch.device:
-    """This rank's device. All ranks are connected then, as those of a recipe, but by one process group only.
+    """Connects all ranks as in a recipe, but with a single process group, and returns this rank's device.
 
-    Raises UserError: a rank does not come within `timeout` seconds, or they do not connect.
+    Raises UserError: a rank is missing after `timeout` seconds, or the ranks cannot connect.
     """
     liveness.reset()
     if started_world_size() > 1:
@@ -91,7 +92,7 @@ def connect(launch: Launch, timeout: float) -> torch.device:
     if torch.cuda.is_available() and not runs_on_cpu(launch):
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")  # as recipes multiply
+        torch.set_float32_matmul_precision("high")  # as in the recipes
     if launch.num_processes > 1:
         with liveness.connecting(timeout):
             if device.type == "cuda":
@@ -103,9 +104,9 @@ def connect(launch: Launch, timeout: float) -> torch.device:
 
 
 def measure_devices(device: torch.device, num_processes: int) -> list[dict[str, Any]]:
-    """Memory (bytes, before anything is measured) and product rates (FLOP/s) of this rank's device.
+    """Returns memory (bytes, before any measurement) and matmul throughput (FLOP/s) of this rank's device.
 
-    Of one process alone: of each GPU that it sees, one after the other.
+    A single process measures each visible GPU, one after the other.
     """
     devices = [device]
     if device.type == "cuda" and num_processes == 1:
@@ -121,7 +122,7 @@ def measure_devices(device: torch.device, num_processes: int) -> list[dict[str, 
 
 
 def existing_directory(directory: Path) -> Path:
-    """The directory, or the nearest one above it that is there. UserError: nothing can be written there."""
+    """Returns the directory, or its nearest existing parent. Raises UserError: it is not writable."""
     found = next(path for path in [directory, *directory.absolute().parents] if path.exists())
     reason = why_not_writable(found)
     if reason is not None:
@@ -131,9 +132,9 @@ def existing_directory(directory: Path) -> Path:
 
 
 def measure_disk(directory: Path) -> dict[str, Any]:
-    """Bytes a second of a file that is written as a checkpoint's are, flush included; the median of an fsync."""
-    block = memoryview(mmap.mmap(-1, BLOCK))  # on whole pages
-    block[:] = os.urandom(BLOCK)  # zeros are nothing to a file system that compresses
+    """Returns write throughput in bytes/s of a file written and flushed like a checkpoint, and median fsync time."""
+    block = memoryview(mmap.mmap(-1, BLOCK))  # aligned to pages
+    block[:] = os.urandom(BLOCK)  # a compressing file system would not store zeros
     start = time.perf_counter()
 
     def blocks() -> Iterator[memoryview]:
@@ -160,11 +161,11 @@ def measure_disk(directory: Path) -> dict[str, Any]:
 
 
 def measure_link(partner: int, is_first: bool, device: torch.device) -> dict[str, float] | None:
-    """What the first of two ranks finds about the other one and the way there; both call it at the same time.
+    """Measures the link between two ranks; both call it at the same time. Returns the results on the first rank.
 
-    latency: seconds, half of the fastest round trip. bandwidth: bytes a second of the fastest
-    message there and back. offset: seconds that the other one's clock is ahead, by the fastest round trip, as NTP has
-    it; at most `latency` off.
+    latency: seconds, half of the fastest round trip. bandwidth: bytes/s of the fastest round trip of a message.
+    offset: seconds by which the other clock is ahead, from the fastest round trip, as in NTP; its error is at most
+    `latency`.
     """
     number = torch.zeros((), dtype=torch.int64, device=device)
     message = torch.zeros(LARGEST[device.type], dtype=torch.uint8, device=device)
@@ -206,9 +207,9 @@ def measure_link(partner: int, is_first: bool, device: torch.device) -> dict[str
 
 
 def measure_links(device: torch.device, timeout: float) -> dict[tuple[int, int], dict[str, float]]:
-    """By pair of ranks, what the lower one of them found, for the pairs of which this rank is the lower one.
+    """Returns the results of `measure_link` by pair of ranks, for pairs in which this rank is the lower.
 
-    A pair that gets nothing through for `timeout` seconds is named, and all ranks end.
+    If no data passes between a pair for `timeout` seconds, the pair is reported, and all ranks end.
     """
     rank, hosts = dist.get_rank(), [None] * dist.get_world_size()
     dist.all_gather_object(hosts, (rank - int(os.environ["LOCAL_RANK"]), socket.gethostname()))
@@ -224,16 +225,19 @@ def measure_links(device: torch.device, timeout: float) -> dict[tuple[int, int],
                 found = measure_link(low + high - rank, rank == low, device)
             if found is not None:
                 links[low, high] = found
-        dist.barrier()  # the next round would disturb this one
+        dist.barrier()  # because the next round would disturb this round
     return links
 
 
 def measure(args: argparse.Namespace, launch: Launch) -> dict[str, Any] | None:
-    """All figures of all ranks, on rank 0: `ranks`, a list, and `links`, by pairs. Each phase begins on all at once."""
+    """Returns the results of all ranks on rank 0: `ranks`, a list, and `links`, by pairs of ranks.
+
+    All ranks start each phase together.
+    """
     device = connect(launch, args.connect_timeout)
     rank, is_alone = int(os.environ.get("RANK", 0)), launch.num_processes == 1
     local_rank = 0 if is_alone else int(os.environ["LOCAL_RANK"])
-    if local_rank == 0:  # of its machine; a mistake there ends the other ranks too
+    if local_rank == 0:  # first rank of its machine; an error there ends the other ranks too
         directory = existing_directory(args.directory)
     software = versions()
     if device.type == "cuda":
@@ -244,7 +248,7 @@ def measure(args: argparse.Namespace, launch: Launch) -> dict[str, Any] | None:
     if is_alone:
         return {"ranks": [mine | {"disk": measure_disk(directory)}], "links": {}, "backend": None}
     dist.barrier()
-    if local_rank == 0:  # the others of its machine write to the same disk
+    if local_rank == 0:  # the other ranks of its machine write to the same disk
         mine["disk"] = measure_disk(directory)
     dist.barrier()
     links = measure_links(device, args.connect_timeout)
@@ -257,7 +261,7 @@ def measure(args: argparse.Namespace, launch: Launch) -> dict[str, Any] | None:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The flags. UserError: a wrong one."""
+    """Returns the parsed flags. Raises UserError: an invalid flag."""
     formatter = argparse.RawDescriptionHelpFormatter
     prog = "python -m tools.check"
     parser = CommandParser(prog=prog, description=__doc__, formatter_class=formatter, allow_abbrev=False)

@@ -1,7 +1,7 @@
-"""What is odd in the figures of `tools.check`, and their tables: one a question, odd rows with an arrow.
+"""Finds outliers in the results of `tools.check`, and prints tables with an arrow at each outlier.
 
-A rank or machine is compared with the median of the others, so that one odd one does not move what it is measured by.
-With two, it cannot be told which is odd: only the one behind is marked.
+A rank or machine is compared with the median of the others, so that a single outlier does not affect its reference.
+With two, the outlier is ambiguous: only the slower is marked.
 """
 
 import time
@@ -12,16 +12,17 @@ from typing import Any
 
 from common.errors import shorten
 
-# Shares of the median of the others below which a figure is odd.
-PRODUCTS = {"cpu": 0.5, "cuda": 0.9}  # a CPU's processes share cores and caches; GPUs of a kind differ by a few percent
+# Fractions of the median of the others; a lower value is an outlier. CPU processes share cores and caches, while GPUs
+# of the same model differ by a few percent.
+PRODUCTS = {"cpu": 0.5, "cuda": 0.9}
 TOTAL_MEMORY, FREE_MEMORY, FREE_DISK, WRITE_RATE = 0.95, 0.5, 0.5, 0.5
-FREE_GPU = 0.9  # of its own memory: this process has hardly taken any
+FREE_GPU = 0.9  # fraction of its own memory; this process has used hardly any of it
 FSYNC = 4.0  # times the median of the others
-SLOW_FSYNC = 0.02  # seconds: a faster one slows down no save, however many times the others' it is
-BANDWIDTH, LATENCY = 0.5, 3.0  # of the usual link, times the usual link's
-FAR = 5e-3  # seconds, one way: machines of one hall are below 1e-3
-CLOCK = 0.5  # seconds: beyond it logs cannot be put side by side, and files seem to come from the future
-MOST_ROWS = 64  # of more, only the odd ones are shown
+SLOW_FSYNC = 0.02  # seconds; a faster fsync slows down no save, whatever the others' median
+BANDWIDTH, LATENCY = 0.5, 3.0  # fraction of the usual bandwidth, multiple of the usual latency
+FAR = 5e-3  # seconds, one way; between machines in the same hall it is below 1e-3
+CLOCK = 0.5  # seconds; beyond it, logs cannot be compared, and files seem to come from the future
+MOST_ROWS = 64  # if there are more, only outliers are shown
 
 WAITS = "every update waits for the slowest rank"
 NAMES = {"no": "float32"}
@@ -30,7 +31,7 @@ GB = 1e9
 
 @dataclass
 class Table:
-    """A title, the names of the columns, and rows: texts, and what is odd in each."""
+    """A title, the names of the columns, and rows: their texts, and the reasons why a row is an outlier."""
 
     title: str
     columns: list[str]
@@ -57,13 +58,13 @@ class Table:
 
 
 def share_of_others(values: list[float], at: int) -> float:
-    """One value as a share of the median of the others; 1 where there are none."""
+    """Returns a value as a fraction of the median of the others; 1 if there are none."""
     others = values[:at] + values[at + 1 :]
     return values[at] / median(others) if others and median(others) else 1.0
 
 
 def products(ranks: list[dict[str, Any]]) -> Table:
-    """A row a device, and its share of the others' rates."""
+    """Returns a table with a row per device, which is compared with the throughput of the others."""
     rows = [(rank, device) for rank in ranks for device in rank["devices"]]
     precisions = list(rows[0][1]["rates"])
     names = [NAMES.get(name, name) for name in precisions]
@@ -84,7 +85,7 @@ def products(ranks: list[dict[str, Any]]) -> Table:
 
 
 def memory(ranks: list[dict[str, Any]], machines: list[dict[str, Any]]) -> Table:
-    """A row a machine and a row a GPU."""
+    """Returns a table with a row per machine and a row per GPU."""
     table = Table("memory, GB", ["rank", "host", "of", "total", "free"])
     totals, frees = ([machine["memory"][what] for machine in machines] for what in ("total", "free"))
     for at, machine in enumerate(machines):
@@ -111,7 +112,7 @@ def in_gb(*sizes: int) -> list[str]:
 
 
 def disks(machines: list[dict[str, Any]]) -> Table:
-    """A row a machine, which all wrote at once."""
+    """Returns a table with a row per machine; all machines wrote at the same time."""
     columns = ["rank", "host", "directory", "free GB", "write MB/s", "fsync ms"]
     table = Table("disk, a file written and flushed as a checkpoint's are, on all machines at once", columns)
     found = [machine["disk"] for machine in machines]
@@ -131,10 +132,10 @@ def disks(machines: list[dict[str, Any]]) -> Table:
 
 
 def odd_links(links: dict[tuple[int, int], dict[str, float]]) -> dict[tuple[int, int], str]:
-    """Those that are slow, and how slow: far, or compared with the usual link.
+    """Returns the slow links with a description: high latency, or slow compared with the usual link.
 
-    The usual link is the median over the ranks of each rank's better median: the links of one bad rank, of three, are
-    two of three, but only its own median is bad.
+    The usual link is the median over the ranks of each rank's better median. With three ranks and a slow rank, two of
+    three links are slow, but only the slow rank's own median is.
     """
     own = links_of_ranks(links)
     bandwidth = median(median_high(link["bandwidth"] for link in found.values()) for found in own.values())
@@ -154,7 +155,7 @@ def odd_links(links: dict[tuple[int, int], dict[str, float]]) -> dict[tuple[int,
 
 
 def links_of_ranks(links: dict[tuple[int, int], dict[str, float]]) -> dict[int, dict[int, dict[str, float]]]:
-    """Of each rank, its links by the rank at the other end."""
+    """Returns the links of each rank, by the rank at the other end."""
     own: dict[int, dict[int, dict[str, float]]] = {}
     for (low, high), link in sorted(links.items()):
         own.setdefault(low, {})[high] = own.setdefault(high, {})[low] = link
@@ -162,7 +163,7 @@ def links_of_ranks(links: dict[tuple[int, int], dict[str, float]]) -> dict[int, 
 
 
 def link_table(title: str, ranks: list[dict[str, Any]], links: dict[tuple[int, int], dict[str, float]]) -> Table:
-    """A row a rank. A slow link is told at the end at which most links are slow, else at both."""
+    """Returns a table with a row per rank. A slow link is reported at the rank with mostly slow links, else at both."""
     columns = ["rank", "host", "links", "latency us: median", "worst", "to", "GB/s: median", "worst", "to"]
     table, odd, own = Table(title, columns), odd_links(links), links_of_ranks(links)
     slow = {
@@ -186,9 +187,9 @@ def link_table(title: str, ranks: list[dict[str, Any]], links: dict[tuple[int, i
 
 
 def clock_offsets(links: dict[tuple[int, int], dict[str, float]]) -> dict[int, tuple[float, float]]:
-    """By rank, how many seconds its clock is ahead of rank 0's, and by how many that may be wrong.
+    """Returns, by rank, the seconds by which its clock is ahead of rank 0's, and the maximum error of this value.
 
-    Along the fewest links: where not all pairs were measured, over another rank.
+    It uses the fewest links: if a pair was not measured, the path is over other ranks.
     """
     own, offsets, ahead = links_of_ranks(links), {0: (0.0, 0.0)}, deque([0])
     while ahead:
@@ -205,7 +206,7 @@ def clock_offsets(links: dict[tuple[int, int], dict[str, float]]) -> dict[int, t
 def clocks(ranks: list[dict[str, Any]], links: dict[tuple[int, int], dict[str, float]]) -> Table:
     table = Table("clocks, ms ahead of rank 0's", ["rank", "host", "ahead", "at most wrong by"])
     offsets = clock_offsets(links)
-    # Where rank 0's own clock is the odd one, it is, and not all others.
+    # If rank 0's own clock is the outlier, it is marked instead of all others.
     usual = median_low(offset for offset, _ in offsets.values())
     for rank, (offset, error) in sorted(offsets.items()):
         odd = []
@@ -216,7 +217,7 @@ def clocks(ranks: list[dict[str, Any]], links: dict[tuple[int, int], dict[str, f
 
 
 def software(ranks: list[dict[str, Any]]) -> Table:
-    """A row a package, and who has another version than rank 0."""
+    """Returns a table with a row per package, and the ranks whose version differs from rank 0's."""
     table = Table("versions", ["", "rank 0"])
     for name in sorted({name for rank in ranks for name in rank["versions"]}):
         here = ranks[0]["versions"].get(name, "none")
@@ -230,7 +231,7 @@ def software(ranks: list[dict[str, Any]]) -> Table:
 
 
 def report(figures: dict[str, Any]) -> tuple[str, int]:
-    """The tables as text, and how many rows are odd. figures: what `check.measure` returns."""
+    """Returns the tables as text, and the number of outlier rows. figures: result of `check.measure`."""
     ranks, links = figures["ranks"], figures["links"]
     machines = [rank for rank in ranks if "disk" in rank]
     head = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {len(machines)} machine{'s' * (len(machines) > 1)}"

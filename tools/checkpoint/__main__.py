@@ -1,4 +1,4 @@
-"""Looks at and exports checkpoints, uploads models: `python -m tools.checkpoint list`, `export` and `push`."""
+"""Lists and exports checkpoints, and uploads models: `python -m tools.checkpoint list`, `export` and `push`."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A checkpoint, of any mode, as a model that `from_pretrained` loads."""
+"""Exports a checkpoint, of any mode, as a model that `from_pretrained` loads."""
 
 import logging
 import os
@@ -22,16 +22,16 @@ from common.internals.transformers import make_model
 from common.models import export_dtype
 from common.models.adapter_files import ADAPTER_CONFIG
 
-# Files of model/ that an export takes: settings, and the tokenizer's own formats, but never code or pickles.
+# Suffixes of the files in model/ that are exported: settings and tokenizer formats, never code or pickles.
 EXPORTED = (".json", ".jinja", ".txt", ".model", ".spm", ".bpe", ".codes", ".tiktoken")
 
 
 def export(directory: Path, target: Path, dtype: str | None = None, merge: bool = False) -> None:
-    """Writes the weights of a checkpoint as a model that `from_pretrained` loads, with its tokenizer; or nothing.
+    """Exports a checkpoint as a model that `from_pretrained` loads, with its tokenizer, or writes nothing.
 
-    dtype: of the weights there, None for that of the checkpoint. merge: of an adapter, its base with it.
+    dtype: dtype of the written weights; None: as in the checkpoint. merge: merge an adapter into its base.
 
-    Raises UserError: no sound checkpoint there, or something else where the model should go; one line.
+    Raises UserError: one line, if there is no valid checkpoint, or the target exists.
     """
     manifest, target = _checked(directory), Path(os.path.abspath(target))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -48,7 +48,7 @@ def export(directory: Path, target: Path, dtype: str | None = None, merge: bool 
     }
     with _quietly():
         write = _writer(directory, manifest, weights, dtype, merge)
-    # Not what merely lies there: only what the manifest names, and of that no code.
+    # Only files that the manifest lists, and of these no code.
     files = [name.removeprefix("model/") for name in manifest["files"] if name.startswith("model/")]
     files = [name for name in files if "/" not in name and name.endswith(EXPORTED) and ".index." not in name]
     with complete_or_absent(target, "export again") as partial:
@@ -61,7 +61,7 @@ def export(directory: Path, target: Path, dtype: str | None = None, merge: bool 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without the libraries' words on what is of no use here: kernels, deprecated names, replaced heads."""
+    """Context manager that suppresses irrelevant library messages: kernels, deprecated names, replaced heads."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -74,7 +74,7 @@ def _quietly() -> Iterator[None]:
 
 
 def _checked(directory: Path) -> dict[str, Any]:
-    """The manifest of a sound checkpoint; else UserError."""
+    """Returns the manifest of a valid checkpoint; otherwise raises UserError."""
     try:
         manifest = read_manifest(directory)
     except UserError as error:
@@ -89,12 +89,15 @@ def _checked(directory: Path) -> dict[str, Any]:
 def _writer(
     directory: Path, manifest: dict[str, Any], weights: dict[str, torch.Tensor], dtype: str | None, merge: bool
 ) -> Callable[[Path], Any]:
-    """What writes the model of a checkpoint, or its adapter, into an empty directory. UserError: they make none."""
+    """Returns a function that writes a checkpoint's model, or its adapter, to an empty directory.
+
+    Raises UserError: the weights and the configuration do not match.
+    """
     if is_adapter(manifest):
         return partial(write_adapter, directory, manifest, weights, dtype, merge)
     model_class = class_of(manifest)
     weights = export_dtype.cast(weights, dtype)
-    if model_class is None:  # a recipe's own class: its configuration, and the weights under its own names
+    if model_class is None:  # a recipe's own class: export its configuration, and the weights under its own names
 
         def write(target: Path) -> None:
             shutil.copyfile(own_file(directory, "model/config.json"), target / "config.json")
@@ -104,7 +107,7 @@ def _writer(
         return write
     try:
         return _whole_model(directory, weights, model_class).save_pretrained
-    except Exception as error:  # of transformers and torch, by what does not fit
+    except Exception as error:  # errors of transformers and torch, depending on the mismatch
         raise UserError(
             f"{directory}: its weights and model/config.json do not make a {manifest['architecture']} "
             f"({one_line(error)}); export another checkpoint"
@@ -112,18 +115,19 @@ def _writer(
 
 
 def _whole_model(directory: Path, weights: dict[str, torch.Tensor], model_class: Any) -> Any:
-    """A checkpoint's weights in the model of transformers that they belong to; no code that the checkpoint brings."""
+    """Returns the transformers model with a checkpoint's weights; runs no code from the checkpoint."""
     import transformers
 
     is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
     require(is_model, "that is no model of transformers")
     dtype = next(value.dtype for value in weights.values() if value.is_floating_point())
     config = model_class.config_class.from_pretrained(directory / "model", local_files_only=True)
-    with torch.device("meta"):  # no memory, and no time, for weights that are replaced
+    with torch.device("meta"):  # saves memory and time for weights that will be replaced
         model = make_model(model_class, config, dtype=dtype)
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
     tied = set(model.all_tied_weights_keys)
-    model.tie_weights(missing_keys=set(missing), recompute_mapping=False)  # not what was trained apart
+    # Weights that were trained separately stay untied.
+    model.tie_weights(missing_keys=set(missing), recompute_mapping=False)
     if tied and not model.all_tied_weights_keys.keys() & tied:
         for part in (model.config, model.config.get_text_config()):
             part.tie_word_embeddings = False

@@ -1,4 +1,4 @@
-"""A run's model, uploaded to the Hugging Face hub."""
+"""Uploads the model of a run to the Hugging Face hub."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 from common.errors import UserError, one_line
 from common.models.adapter_files import ADAPTER_CONFIG
 
-# How to mend what the hub answers, by its status.
+# Fixes for errors of the hub, by HTTP status.
 ADVICE = {
     401: "log in with `hf auth login`, or correct HF_TOKEN, which goes before it",
     403: "take a name of your own, or a token that may write there",
@@ -18,9 +18,9 @@ ADVICE = {
 
 
 def push(output_dir: Path, name: str, is_private: bool = False) -> str:
-    """Uploads model/, as one commit, and returns its address. The token is huggingface_hub's own: `hf auth login`.
+    """Uploads model/, as a single commit, and returns its address. The token is that of `hf auth login`.
 
-    Raises UserError, one line: the run has not ended, or the hub refuses it, or is not there.
+    Raises UserError: one line, if the run has not ended, or the hub rejects the upload or cannot be reached.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
@@ -43,14 +43,14 @@ def push(output_dir: Path, name: str, is_private: bool = False) -> str:
         raise UserError(f"{name}: {one_line(error)}; give a name such as me/my-model") from error
     except OfflineModeIsEnabled as error:
         raise UserError(f"{name}: HF_HUB_OFFLINE keeps the hub from being asked; unset it") from error
-    except Exception as error:  # of the client, of what it sends with, and of what the hub answers
-        is_wrapped = isinstance(error, RuntimeError) and error.__cause__  # that of a large file
+    except Exception as error:  # errors of the client, of its HTTP library, and of the hub
+        is_wrapped = isinstance(error, RuntimeError) and error.__cause__  # the error of a large file
         error = error.__cause__ if is_wrapped else error
         raise UserError(f"{name} at {hub.endpoint}: {one_line(error)}; {_advice(error)}") from error
 
 
 def _advice(error: BaseException) -> str:
-    """How to mend a failed upload."""
+    """Returns the fix for a failed upload."""
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
     if isinstance(error, HfHubHTTPError):
@@ -58,6 +58,6 @@ def _advice(error: BaseException) -> str:
         return ADVICE.get(status, "the hub itself fails: try again later" if status >= 500 else "mend what it names")
     if isinstance(error, HTTPError):
         return "the hub gave no answer: look at the network, and at HF_ENDPOINT if that is set"
-    if isinstance(error, ValueError):  # a page in the place of JSON
+    if isinstance(error, ValueError):  # a web page instead of JSON
         return "its answer is not a hub's: look at HF_ENDPOINT, or at a proxy between"
     return "mend what it names, or try again"

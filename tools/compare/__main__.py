@@ -1,4 +1,4 @@
-"""Compares runs: `python -m tools.compare runs/a runs/b` writes one HTML page with curves, settings and figures."""
+"""Compares runs: `python -m tools.compare runs/a runs/b` writes an HTML page with curves, settings and results."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from common.files import PARTIAL, disk_line
 from tools.compare.page import write_page
 from tools.compare.runs import read_runs
 
-MARK = b"<!-- A report of python -m tools.compare -->"  # page.jinja has it in its second line
+MARK = b"<!-- A report of python -m tools.compare -->"  # the second line of page.jinja
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     try:
         args = parser.parse_args()
         refuse(check_output(args.output))
-        text = write_page(read_runs(args.runs)).encode(errors="replace")  # of a path that is no text
+        text = write_page(read_runs(args.runs)).encode(errors="replace")  # a path may contain bytes that are not text
         write(args.output, text)
         print(f"{args.output} ({len(text) / 1e6:.1f} MB; open it in a browser)")
     except UserError as error:
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def check_output(path: Path) -> list[str]:
-    """What is wrong with a place to write to."""
+    """Returns the problems of an output path."""
     if path.is_dir():
         return [f"--output {path}: is a directory; name a file"]
     if not path.parent.is_dir():
@@ -43,7 +43,7 @@ def check_output(path: Path) -> list[str]:
 
 
 def write(path: Path, text: bytes) -> None:
-    """A file that is complete, or not there. Raises UserError: it could not be written."""
+    """Writes a file completely or not at all. Raises UserError: the file could not be written."""
     unfinished = path.with_name(path.name + PARTIAL)
     try:
         unfinished.write_bytes(text)

@@ -1,4 +1,4 @@
-"""Several runs on one page: a single HTML file with curves, settings and figures, which needs no network."""
+"""Shows several runs on a page: a single HTML file with curves, settings and results, which needs no network."""
 
 from collections.abc import Iterator
 from datetime import datetime
@@ -14,14 +14,14 @@ from plotly.subplots import make_subplots
 from common.report import curves
 from tools.compare.runs import RecordedRun
 
-STRETCHES = 1000  # of a longer curve; of each its lowest and its highest point are drawn
+STRETCHES = 1000  # parts of a longer curve; only the lowest and the highest point of each part are drawn
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#2a9d9d", "#d37295", "#9c755f")
-DASHES = {"solid": "solid", "dash": "dashed", "dot": "dotted"}  # plotly's words, and those of CSS
-ROW = 200  # pixels; the losses have two
+DASHES = {"solid": "solid", "dash": "dashed", "dot": "dotted"}  # names in plotly, and in CSS
+ROW = 200  # pixels per row; the losses have two rows
 BUTTONS = ["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]
-# What an evaluation measures besides the loss, drawn where a run has it.
+# Further metrics of an evaluation, drawn if a run has them.
 MORE_PANELS = {"accuracy": "accuracy", "macro_f1": "macro-F1", "r2": "R²", "chrf": "chrF"}
-# The results of a run, as it prints them at its end. Others come after these, under their own names.
+# The results of a run, in the order of its printed output. Other results follow under their own names.
 FIGURES = {
     "validation_loss": ("held-out loss", "{:.4f}"),
     "perplexity": ("perplexity", "{:,.2f}"),
@@ -47,13 +47,14 @@ FIGURES = {
     "skipped_updates": ("skipped updates", "{:,.0f}"),
 }
 UNITS = {"model_flops_per_second": 1e9, "peak_memory_bytes": 2**30, "memory_growth_bytes": 2**30}
-# What of run.json is a setting besides the flags; then what always differs: where and how the run was started.
+# Entries of run.json that are settings besides the flags; then the settings that always differ: path and start of the
+# run.
 FACTS = ("mode", "world_size", "mixed_precision", "device", "data", "held_out")
 OWN = ("--output_dir", "--resume", "command")
 
 
 def write_page(runs: list[RecordedRun]) -> str:
-    """The page as text. Names, settings and texts of the runs are escaped."""
+    """Returns the page as text. Names, settings and texts of the runs are escaped."""
     figure = draw(runs)
     plot = figure.to_html(
         full_html=False,
@@ -76,12 +77,15 @@ def write_page(runs: list[RecordedRun]) -> str:
 
 
 def _looks() -> Iterator[tuple[str, str]]:
-    """A colour and a dash for one run after the other."""
+    """Yields a colour and a dash style for each run."""
     return cycle((colour, dash) for dash, colour in product(DASHES, COLOURS))
 
 
 def draw(runs: list[RecordedRun]) -> go.Figure:
-    """A row of curves for each quantity. In a trace `meta` is the place of its run, `customdata` has both counts."""
+    """Returns a figure with a row of curves per metric.
+
+    In a trace, `meta` is the index of its run, and `customdata` contains updates and targets.
+    """
     units = sorted({escape(str(run.results["unit"])) for run in runs if "unit" in run.results})
     panels = curves.panels(" or ".join(units) or "tokens or samples")
     has = {name for run in runs for line in run.lines for name in line}
@@ -115,9 +119,9 @@ def draw(runs: list[RecordedRun]) -> go.Figure:
 def _traces(
     run: RecordedRun, name: str, label: str, number: int, look: tuple[str, str], pale: float
 ) -> Iterator[go.Scatter]:
-    """A figure of a run; of a noisy one with many updates the bold line is a mean, as in curves.png.
+    """Yields the curves of a metric of a run; a noisy metric with many updates also has a bold mean, as in curves.png.
 
-    number: the place of the run. pale: how much of a noisy line is to be seen behind its mean.
+    number: index of the run. pale: opacity of the noisy line behind its mean.
     """
     updates, values = curves.column(run.lines, name)
     if not values:
@@ -134,23 +138,23 @@ def _traces(
             y=[float(f"{drawn[place]:.9g}") for place in kept],
             customdata=[(updates[place], seen[updates[place]]) for place in kept],
             meta=number,
-            name=escape(_shortened(run.name), quote=False),  # plotly reads tags in it
+            name=escape(_shortened(run.name), quote=False),  # escaped because plotly interprets tags
             mode="lines+markers" if name.startswith("validation_loss") or len(kept) == 1 else "lines",
             line={"color": look[0], "dash": look[1], "width": width},
             marker={"size": 5},
             opacity=opacity,
-            zorder=width,  # the pale lines of all runs behind the bold ones
+            zorder=width,  # pale lines of all runs are behind the bold lines
             hovertemplate=f"%{{fullData.name}}, update %{{customdata[0]:,}}: {words} <b>%{{y:.5~g}}</b><extra></extra>",
         )
 
 
 def _shortened(name: str) -> str:
-    """For a small box on a small screen."""
+    """Shortens a name for a small box on a small screen."""
     return name if len(name) <= 24 else f"{name[:11]}…{name[-12:]}"
 
 
 def thin(values: list[float]) -> list[int]:
-    """The places that are drawn: all, or of each of STRETCHES equal parts the lowest and the highest."""
+    """Returns the indices to draw: all, or of each of STRETCHES equal parts the lowest and the highest value."""
     if len(values) <= 2 * STRETCHES:
         return list(range(len(values)))
     ends = [len(values) * part // STRETCHES for part in range(STRETCHES + 1)]
@@ -160,13 +164,13 @@ def thin(values: list[float]) -> list[int]:
 
 
 def _table(columns: list[dict[str, str]]) -> dict[str, list[str]]:
-    """A row for each name that a run has, and in it a cell for each run."""
+    """Returns a row per name that any run has, with a cell per run."""
     names = dict.fromkeys(name for column in columns for name in column)
     return {name: [column.get(name, "–") for column in columns] for name in names}
 
 
 def list_settings(run: RecordedRun) -> dict[str, str]:
-    """What was asked and what ran, in words; the model's configuration and the versions come last."""
+    """Returns requested and effective settings as text; the model's configuration and the versions are last."""
     facts = run.facts
     settings = {"recipe": run.recipe} | {f"--{name}": value for name, value in facts["arguments"].items()}
     settings |= {name.replace("_", " "): facts.get(name) for name in FACTS}
@@ -189,11 +193,11 @@ def _words(value: Any) -> str:
 
 
 def list_figures(run: RecordedRun) -> dict[str, str]:
-    """How far the run came and what it reached, in words."""
+    """Returns the progress and the results of a run as text."""
     asked, figures = run.facts["arguments"].get("num_updates"), {"status": run.status()}
     done = run.lines[-1]["update"] + 1 if run.lines else 0
     figures["updates"] = f"{done:,}" + (f" of {asked:,}" if isinstance(asked, int) else "")
-    if run.facts.get("resumed_at"):  # its time and speed are of what came after
+    if run.facts.get("resumed_at"):  # time and throughput cover only the later updates
         figures["resumed at update"] = f"{run.facts['resumed_at']:,}"
     if "loss" in (run.lines or [{}])[-1]:
         figures["loss of the last update"] = f"{run.lines[-1]['loss']:.4f}"

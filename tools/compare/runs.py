@@ -1,4 +1,4 @@
-"""Runs as they lie on the disk, read for the page that compares them: run.json and metrics.jsonl."""
+"""Reads recorded runs from disk for the page that compares them: run.json and metrics.jsonl."""
 
 import json
 import math
@@ -14,12 +14,12 @@ from common.report.killed_runs import describe_killed
 
 @dataclass
 class RecordedRun:
-    """A run that was, or is going on.
+    """A finished, stopped or running run.
 
     Attributes:
-        name: the end of its path, as far as it tells the run from the others.
-        facts: run.json. lines: of metrics.jsonl, one an update; the last also has the held-out figures of the end.
-        killed: of a run that was killed, a line that says so.
+        name: the end of its path, as far as needed to be unique.
+        facts: run.json. lines: of metrics.jsonl, one per update; the last also has the final held-out metrics.
+        killed: a line that describes a killed run, otherwise None.
     """
 
     name: str
@@ -36,12 +36,12 @@ class RecordedRun:
         return os.path.basename(self.facts["command"][0])
 
     def status(self) -> str:
-        """How it ended. A process that was killed could not write so: `describe_killed`."""
+        """Returns the status of the run. A killed process cannot write its status, see `describe_killed`."""
         return self.killed or self.facts["status"]
 
 
 def read_runs(directories: list[Path]) -> list[RecordedRun]:
-    """Raises UserError: a line for each directory that is no run, cannot be read, or is named twice."""
+    """Returns the runs. Raises UserError: a line per directory that is not a run, is unreadable, or is passed twice."""
     runs, problems, places = [], [], [directory.resolve() for directory in directories if os.path.isdir(directory)]
     for directory in directories:
         try:
@@ -73,9 +73,9 @@ def _read_run(directory: Path, places: list[Path]) -> RecordedRun:
 
 
 def _read_metrics(path: Path) -> list[dict[str, float]]:
-    """The finite numbers of each line of metrics.jsonl, but for a last line that is half written.
+    """Returns the finite numbers of each line of metrics.jsonl, without an incomplete last line.
 
-    Raises UserError: another line is damaged.
+    Raises UserError: a different line is corrupted.
     """
     texts, lines = path.read_bytes().splitlines(keepends=True), []
     for number, text in enumerate(texts, start=1):
@@ -91,7 +91,7 @@ def _read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def _short_name(place: Path, places: list[Path]) -> str:
-    """As many of the last parts of a path as no other ends with; what is no text in it as question marks."""
+    """Returns the shortest end of a path that no other path ends with; undecodable bytes become question marks."""
     ends = (place.parts[-count:] for count in range(1, len(place.parts) + 1))
     own = next(end for end in ends if sum(other.parts[-len(end) :] == end for other in places) == 1)
     return str(Path(*own)).encode(errors="replace").decode()

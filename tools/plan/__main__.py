@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 USAGE = "usage: python -m tools.plan RECIPE [FLAGS ...] [MACHINE]"
-# The last word is a machine, and not the value of a flag, if it has a number of devices or a size of memory. The name
-# of a GPU alone, such as A100, is a machine unless it follows a flag.
+# A last word with a number of devices or a memory size is a machine, not the value of a flag. The name of a GPU alone,
+# such as A100, is a machine unless it follows a flag.
 MACHINE, GPU = re.compile(r"\d+ *x\b.*|[\d.]+ *[MGT]i?B\b.*"), re.compile(r"([A-Z]\d+[A-Z]?|[45]0\d0)(,.*)?")
 
 
@@ -66,7 +66,8 @@ def _run(recipe: str, flags: list[str], question: dict) -> None:
     """Runs the recipe with `PlannedRun` instead of `Run`."""
     sys.argv = [recipe, *flags]
     directory = Path(recipe).resolve().parent
-    sys.path[:0] = [str(directory), str(directory.parent)]  # a copy of common/ next to the recipe is used, as in a run
+    # A copy of common/ next to the recipe takes precedence, as in a run.
+    sys.path[:0] = [str(directory), str(directory.parent)]
     import common.run
     from tools.plan.planned_run import PlannedRun
 

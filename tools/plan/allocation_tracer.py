@@ -1,4 +1,4 @@
-"""The storages that an update makes and frees, one after the other, as its operators are called."""
+"""Traces the storages that the operators of an update allocate and deallocate."""
 
 from collections import defaultdict
 from typing import Any, NamedTuple
@@ -16,14 +16,14 @@ LSTM, LSTM_BACKWARD = _ATEN.mkldnn_rnn_layer.default, _ATEN.mkldnn_rnn_layer_bac
 
 
 def grouped_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Of a product in groups, of which `a` or `b`, or the result, has a dimension: that one is no factor.
+    """Counts a grouped matmul: `a`, `b` or the result has a dimension of groups, which is not a factor.
 
-    So many rows as are given, whichever of the groups they are in.
+    All rows count, whichever group they are in.
     """
     return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
-# What torch does not count. Attention on a CPU computes what the kernel for GPUs does.
+# Operators that torch does not count. Attention on a CPU has the FLOPs of the GPU kernel.
 FLOPS: dict[Any, Any] = dict(flop_registry) | {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[_ATEN._scaled_dot_product_flash_attention],
     _ATEN._grouped_mm: grouped_flops,
@@ -37,9 +37,10 @@ def _is_without_data(tensor: torch.Tensor) -> bool:
 
 
 def _lstm_workspace(args: tuple) -> int:
-    """Bytes that oneDNN keeps for the backward of a layer; 0 without gradients.
+    """Returns the bytes that oneDNN keeps for the backward pass of a layer; 0 without gradients.
 
-    They are those of the same layer on zeros. Of many steps, they are on the line through fewer: it rounds up to pages.
+    They are measured with the same layer on zeros. For many steps, they are extrapolated linearly from fewer steps;
+    oneDNN rounds up to pages.
     """
 
     def measured(steps: int) -> int:
@@ -57,25 +58,25 @@ def _lstm_workspace(args: tuple) -> int:
 
 
 class Event(NamedTuple):
-    """A storage comes (bytes above 0) or goes (the same below)."""
+    """An allocation of a storage (size above 0) or its deallocation (the same size, negative)."""
 
     segment: str  # part of the update, such as "backward 1"
-    storage: int  # its number
+    storage: int  # index of the storage
     size: int
 
 
 class AllocationTracer(dispatch_mode()):
-    """While it is on, what each operator makes becomes an event, and so does its end."""
+    """While active, records each allocation by an operator as an event, and its deallocation too."""
 
     def __init__(self):
         super().__init__()
         self.events: list[Event] = []
         self.segment = "start"
-        self.flops: dict[str, int] = defaultdict(int)  # by segment
-        self.parts: dict[int, str] = {}  # what a storage holds, by its number; else activations
+        self.flops: dict[str, int] = defaultdict(int)  # FLOPs by segment
+        self.parts: dict[int, str] = {}  # contents of a storage, by its index; default: activations
         self.vocabulary = 0  # a tensor with a dimension of this size is logits
-        self._workspaces: dict[tuple, int] = {}  # bytes, of a layer of such shapes
-        self._numbers: dict[int, int] = {}  # of live storages, by torch's own address of them
+        self._workspaces: dict[tuple, int] = {}  # bytes, by the shapes of a layer
+        self._numbers: dict[int, int] = {}  # indices of live storages, by their address
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = self._call(func, args, kwargs or {})
@@ -85,7 +86,7 @@ class AllocationTracer(dispatch_mode()):
         for one in tree_leaves(out):
             if isinstance(one, torch.Tensor):
                 number = self.number_of(one)
-                if is_copy:  # autocast's, in the type of products
+                if is_copy:  # autocast's copy, in the dtype of the matmuls
                     self.parts.setdefault(number, "cast weights")
                 if self.vocabulary in one.shape and number not in self.parts:
                     self.parts[number] = "logits"
@@ -96,14 +97,15 @@ class AllocationTracer(dispatch_mode()):
             return self._call_lstm(func, args)
         if func is not GROUPED or args[0].dtype == torch.bfloat16 or not _is_without_data(args[0]):
             return func(*args, **kwargs)
-        # Without data, torch takes products of experts in bf16 only.
+        # Without data, torch supports grouped matmuls of experts in bf16 only.
         narrow = [one.to(torch.bfloat16) if one.is_floating_point() else one for one in args]
         return func(*narrow, **kwargs).to(args[0].dtype)
 
     def _call_lstm(self, func, args):
-        """With what oneDNN makes beside the results: repacked weights, the gates of all steps, and its workspace.
+        """Adds the allocations of oneDNN besides the results: repacked weights, gates of all steps, and its workspace.
 
-        In a training's forward it keeps the workspace for the backward, which torch says is empty without data.
+        In a training forward pass, it keeps the workspace for the backward pass; torch reports it as empty without
+        data.
         """
         steps, rows, _ = args[0].shape
         of_input, recurrent = args[1:3]
@@ -115,13 +117,13 @@ class AllocationTracer(dispatch_mode()):
         if func is LSTM:
             shapes = tuple((*one.shape, one.dtype) if torch.is_tensor(one) else str(one) for one in args)
             case = torch.is_grad_enabled(), shapes
-            if case not in self._workspaces:  # a segment's is that of the next one
+            if case not in self._workspaces:  # later segments have the same workspace
                 self._workspaces[case] = _lstm_workspace(args)
             out = (*out[:3], out[3].new_empty(self._workspaces[case]))
         return out
 
     def number_of(self, tensor: torch.Tensor) -> int:
-        """The number of a tensor's storage, which is counted from now on if it is new."""
+        """Returns the index of a tensor's storage; a new storage gets a new index."""
         storage = tensor.untyped_storage()
         address = storage_key(tensor)
         if address not in self._numbers:
@@ -131,7 +133,7 @@ class AllocationTracer(dispatch_mode()):
         return self._numbers[address]
 
     def name(self, part: str, *tensors: torch.Tensor | None) -> None:
-        """Says what these tensors are: "weights", "gradients", "optimizer state"."""
+        """Sets the contents of these tensors: "weights", "gradients", "optimizer state"."""
         for one in tensors:
             if one is not None:
                 self.parts[self.number_of(one)] = part

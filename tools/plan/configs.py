@@ -1,4 +1,4 @@
-"""What each config file is on the machine that a plan is for, with the flags that fit it to that machine."""
+"""Maps each config file to its mode on the planned machine, with the flags that adapt it to this machine."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,16 +13,19 @@ from tools.plan.hardware import Machine
 from tools.plan.memory import Mode, parse_mode
 
 CONFIGS = "accelerate_configs"
-TOO_FEW = " (too few devices)"  # behind the name of a config that saves nothing on them
-PORT = 29500  # of the first of several nodes, where the others meet it
+TOO_FEW = " (too few devices)"  # suffix of the name of a config that saves no memory on these devices
+PORT = 29500  # port of the first of several nodes, to which the others connect
 
 
 class TooFewDevices(Exception):
-    """A config saves nothing on so few devices."""
+    """A config saves no memory with this number of devices."""
 
 
 def folder() -> Path:
-    """That of the config files: where the user is, or beside common/. Raises UserError: there is none."""
+    """Returns the folder of the config files: in the current directory, or next to common/.
+
+    Raises UserError: the folder does not exist.
+    """
     beside = Path(__file__).resolve().parents[2] / CONFIGS
     found = next((path for path in (Path(CONFIGS), beside) if path.is_dir()), None)
     if found is None:
@@ -33,9 +36,9 @@ def folder() -> Path:
 def modes_for(
     machine: Machine, args: Arguments, traits: Traits, check_model: Callable[[Degrees], list[str]]
 ) -> tuple[list[Mode], list[str]]:
-    """What each config is on a machine, and the names of those with which a run would be refused.
+    """Returns the mode of each config on a machine, and the names of the configs that a run would reject.
 
-    args, traits: the recipe's. check_model: the problems of the model where processes share samples so.
+    args, traits: those of the recipe. check_model: returns the problems of the model with a process grid.
     """
     found: list[tuple[Launch, Mode]] = []
     left_out = []
@@ -53,13 +56,13 @@ def modes_for(
         except TooFewDevices:
             left_out.append(path.name + TOO_FEW)
             continue
-        except UserError:  # its DeepSpeed file is neither here nor next to it
+        except UserError:  # its DeepSpeed file is neither here nor next to the config
             refused = ["no file"]
         if refused:
             left_out.append(path.name)
         else:
             found.append((launch, mode))
-    # On several nodes a config for several is the same as the one for one node that it was made from.
+    # On several nodes, a multi-node config is the same as the single-node config it is derived from.
     for_nodes = [_what(launch) for launch, _ in found if _is_for_nodes(launch)]
     return [mode for launch, mode in found if _is_for_nodes(launch) or _what(launch) not in for_nodes], left_out
 
@@ -73,7 +76,7 @@ def _what(launch: Launch) -> tuple:
 
 
 def _flags(path: Path, machine: Machine, traits: Traits) -> tuple[str, ...] | None:
-    """Of `accelerate launch`, so that a config uses all of the machine; None where it is for another kind of it.
+    """Returns flags of `accelerate launch` with which a config uses the full machine; None if it is for other hardware.
 
     Raises TooFewDevices.
     """
@@ -83,7 +86,8 @@ def _flags(path: Path, machine: Machine, traits: Traits) -> tuple[str, ...] | No
         return None
     if machine.kind == "cpu" or launch.mode == "plain":
         return ("--num_processes", str(launch.num_processes)) if launch.num_processes > 1 else ()
-    if processes == 1 and parse_mode(launch, path.stem, traits).state_on == "device":  # offload helps one device too
+    # Offload also helps a single device.
+    if processes == 1 and parse_mode(launch, path.stem, traits).state_on == "device":
         raise TooFewDevices
     flags = {"num_processes": processes}
     if sizes["dp_replicate"] * sizes["dp_shard"] > 1:

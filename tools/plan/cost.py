@@ -1,12 +1,11 @@
-"""What an update of a mode sends, and how long it takes: a model of few terms, all of them stated here.
+"""Cost model: communication volume and time of one update in each mode.
 
-Computing: the recorded operations of all micro-batches over the rate; of a pipeline the part of a stage, and what it
-waits for others. Sent: what the mode's collectives carry, by ring algorithms: (N - 1) / N of the data for a gather or a
-scatter, twice that for a sum. Hidden: of DDP's sum, what the backward of the last micro-batch takes; of the gathers of
-FSDP2 and ZeRO-3, and of what stages hand on, what the computing takes; nothing of ZeRO-1 and 2, and nothing of what
-processes exchange that share a sequence or a layer. Each collective takes LATENCY, however small it is. What goes to
-other nodes goes at the rate of the network. Offload: gradients down and weights up the bus, and an Adam of the host at
-HOST_ADAM elements a second.
+Compute        FLOPs of all micro-batches divided by FLOP/s; in a pipeline, those of one stage plus the bubble.
+Communication  Ring collectives over N ranks: all-gather and reduce-scatter send (N - 1) / N of the data, all-reduce
+               twice as much. Each collective adds LATENCY. Traffic between nodes uses the network bandwidth.
+Overlap        DDP's all-reduce overlaps with the last micro-batch's backward. FSDP2 and ZeRO-3 traffic and pipeline
+               sends overlap with all compute. ZeRO-1/2 and sequence or tensor parallelism do not overlap.
+Offload        Gradients to the host and weights back over the bus; CPU Adam at HOST_ADAM parameters per second.
 """
 
 import math
@@ -16,24 +15,24 @@ from tools.plan.hardware import Machine
 from tools.plan.memory import FILES, HOST, Mode, ModelSizes
 from tools.plan.memory_profile import Profile
 
-LATENCY = 30e-6  # seconds of a collective, however small; assumed
-DDP_BUCKET = 25 * 2**20  # bytes: torch's default
-HOST_ADAM = 1.0e9  # parameters a second, all cores of a host together; assumed
+LATENCY = 30e-6  # seconds per collective of any size; assumed
+DDP_BUCKET = 25 * 2**20  # bytes; torch's default
+HOST_ADAM = 1.0e9  # parameters per second, on all cores of a host together; assumed
 
 
 class Cost(NamedTuple):
-    """Of one update, for each process."""
+    """Cost of one update, per process."""
 
-    sent: float  # bytes
+    sent: float  # communication volume in bytes
     seconds: float
 
 
 def estimate_cost(
     profile: Profile, shape: ModelSizes, mode: Mode, machine: Machine, micro_batches: int, recomputes: bool = False
 ) -> Cost:
-    """Bytes sent and seconds; `micro_batches` is how many each process computes, again in backward if `recomputes`."""
+    """Returns the cost of an update. micro_batches: number per process. recomputes: whether backward recomputes."""
     rate = machine.rate_float32 if mode.precision == "no" else machine.rate
-    rate = rate / mode.processes if machine.kind == "cpu" else rate  # the processes share its cores
+    rate = rate / mode.processes if machine.kind == "cpu" else rate  # the processes share the cores
     bubble = (micro_batches + mode.pipeline - 1) / micro_batches
     computing = micro_batches * profile.flops / mode.pipeline / rate * bubble
     gradients, weights = _sizes(shape, mode)
@@ -45,14 +44,14 @@ def estimate_cost(
     if mode.state_on != "device":
         moved += (gradients + weights) / mode.processes / machine.bus + shape.trained / mode.nodes / HOST_ADAM
     if mode.state_on == FILES:
-        moved += 24.0 * shape.trained / mode.nodes / machine.disk_rate  # read and written
+        moved += 24.0 * shape.trained / mode.nodes / machine.disk_rate  # bytes read and written
     if mode.weights_on in (HOST, FILES):
         moved += max(0.0, micro_batches * 2 * weights / mode.processes / machine.bus - computing)
     return Cost(sent + more_sent + handed, computing + exposed + moved)
 
 
 def _sizes(shape: ModelSizes, mode: Mode) -> tuple[float, float]:
-    """Bytes of the gradients and of the weights that data parallelism sends, of a process's part of the model."""
+    """Returns the bytes of gradients and weights that data parallelism sends for a process's part of the model."""
     part = 1 / (mode.tensor * mode.pipeline)
     width = 2 if mode.weights_dtype != "float32" else 4
     return 4.0 * part * shape.trained, width * part * shape.parameters
@@ -61,9 +60,10 @@ def _sizes(shape: ModelSizes, mode: Mode) -> tuple[float, float]:
 def _averaging(
     shape: ModelSizes, mode: Mode, machine: Machine, micro_batches: int, computing: float
 ) -> tuple[float, float]:
-    """Bytes that data parallelism sends, and the seconds of it that no computing hides."""
+    """Returns the bytes that data parallelism sends, and the seconds that do not overlap with compute."""
     gradients, weights = _sizes(shape, mode)
-    collectives = (shape.parameters - shape.outside) / max(1, shape.largest_layer) + 1  # of a gather of all weights
+    # Collectives per all-gather of all weights.
+    collectives = (shape.parameters - shape.outside) / max(1, shape.largest_layer) + 1
     n = mode.degrees.averaged
     ring, link = (n - 1) / n, machine.network if mode.nodes > 1 else machine.link
     if mode.kind == "FSDP":
@@ -88,26 +88,26 @@ def _averaging(
 def _sharing(
     profile: Profile, shape: ModelSizes, mode: Mode, machine: Machine, micro_batches: int, recomputes: bool
 ) -> tuple[float, float]:
-    """Bytes that processes exchange which share sequences or layers (docs/machines.md), and how long they wait."""
+    """Returns bytes and seconds of the exchange between processes that share sequences or layers (docs/machines.md)."""
     n = mode.degrees.group
     if n == 1:
         return 0.0, 0.0
     link, rounds = machine.link if n <= machine.devices else machine.network, 3 if recomputes else 2
-    if mode.sequence > 1:  # in the type of the products
+    if mode.sequence > 1:  # in the dtype of the matmuls
         numbers = shape.layers * shape.exchanged * rounds
         size = 2 if mode.precision != "no" else 4
-    else:  # sums in float32, over the group
+    else:  # all-reduce in float32, over the group
         numbers, size = shape.width * (4 * shape.layers * rounds + 4), 4
     sent = micro_batches * profile.tokens * numbers * size * (n - 1) / n
     return sent, sent / link + micro_batches * shape.layers * 2 * rounds * LATENCY
 
 
 def _handed_on(profile: Profile, shape: ModelSizes, mode: Mode, micro_batches: int) -> float:
-    """Bytes that a stage of a pipeline hands to its neighbours: hidden states and their gradients, in float32."""
+    """Returns the bytes that a pipeline stage sends to its neighbours: hidden states and gradients, in float32."""
     neighbours = min(2, mode.pipeline - 1)
     return micro_batches * profile.tokens * shape.width * 4.0 * neighbours
 
 
 def count_micro_batches(global_batch_size: int, groups: int, rows: int) -> int:
-    """How many micro-batches an update has in each of so many groups of processes with samples of their own."""
+    """Returns the number of micro-batches per update. groups: number of groups with samples of their own."""
     return math.ceil(math.ceil(global_batch_size / groups) / rows)

@@ -1,4 +1,4 @@
-"""The machine that a plan is for: named in words, or the one at hand."""
+"""The machine that a plan is for: parsed from text, or this machine."""
 
 import json
 import re
@@ -17,14 +17,14 @@ UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30, "TiB"
 
 @dataclass(frozen=True)
 class Machine:
-    """What the processes of a run have; bytes, bytes a second, FLOP a second."""
+    """Hardware of a run, in bytes, bytes/s and FLOP/s."""
 
-    devices: int  # of each node
-    memory: float  # of each device; on a CPU, of each process
-    host: float | None = None  # of all processes of a node together; None: not said
+    devices: int  # per node
+    memory: float  # per device; on a CPU, per process
+    host: float | None = None  # host memory for all processes of a node together; None: not specified
     disk: float | None = None
     kind: str = "cuda"
-    rate: float = 400e12  # of matrix products in bf16 or fp16, of each device, as updates reach it
+    rate: float = 400e12  # matmul throughput in bf16 or fp16 per device, as updates reach it
     rate_float32: float = 200e12  # TF32
     link: float = 200e9  # sent by each device to the others
     bus: float = 20e9  # between a device and its host
@@ -34,9 +34,8 @@ class Machine:
     assumed: tuple[str, ...] = ("rate", "link", "bus", "disk rate")
 
 
-# Memory: the total capacity that torch reports of them. Data sheets of the makers: dense bf16 (V100: fp16) and TF32
-# products, NVLink (else PCIe) in one direction.
-# An update reaches about 0.4 of the rate of products (`REACHED`).
+# Memory is the total capacity that torch reports. From the makers' data sheets: dense matmuls in bf16 (V100: fp16) and
+# in TF32, NVLink (or PCIe) in one direction. An update reaches about 0.4 of the matmul throughput (`REACHED`).
 KNOWN = {
     "V100": (31.7 * GIB, 125e12, 15.7e12, 150e9),
     "A100": (79.1 * GIB, 312e12, 156e12, 300e9),
@@ -48,16 +47,16 @@ KNOWN = {
     "4090": (23.6 * GIB, 165e12, 82e12, 32e9),
     "4080": (15.6 * GIB, 97e12, 48e12, 32e9),
 }
-# A device of which only the memory is known counts as the first of these that has as much, or as the last.
+# If only the memory of a device is known, it counts as the first of these with enough memory, or as the last.
 BY_MEMORY = ("4080", "4090", "5090", "L40S", "H100", "H200", "B200")
 REACHED = 0.4
 EXAMPLE = '"8 x 80GiB, host 1TiB" or "4 x A100, 2 nodes, host 512GiB, disk 2TB, link 50GB/s, network 25GB/s"'
 
 
 def parse_machine(text: str) -> Machine:
-    """A machine in words: how many devices of how much memory, then more, each behind a comma.
+    """Parses a machine: the number of devices and their memory, then further options, separated by commas.
 
-    Raises UserError: a part that cannot be read.
+    Raises UserError: a part is invalid.
     """
     first, *others = [part.strip() for part in text.split(",")]
     found = re.fullmatch(r"(?:(\d+) *x *)?(?:([A-Z]?\d+\w?)|([\d.]+) *([MGT]i?B))", first)
@@ -71,7 +70,8 @@ def parse_machine(text: str) -> Machine:
     assumed = () if found[2] else (f"rate of a {name}", f"link of a {name}")
     machine = Machine(count, memory, rate=REACHED * rate, rate_float32=REACHED * rate_float32, link=link)
     machine = replace(machine, assumed=(*assumed, "bus", "disk rate"))
-    for part in sorted(others, key=lambda part: "node" not in part):  # what is between nodes comes after these
+    # Options between nodes need the number of nodes first.
+    for part in sorted(others, key=lambda part: "node" not in part):
         if (found := re.fullmatch(r"(\d+) +nodes?", part)) and int(found[1]) > 0:
             assumed = ("network", *machine.assumed) if int(found[1]) > 1 else machine.assumed
             machine = replace(machine, nodes=int(found[1]), assumed=assumed)
@@ -91,7 +91,7 @@ def parse_machine(text: str) -> Machine:
 
 
 def this_machine() -> Machine:
-    """The one at hand: its GPUs, or its CPU; the rate of its products is measured."""
+    """Returns this machine: its GPUs, or its CPU, with measured matmul throughput."""
     host = float(left_to_all())
     disk = float(psutil.disk_usage(".").free)
     if torch.cuda.is_available():
@@ -103,13 +103,13 @@ def this_machine() -> Machine:
             assumed=("link", "bus", "disk rate"),
         )  # fmt: skip
     rates = multiplication_rates(torch.device("cpu"))
-    reached = {name: 2 * REACHED * rate for name, rate in rates.items()}  # products are most of an update on a CPU
+    reached = {name: 2 * REACHED * rate for name, rate in rates.items()}  # matmuls are most of an update on a CPU
     one = float(left_to_one())
     return Machine(1, one, host, disk, "cpu", reached["bf16"], reached["no"], link=2e9, assumed=("link", "disk rate"))
 
 
 def describe(machine: Machine) -> str:
-    """One line: what the plan counts with."""
+    """Returns one line with the hardware that the plan assumes."""
     what = "GPUs of" if machine.kind == "cuda" else "CPU with"
     line = f"{machine.nodes} nodes, each of " if machine.nodes > 1 else ""
     size = f"{machine.memory / GIB:,.0f} GiB" if machine.memory >= 2 * GIB else f"{machine.memory / 2**20:,.0f} MiB"

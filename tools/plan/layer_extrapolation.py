@@ -1,27 +1,27 @@
-"""Which shallower models stand for a deep one: all that a layer adds, each further layer of its kind adds too."""
+"""Selects shallow models that represent a deep model, because each further layer of a kind adds the same memory."""
 
 from typing import Any
 
-# Where configurations keep the number of their layers. An encoder and a decoder of one depth have one each.
+# Keys with the number of layers in configurations. An encoder and a decoder of equal depth have a key each.
 DEPTHS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 
 
 def count_layers(config: Any) -> int | None:
-    """How many layers a model has; None where no one number says it, and it must be recorded whole."""
+    """Returns the number of layers; None if the configuration is ambiguous, so that the full model must be traced."""
     text = config.get_text_config()
     depths = {getattr(text, name) for name in DEPTHS if isinstance(getattr(text, name, None), int)}
     return depths.pop() if len(depths) == 1 else None
 
 
 def choose_depths(config: Any, has_stages: bool = False) -> tuple[int | None, ...]:
-    """The numbers of layers of the models that stand for the whole one; None is the whole one.
+    """Returns the numbers of layers of the models that represent the full model; None is the full model.
 
-    has_stages: whether what one layer holds is asked too, so that two models are needed of a shallow one.
+    has_stages: whether the memory of a single layer is needed too, so that even a shallow model needs two models.
     """
     layers, text = count_layers(config), config.get_text_config()
     kinds = getattr(text, "layer_types", None) or ["alike"]
     period = next(n for n in range(1, len(kinds) + 1) if all(a == b for a, b in zip(kinds[n:], kinds, strict=False)))
-    first = getattr(text, "first_k_dense_replace", 0) or 0  # layers of another kind, before all others
+    first = getattr(text, "first_k_dense_replace", 0) or 0  # layers of a different kind, before all others
     few = period * -(-2 // period)
     if layers is None or layers <= first + 2 * few:
         return (max(1, layers // 2), layers) if has_stages and layers and layers > 1 else (None,)
@@ -29,7 +29,7 @@ def choose_depths(config: Any, has_stages: bool = False) -> tuple[int | None, ..
 
 
 def set_layers(config: Any, number: int | None) -> None:
-    """Makes a configuration one of so many layers, in place; None leaves it whole."""
+    """Sets the number of layers of a configuration, in place; None leaves it unchanged."""
     if number is None:
         return
     text = config.get_text_config()

@@ -1,7 +1,7 @@
-"""What each process of a mode holds: the recorded update of one process, with weights, gradients and state as cut.
+"""Memory of each process in a mode: the traced update of a process, with weights, gradients and state as sharded.
 
-The numbers are the config's own, a user's DeepSpeed file included. What each formula counts was compared with the
-allocations of real processes (`benchmarks/plan.py`).
+The numbers are from the config, including a user's DeepSpeed file. All formulas were compared with the allocations of
+real processes (`benchmarks/plan.py`).
 """
 
 import sys
@@ -20,7 +20,7 @@ from common.training.recipe_traits import Traits
 from tools.plan.layer_extrapolation import count_layers
 from tools.plan.memory_profile import Parts, Profile
 
-# DeepSpeed's defaults, in elements: its buckets, and what ZeRO-3 keeps whole for the next use or fetches ahead.
+# DeepSpeed's defaults, in elements: its buckets, and the parameters that ZeRO-3 keeps unsharded or prefetches.
 REDUCE_BUCKET = 500_000_000
 KEPT_WHOLE = 1_000_000_000
 HOST, FILES = "host", "files"
@@ -28,25 +28,25 @@ HOST, FILES = "host", "files"
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What of a model decides over its shards."""
+    """The sizes of a model that determine its shards."""
 
     parameters: int  # elements
     trained: int
-    largest_layer: int  # elements of the largest module that is gathered at once
-    outside: int  # elements that no such module has: embedding, last norm, head
-    width: int = 0  # of the hidden states of text
+    largest_layer: int  # elements of the largest module that is all-gathered as a unit
+    outside: int  # elements outside such modules: embedding, last norm, head
+    width: int = 0  # width of the hidden states of text
     layers: int = 0
-    exchanged: int = 0  # numbers of a token's queries, keys, values and attention together, in a layer
-    parts: tuple[list[int], list[int]] | None = None  # of what a pipeline is made of (`stages.count_parts`)
+    exchanged: int = 0  # elements of a token's queries, keys, values and attention output together, per layer
+    parts: tuple[list[int], list[int]] | None = None  # sizes of the parts of a pipeline (`stages.count_parts`)
 
     def part(self, share: float) -> "ModelSizes":
-        """Of so large a part of the model, cut through its layers or between them."""
+        """Returns the sizes of a fraction `share` of the model, split within its layers or between them."""
         held, trained, outside = (int(share * size) for size in (self.parameters, self.trained, self.outside))
         return replace(self, parameters=held, trained=trained, outside=outside)
 
 
 def measure_model(model: torch.nn.Module) -> ModelSizes:
-    """Of a model with or without data. What is gathered at once are the modules that the model says not to split."""
+    """Returns the sizes of a model, with or without data; modules marked as unsplit are all-gathered as units."""
     names = unsplit_layers(model)
     sizes, inside = [0], set()
     for module in model.modules():
@@ -63,64 +63,64 @@ def measure_model(model: torch.nn.Module) -> ModelSizes:
     groups, size = getattr(text, "num_key_value_heads", None) or heads, getattr(text, "head_dim", None)
     exchanged = 2 * (heads + groups) * (size or text.hidden_size // heads)
     shape = replace(shape, width=text.hidden_size, layers=count_layers(model.config) or 0, exchanged=exchanged)
-    stages = sys.modules.get("common.tasks.pipeline.stages")  # of a recipe that has them
+    stages = sys.modules.get("common.tasks.pipeline.stages")  # imported only by recipes with stages
     parts = stages and stages.find_parts(model)
     return replace(shape, parts=stages.count_parts(*parts)) if parts else shape
 
 
 @dataclass(frozen=True)
 class Mode:
-    """How the processes share the work: what a config file says."""
+    """The way in which processes share the work, as set by a config file."""
 
-    name: str  # of the config
+    name: str  # name of the config
     kind: str  # plain, DDP, FSDP, DeepSpeed
     precision: str  # no, bf16, fp16
     processes: int  # of all machines together
-    stage: int = 0  # of ZeRO
+    stage: int = 0  # ZeRO stage
     state_on: str = "device"  # or host, files
     weights_on: str = "device"
     zero: Any = None  # its section zero_optimization
-    replicas: int = 1  # of FSDP2's shards (HSDP)
+    replicas: int = 1  # replicas of FSDP2's shards (HSDP)
     sequence: int = 1  # processes that share a sequence
-    tensor: int = 1  # or a layer
-    pipeline: int = 1  # or the model's depth
-    schedule: str = "1f1b"  # of the pipeline
+    tensor: int = 1  # processes that share a layer
+    pipeline: int = 1  # processes that share the depth of the model
+    schedule: str = "1f1b"  # schedule of the pipeline
     nodes: int = 1
-    flags: tuple[str, ...] = ()  # of `accelerate launch`, beside the config
+    flags: tuple[str, ...] = ()  # flags of `accelerate launch` in addition to the config
 
     @property
     def degrees(self) -> Degrees:
-        """Which processes share samples, and what of them."""
+        """Returns the process grid: which processes share samples, and in which dimension."""
         return Degrees(self.processes, self.sequence, self.tensor, self.pipeline)
 
     @property
     def played(self) -> Degrees:
-        """Those whose part of a sequence, or of a layer, one process plays."""
+        """Returns the grid of processes for whose part of a sequence or layer a single process is traced."""
         return Degrees(self.degrees.group, self.sequence, self.tensor)
 
     @property
     def shards(self) -> int:
-        """Over how many processes what is sharded is cut."""
+        """Returns the number of processes over which sharded tensors are split."""
         return self.processes // self.replicas // self.tensor
 
     @property
     def splits_tensors(self) -> bool:
-        """Whether processes hold shards of the weights or parts of layers."""
+        """Returns whether processes hold shards of the weights or parts of layers."""
         return self.kind in ("FSDP", "DeepSpeed") or self.tensor > 1
 
     @property
     def weights_dtype(self) -> str:
-        """That in which the model computes: FSDP2 and DeepSpeed cast the weights, all else is left to autocast."""
+        """Returns the dtype of the compute weights. FSDP2 and DeepSpeed cast the weights; other modes use autocast."""
         return self.precision if self.kind in ("FSDP", "DeepSpeed") and self.precision != "no" else "float32"
 
     @property
     def autocast(self) -> str:
-        """The precision of autocast, which DeepSpeed does without."""
+        """Returns the precision of autocast, which DeepSpeed does not use."""
         return "no" if self.kind == "DeepSpeed" else self.precision
 
 
 def parse_mode(launch: Launch, name: str, traits: Traits, flags: tuple[str, ...] = ()) -> Mode:
-    """What a config says. traits: the recipe's. flags: those of `accelerate launch` that it was parsed with."""
+    """Returns the mode of a config. traits: those of the recipe. flags: of `accelerate launch`, for the command."""
     shared = {"name": name, "kind": launch.mode, "precision": launch.mixed_precision, "processes": launch.num_processes}
     degrees, schedule = launch.degrees, traits.pipeline_schedule or ""
     shared |= {"sequence": degrees.sequence, "tensor": degrees.tensor, "pipeline": degrees.pipeline}
@@ -139,10 +139,10 @@ def parse_mode(launch: Launch, name: str, traits: Traits, flags: tuple[str, ...]
 
 
 def needs(profile: Profile, shape: ModelSizes, mode: Mode, micro_batches: int) -> dict[str, Parts]:
-    """Bytes of the busiest process's device, by segment and part.
+    """Returns the bytes on the device of the most loaded process, by segment and part.
 
-    profile: of a process that plays its part of sequences or layers (`Mode.played`), or of a whole model that a
-    pipeline divides. micro_batches: how many an update has on each process.
+    profile: of a process that traces its part of sequences or layers (`Mode.played`), or of a full model that a
+    pipeline splits. micro_batches: number per update and process.
     """
     if mode.pipeline > 1:
         stages = _stages(profile, shape, mode, micro_batches)
@@ -153,7 +153,7 @@ def needs(profile: Profile, shape: ModelSizes, mode: Mode, micro_batches: int) -
 
 
 def _on_each(profile: Profile, shape: ModelSizes, mode: Mode, accumulates: bool) -> dict[str, Parts]:
-    """Bytes of a process that has such a part of the model, by segment and part."""
+    """Returns the bytes of a process with such a part of the model, by segment and part."""
     width = 2 if mode.weights_dtype != "float32" else 4
     segments = {}
     for segment, parts in profile.segments.items():
@@ -172,21 +172,22 @@ def _on_each(profile: Profile, shape: ModelSizes, mode: Mode, accumulates: bool)
 
 
 def peak(segments: dict[str, Parts]) -> tuple[str, Parts]:
-    """The segment that takes most, and what it takes."""
+    """Returns the segment with the most memory, and its parts."""
     return max(segments.items(), key=lambda item: sum(item[1].values()))
 
 
 def on_host(shape: ModelSizes, mode: Mode, state_bytes: float) -> tuple[float, float]:
-    """Bytes that the processes of a machine keep in its memory, and in its files; masters and state in float32.
+    """Returns the bytes in host memory and in files, per machine; master weights and optimizer state are in float32.
 
-    Each machine has its part of what is sharded over all. state_bytes: of the optimizer, per parameter.
+    Each machine has its part of tensors that are sharded over all. state_bytes: optimizer state per parameter.
     """
     width = 2 if mode.precision != "no" else 4
-    state = (4.0 + state_bytes) * shape.trained  # with the masters
+    state = (4.0 + state_bytes) * shape.trained  # with the master weights
     held = {HOST: 0.0, FILES: 0.0, "device": 0.0}
     if mode.kind == "FSDP":
         frozen = width * float(shape.parameters - shape.trained)
-        held[mode.state_on] += state + 4.0 * shape.trained + frozen  # the masters are the weights; gradients
+        # The master weights are the weights; plus gradients.
+        held[mode.state_on] += state + 4.0 * shape.trained + frozen
     elif mode.kind == "DeepSpeed":
         held[mode.state_on] += state + (4.0 * shape.trained if mode.state_on == HOST else 0)
         held[mode.weights_on] += float(width * shape.parameters)
@@ -194,12 +195,13 @@ def on_host(shape: ModelSizes, mode: Mode, state_bytes: float) -> tuple[float, f
 
 
 def _stages(profile: Profile, shape: ModelSizes, mode: Mode, micro_batches: int) -> Iterator[dict[str, Parts]]:
-    """What each stage of a pipeline holds: its layers, of as many micro-batches as are under way in it.
+    """Yields the memory of each pipeline stage: its layers, for all micro-batches in flight.
 
-    Beside them what it receives in an update, hidden states from the stage before it and gradients from the one behind
-    it, each in float32 and in buffers that `torch.distributed.pipelining` makes once, for all micro-batches.
+    In addition, it counts the tensors received in an update: hidden states from the previous stage and gradients from
+    the next stage. Both are in float32, in buffers that `torch.distributed.pipelining` allocates once, for all
+    micro-batches.
     """
-    from common.tasks.pipeline.stages import place_cuts  # not for a recipe without stages
+    from common.tasks.pipeline.stages import place_cuts  # imported here because recipes without stages do not need it
 
     parameters, products = shape.parts
     cuts, hidden = place_cuts(parameters, products, mode.pipeline), 4.0 * profile.tokens * shape.width
@@ -230,7 +232,7 @@ def _less(parts: Parts, others: Parts) -> Parts:
 
 
 def _ddp(parts: Parts, segment: str, shape: ModelSizes, accumulates: bool) -> None:
-    """Gradients lie in the buckets that are sent; those of micro-batches before the last one, beside them."""
+    """Adds DDP's buckets, which contain the gradients; only those of earlier micro-batches are separate."""
     buckets = 4.0 * shape.trained
     if not accumulates or segment.startswith(("clip", "step", "evaluation")):
         parts["gradients"] = 0
@@ -238,9 +240,9 @@ def _ddp(parts: Parts, segment: str, shape: ModelSizes, accumulates: bool) -> No
 
 
 def _fsdp(parts: Parts, segment: str, shape: ModelSizes, mode: Mode, width: int) -> None:
-    """float32 shards; the root and two layers whole, in the type that computes; a layer's gradient on its way."""
+    """Adds FSDP2's float32 shards, the unsharded root and two layers in the compute dtype, and a gradient in flight."""
     n = mode.shards
-    frozen = shape.parameters - shape.trained  # beside an adapter, in the type that computes
+    frozen = shape.parameters - shape.trained  # next to an adapter, in the compute dtype
     shard = (4.0 * shape.trained + width * frozen) / n
     gradients = parts.pop("gradients", 0) / width * 4 / n
     state = parts.pop("optimizer state", 0) / width * 4 / n
@@ -250,13 +252,13 @@ def _fsdp(parts: Parts, segment: str, shape: ModelSizes, mode: Mode, width: int)
     if n > 1 and segment.startswith(("forward", "backward", "evaluation")):
         parts["gathered layers"] = width * float(shape.outside + 2 * shape.largest_layer)
         if segment.startswith("backward"):
-            # What goes into the sum over the ranks is float32, and cut after it.
+            # The reduce-scatter input is in float32, and is sharded afterwards.
             largest = max(shape.largest_layer, shape.outside if segment.endswith("end") else 0)
             parts["gradients on their way"] = (width + 4.0) * largest * shape.trained / shape.parameters
 
 
 def _zero(parts: Parts, segment: str, shape: ModelSizes, mode: Mode, width: int) -> None:
-    """Flat partitions: float32 masters beside the weights, in float32 too; buckets of the file's sizes."""
+    """Adds ZeRO's flat partitions: float32 master weights and gradients next to the weights; buckets as configured."""
     n, stage, zero = mode.processes, mode.stage, mode.zero or {}
     traced = parts.pop("gradients", 0) / width
     state = parts.pop("optimizer state", 0) / width * 4 / n
@@ -275,7 +277,7 @@ def _zero(parts: Parts, segment: str, shape: ModelSizes, mode: Mode, width: int)
     if stage == 3 and segment.startswith(("forward", "backward")):
         largest = max(shape.outside, shape.largest_layer)
         parts["gradients on their way"] = width * largest * shape.trained / shape.parameters
-    # In bf16 with float32 sums ZeRO-1 is an optimizer of its own, without buckets; those of ZeRO-2 are narrow.
+    # In bf16 with float32 accumulation, ZeRO-1 is a separate optimizer without buckets; ZeRO-2's buckets are in bf16.
     bucket = (4.0 if stage == 3 else width) * _size(zero, "reduce_bucket_size", REDUCE_BUCKET)
     has_none = stage == 1 and mode.precision == "bf16"
     held_between = stage == 3 or (stage == 1 and segment.startswith("forward 1"))

@@ -1,4 +1,4 @@
-"""Plays the cases that a question needs, each in a process of its own, and answers it: the run at hand, or `--plan`."""
+"""Traces cases in processes of their own, and predicts the memory of a run or provides profiles for `--plan`."""
 
 import math
 import os
@@ -23,25 +23,25 @@ from tools.plan.memory_profile import Parts, Profile, make_profile, split_segmen
 from tools.plan.process_memory import held_on_cpu, held_on_gpu
 from tools.plan.traced_run import Case, Recording, TracedRun
 
-SECONDS = 120  # a process that takes longer is ended
+SECONDS = 120  # time limit of a process
 
 
 class TraceError(Exception):
-    """The recipe's update could not be played without data; says why."""
+    """The recipe's update could not be traced without data; the message contains the reason."""
 
 
 class InTraceProcess(Exception):
-    """Raised in a process that plays: whoever asked returns, and the recipe goes on in it."""
+    """Raised in a process that traces: the caller returns, and the recipe continues in it."""
 
 
 class Tracer:
-    """Forks processes that play cases; `run` becomes a `TracedRun` in each of them."""
+    """Forks processes that trace cases; `run` becomes a `TracedRun` in each of them."""
 
     def __init__(self, run: Any, config: Any, samples: Samples, held_out: Samples | None):
         self.run, self.config, self.samples, self.held_out = run, config, samples, held_out
 
     def start(self, case: Case) -> "TraceProcess":
-        """A process that plays it. Raises InTraceProcess in that process."""
+        """Starts a process that traces a case. Raises InTraceProcess in that process."""
         reads, writes = os.pipe()
         if child := os.fork():
             os.close(writes)
@@ -60,7 +60,7 @@ class Tracer:
         raise InTraceProcess
 
     def play(self, cases: list[Case], at_once: int) -> list[Recording]:
-        """What each case allocates. Raises TraceError, or InTraceProcess in a process that plays."""
+        """Returns the recording of each case. Raises TraceError, or InTraceProcess in a tracing process."""
         playing: list[TraceProcess] = []
         for number, case in enumerate(cases):
             if number >= at_once:
@@ -70,7 +70,7 @@ class Tracer:
 
 
 class TraceProcess:
-    """A process that plays."""
+    """A process that traces a case."""
 
     def __init__(self, child: int, pipe: int):
         self.child, self.pipe, self.told = child, pipe, b""
@@ -78,7 +78,7 @@ class TraceProcess:
         self.is_done = False
 
     def read(self) -> None:
-        """Waits until it has told its recording, or has ended without, or its time is over."""
+        """Waits until it has sent its recording, has ended without a recording, or has reached its time limit."""
         pieces = []
         while not self.is_done:
             ready, _, _ = select.select([self.pipe], [], [], max(0, self.end - time.monotonic()))
@@ -88,7 +88,7 @@ class TraceProcess:
                 self.close()
 
     def close(self) -> None:
-        """Ends the process, if it has not ended."""
+        """Ends the process if it is still running."""
         os.close(self.pipe)
         if not self.is_done:
             os.kill(self.child, signal.SIGKILL)
@@ -96,7 +96,7 @@ class TraceProcess:
         os.waitpid(self.child, 0)
 
     def recording(self) -> Recording:
-        """What it recorded. Raises TraceError."""
+        """Returns its recording. Raises TraceError."""
         self.read()
         if not self.told:
             raise TraceError("the recipe could not be played without data")
@@ -107,21 +107,21 @@ class TraceProcess:
 
 
 class Forecaster:
-    """Profiles of any micro-batch size and mode from few cases."""
+    """Provides profiles of any micro-batch size and mode from a few cases."""
 
     def __init__(self, tracer: Tracer, model: ModelSizes, device: str):
         self.tracer, self.model, self.device = tracer, model, device
-        has_stages = bool(tracer.run.traits.pipeline_schedule)  # of which each has some of the layers
+        has_stages = bool(tracer.run.traits.pipeline_schedule)  # each stage has some of the layers
         self.depths, self.layers = choose_depths(tracer.config, has_stages), count_layers(tracer.config)
 
     def cases(self, mode: Mode, rows: int, activation_checkpointing: str, optimizer: str) -> list[Case]:
-        """What is to be played for one profile: the model at each depth."""
+        """Returns the cases to trace for a profile: the model at each depth."""
         mode_of_layers = "full" if activation_checkpointing == "offload" else activation_checkpointing
         how = {"autocast": mode.autocast, "weights": mode.weights_dtype, "device": self.device, "degrees": mode.played}
         return [Case(rows, depth, mode_of_layers, optimizer, **how) for depth in self.depths]
 
     def profile(self, recordings: list[Recording]) -> Profile:
-        """The whole model's, from those of each depth."""
+        """Returns the profile of the full model from the recordings at each depth."""
         if len(recordings) == 1:
             return make_profile(recordings[0])
         pieces = split_segments(*recordings)
@@ -130,7 +130,7 @@ class Forecaster:
 
 
 def micro_batch_rows(args: Any, samples: Samples, degrees: Degrees) -> int:
-    """How many of the longest samples a micro-batch has, as the flags have it."""
+    """Returns the micro-batch size that the flags imply for the longest samples."""
     share = math.ceil(args.global_batch_size / degrees.data)
     if args.micro_batch_size:
         return min(args.micro_batch_size, share)
@@ -161,7 +161,7 @@ def predict_peak(
         raise UserError(str(reason)) from reason
     number = count_micro_batches(args.global_batch_size, mode.degrees.data, rows)
     segment, parts = peak(needs(profile, model, mode, number))
-    if device == "cpu":  # whose memory is the host's
+    if device == "cpu":  # a CPU uses host memory
         parts["offloaded"] = on_host(model, mode, OPTIMIZERS[args.optimizer].state_bytes)[0] / mode.processes
     return [describe_peak(segment, parts) + _describe_shortfall(mode, parts, question)]
 
@@ -175,7 +175,7 @@ def describe_peak(segment: str, parts: Parts) -> str:
 
 
 def _describe_shortfall(mode: Mode, parts: Parts, question: dict[str, Any]) -> str:
-    """Describes the shortfall of the device's memory or, on a CPU, of the limits of cgroup, SLURM and ulimit."""
+    """Describes the shortfall of device memory or, on a CPU, of the limits of cgroup, SLURM and ulimit."""
     available = question["available"]
     if question["device"] == "cpu":
         for_one, for_all = available

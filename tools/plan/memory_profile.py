@@ -1,33 +1,36 @@
-"""From what was recorded at two depths to what a model of any depth holds in each part of an update."""
+"""Extrapolates recordings at two depths to the memory of a model of any depth in each part of an update."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
 from tools.plan.traced_run import Recording
 
-Parts = dict[str, float]  # bytes, by what they hold
+Parts = dict[str, float]  # bytes by contents
 
 
 @dataclass
 class Profile:
-    """What one process holds at the peak of each segment of an update, and what it computes; for one micro-batch size.
+    """Peak memory of a process in each segment of an update, and FLOPs, for a given micro-batch size.
 
-    A backward has its peak where it begins, with all activations, or where it ends, with all gradients: so each segment
-    is two, its beginning and its end. In either the peak grows linearly with the number of layers (`split_segments`).
+    A backward pass peaks at its beginning, with all activations, or at its end, with all gradients. So each segment is
+    split into beginning and end. In both, the peak grows linearly with the number of layers (`split_segments`).
     """
 
     segments: dict[str, Parts]
-    flops: float  # of a micro-batch, forward and backward, with what is computed again
-    tokens: float = 0  # of a micro-batch of text, with its padding
-    outside: "Profile | None" = None  # of a model without layers, where that is known
+    flops: float  # per micro-batch, forward and backward, including recomputation
+    tokens: float = 0  # per micro-batch of text, including padding
+    outside: "Profile | None" = None  # profile of a model without layers, if known
 
     def at_depth(self, other: "Profile", few: int, more: int, layers: int) -> "Profile":
-        """Of a model of so many layers, this one being of a `few` and the other of `more`; with what is outside."""
+        """Returns the profile of a model with `layers` layers, and of its part outside the layers.
+
+        This profile is of `few` layers, the other of `more`.
+        """
         whole, outside = (self.scaled(other, (depth - few) / (more - few)) for depth in (layers, 0))
         return replace(whole, outside=outside)
 
     def scaled(self, other: "Profile", at: float) -> "Profile":
-        """On the line through this one (0) and another (1), at `at`."""
+        """Returns the profile at `at` on the line through this profile (0) and the other (1)."""
 
         def between(a: float, b: float) -> float:
             return max(0.0, a + (b - a) * at)
@@ -41,11 +44,12 @@ class Profile:
 
 
 def split_segments(few: Recording, more: Recording) -> dict[str, tuple[int, int]]:
-    """How many events are the beginning of a segment, and how many its end: the same ones of a model of any depth.
+    """Returns the number of events in the beginning and the end of each segment, for models of any depth.
 
-    few, more: of two depths. Of a backward, the end has as many events as half of the layers of which `more` has more,
-    and the beginning the others of `few`; of all else, it is the other way round. So each has as many of its own layers
-    at both depths, and between them, where the deeper one has more, a line through both is above what is held.
+    few, more: recordings at two depths. `more` has additional events. For a backward pass, half of this number are in
+    the end, and the remaining events of `few` in the beginning. For other segments, it is the other way round. So both
+    pieces cover the same layers at both depths. Between them the deeper model has more events, and there a line through
+    both depths is above the actual memory.
     """
     short, long = (Counter(segment for segment, _, _ in one.events) for one in (few, more))
     pieces = {}
@@ -58,9 +62,9 @@ def split_segments(few: Recording, more: Recording) -> dict[str, tuple[int, int]
 
 
 def make_profile(recording: Recording, pieces: dict[str, tuple[int, int]] | None = None) -> Profile:
-    """The peaks of a recording, as in a later update: with the optimizer's state from the beginning on.
+    """Returns the peaks of a recording as in a later update, with the optimizer state from the beginning.
 
-    pieces: of `split_segments`; a segment that it does not have is halved.
+    pieces: result of `split_segments`; a segment that it does not contain is halved.
     """
     counts, seen = Counter(segment for segment, _, _ in recording.events), Counter[str]()
     live: Parts = defaultdict(float)

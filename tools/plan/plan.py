@@ -1,4 +1,4 @@
-"""`--plan`: for each config and way to keep activations, the largest micro-batch that fits, what it takes, how long."""
+"""`--plan`: the largest micro-batch that fits, with memory and time, per config and activation-checkpointing mode."""
 
 import argparse
 import math
@@ -28,24 +28,24 @@ from tools.plan.process_memory import held_on_cpu, held_on_gpu, need_on_cpu, own
 from tools.plan.traced_run import examine_head_once
 
 CHECKPOINTING = ("none", "selective", "full")
-BUSY = {"cpu": 1024, "cuda": 8192}  # tokens at once: with fewer, a device waits for its own small steps
-NO_SLOWER = 1.03  # than the fastest: the model of costs knows no better
+BUSY = {"cpu": 1024, "cuda": 8192}  # tokens per micro-batch; with fewer, a device waits for its own small steps
+NO_SLOWER = 1.03  # times the fastest; the cost model is not more precise
 
 
 @dataclass
 class Row:
-    """One line of the table."""
+    """A row of the table."""
 
     mode: Mode
     checkpointing: str
-    rows: int  # samples in a micro-batch
-    tokens: int  # that a process computes at once
+    rows: int  # samples per micro-batch
+    tokens: int  # tokens per micro-batch and process
     micro_batches: int
     parts: Parts
     host: float
     files: float
     cost: Cost
-    lacks: float  # bytes; 0 where it fits
+    lacks: float  # shortfall in bytes; 0 if it fits
 
 
 def plan(
@@ -82,9 +82,9 @@ def _plan_rows(
     held_out: Samples | None,
     machine: Machine,
 ) -> tuple[ModelSizes, list[Row], list[str]]:
-    """The model's sizes, the rows of the table, and the names of the configs without one.
+    """Returns the model's sizes, the rows of the table, and the names of the configs without a row.
 
-    Raises TraceError, or InTraceProcess in a process that plays.
+    Raises TraceError, or InTraceProcess in a tracing process.
     """
     args, check_model = run.args, partial(check_shared_model, config, model_class, make_empty)
     modes, left_out = configs.modes_for(machine, args, run.traits, check_model)
@@ -92,7 +92,8 @@ def _plan_rows(
     forecaster = Forecaster(Tracer(run, config, samples, held_out), shape, machine.kind)
     share = max(math.ceil(args.global_batch_size / mode.degrees.data) for mode in modes)
     few = max(1, min(share, 1024 // samples.max_length))
-    # Not twice or four times as many: where a vocabulary has as many entries as there are tokens, all would be logits.
+    # Not twice or four times as many, because if the number of tokens equals the vocabulary size, all tensors would
+    # count as logits.
     pair = (few, max(few + 1, min(share, 3 * few)))
     ways = CHECKPOINTING if run_can_checkpoint(make_empty()) else ("none",)
     examine_head_once(make_empty())
@@ -103,9 +104,9 @@ def _plan_rows(
 def _adapter_lines(
     model_class: Any, run: Any, config: Any, make_rows: Callable[..., tuple[ModelSizes, list[Row], list[str]]]
 ) -> list[str]:
-    """Where a whole pretrained model does not fit: the adapters on it that do, with their memory and launch lines.
+    """Returns the adapters that fit if full training of a pretrained model does not, with memory and launch command.
 
-    Raises InTraceProcess in a process that plays.
+    Raises InTraceProcess in a tracing process.
     """
     args, lines = run.args, []
     if "lora_rank" not in args.shared_flags or adapters.is_asked(args) or not args.model_name_or_path:
@@ -116,7 +117,7 @@ def _adapter_lines(
         words = " ".join(f"--{name} {value}" for name, value in flags.items())
         try:
             _, rows, _ = make_rows(cache(partial(adapters.empty_base, args, config, model_class)))
-        except (TraceError, UserError):  # a model without adapters, or without 4 bits
+        except (TraceError, UserError):  # the model does not support adapters, or 4 bits
             continue
         if best := best_of(rows):
             lines.append(f"\nan adapter fits, {words}, with a peak of {format_bytes(sum(best.parts.values()))}:\n")
@@ -126,7 +127,7 @@ def _adapter_lines(
 
 
 def best_of(rows: list[Row]) -> Row | None:
-    """The fastest row that fits; among rows that are about as fast, the plainest."""
+    """Returns the fastest row that fits; among rows of about equal time, the simplest."""
     fitting = [row for row in rows if not row.lacks]
     fastest = min((row.cost.seconds for row in fitting), default=0.0)
     return min((row for row in fitting if row.cost.seconds <= NO_SLOWER * fastest), key=_plainness, default=None)
@@ -135,7 +136,7 @@ def best_of(rows: list[Row]) -> Row | None:
 def check_shared_model(
     config: Any, model_class: Any, make_empty: Callable[[], torch.nn.Module], degrees: Degrees
 ) -> list[str]:
-    """What keeps a model from being shared so."""
+    """Returns the reasons why a model does not support this process grid."""
     if degrees.pipeline == 1:
         return model_setup.check_model(config, model_class, make_empty, degrees)
     from common.tasks.pipeline import stages  # not for a recipe without stages
@@ -145,20 +146,20 @@ def check_shared_model(
 
 
 def run_can_checkpoint(model: torch.nn.Module) -> bool:
-    """Whether the model's layers can compute their activations again."""
+    """Returns whether the model's layers can recompute their activations."""
     return bool(getattr(model, "supports_gradient_checkpointing", False))
 
 
 def _kind(mode: Mode) -> tuple[str, str, int]:
-    # DeepSpeed's weights in bf16 without autocast allocate what FSDP2's do with it: one recording for both. And a part
-    # of a sequence what as large a part of the samples does.
+    # DeepSpeed's bf16 weights without autocast allocate the same memory as FSDP2's with autocast, so both share a
+    # recording. A part of a sequence allocates as much as an equal part of the samples.
     return (mode.precision, mode.weights_dtype, mode.tensor)
 
 
 def _profiles(
     forecaster: Forecaster, modes: list[Mode], ways: tuple[str, ...], pair: tuple[int, int], optimizer: str
 ) -> dict[Any, tuple[Profile, Profile]]:
-    """Of each kind of mode and way, the whole model's profile at two sizes of micro-batch."""
+    """Returns, per kind of mode and checkpointing mode, the full model's profile at two micro-batch sizes."""
     kinds = {_kind(mode): replace(mode, sequence=1) for mode in modes}
     keys = [(kind, way, rows) for kind in kinds for way in ways for rows in pair]
     cases = {key: forecaster.cases(kinds[key[0]], key[2], key[1], optimizer) for key in keys}
@@ -202,7 +203,7 @@ def _rows(
 
 
 def _micro_batch_sizes(args: argparse.Namespace, mode: Mode) -> Iterator[int]:
-    """Numbers of samples that a micro-batch can have; a pipeline takes only what divides, and enough for its stages."""
+    """Yields possible micro-batch sizes; in a pipeline, only divisors that give each stage enough micro-batches."""
     share = math.ceil(args.global_batch_size / mode.degrees.data)
     for rows in [2**power for power in range(share.bit_length()) if 2**power <= share]:
         number, rest = divmod(args.global_batch_size, rows * mode.degrees.data)
@@ -211,9 +212,9 @@ def _micro_batch_sizes(args: argparse.Namespace, mode: Mode) -> Iterator[int]:
 
 
 def lacks(machine: Machine, mode: Mode, parts: Parts, host: float, files: float) -> float:
-    """How many bytes are missing where most are: on a device, on the host, or on the disk."""
+    """Returns the largest shortfall in bytes: on a device, on the host, or on the disk."""
     if machine.kind == "cpu":
-        # What this process has itself is no longer left, and the first process of the run takes its place.
+        # The memory of this process is not available now, but the first process of the run takes its place.
         return max(
             0.0, held_on_cpu(parts) - machine.memory, need_on_cpu(mode, parts, host) - own_memory() - machine.host
         )
@@ -273,7 +274,7 @@ def _page(
 
 
 def _plainness(row: Row) -> tuple[int, int, int]:
-    """Of rows that are as fast, which to take: the mode with fewer parts that can go wrong, and nothing recomputed."""
+    """Returns the sort key for rows of equal time: modes with fewer components, and less recomputation, come first."""
     mode = row.mode
     kinds = ("plain", "DDP", "FSDP", "DeepSpeed")
     offloads = (mode.state_on != "device") + (mode.weights_on != "device")
@@ -282,7 +283,7 @@ def _plainness(row: Row) -> tuple[int, int, int]:
 
 
 def _cells(row: Row, unit: float) -> Iterator[str]:
-    """unit: of sizes, in bytes."""
+    """Yields the cells of a row. unit: unit of sizes, in bytes."""
 
     def cell(size: float) -> str:
         return f"{size / unit:,.2f}" if size < 100 * unit else f"{size / unit:,.0f}"
@@ -306,7 +307,7 @@ REPLACED = ("plan", "micro_batch_size", "micro_batch_tokens", "activation_checkp
 
 
 def launch_line(args: argparse.Namespace, row: Row) -> str:
-    """The command to paste: this one, with the config and the flags of a row."""
+    """Returns the launch command: the current command with the config and the flags of a row."""
     words, kept = iter(sys.argv[1:]), []
     skipping = False
     for word in words:

@@ -1,4 +1,4 @@
-"""PlannedRun: stands in for `common.run.Run` in a planner process, and answers when the recipe knows its model."""
+"""PlannedRun: replaces `common.run.Run` in a planner process, and prints the answer when the recipe knows its model."""
 
 import sys
 from collections.abc import Iterable
@@ -22,11 +22,11 @@ from tools.plan.plan import plan
 
 
 class PlannedRun:
-    """A run up to the end of `begin`, which prints the answer and exits; in a traced process it goes on as `TracedRun`.
+    """A run up to the end of `begin`, which prints the answer and exits; a traced process continues as `TracedRun`.
 
     Attributes:
-        question: for a plan `machine` (in words) and, of this machine, its fields `here`; for a prediction the launch,
-            the kind of device and the bytes that are available (`common.planner.Prediction`).
+        question: for a plan, `machine` (as text) and, for this machine, its fields `here`; for a prediction, the
+            launch, the kind of device and the available bytes (`common.planner.Prediction`).
     """
 
     question: ClassVar[dict[str, Any]]
@@ -48,11 +48,11 @@ class PlannedRun:
 
     @property
     def evaluations(self) -> "PlannedRun":
-        """The object with `load_metrics`, before `begin`."""
+        """Returns the object with `load_metrics`, before `begin`."""
         return self
 
     def load_metrics(self, *_: Any) -> None:
-        """Loads no modules: a plan computes no metrics."""
+        """Loads no modules, because a plan computes no metrics."""
 
     def begin(
         self,
@@ -81,7 +81,7 @@ class PlannedRun:
 
 
 def _asked_launch(question: dict[str, Any]) -> Launch:
-    """The launch of the run that is predicted."""
+    """Returns the launch of the predicted run."""
     if question["words"]:
         return parse_launch([*question["words"], "recipe.py"])
     names = ("mode", "num_processes", "mixed_precision")

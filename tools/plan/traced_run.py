@@ -1,8 +1,8 @@
-"""A recipe's own updates, played by a process whose tensors have no data: what would they have allocated?
+"""Traces a recipe's own update with tensors without data, to find its allocations.
 
-The process is a fork of the run, made where the run knows its data and its model's configuration. In it, `Run` is
-replaced by `TracedRun`, and the recipe goes on as always: it builds its model (without weights, as the ranks of FSDP2
-do that are given theirs), makes its optimizer, and its loop computes an update of two micro-batches, and evaluates.
+The process is a fork of the run, started when the run knows its data and its model's configuration. In it, `TracedRun`
+replaces `Run`, and the recipe continues as usual. It builds its model (without weights, as on FSDP2 ranks that receive
+their shards), creates its optimizer, computes an update of two micro-batches, and evaluates.
 """
 
 import argparse
@@ -37,69 +37,69 @@ DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float1
 
 @dataclass(frozen=True)
 class Case:
-    """What is played."""
+    """The model, micro-batch and precision to trace."""
 
-    rows: int  # samples in a micro-batch, the longest ones
-    layers: int | None = None  # of the model; None: all
+    rows: int  # samples per micro-batch, the longest of the dataset
+    layers: int | None = None  # layers of the model; None: all
     activation_checkpointing: str = "none"
     optimizer: str = "adamw"
     autocast: str = "no"  # or bf16, fp16
-    weights: str = "float32"  # while the model computes
-    device: str = "cpu"  # or cuda: whose kernels
-    degrees: Degrees = Degrees(1)  # those who share its samples: of a sequence, or of a layer
+    weights: str = "float32"  # dtype of the compute weights
+    device: str = "cpu"  # or cuda; selects the kernels
+    degrees: Degrees = Degrees(1)  # process grid of its sequence or tensor group
 
 
 @dataclass
 class Recording:
-    """What a case allocated: the events of its tape, and what each storage held."""
+    """The allocations of a case: the events of its trace, and the contents of each storage."""
 
     events: list[tuple[str, int, int]]
     parts: dict[int, str]
     flops: dict[str, int]
-    ended: str  # "" or what kept the tape from going to the end
-    tokens: int = 0  # of a micro-batch of text
+    ended: str  # "" or the error that ended the trace early
+    tokens: int = 0  # tokens per micro-batch of text
 
 
 class TracedRun:
-    """Stands in for `Run` from the end of `begin` on, with the same methods and what recipes read of it."""
+    """Replaces `Run` after `begin`, with the same methods and the attributes that recipes read."""
 
     args: argparse.Namespace
     traits: Traits
     accelerator: Accelerator
 
     def set_up(self, case: Case, samples: Samples, held_out: Samples | None, pipe: int) -> None:
-        """Makes this process one that computes alone, on a CPU, without data; what it records goes into `pipe`."""
+        """Makes this process compute alone, on a CPU, without data; its recording is written to `pipe`."""
         self.case, self.samples, self.pipe, self.tape, self.news = case, samples, pipe, AllocationTracer(), {}
         for name in list(os.environ):
             if name.startswith(("ACCELERATE_", "FSDP_")) or name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
                 del os.environ[name]
-        # However this process ends, no rank is to hear of it, and nothing of the run is to be cleared away.
+        # No rank must notice the end of this process, and no files of the run must be removed.
         liveness.leave = sys.excepthook = lambda *_: os._exit(1)
         forget_state()
         _share_with_nobody(case.degrees)
         torch.set_num_threads(1)
-        autocast = "bf16" if case.autocast == "fp16" else case.autocast  # as wide, and CPUs have it
+        autocast = "bf16" if case.autocast == "fp16" else case.autocast  # bf16 has the same width, and CPUs support it
         self.accelerator = Accelerator(cpu=True, device_placement=False, mixed_precision=autocast)
         self.device, self.is_sharded = torch.device("cpu"), False
         single_copy.imagine_weights()
         self.args.activation_checkpointing, self.args.optimizer = case.activation_checkpointing, case.optimizer
-        self.args.dry_run = False  # it would end before the step
+        self.args.dry_run = False  # a dry run would end before the step
         self.evaluates = held_out is not None
         if case.device == "cuda":
             _use_gpu_kernels()
-        if head := sys.modules.get("common.training.linear_cross_entropy"):  # of a language model
+        if head := sys.modules.get("common.training.linear_cross_entropy"):  # imported only for language models
             is_whole = case.degrees.tensor == 1  # a part of the vocabulary is not sliced
             if case.device == "cuda" or (case.autocast, case.weights) == ("no", "float32") or not is_whole:
                 head.CACHED_LOGITS = sys.maxsize  # the slices of a chunk share its memory
-            else:  # the few rows of a slice hold the same, whatever is computed of them
+            else:  # the few rows of a slice allocate the same, whatever is computed from them
                 head._logits_to_gradient = lambda logits, *_: logits.new_zeros(len(logits))
 
     def prepare(self, model: Any, optimizer: Any, collate: Collate, *_: Any, **__: str) -> tuple[Any, Any]:
-        """The model with fake weights; from here on every tensor is fake, and the tape runs."""
+        """Returns the model with fake weights; afterwards every tensor is fake, and the tracer is active."""
         apply_activation_checkpointing(model, self.case.activation_checkpointing, self.device)
         ids = longest_samples(self.samples, self.case.rows)
         chosen = [self.samples[number] for number in ids]
-        # As `batching` cuts them: an evaluation without recomputation takes twice the samples at once, on a GPU.
+        # As in `batching`: on a GPU, an evaluation has twice the samples per micro-batch, without recomputation.
         is_larger = self.case.activation_checkpointing == "none" and self.case.device == "cuda"
         larger = collate(chosen * 2 if is_larger else chosen)
         micro_batch, degrees = collate(chosen), self.case.degrees
@@ -130,7 +130,7 @@ class TracedRun:
             backward(loss, **kwargs)
 
         self.accelerator.backward = told
-        if self.traits.pipeline_schedule:  # all micro-batches are taken before the first one is computed
+        if self.traits.pipeline_schedule:  # all micro-batches are requested before the first is computed
             self.forwards = itertools.count()
             model.register_forward_pre_hook(self._begin_next_forward)
         self.model, self.optimizer = model, optimizer
@@ -153,17 +153,17 @@ class TracedRun:
 
     @contextlib.contextmanager
     def training(self, *_: Any):
-        """One update, then an evaluation; what was recorded is what the process has to tell."""
+        """Runs an update, then an evaluation, and sends the recording."""
         self.model.train()
         ended = ""
         try:
             yield iter([_global_batch([self.micro_batch] * 2, 2 * self.num_targets)])
-        except Exception:  # an evaluation ends where its figures are wanted: there are none
+        except Exception:  # an evaluation fails when its results are needed, because there are none
             ended = traceback.format_exc(limit=-6)
         self._tell(ended)
 
     def micro_batches(self, batch: GlobalBatch):
-        """Two of them, the second one where gradients are there already."""
+        """Yields two micro-batches; in the second, gradients already exist."""
         keeps_copies = self.case.activation_checkpointing == "none"
         is_evaluated = self.tape.segment.endswith("evaluation")
         with weights_cast_once(keeps_copies):
@@ -175,28 +175,28 @@ class TracedRun:
             self._begin("clip")
 
     def all_finite(self, batch: GlobalBatch, loss_sums: Any, grad_norm: Any, **own_news: Any) -> bool:
-        """Nothing is exchanged; what a recipe reads of it is zero."""
+        """Exchanges nothing; sets the values that a recipe reads to zero."""
         with without_fakes():
             self.news = {name: torch.zeros(getattr(one, "shape", ())) for name, one in own_news.items()}
         return True
 
     @property
     def evaluations(self) -> "TracedRun":
-        """Of which `after_update` and `repeat` are called."""
+        """Returns the object with `after_update` and `repeat`."""
         return self
 
     def repeat(self, *_: Any) -> None:
-        """Nothing was resumed."""
+        """Does nothing, because no run was resumed."""
 
     def after_update(self, evaluate: Callable[[Any, torch.nn.Module], dict], model: torch.nn.Module) -> dict:
-        """Where there are held-out samples."""
+        """Evaluates if there are held-out samples."""
         if not self.evaluates:
             return {}
         self._begin("evaluation")
         return evaluate(self, model)
 
     def end_update(self, *_: Any, **__: Any) -> bool:
-        """One is enough: a later one is the same, with the optimizer's state from its beginning on."""
+        """Ends the loop: later updates are the same, with the optimizer's state from their beginning."""
         return True
 
     def _tell(self, ended: str) -> NoReturn:
@@ -207,11 +207,11 @@ class TracedRun:
         told = Recording(events, tape.parts, dict(tape.flops), ended, tokens)
         with os.fdopen(self.pipe, "wb") as pipe:
             pickle.dump(told, pipe)
-        os._exit(0)  # nothing of the run that it was forked from is to end with it
+        os._exit(0)  # so that nothing of the forked run ends with this process
 
 
 def examine_head_once(model: torch.nn.Module) -> None:
-    """What a language model does with its logits, for all processes that will play it: a large one takes seconds."""
+    """Examines a language model's use of its logits once for all tracing processes; a large head takes seconds."""
     losses = sys.modules.get("common.training.losses")
     if losses is None:
         return
@@ -230,19 +230,19 @@ def examine_head_once(model: torch.nn.Module) -> None:
 
 
 def _global_batch(micro_batches: list[dict[str, torch.Tensor]], num_targets: int) -> GlobalBatch:
-    """With the counts that a loop divides by; nobody reads the others."""
+    """Returns a batch with the counts that a loop divides by; the other counts are unused."""
     return GlobalBatch(0, micro_batches, 1, num_targets, 1, 1, torch.zeros(1), "", torch.ones(1, dtype=torch.int64))
 
 
 def _fill(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype
 ) -> dict[str, torch.nn.Parameter]:
-    """Gives a model without data, and its optimizer, new parameters and buffers on the CPU; tied ones stay so."""
+    """Replaces parameters and buffers of a model without data, and of its optimizer, by CPU tensors; keeps ties."""
     new: dict[int, Any] = {}
     for module in model.modules():
         for name, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(p) not in new:
-                # Frozen beside an adapter, it may be in 16 bits while what is trained is in float32.
+                # A frozen parameter next to an adapter may be in 16 bits, although trained parameters are in float32.
                 kind = dtype if p.is_floating_point() and p.itemsize >= dtype.itemsize else p.dtype
                 empty = torch.nn.Parameter(torch.empty_like(p, device="cpu", dtype=kind), p.requires_grad)
                 new[id(p)] = new[id(empty)] = empty
@@ -255,7 +255,7 @@ def _fill(
 
 
 def _share_with_nobody(degrees: Degrees) -> None:
-    """The processes that share with this one are not there: what it sends is lost, and what would come has no data."""
+    """Simulates the other processes of the group: sent data is dropped, and received data has no values."""
     set_running(degrees)
     alone = SimpleNamespace(rank=lambda: 0, size=lambda: degrees.group)
     tensor.group_of = sequence.group_of = lambda _: alone
@@ -263,7 +263,7 @@ def _share_with_nobody(degrees: Degrees) -> None:
 
 
 def _use_gpu_kernels() -> None:
-    """What transformers and torch would call on a GPU: no kernels of ours for CPUs, fused dropout and attention."""
+    """Uses the kernels that transformers and torch would call on a GPU: no CPU kernels, fused dropout and attention."""
     untrained.use_cpu_kernels = lambda model: None
 
     def dropout(input, p=0.5, training=True, inplace=False):
