@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from common import argument_checks
 from common.errors import UserError
 from common.host_memory import pinned_bytes
-from common.training import activation_checkpointing, activation_offload
+from common.training import activation_offload
 from common.training.activation_checkpointing import (
     ACTIVATION_CHECKPOINTING,
     _keep_matrix_products,
@@ -293,7 +293,7 @@ def late_streams(monkeypatch):
 def offloaded(family: str, streams: LateStreams) -> tuple[nn.Module, HostOffload]:
     """A model whose layers' inputs are moved from the CPU to the CPU, and what moves them."""
     model, offload = build(family), HostOffload(CPU)
-    with mock.patch.object(activation_checkpointing, "HostOffload", lambda device: offload):
+    with mock.patch.object(activation_offload, "HostOffload", lambda device: offload):
         quiet_apply(model, "offload", torch.device("cuda"))
     for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):

@@ -35,7 +35,7 @@ from transformers import (
     RobertaConfig,
 )
 
-from common.parallel.parallelism_config import SIZES as SPLIT_SIZES
+from common.parallel.launch import SIZES as SPLIT_SIZES
 from common.parallel.parallelism_config import check_sizes
 from common.parallel.sequence import check_model
 from common.training.process_grid import Degrees

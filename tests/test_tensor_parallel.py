@@ -35,8 +35,8 @@ from transformers import (
 )
 
 from common.models.untrained import empty_model
+from common.parallel.launch import SIZES as ALL_SIZES
 from common.parallel.launch import parse_launch
-from common.parallel.parallelism_config import SIZES as ALL_SIZES
 from common.parallel.parallelism_config import across_machines, check_parts
 from common.parallel.tensor import check_model
 from common.training.process_grid import Degrees
