@@ -38,7 +38,7 @@ from common import arguments  # isort: skip  # noqa: F401  # before torch
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from common.models.quantization import number_of
+from common.models.adapters import number_of
 from tools.plan.allocation_tracer import AllocationTracer
 
 AREAS = ("weights", "gradients", "optimizer state", "activations", "logits and loss", "temporaries")

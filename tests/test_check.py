@@ -63,7 +63,7 @@ def test_two_processes_are_compared_and_nothing_is_odd(tmp_path):
 SCRIPT = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-from common.parallel import check
+from tools.check import __main__ as check
 if os.environ["RANK"] == "1":
 {change}
 check.main()

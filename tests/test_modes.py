@@ -212,7 +212,7 @@ def test_an_nvme_path_that_is_full_is_refused(functions_file, small_disk, tmp_pa
 
 def build(tmp_path, builder="ShareMemCommBuilder", package="g++", **env):
     """What a process does before it shards, in a place where nothing has been built."""
-    code = "from common.parallel import ending, extensions\nwith ending.user_mistakes_end_here(): "
+    code = "from common.parallel import extensions, shutdown\nwith shutdown.user_mistakes_end_here(): "
     (tmp_path / "build.py").write_text(code + f"extensions._build_extension({builder!r}, {package!r})")
     env = {"TORCH_EXTENSIONS_DIR": tmp_path, "DS_ACCELERATOR": "cpu", "PYTHONPATH": ROOT} | env
     return run([BIN / "python", tmp_path / "build.py"], **env)

@@ -254,7 +254,7 @@ def test_every_recipe_makes_the_update_of_one_process(config, one_process, data,
             is_counted = key.endswith("e_score_correction_bias")  # moved by whole numbers of tokens
             most = 0 if is_counted else FLIPPED.get((config, name), WEIGHTS.get(name, 2e-5))
             assert (weight - weights[key]).abs().max() <= most, (name, key)
-        counts = ["experts.begin_update"] if name == "moe-exact" else []  # before the first backward
+        counts = ["routing.begin_update"] if name == "moe-exact" else []  # before the first backward
         ours = our_collectives(tmp_path / f"{name}-n", 2)
         assert ours[0] == ours[2] == [*counts, "accumulation.sum_over_ranks"], name  # the others are saved
 

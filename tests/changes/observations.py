@@ -34,7 +34,7 @@ OWN_MODES = (
     "parallel/tensor.py",
     "training/clipping.py",
     "training/linear_cross_entropy.py",
-    "parallel/pipeline.py",
+    "pipeline/schedule.py",
 )  # own
 
 
