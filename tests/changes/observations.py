@@ -50,7 +50,7 @@ def before_step(action):
 def save_gradients(path):
     """Writes the reduced gradients of the first optimizer step, by shape and order of the parameters."""
     saved, cut = [], []
-    after(tensor, "cut_model", lambda _, model, *__: cut.extend([model] if hasattr(model, "shares") else []))
+    after(model_setup, "prepare", lambda _, __, model, *___: cut.extend([model] if hasattr(model, "shares") else []))
 
     def whole(p):
         gradient = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone()

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from common import argument_checks
 from common.auto_micro_batch import default_tokens
 from common.errors import refuse
+from common.host_memory import left_to_all, left_to_one
 from common.models import adapters
 from common.parallel import connect
 from common.parallel.launch import Launch, parse_launch
@@ -71,6 +73,10 @@ class PlannedRun:
             self.args.micro_batch_tokens = default_tokens(self.question.get("device", "cuda"), train_set.max_length)
         try:
             if self.machine is not None:
+                if "here" in self.question and self.machine.kind == "cpu":
+                    # The process that measured the devices has imported less than a run, so that more was left to it.
+                    left = {"memory": float(left_to_one()), "host": float(left_to_all())}
+                    self.machine = replace(self.machine, **left)
                 lines = plan(model_class, self, config, make_empty, train_set, held_out, self.machine)
             else:
                 lines = predict_peak(self, config, make_empty, train_set, held_out, self.question)
