@@ -171,6 +171,8 @@ def what_fails(before, recipe, flags, place):
     wrong += [word for word in before if word.startswith("--") and word not in known_flags()]
     if wrong:
         return wrong
+    if before[-1:] == ["tools.plan"]:
+        flags = (*flags[:-1], "--plan", flags[-1])
     more = SMALL.get(recipe, ("--sequence_length", "64"))
     if recipe != "recipes/vision.py" and "--train_file" not in flags:
         more += ("--train_file", "my.jsonl")
