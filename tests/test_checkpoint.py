@@ -426,7 +426,8 @@ def test_a_signal_ends_the_update_and_leaves_a_checkpoint(case, functions_file, 
     printed = started.output()
     assert f"{number.name}: saving and stopping" in printed
     if config:  # `accelerate launch` reports 1, whatever the script's status is
-        assert status == 1 and re.search(r"exit status 75|exitcode *: 75", printed), printed
+        is_quiet = config == "cpu"  # whose launcher prints nothing of its own
+        assert status == 1 and (is_quiet or re.search(r"exitcode *: 75", printed)), printed
     else:
         assert status == 75
     done = len(read_metrics(out))
