@@ -20,17 +20,17 @@ LAUNCHER_VARIABLES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "PARALLELISM_", "
 LAUNCHER_VARIABLES += ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def repeated_flags(words: list[str]) -> Iterator[str]:
+def repeated_flags(words: list[str], left_out: tuple[str, ...] = LEFT_OUT) -> Iterator[str]:
     """Yields the flags of the recipe with their values, except those in `LEFT_OUT`."""
     is_left_out = False
     for word in words:
         if word.startswith("--"):
-            is_left_out = word.partition("=")[0] in LEFT_OUT
+            is_left_out = word.partition("=")[0] in left_out
         if not is_left_out:
             yield word
 
 
-def _start(*options: str) -> dict[str, Any]:
+def _start(*options: str, left_out: tuple[str, ...] = LEFT_OUT) -> dict[str, Any]:
     """Returns the `args` and `env` of a planner process that does not belong to this process's launch.
 
     Raises UserError: tools/ is not next to common/.
@@ -40,7 +40,7 @@ def _start(*options: str) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     # -P, because the current directory may contain a different tools/.
-    command = [sys.executable, "-P", "-m", "tools.plan", *options, sys.argv[0], *repeated_flags(sys.argv[1:])]
+    command = [sys.executable, "-P", "-m", "tools.plan", *options, sys.argv[0], *repeated_flags(sys.argv[1:], left_out)]
     return {"args": command, "env": environment}
 
 
@@ -49,7 +49,8 @@ def hand_over(args: argparse.Namespace) -> NoReturn:
 
     Raises UserError: the planner is missing.
     """
-    planner = _start("--machine", args.plan)
+    # The others go into the launch command that the planner recommends.
+    planner = _start("--machine", args.plan, left_out=("--plan",))
     sys.stdout.flush()
     os.execve(sys.executable, planner["args"], planner["env"])
 
