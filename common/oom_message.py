@@ -10,6 +10,7 @@ import torch
 
 from common.host_memory import format_bytes, left_to_one
 from common.models import adapters
+from common.models.model_setup import without_wrapper
 from common.parallel.launch import runs_on_cpu
 from common.planner import repeated_flags
 from common.report.tracking import peak_memory_bytes
@@ -48,7 +49,7 @@ def _savings(run: Any) -> Iterator[tuple[float, str]]:
     activations. With recomputation, the fractions `KEPT` of the activations remain.
     """
     args, launch, model = run.args, run.asked, getattr(run, "model", None)
-    model = model if model is not None else run.make_empty()
+    model = without_wrapper(model) if model is not None else run.make_empty()
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     is_sharded = launch.mode in ("FSDP", "DeepSpeed")

@@ -139,7 +139,7 @@ def test_a_run_that_dies_of_memory_says_what_would_have_helped(config, rank, tex
     assert result.returncode != 0, told(result)
     messages = result.stderr.split("Memory ran out. Peak resident memory: ")[1:]
     assert len(messages) == 1, told(result)
-    listed = re.findall(r"^  (--\S+ \S+)$", messages[0], re.MULTILINE)
+    listed = re.findall(r"^(?:\[rank1\]: )?  (--\S+ \S+)$", messages[0], re.MULTILINE)
     expected = ["--activation_checkpointing full", "--micro_batch_tokens 512"]  # which save 0.9 and 0.5 of activations
     assert [flag for flag in listed if flag in expected] == expected, messages[0]
     assert ("--config_file accelerate_configs/fsdp2.yaml" in listed) == (config == "multi_cpu")
@@ -178,25 +178,23 @@ def test_the_budget_doubles_while_it_fits_and_gains(limit, outcomes, tried, best
 
 
 def test_the_budget_is_found_under_an_enforced_limit(text, tmp_path):
-    """Under a limit of the process the largest that fits; in plenty, more. The update is that of this budget."""
-    asked = [*flags(text, tmp_path / "plenty"), "--global_batch_size", 64, "--model_config", "small"]
-    launch(*asked, config="cpu")
-    ((_, plenty),) = learned(tmp_path / "plenty")
-    asked[asked.index("--output_dir") + 1] = tmp_path / "limited"
+    """The largest that fits, if speed does not matter. Control: without a limit, the whole share of 8,192 fits."""
+    asked = [*flags(text, tmp_path / "limited"), "--global_batch_size", 64, "--model_config", "small"]
+    asked += ["--num_updates", 2, "--warmup_updates", 1, "--save_every", 0]
     limits = "import resource, re, runpy, sys; sys.path.insert(0, 'recipes'); sys.argv = sys.argv[1:]\n"
     limits += f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom common import auto_micro_batch as auto\n"
     limits += "def limited(*args):\n"
     limits += "    used = int(re.search(r'VmData:\\s+(\\d+)', open('/proc/self/status').read())[1]) * 1024\n"
-    limits += "    resource.setrlimit(resource.RLIMIT_DATA, (used + 200 * 2**20, resource.RLIM_INFINITY))\n"
+    limits += "    resource.setrlimit(resource.RLIMIT_DATA, (used + 480 * 2**20, resource.RLIM_INFINITY))\n"
     limits += "    return trials(*args)\n"
-    limits += "trials, auto._trials = auto._trials, limited\nauto._has_room = lambda *_: True\n"
+    limits += "trials, auto._trials = auto._trials, limited\nauto._has_room = lambda *_: True\nauto.MIN_SPEEDUP = 0\n"
     limits += "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     (tmp_path / "limited.py").write_text(limits)
     command = launch_command("cpu", "--mixed_precision", "no")
     result = run([*command, tmp_path / "limited.py", ROOT / "recipes/lm.py", *asked], **GIVE_BACK)
     assert result.returncode == 0, told(result)
     first, *_ = learned(tmp_path / "limited")
-    assert 128 <= first[1] < plenty, (first, plenty)
+    assert 128 <= first[1] < 64 * 128
     assert re.search(rf"--micro_batch_tokens auto: {first[1]:,} tokens at once; [\d,]+ do not fit", result.stdout)
 
 
