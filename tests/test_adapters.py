@@ -413,7 +413,7 @@ def test_a_base_in_4_bits_is_trained_evaluated_merged_and_refused(place, tmp_pat
     found = {name: float(loss) for name, loss in (line.split() for line in result.stdout.splitlines()[-4:])}
     expected = results_of(out)["validation_loss"]
     assert found["merged"] == pytest.approx(expected, rel=1e-5)
-    assert abs(found["peft"] - expected) > 5e-5 * expected  # control: beside the base of its files it is another model
+    assert abs(found["peft"] - expected) > 2e-5 * expected  # control: beside the base of its files it is another model
 
 
 def test_a_new_head_is_never_quantized(place, tmp_path):

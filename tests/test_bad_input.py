@@ -246,8 +246,8 @@ def test_every_argument_is_a_flag_and_the_length_has_a_default(name, monkeypatch
         parsed(name, monkeypatch, "--help")
     told = " ".join(capsys.readouterr().out.split())
     assert [one for one in vars(args) if f" --{one} " not in told] == []
-    assert name == "vision" or "at most this many tokens (default: " in told
-    assert ("prompt or messages" in told) == (name in ("lm", "moe", "pipeline"))
+    assert name == "vision" or "maximum tokens per sample (default: " in told
+    assert ("without prompt or messages" in told) == (name in ("lm", "moe", "pipeline"))
 
 
 @pytest.mark.parametrize(
