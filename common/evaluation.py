@@ -109,7 +109,7 @@ class Evaluations:
 
         Raises UserError: there are no held-out samples, or one line per unusable module.
         """
-        if not self.run.args.metric or self.run.args.plan is not None:
+        if not self.run.args.metric:
             return
         from common.report.evaluate_metrics import Metrics  # here because few runs need it
 

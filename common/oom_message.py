@@ -53,7 +53,6 @@ def _savings(run: Any) -> Iterator[tuple[float, str]]:
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     is_sharded = launch.mode in ("FSDP", "DeepSpeed")
-    per_rank = 1.0 if is_sharded else 1 / max(1, launch.num_processes)  # share of the counted parameters
     state = OPTIMIZERS[args.optimizer].state_bytes * trained
     static = 4.0 * total + 4.0 * trained + state
     activations = max(0.0, peak_memory_bytes(run.device) - run.memory_before - static)
@@ -67,7 +66,7 @@ def _savings(run: Any) -> Iterator[tuple[float, str]]:
     if launch.mixed_precision == "no" and launch.mode != "DeepSpeed" and not runs_on_cpu(launch):
         yield activations / 2, "--mixed_precision bf16 (before the recipe)"
     if launch.mode == "DDP" and launch.degrees.group == launch.degrees.pipeline == 1:
-        yield static * (1 - per_rank), "--config_file accelerate_configs/fsdp2.yaml"
+        yield static * (1 - 1 / launch.num_processes), "--config_file accelerate_configs/fsdp2.yaml"
     elif launch.mode == "plain" and not runs_on_cpu(launch):
         yield static, "--config_file accelerate_configs/fsdp2_offload.yaml --num_processes 1"
     if smaller := smaller_optimizers(args.optimizer, is_sharded or launch.degrees.tensor > 1):

@@ -21,7 +21,7 @@ LAUNCHER_VARIABLES += ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def repeated_flags(words: list[str], left_out: tuple[str, ...] = LEFT_OUT) -> Iterator[str]:
-    """Yields the flags of the recipe with their values, except those in `LEFT_OUT`."""
+    """Yields the flags of the recipe with their values, except those in `left_out`."""
     is_left_out = False
     for word in words:
         if word.startswith("--"):

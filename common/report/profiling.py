@@ -51,11 +51,7 @@ _traces: list[Any] = []
 
 
 def profiled(run: Any, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
-    """Returns the batches of a `common.run.Run`; with --profile, the updates after WARMUP are recorded and reported."""
-    return _profiled(run, batches) if run.args.profile else batches
-
-
-def _profiled(run: Any, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
+    """Yields the batches of a `common.run.Run` with --profile; records, writes and prints the updates after WARMUP."""
     if run.device.type == "cpu":  # on a CPU, Kineto only reports that it starts and stops
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     steps = schedule(wait=WARMUP - 1, warmup=1, active=RECORDED, repeat=1)

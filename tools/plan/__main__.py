@@ -13,8 +13,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from psutil import Process
-
 USAGE = "usage: python -m tools.plan RECIPE [FLAGS ...] [MACHINE]"
 # A last word with a number of devices or a memory size is a machine, not the value of a flag. The name of a GPU alone,
 # such as A100, is a machine unless it follows a flag.
@@ -71,11 +69,7 @@ def _run(recipe: str, flags: list[str], question: dict) -> None:
     # A copy of common/ next to the recipe takes precedence, as in a run.
     sys.path[:0] = [str(directory), str(directory.parent)]
     import common.run
-
-    before = Process().memory_info()
     from tools.plan.planned_run import PlannedRun
-
-    PlannedRun.note_own_memory(before)
 
     PlannedRun.question = question
     common.run.Run = PlannedRun

@@ -7,7 +7,6 @@ from functools import cache, partial
 from typing import Any, ClassVar
 
 from accelerate import Accelerator
-from psutil import Process
 from transformers import AutoModelForCausalLM
 
 from common import argument_checks
@@ -19,7 +18,7 @@ from common.parallel import connect
 from common.parallel.launch import Launch, parse_launch
 from common.training.batching import Samples
 from common.training.recipe_traits import Arguments, Traits
-from tools.plan import hardware, process_memory
+from tools.plan import hardware
 from tools.plan.memory_forecast import InTraceProcess, predict_peak
 from tools.plan.plan import plan
 
@@ -33,14 +32,6 @@ class PlannedRun:
     """
 
     question: ClassVar[dict[str, Any]]
-    data_bytes: ClassVar[int] = 0  # that limits of `ulimit` count of the planner's own modules, which no run imports
-
-    @classmethod
-    def note_own_memory(cls, before: Any) -> None:
-        """Notes the memory of the planner's own modules. before: psutil's `memory_info` without them."""
-        after = Process().memory_info()
-        cls.data_bytes = max(0, getattr(after, "data", 0) - getattr(before, "data", 0))
-        process_memory.planner_bytes = max(0, after.rss - before.rss)
 
     def __init__(self, args: Arguments, problems: Iterable[str] = (), **traits: Any):
         self.args, self.machine, self.traits = args, None, Traits(**traits)
@@ -83,9 +74,8 @@ class PlannedRun:
         try:
             if self.machine is not None:
                 if "here" in self.question and self.machine.kind == "cpu":
-                    # A run imports more than the process that measured the devices, and less than the planner.
-                    own, for_all = self.data_bytes, process_memory.planner_bytes
-                    left = {"memory": float(left_to_one() + own), "host": float(left_to_all() + for_all)}
+                    # The process that measured the devices has imported less than a run; the planner as much.
+                    left = {"memory": float(left_to_one()), "host": float(left_to_all())}
                     self.machine = replace(self.machine, **left)
                 lines = plan(model_class, self, config, make_empty, train_set, held_out, self.machine)
             else:

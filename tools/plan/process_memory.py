@@ -8,7 +8,6 @@ from tools.plan.memory import Mode
 from tools.plan.memory_profile import Parts
 
 GIB = 2.0**30
-planner_bytes = 0  # resident memory of the planner's own modules, which a run does not import
 # GPU memory in addition to allocated tensors: CUDA's context, and NCCL if there are several processes, as measured on
 # A100s (github.com/stas00/ml-engineering, training/performance: 0.47 GB with torch 2.1; 1.45 GB at the first barrier of
 # two).
@@ -40,7 +39,7 @@ def need_on_cpu(mode: Mode, parts: Parts, host: float) -> float:
 def own_memory() -> float:
     """Returns the unshared bytes of this process. Memory-mapped files are excluded; the kernel can drop them."""
     memory = psutil.Process().memory_info()
-    return float(memory.rss - getattr(memory, "shared", 0) - planner_bytes)
+    return float(memory.rss - getattr(memory, "shared", 0))
 
 
 def _maps_tensors() -> bool:
