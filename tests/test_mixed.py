@@ -369,7 +369,7 @@ def test_a_mistake_writes_nothing_and_a_stream_is_refused(place, tmp_path):
         "code.jsonl:x: a single source has no",
     )
     streamed = run_recipe_alone("lm.py", "--dataset_name", "some", "--streaming", *out)
-    assert_mistake(streamed, r"--streaming: not here: the samples of an update follow from how many")
+    assert_mistake(streamed, r"--streaming: not here: the samples of an update depend on the dataset length")
     assert not (tmp_path / "out").exists()
     shutil.copy(place / "code.jsonl", tmp_path / "1:0.5.jsonl")
     dry = run_recipe_alone("lm.py", "--train_file", tmp_path / "1:0.5.jsonl", "--dry_run", "--sequence_length", 32)

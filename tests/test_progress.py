@@ -11,8 +11,8 @@ from conftest import ROOT, base_env, example_flags, quick_python, run_specs
 from common.report import progress
 
 NUM_UPDATES = 12
-LINE = r"update ([\d,]+) of 12 \(\d+\.\d%\): loss \d\.\d{4}, learning rate \S+, [\d,]+ tokens/s, "
-LINE += r"data-loading time \d+\.\d%, [\d:]+ left"
+LINE = r"update ([\d,]+) of 12 \(\d+\.\d%\), epoch \d+\.\d\d of \d+\.\d\d: loss \d\.\d{4}, "
+LINE += r"learning rate \S+, [\d,]+ tokens/s, data-loading time \d+\.\d%, [\d:]+ left"
 
 
 def flags(functions_file, model_dir, output_dir):

@@ -50,8 +50,8 @@ class LogLines:
         self.num_tokens = self.seconds = self.printed_at = self.began = 0.0
         self.first: int | None = None  # first update of this start, completed at `began`
 
-    def update(self, done: int, num_tokens: float, unit: str, record: dict[str, Any]) -> None:
-        """Ends an update. record: its line of metrics.jsonl. unit: the unit that `num_tokens` counts.
+    def update(self, done: int, num_tokens: float, unit: str, record: dict[str, Any], epoch: str = "") -> None:
+        """Ends an update. record: its line of metrics.jsonl. unit: what `num_tokens` counts. epoch: as text.
 
         Tokens per second are measured since the last line. The time left includes evaluations and saves, as so far.
         """
@@ -69,7 +69,8 @@ class LogLines:
             f"data-loading time {record['waiting_for_data']:.1%}",
         ]
         parts += [f"{record['skipped_updates']} skipped"] if record["skipped_updates"] else []
-        self.line = f"update {done:,} of {self.total:,} ({done / self.total:.1%}): {', '.join([*parts, left])} left"
+        where = [f"update {done:,} of {self.total:,} ({done / self.total:.1%})", *([epoch] if epoch else [])]
+        self.line = f"{', '.join(where)}: {', '.join([*parts, left])} left"
         waited = now - self.printed_at
         is_far = 100 * (done - self.printed) >= self.total or waited >= self.SILENCE
         if is_first or done == self.total or (waited >= self.SECONDS and is_far):
@@ -167,8 +168,12 @@ class Progress:
 
     def _show(self, batch: Any, record: dict[str, Any]) -> None:
         """Shows the update on the bar, or as a line in a log."""
+        epoch = ""
+        if self.per_epoch:
+            done, in_all = (number / self.per_epoch for number in (self.state.update, self.bar.total))
+            epoch = f"epoch {done:.2f} of {in_all:.2f}"
         if self.log_lines is not None:
-            self.log_lines.update(self.state.update, batch.num_tokens, self.unit, record)
+            self.log_lines.update(self.state.update, batch.num_tokens, self.unit, record, epoch)
             return
         self.bar.set_postfix_str(
             f"loss {record['loss']:.3f}, {self.held_out}{record['tokens_per_second']:,.0f} {self.unit}/s, "
@@ -176,9 +181,8 @@ class Progress:
             + (f", {self.state.skipped_updates} skipped" if self.state.skipped_updates else ""),
             refresh=False,
         )
-        if self.per_epoch:
-            done, in_all = (number / self.per_epoch for number in (self.state.update, self.bar.total))
-            self.bar.set_description_str(f"epoch {done:.2f} of {in_all:.2f}", refresh=False)
+        if epoch:
+            self.bar.set_description_str(epoch, refresh=False)
         self.bar.update()
 
     def _log(self, figures: dict[str, Any], update: int) -> None:
