@@ -31,10 +31,10 @@ from common.host_memory import pinned_bytes
 from common.training import activation_offload
 from common.training.activation_checkpointing import (
     ACTIVATION_CHECKPOINTING,
-    _keep_matrix_products,
     apply_activation_checkpointing,
 )
 from common.training.activation_offload import HostOffload
+from common.training.activation_recomputation import keep_matmuls
 from common.training.process_grid import Degrees
 from common.training.recipe_traits import Traits
 
@@ -222,13 +222,13 @@ def test_attention_that_drops_out_is_not_kept():
     keep, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
     flash = aten._scaled_dot_product_flash_attention.default
     efficient = aten._scaled_dot_product_efficient_attention.default
-    assert _keep_matrix_products(None, flash, q, q, q) == keep
-    assert _keep_matrix_products(None, flash, q, q, q, 0.0, True) == keep
-    assert _keep_matrix_products(None, flash, q, q, q, 0.1, True) == again
-    assert _keep_matrix_products(None, efficient, q, q, q, None, True, 0.1) == again
-    assert _keep_matrix_products(None, efficient, q, q, q, None, True, dropout_p=0.1) == again
-    assert _keep_matrix_products(None, aten.mm.default, q, q) == keep
-    assert _keep_matrix_products(None, aten.mul.Tensor, q, q) == again
+    assert keep_matmuls(None, flash, q, q, q) == keep
+    assert keep_matmuls(None, flash, q, q, q, 0.0, True) == keep
+    assert keep_matmuls(None, flash, q, q, q, 0.1, True) == again
+    assert keep_matmuls(None, efficient, q, q, q, None, True, 0.1) == again
+    assert keep_matmuls(None, efficient, q, q, q, None, True, dropout_p=0.1) == again
+    assert keep_matmuls(None, aten.mm.default, q, q) == keep
+    assert keep_matmuls(None, aten.mul.Tensor, q, q) == again
 
 
 class LateStreams:

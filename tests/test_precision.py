@@ -10,6 +10,7 @@ from common.checkpoint.format import Reader, list_checkpoints
 from common.models.load import build_model
 from common.tasks.long_sequence.recurrent import RecurrentConfig, RecurrentLM
 from common.tasks.moe import routing
+from common.training.half_precision import follow_precision
 from common.training.linear_cross_entropy import linear_cross_entropy
 
 CONFIGS = (
@@ -141,6 +142,7 @@ def test_inputs_that_are_whole_numbers_stay(monkeypatch):
     seen = {}
     config = routing.moe_config(SHAPE, 4, 2, 32)
     model = build_model(config).bfloat16()
+    follow_precision(model)
     monkeypatch.setattr(model, "forward", lambda **inputs: seen.update(inputs))
     model(input_ids=torch.arange(3)[None], inputs_embeds=torch.ones(1, 3, 32), mask=torch.ones(3, dtype=torch.bool))
     assert [tensor.dtype for tensor in seen.values()] == [torch.int64, torch.bfloat16, torch.bool]
@@ -226,6 +228,7 @@ def test_images_of_float32_meet_weights_of_bf16():
 
     config = ResNetConfig(num_channels=1, embedding_size=8, hidden_sizes=[8], depths=[1])
     model = build_model(config, model_class=AutoModelForImageClassification).bfloat16()
+    follow_precision(model)
     norm = model.resnet.embedder.embedder.normalization
     norm.running_mean, norm.running_var = norm.running_mean.float(), norm.running_var.float()
     assert model(pixel_values=torch.ones(2, 1, 16, 16)).logits.dtype == torch.bfloat16

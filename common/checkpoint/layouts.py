@@ -22,7 +22,6 @@ from common.internals.torch import persistent_buffers, shard_offset
 from common.models.adapters import has_adapter
 from common.models.model_setup import without_wrapper
 from common.parallel.process_groups import group_of
-from common.training.clipping import Share
 from common.training.optimizers import inner_optimizer, is_wrapper
 from common.training.process_grid import running
 
@@ -67,7 +66,7 @@ def _zero_optimizer(optimizer: Any) -> Any | None:
     return None
 
 
-def _dtensor_part(name: str, p: DTensor, share: Share | None) -> _Part:
+def _dtensor_part(name: str, p: DTensor, share: Any) -> _Part:
     placements, mesh = p.placements, p.device_mesh
     assert all(one in (Replicate(), Shard(0)) for one in placements), f"{name} is cut as {placements}"
     offset = shard_offset(p)
@@ -82,7 +81,7 @@ def _dtensor_part(name: str, p: DTensor, share: Share | None) -> _Part:
     return _Part(name, start=start, weight=part, holder=holder, cut=lambda s: s.to_local(), is_owner=is_owner, **whole)
 
 
-def _whole_of(p: torch.Tensor, share: Share | None) -> dict[str, Any]:
+def _whole_of(p: torch.Tensor, share: Any) -> dict[str, Any]:
     """Returns the full shape of a parameter that a group of ranks may share, and the position of this rank's part."""
     if share is None or share.dim is None:
         return {"shape": tuple(p.shape), "start": 0, "columns": None}

@@ -14,7 +14,7 @@ from common.internals.transformers import draw_weights
 from common.models.load import build_model
 from common.models.model_setup import without_wrapper
 from common.models.single_copy import are_imagined, decided_once
-from common.models.untrained import gathered
+from common.models.zero3 import gathered
 from common.training.batching import Collate, Samples
 from common.training.recipe_traits import Arguments
 

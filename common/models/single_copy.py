@@ -4,18 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 from accelerate import PartialState
-from accelerate.state import AcceleratorState, is_initialized
-from accelerate.utils import DistributedType, broadcast_object_list
+from accelerate.state import AcceleratorState
+from accelerate.utils import broadcast_object_list
 
 from common.parallel.liveness import wait_for_all
-
-
-def has_one_copy() -> bool:
-    """Returns whether only the main process builds the weights: FSDP2 with `fsdp_cpu_ram_efficient_loading`."""
-    if not is_initialized() or AcceleratorState().distributed_type != DistributedType.FSDP:
-        return False
-    return AcceleratorState().fsdp_plugin.cpu_ram_efficient_loading
-
+from common.training.precision import is_fsdp
 
 _are_imagined = False
 
@@ -29,6 +22,11 @@ def imagine_weights() -> None:
 def are_imagined() -> bool:
     """Returns whether the models of this process have no weights."""
     return _are_imagined
+
+
+def has_one_copy() -> bool:
+    """Returns whether only the main process builds the weights: FSDP2 with `fsdp_cpu_ram_efficient_loading`."""
+    return is_fsdp() and AcceleratorState().fsdp_plugin.cpu_ram_efficient_loading
 
 
 def holds_weights() -> bool:

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.parallel.process_groups import group_of
-from common.training.clipping import Share, Shares
 from common.training.process_grid import Degrees
+from common.training.shares import Share, Shares
 
 CUT = {"colwise": 0, "rowwise": 1, "colwise_gather_output": 0, "rowwise_split_input": 1}  # sharded dimension of weights
 PARTIAL = "replicated_with_grad_allreduce"  # full on each process, between partitioned layers

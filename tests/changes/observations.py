@@ -32,7 +32,7 @@ NOT_COUNTED = {  # by torch: functions of shapes
 OWN_MODES = (
     "parallel/sequence.py",
     "parallel/tensor.py",
-    "training/clipping.py",
+    "training/shares.py",
     "training/linear_cross_entropy.py",
     "pipeline/schedule.py",
 )  # own

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from changes import RANK, UNDO, after, before, before_reduce, change
 from common import run
 from common.checkpoint.save import Checkpoints
-from common.models import attention_masks, untrained
+from common.models import attention_masks, cpu_kernels, untrained
 from common.parallel import connect
 from common.report import profiling
 from common.report.progress import Progress
@@ -108,7 +108,7 @@ def look_at_masks(_):
 
 def own_kernels(_):
     """transformers' own attention and norms."""
-    change(untrained, "use_cpu_kernels", lambda model: None)
+    change(cpu_kernels, "use_cpu_kernels", lambda model: None)
     UNDO.enter_context(mock.patch.dict(AttentionInterface._global_mapping, sdpa=sdpa_attention_forward))
 
 

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from common.internals.accelerate import forget_state
 from common.internals.torch import drop_collectives, fake_mode, replace_functions, without_fakes
-from common.models import single_copy, untrained
+from common.models import cpu_kernels, single_copy
 from common.parallel import liveness, sequence, tensor
 from common.training.activation_checkpointing import apply_activation_checkpointing
 from common.training.batching import Collate, GlobalBatch, Samples, longest_samples, shard_tokens
@@ -264,7 +264,7 @@ def _share_with_nobody(degrees: Degrees) -> None:
 
 def _use_gpu_kernels() -> None:
     """Uses the kernels that transformers and torch would call on a GPU: no CPU kernels, fused dropout and attention."""
-    untrained.use_cpu_kernels = lambda model: None
+    cpu_kernels.use_cpu_kernels = lambda model: None
 
     def dropout(input, p=0.5, training=True, inplace=False):
         return torch.native_dropout(input, p, True)[0] if training and p else input

@@ -9,7 +9,7 @@ from common.data.source_types import Source
 from common.data.tokenizer import load_tokenizer, special_token_ids, train_tokenizer
 from common.models.adapters import build_base
 from common.models.load import build_model, load_config
-from common.models.untrained import whole_weights
+from common.models.zero3 import whole_weights
 from common.tasks.moe import routing
 
 UPCYCLED_SIZE = (8, 2)  # number of experts, experts per token

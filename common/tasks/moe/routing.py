@@ -23,7 +23,7 @@ from transformers import Ernie4_5_MoeConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from common.errors import UserError
-from common.models.untrained import gathered
+from common.models.zero3 import gathered
 from common.training.batching import GlobalBatch
 
 BALANCE = {

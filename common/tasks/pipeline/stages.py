@@ -17,9 +17,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 
 from common.errors import UserError, one_line
 from common.parallel.process_groups import group_of
-from common.training.clipping import Share, Shares
 from common.training.output_head import MoreTerms, examine_head, left_unchanged
 from common.training.process_grid import Degrees, running
+from common.training.shares import Share, Shares
 
 
 def check_stages(config: PreTrainedConfig, degrees: Degrees | None = None) -> Iterator[str]:
