@@ -8,7 +8,7 @@ import argparse
 import difflib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -348,9 +348,8 @@ def text_sources(args: Arguments) -> "tuple[Source, Source | None]":
     Raises UserError: one line per missing or unreadable file, or mutually exclusive sources.
     """
     # Imported here because recipes without text do not need these modules.
-    from common.data.mixed_files import held_out_files, needless_weights, training_files
     from common.data.source_types import Source
-    from common.data.sources import check_sources, have_no_columns
+    from common.data.sources import check_sources
 
     names = ("text_column", "prompt_column", "completion_column")
     columns = {name: args.shared(name) for name in names if name in args.shared_flags}
@@ -358,10 +357,19 @@ def text_sources(args: Arguments) -> "tuple[Source, Source | None]":
         from common.data.chats import read_chat_template
 
         columns["chat_template"] = read_chat_template(args.chat_template)
-    train = training_files(args.train_file, **columns)
-    refuse(_check_mixed(args) if train.weights else [])
-    validation = held_out_files(args.validation_file, bool(train.weights), **columns) if args.validation_file else None
+    train, validation = Source(files=tuple(args.train_file), **columns), None
+    if any(":" in path for path in args.train_file):
+        from common.data.mixed_files import find_flag_problems, training_files
+
+        train = training_files(args.train_file, **columns)
+        refuse(find_flag_problems(args) if train.weights else [])
+    if args.validation_file:
+        from common.data.mixed_files import held_out_files
+
+        validation = held_out_files(args.validation_file, bool(train.weights), **columns)
     if args.dataset_name:
+        from common.data.mixed_files import needless_weights
+
         refuse(needless_weights("--dataset_name", [args.dataset_name], "write the data to files to mix them"))
         if args.train_file:
             raise UserError("--train_file and --dataset_name are two answers to one question; give one")
@@ -378,19 +386,11 @@ def text_sources(args: Arguments) -> "tuple[Source, Source | None]":
         train = Source(embedded="train")
         validation = validation or Source(embedded="validation")
     check_sources(train, validation)
-    if train.text_column != "text" and have_no_columns(train, validation):
-        raise UserError(
-            f"--text_column {train.text_column} has no effect on .txt files, which have no columns; take it out"
-        )
+    if train.text_column != "text":
+        from common.data.source_problems import have_no_columns
+
+        if have_no_columns(train, validation):
+            raise UserError(
+                f"--text_column {train.text_column} has no effect on .txt files, which have no columns; take it out"
+            )
     return train, validation
-
-
-def _check_mixed(args: argparse.Namespace) -> Iterator[str]:
-    """Yields a line for each flag that counts epochs, because each mixed source has its own epoch length."""
-    for name in ("num_epochs", "eval_every", "save_every"):
-        value = getattr(args, name)
-        if isinstance(value, str) or (name == "num_epochs" and value is not None):
-            instead = "--num_updates N" if name == "num_epochs" else f"--{name} N, of updates"
-            yield f"--{name} {value}: mixed files have no one epoch, each has its own; give {instead}"
-    if args.drop_last_window:
-        yield "--drop_last_window has no effect on mixed files, whose global batches are all full; take it out"

@@ -351,7 +351,7 @@ def test_reading_a_large_file_keeps_no_more_than_a_piece(tmp_path):
     for _ in open_source(Source(files=(str(tmp_path / "a.txt"),))).rows(("text",), True):
         pass
     assert tracemalloc.get_traced_memory()[1] < 5e6
-    for _ in readers._decoded(str(tmp_path / "a.txt")):  # the control: by lines
+    for _ in readers.decode(str(tmp_path / "a.txt")):  # the control: by lines
         pass
     assert tracemalloc.get_traced_memory()[1] > 20e6
     tracemalloc.stop()

@@ -4,7 +4,9 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import IO
+from typing import IO, Any
+
+from fsspec.compression import available_compressions, compr
 
 from common.data.source_types import file_type
 
@@ -13,28 +15,20 @@ PIECE_BYTES = 1 << 16  # compressed bytes per read
 
 def can_unpack(compression: str) -> bool:
     """Returns whether this Python has the module for a compression in `source_types.COMPRESSIONS`."""
-    if compression == "zstd":
-        return find_spec("zstandard") is not None
-    from fsspec.compression import available_compressions  # imported here because few files are compressed
-
-    return compression in available_compressions()
+    return find_spec("zstandard") is not None if compression == "zstd" else compression in available_compressions()
 
 
 @contextmanager
-def open_binary(path: str) -> Iterator[IO[bytes]]:
-    """Opens a file for reading its bytes, decompressed according to its extension.
+def open_compressed(path: str) -> Iterator[IO[bytes]]:
+    """Opens a compressed file for reading its contents.
 
-    Reading raises EOFError if a compressed file is truncated.
+    Reading raises EOFError if the file is truncated.
     """
     compression = file_type(path)[1]
     with open(path, "rb") as raw:
-        if compression is None:
-            yield raw
-        elif compression == "zstd":
+        if compression == "zstd":
             yield io.BufferedReader(_ZstandardFrames(raw), PIECE_BYTES)
         else:
-            from fsspec.compression import compr
-
             with compr[compression](raw, mode="rb") as file:
                 yield file
 
@@ -50,12 +44,13 @@ class _ZstandardFrames(io.RawIOBase):
 
         self.raw, self.unpacked, self.error = raw, memoryview(b""), zstandard.ZstdError
         self.unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # for files written by `zstd --long=31`
-        self.frame, self.packed = None, b""
+        self.frame: Any = None  # the decompressor of the current frame
+        self.packed = b""
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: memoryview) -> int:
+    def readinto(self, buffer: Any) -> int:
         while not self.unpacked and (packed := self.packed or self.raw.read(PIECE_BYTES)):
             self.frame = self.frame or self.unpacker.decompressobj()
             try:

@@ -1,14 +1,14 @@
 """Reads `--train_file code.jsonl:0.7 books.txt:0.3`: files with weights become the parts of a mixed source."""
 
 import re
+from argparse import Namespace
 from collections.abc import Iterator
 from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from common.data.source_types import Source
-from common.data.sources import expand
+from common.data.source_types import Source, expand
 from common.errors import UserError, refuse
 
 NUMBER = re.compile(r"(?:(?:[0-9]{1,30}\.?[0-9]{0,30}|\.[0-9]{1,30})(?:e[+-]?[0-9]{1,2})?|[0-9]{1,30}/[0-9]{1,30})")
@@ -22,13 +22,13 @@ def training_files(given: list[str], **columns: Any) -> Source:
 
     Raises UserError with one line per problem with the weights.
     """
-    named = [_split_weight(one) for one in given]
+    named = [_split_weight(path) for path in given]
     if all(weight is None for _, weight in named):
         return Source(files=tuple(given), **columns)
     refuse(_problems(named))
     from common.training.data_mixing import LONGEST, in_lowest_terms
 
-    weights = in_lowest_terms([Fraction(weight) for _, weight in named])
+    weights = in_lowest_terms([Fraction(weight) for _, weight in named if weight])
     if sum(weights) > LONGEST:
         raise UserError(
             f"--train_file: the weights are in the proportion {':'.join(map(str, weights))}, whose sum is "
@@ -95,3 +95,14 @@ def _given_twice(flag: str, files: list[str]) -> Iterator[str]:
     for (first, some), (second, others) in combinations(zip(files, paths, strict=True), 2):
         if both := sorted(some & others):
             yield f"{flag} {first} {second}: {both[0]} is in both sources; leave it in one"
+
+
+def find_flag_problems(args: Namespace) -> Iterator[str]:
+    """Yields a line for each flag that counts epochs, because each mixed source has its own epoch length."""
+    for name in ("num_epochs", "eval_every", "save_every"):
+        value = getattr(args, name)
+        if isinstance(value, str) or (name == "num_epochs" and value is not None):
+            instead = "--num_updates N" if name == "num_epochs" else f"--{name} N, of updates"
+            yield f"--{name} {value}: mixed files have no one epoch, each has its own; give {instead}"
+    if args.drop_last_window:
+        yield "--drop_last_window has no effect on mixed files, whose global batches are all full; take it out"

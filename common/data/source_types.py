@@ -1,5 +1,6 @@
-"""Types for text sources and opened sources: rows of named columns, each row with its location for messages."""
+"""Types for text sources and opened sources (rows of named columns), and the names of their files."""
 
+import glob
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,13 +17,12 @@ class Source:
 
     Attributes:
         files: paths or globs of FILE_TYPES; all types except .parquet can also have the extensions of COMPRESSIONS.
-        dataset_name: a name on the hub, or a directory that `save_to_disk` wrote, or a folder of files.
-            `dataset_config` is the configuration on the hub, `split` the split in all three cases.
+        dataset_name: a name on the hub, a directory that `save_to_disk` wrote, or a folder of files.
         embedded: "train" or "validation": the source files of the running Python's standard library.
         parts: sources that are kept separate; for training with their `weights`, integers in lowest terms.
         text_column: the column with the text (.txt files and the embedded corpus have only this column).
-        prompt_column, completion_column: columns to use instead of the text, if they have names other than the default.
-        chat_template: Jinja template that writes `messages` instead of the tokenizer's own template.
+        prompt_column, completion_column: columns to use instead of the text, if they do not have the default names.
+        chat_template: Jinja template that replaces the tokenizer's own.
     """
 
     files: tuple[str, ...] = ()
@@ -39,14 +39,11 @@ class Source:
 
 
 class Row(NamedTuple):
-    """A row of named values; `where` is its location for messages ("a.jsonl, line 3").
-
-    If `continues` is set, the document continues in the next row.
-    """
+    """A row of named values; `where` is its location for messages ("a.jsonl, line 3")."""
 
     where: str
     values: dict[str, Any]
-    continues: bool = False
+    continues: bool = False  # the document continues in the next row
 
 
 @dataclass(frozen=True)
@@ -54,14 +51,13 @@ class Corpus:
     """An opened source.
 
     Attributes:
-        name: the name for messages.
         identity: JSON values that identify the contents.
         columns: the names of all columns.
         rows: a function (wanted, whole_files) that yields Rows. The caller reports wanted columns that a row lacks.
             With `whole_files`, a .txt file or a file of the embedded corpus is one document; otherwise each line that
             is not blank, or each function, is a row.
-        classes: the class names of each column of type ClassLabel (`datasets`), in their order. A row contains the name
-            instead of the number, and None instead of -1, a hidden label.
+        classes: the class names of each column of type ClassLabel (`datasets`). A row contains the name instead of the
+            number, and None instead of -1, a hidden label.
         unused: the number of rows with a value in each ignored column (`column_selection.watched`); 1 if the column is
             not read at all.
     """
@@ -76,7 +72,13 @@ class Corpus:
 
 def file_type(path: str) -> tuple[str, str | None]:
     """Returns (extension, compression): "a.txt.gz" -> (".txt", "gzip")."""
-    suffixes = [suffix.lower() for suffix in Path(path).suffixes]
-    if suffixes and suffixes[-1] in COMPRESSIONS:
-        return (suffixes[-2] if len(suffixes) > 1 else "", COMPRESSIONS[suffixes[-1]])
-    return (suffixes[-1] if suffixes else "", None)
+    *_, inner, last = "", "", *(suffix.lower() for suffix in Path(path).suffixes)
+    return (inner, COMPRESSIONS[last]) if last in COMPRESSIONS else (last, None)
+
+
+def expand(pattern: str) -> list[str]:
+    """Returns the files of a path or glob, sorted, so that their order does not depend on the file system."""
+    path = Path(pattern).expanduser()
+    if path.exists():  # before globbing, because a name may contain brackets
+        return [str(path)]
+    return sorted(name for name in glob.glob(str(path), recursive=True) if Path(name).is_file())

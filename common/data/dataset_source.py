@@ -1,0 +1,60 @@
+"""Opens datasets from the hub or from `save_to_disk`, and lists the files of a folder as `datasets` does."""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from datasets import ClassLabel, load_dataset_builder
+
+from common.data.hub import is_saved, load_split
+from common.data.source_types import FILE_TYPES, Corpus, Row, Source, file_type
+from common.data.table_readers import with_class_names
+from common.errors import UserError, one_line
+from common.internals.datasets import content_hash
+
+logger = logging.getLogger(__name__)
+
+
+def open_dataset(source: Source) -> Corpus:
+    """Opens a split on the hub, or in a directory that `save_to_disk` wrote; raises UserError if it cannot be read."""
+    dataset = load_split(str(source.dataset_name), source.dataset_config, source.split)
+    where = f"{source.dataset_name}[{source.split}]"
+    classes = {column: kind.names for column, kind in dataset.features.items() if isinstance(kind, ClassLabel)}
+    unused: Counter[str] = Counter()
+
+    def rows(wanted: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
+        unused.update(dict.fromkeys(set(dataset.column_names) - set(wanted), 1))
+        # Leaves images and other large columns on the disk.
+        columns = dataset.select_columns([name for name in wanted if name in dataset.column_names])
+        for start in range(0, len(columns), 64):
+            batch = columns[start : start + 64]
+            for offset, values in enumerate(zip(*batch.values(), strict=True)):
+                row = dict(zip(batch, values, strict=True))
+                yield Row(f"{where}[{start + offset}]", with_class_names(row, classes))
+
+    identity = [where, content_hash(dataset), len(dataset)]
+    return Corpus(where, identity, tuple(dataset.column_names), rows, classes, unused)
+
+
+def list_folder(source: Source) -> tuple[str, ...] | None:
+    """Returns the files of the split in a folder, sorted; None if the dataset is not a folder of files.
+
+    `datasets` recognises names such as train.jsonl or data/test-*.parquet, and a list in a README.
+
+    Raises UserError if there are no data files or the split does not exist.
+    """
+    path = Path(str(source.dataset_name)).expanduser()
+    if not path.is_dir() or is_saved(path):
+        return None
+    try:
+        files = load_dataset_builder(str(path), source.dataset_config).config.data_files or {}
+    except Exception as error:
+        raise UserError(f"{path}: no data files found in this directory ({one_line(error)})") from error
+    if source.split not in files:
+        raise UserError(f"{path}: no split {source.split}; there are: {', '.join(map(str, files))}; name one of them")
+    used = {Path(name).resolve() for names in files.values() for name in names}
+    unused = [p for p in sorted(path.rglob("*")) if file_type(str(p))[0] in FILE_TYPES and p.resolve() not in used]
+    if unused:  # `datasets` uses the most common type of a folder and silently ignores the others.
+        logger.warning("%s: %d files are in no split and are not read, such as %s", path, len(unused), unused[0].name)
+    return tuple(sorted(files[source.split]))

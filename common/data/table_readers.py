@@ -1,0 +1,124 @@
+"""Reads the rows of CSV, Parquet and JSON files."""
+
+import codecs
+import csv
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from common.data.readers import JSON, PIECE_BYTES, check_object, decode, open_binary, read_json_lines, repeated
+from common.data.source_types import Row, file_type
+from common.errors import UserError, missing_column, one_line
+
+if TYPE_CHECKING:
+    import pyarrow  # at run time imported only for a Parquet file, because its import is slow
+
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+MAX_CSV_FIELD_BYTES = 64 << 20  # csv's 128 KiB is too small for a document; the limit still stops an unclosed quote
+
+
+def read_table(path: str, wanted: tuple[str, ...] | None, unused: Counter[str]) -> Iterator[Row]:
+    """Yields the rows of a file that is neither .txt nor .jsonl; the arguments are those of `sources`."""
+    extension = file_type(path)[0]
+    if extension == ".parquet":
+        return _read_parquet(path, wanted, unused)
+    if extension in DELIMITERS:
+        return _read_csv(path, DELIMITERS[extension])
+    return _read_json(path)
+
+
+def _read_json(path: str) -> Iterator[Row]:
+    """Yields the objects of a single array, or of JSON Lines."""
+    with open_binary(path) as file:
+        is_array = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+    if not is_array:
+        yield from read_json_lines(path)
+        return
+    try:
+        items = JSON.decode("".join(decode(path, PIECE_BYTES)))  # in memory: Python cannot stream an array
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: malformed JSON ({one_line(error)}); correct it or write JSON Lines") from error
+    for number, values in enumerate(items, 1):
+        where = f"{path}, item {number}"
+        yield Row(where, check_object(values, where))
+
+
+def _read_csv(path: str, delimiter: str) -> Iterator[Row]:
+    csv.field_size_limit(MAX_CSV_FIELD_BYTES)
+    reader = csv.DictReader(decode(path), delimiter=delimiter, strict=True)
+    try:
+        names = reader.fieldnames or ()
+        _check_header(path, names)
+        for values in reader:
+            where = f"{path}, line {reader.line_num}"
+            if None in values or None in values.values():
+                between = "commas" if delimiter == "," else "tabs"
+                raise UserError(
+                    f"{where}: the row has not {len(names)} fields as the header has; check {between} and quotes"
+                )
+            yield Row(where, values)
+    except csv.Error as error:
+        where = f"{path}, in the row after line {reader.line_num}"
+        raise UserError(f"{where}: malformed CSV ({error}); check the quotes") from error
+
+
+def _check_header(path: str, names: Sequence[str]) -> None:
+    """Raises UserError if two columns have the same name or a column has no name."""
+    if twice := [name for name in repeated(names) if name]:
+        raise UserError(f"{path}: the header has the column {', '.join(twice)} twice; rename one or remove it")
+    if "" in names[1:]:  # the first name may be empty, for the row numbers that pandas writes
+        number = names.index("", 1) + 1
+        raise UserError(f"{path}: column {number} has no name in the header; name the column or remove it")
+
+
+def _read_parquet(path: str, wanted: tuple[str, ...] | None, unused: Counter[str]) -> Iterator[Row]:
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        # pre_buffer would read ahead by entire row groups, and some writers write a file as a single row group.
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+            names = file.schema_arrow.names
+            _check_header(path, names)
+            columns = names
+            if wanted is not None:
+                unused.update(dict.fromkeys(set(names) - set(wanted), 1))
+                columns = [name for name in wanted if name in names]
+            if not columns:
+                raise UserError(missing_column(path, list(wanted or ()), names))
+            classes = _classes_of(file.schema_arrow)
+            for batch in file.iter_batches(batch_size=64, columns=columns):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield Row(f"{path}, row {number}", with_class_names(values, classes))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}, after row {number}: text that is not UTF-8 ({error.reason}); mend it") from error
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{path}: cannot be read as Parquet ({one_line(error)}); check the file") from error
+
+
+def read_classes(path: str) -> dict[str, list[str]]:
+    """Returns the class names of each ClassLabel column of a Parquet file."""
+    import pyarrow.parquet
+
+    return _classes_of(pyarrow.parquet.read_schema(path))
+
+
+def _classes_of(schema: "pyarrow.Schema") -> dict[str, list[str]]:
+    """Returns the class names of each ClassLabel column, from the metadata that `datasets` adds to a Parquet schema."""
+    facts = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    features = (facts.get("info") or {}).get("features") or {}
+    return {
+        column: feature["names"]
+        for column, feature in features.items()
+        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
+    }
+
+
+def with_class_names(values: dict[str, Any], classes: dict[str, list[str]]) -> dict[str, Any]:
+    """Returns the values with class names instead of class numbers; None for hidden labels, which are negative."""
+    named = {column: values[column] for column in classes.keys() & values.keys()}
+    return values | {
+        column: None if number is None or number < 0 else classes[column][number] for column, number in named.items()
+    }
