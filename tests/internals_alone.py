@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from common.internals import accelerate as of_accelerate
+from common.internals import accelerate_state
 from common.internals import deepspeed as of_deepspeed
 from common.internals.torch import extension_directory, shard_offset
 from common.parallel.extensions import _build_extension
@@ -40,14 +41,14 @@ def try_state(directory):
         before = Accelerator(cpu=True, mixed_precision="bf16").mixed_precision
     except ValueError as error:
         before = type(error).__name__
-    of_accelerate.forget_state()
+    accelerate_state.forget_state()
     print(f"forget_state: {Accelerator(cpu=True, mixed_precision='bf16').mixed_precision}; before: {before}")
-    of_accelerate.forget_state()
+    accelerate_state.forget_state()
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     os.environ |= {"ACCELERATE_USE_CPU": "false", "ACCELERATE_TORCH_DEVICE": "cpu"}
     torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=0, world_size=1)
     types = []
-    for change in (lambda: None, of_accelerate.shard_without_gpu):
+    for change in (lambda: None, accelerate_state.shard_without_gpu):
         PartialState(backend="gloo")
         change()
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
@@ -55,15 +56,15 @@ def try_state(directory):
         accelerator = Accelerator(fsdp_plugin=plugin)
         types.append(accelerator.distributed_type.value)
         if len(types) == 1:
-            of_accelerate.forget_state()
+            accelerate_state.forget_state()
     print(f"shard_without_gpu: {types[1]}; before: {types[0]}")
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_shard_cp", "tp"))["dp_shard_cp"]
-    of_accelerate.shard_over(accelerator, mesh, 1)
+    accelerate_state.shard_over(accelerator, mesh, 1)
     model = nn.Linear(4, 4)
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     is_over = isinstance(model.weight, DTensor) and model.weight.device_mesh == mesh
     print("shard_over:", "sharded over the given mesh" if is_over else type(model.weight))
-    of_accelerate.forget_state()
+    accelerate_state.forget_state()
     torch.distributed.destroy_process_group()
 
 

@@ -25,6 +25,7 @@ from common.internals import huggingface_hub as of_hub
 from common.internals import python as of_python
 from common.internals import torch as of_torch
 from common.internals import transformers as of_transformers
+from common.internals import transformers_uncommon as rare_transformers
 from common.internals.evaluate import configure
 from common.internals.library import private
 from common.versions import PACKAGES, TESTED, check_versions, versions
@@ -244,15 +245,15 @@ def llama():
 
 def test_models_are_made_and_drawn():
     config = LlamaConfig(**LLAMA)
-    assert of_transformers.has_model(AutoModelForCausalLM, config)
-    assert not of_transformers.has_model(AutoModelForCausalLM, T5Config())
+    assert rare_transformers.has_model(AutoModelForCausalLM, config)
+    assert not rare_transformers.has_model(AutoModelForCausalLM, T5Config())
     with torch.device("meta"):
-        assert of_transformers.make_model(LlamaForCausalLM, config, dtype=torch.bfloat16).dtype == torch.bfloat16
-    model = of_transformers.make_model(LlamaForCausalLM, config, dtype=torch.float32)
+        assert rare_transformers.make_model(LlamaForCausalLM, config, dtype=torch.bfloat16).dtype == torch.bfloat16
+    model = rare_transformers.make_model(LlamaForCausalLM, config, dtype=torch.float32)
     with torch.no_grad():
         model.lm_head.weight.zero_()
     before = {name: p.clone() for name, p in model.named_parameters()}
-    of_transformers.draw_weights(model, model.lm_head)
+    rare_transformers.draw_weights(model, model.lm_head)
     changed = [name for name, p in model.named_parameters() if not torch.equal(p, before[name])]
     assert changed == ["lm_head.weight"] and 0.01 < model.lm_head.weight.std() < 0.03
 
@@ -260,7 +261,7 @@ def test_models_are_made_and_drawn():
 def test_matrices_are_read_in_another_dtype(llama, tmp_path):
     llama.save_pretrained(tmp_path)
     for dtype in (torch.bfloat16, None):
-        with of_transformers.read_matrices_in(dtype):
+        with rare_transformers.read_matrices_in(dtype):
             model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
         assert {p.dtype for p in model.parameters() if p.ndim > 1} == {dtype or torch.float32}
         assert {p.dtype for p in model.parameters() if p.ndim == 1} == {torch.float32}
@@ -273,7 +274,7 @@ def test_weights_are_not_tied(llama, tmp_path, monkeypatch):
     llama.save_pretrained(tmp_path)
     config = LlamaConfig(**LLAMA, tie_word_embeddings=True)
     for names in (["lm_head.weight"], []):
-        with of_transformers.keep_untied(names):
+        with rare_transformers.keep_untied(names):
             model = LlamaForCausalLM.from_pretrained(tmp_path, config=config)
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == (not names)
 
@@ -281,11 +282,11 @@ def test_weights_are_not_tied(llama, tmp_path, monkeypatch):
 def test_files_are_found(llama, tmp_path):
     llama.save_pretrained(tmp_path)
     where = {"pretrained_model_name_or_path": str(tmp_path)}
-    found = of_transformers.find_file(where, "config.json", local_files_only=True, must_exist=True)
+    found = rare_transformers.find_file(where, "config.json", local_files_only=True, must_exist=True)
     assert found == tmp_path / "config.json"
-    assert of_transformers.find_file(where, "none.json", local_files_only=True, must_exist=False) is None
+    assert rare_transformers.find_file(where, "none.json", local_files_only=True, must_exist=False) is None
     with pytest.raises(OSError, match="none.json"):
-        of_transformers.find_file(where, "none.json", local_files_only=True, must_exist=True)
+        rare_transformers.find_file(where, "none.json", local_files_only=True, must_exist=True)
 
 
 def test_properties_of_models(llama):
@@ -296,10 +297,10 @@ def test_properties_of_models(llama):
     assert of_transformers.unsplit_layers(llama) == {"LlamaMLP"} and not of_transformers.unsplit_layers(nn.Linear(1, 1))
     with torch.device("meta"):
         t5 = T5ForConditionalGeneration(T5Config(d_model=8, d_ff=8, num_layers=1, num_heads=1))
-    assert of_transformers.float32_modules(t5) == ["wo"] and of_transformers.float32_modules(llama) == []
-    assert of_transformers.attention_name(llama) == "sdpa"
-    assert of_transformers.is_recurrent(MambaForCausalLM) and not of_transformers.is_recurrent(LlamaForCausalLM)
-    assert of_transformers.supports_sdpa(LlamaForCausalLM) and not of_transformers.supports_sdpa(MambaForCausalLM)
+    assert rare_transformers.float32_modules(t5) == ["wo"] and rare_transformers.float32_modules(llama) == []
+    assert rare_transformers.attention_name(llama) == "sdpa"
+    assert rare_transformers.is_recurrent(MambaForCausalLM) and not rare_transformers.is_recurrent(LlamaForCausalLM)
+    assert rare_transformers.supports_sdpa(LlamaForCausalLM) and not rare_transformers.supports_sdpa(MambaForCausalLM)
 
 
 def test_the_checkpointing_of_layers_is_wrapped(llama):

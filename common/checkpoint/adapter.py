@@ -11,7 +11,7 @@ from common.checkpoint.architecture import class_of
 from common.checkpoint.format import own_file
 from common.errors import UserError, one_line
 from common.files import fingerprint
-from common.internals.transformers import make_model
+from common.internals.transformers_uncommon import make_model
 from common.models import export_dtype
 from common.models.adapter_files import ADAPTER_CONFIG, has_own_layers, write_config
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from common.internals.torch import write_count
 from common.training.optimizers import inner_optimizer, wrapped_optimizers
 
 
@@ -161,5 +160,7 @@ class Steps:
 def _facts_of(value: Any) -> list[Any]:
     """Returns the values to compare. Switches are omitted: whether an optimizer has built its tables is not state."""
     if isinstance(value, torch.Tensor):
+        from common.internals.torch import write_count
+
         return [(id(value), write_count(value))]
     return [value] if isinstance(value, int | float) and not isinstance(value, bool) else []

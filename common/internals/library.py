@@ -1,6 +1,5 @@
-"""Finds a private name of a library, or ends the run with one line if the installed version lacks it."""
+"""Private names of libraries, with an error of one line if the installed version does not have them."""
 
-import inspect
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -17,12 +16,12 @@ def private(owner: Any, name: str) -> Any:
 
     Raises UserError: the installed version of the library does not have the name.
     """
-    location = owner if isinstance(owner, str) else owner.__name__
-    if inspect.isclass(owner):
-        location = f"{owner.__module__}.{owner.__qualname__}"
     try:
         return getattr(import_module(owner) if isinstance(owner, str) else owner, name)
     except (ImportError, AttributeError) as error:
+        location = owner if isinstance(owner, str) else owner.__name__
+        if isinstance(owner, type):
+            location = f"{owner.__module__}.{owner.__qualname__}"
         library = location.partition(".")[0]
         try:
             installed = version(library)

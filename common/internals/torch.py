@@ -13,15 +13,16 @@ from torch import nn
 
 from common.internals.library import private
 
-# --- modules and tensors
+# Called by torch's pipeline schedules for each micro-batch; replaced while `--profile` records.
+SCHEDULED_BACKWARD = (torch.autograd, "backward")
 
 
 @contextmanager
-def replace_parameters(module: nn.Module, replacements: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Replaces parameters of the module itself by tensors, for the duration of the block.
+def replace_parameters(module: nn.Module, replacements: Mapping[str, Any]) -> Iterator[None]:
+    """Replaces parameters of the module itself by tensors in the block.
 
-    Needs `Module._parameters`, a dict in all versions. `torch.func.functional_call` would also run the module's hooks,
-    and the method `forward` of the instance instead of that of its class.
+    Needs `Module._parameters`. `torch.func.functional_call` would also run the module's hooks, and the method `forward`
+    of the instance instead of that of its class.
     """
     parameters = module._parameters
     before = {name: parameters[name] for name in replacements}
@@ -30,6 +31,16 @@ def replace_parameters(module: nn.Module, replacements: Mapping[str, torch.Tenso
         yield
     finally:
         parameters.update(before)
+
+
+def write_count(tensor: torch.Tensor) -> int:
+    """Returns a number that grows with each in-place write to the tensor. Needs `Tensor._version`."""
+    return tensor._version
+
+
+def argument_names(operator: Any) -> list[str]:
+    """Returns the argument names of an operator (`torch.ops...default`). Needs `OpOverload._schema`."""
+    return [argument.name for argument in operator._schema.arguments]
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -41,11 +52,6 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if name not in excluded:
             yield name, buffer
-
-
-def write_count(tensor: torch.Tensor) -> int:
-    """Returns a number that grows with each in-place write to the tensor. Needs `Tensor._version`, in all versions."""
-    return tensor._version
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -89,14 +95,6 @@ def shard_offset(tensor: Any) -> tuple[int, ...]:
     return compute(tensor.shape, tensor.device_mesh, tensor.placements)[1]
 
 
-# --- operators
-
-
-def argument_names(operator: Any) -> list[str]:
-    """Returns the argument names of an operator (`torch.ops...default`). Needs `OpOverload._schema`, since 1.12."""
-    return [argument.name for argument in operator._schema.arguments]
-
-
 def extension_directory(name: str) -> Path:
     """Returns the directory where torch builds a C++ extension, and creates it.
 
@@ -104,12 +102,6 @@ def extension_directory(name: str) -> Path:
     `get_default_build_root` lacks TORCH_EXTENSIONS_DIR and the folder per version of Python and CUDA.
     """
     return Path(private("torch.utils.cpp_extension", "_get_build_directory")(name, verbose=False))
-
-
-# --- traces: `torch.profiler`, and updates without data
-
-# Called by torch's pipeline schedules for each micro-batch; replaced while `--profile` records.
-SCHEDULED_BACKWARD = (torch.autograd, "backward")
 
 
 def dispatch_mode() -> type:

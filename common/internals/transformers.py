@@ -1,121 +1,11 @@
-"""Private names of transformers, and its functions that are overwritten. Tested with 5.17 and 5.23."""
+"""Private names of transformers that every run needs, and an overwritten function. Tested with 5.17 and 5.23."""
 
-import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from common.internals.library import private
-
-# --- creation and loading of models
-
-
-def has_model(auto_class: Any, config: Any) -> bool:
-    """Returns whether an Auto class has a model for the type of a configuration.
-
-    Needs `_model_mapping` of the Auto class; raises UserError without. The public mappings
-    (`MODEL_FOR_CAUSAL_LM_MAPPING`, ...) are not connected to their Auto class.
-    """
-    return type(config) in private(auto_class, "_model_mapping")
-
-
-def make_model(model_class: Any, config: Any, **options: Any) -> Any:
-    """Returns a model with random weights, for a class that is not an Auto class.
-
-    Needs `PreTrainedModel._from_config`; raises UserError without. The constructor ignores `dtype`, the requested
-    attention and ZeRO-3.
-    """
-    return private(model_class, "_from_config")(config, **options)
-
-
-@torch.no_grad()
-def draw_weights(model: Any, module: nn.Module) -> None:
-    """Draws new random weights for the parameters of one layer of the model, as in a new model.
-
-    Needs `_init_weights` of the model, which skips parameters with `_is_hf_initialized`. The public `init_weights`
-    draws all weights of the model.
-    """
-    for owner in (module, *module.parameters(recurse=False)):
-        owner._is_hf_initialized = False
-    private(type(model), "_init_weights")(model, module)
-
-
-@contextmanager
-def read_matrices_in(dtype: torch.dtype | None) -> Iterator[None]:
-    """Lets `from_pretrained` read matrices in this dtype, without a float32 copy; None: as usual. Vectors: as usual.
-
-    Overwrites `PreTrainedModel._get_dtype_plan` for the duration of the block; raises UserError if it does not exist.
-    """
-    if dtype is None:
-        yield
-        return
-    from transformers import PreTrainedModel
-
-    plan = private(PreTrainedModel, "_get_dtype_plan")
-
-    def with_matrices(model: Any, requested: torch.dtype) -> dict[str, torch.dtype]:
-        names = (name for name, weight in model.named_parameters() if weight.ndim > 1)
-        return {f"^{re.escape(name)}$": dtype for name in names} | plan(model, requested)
-
-    PreTrainedModel._get_dtype_plan = with_matrices
-    try:
-        yield
-    finally:
-        PreTrainedModel._get_dtype_plan = plan
-
-
-@contextmanager
-def keep_untied(names: list[str]) -> Iterator[None]:
-    """Lets `from_pretrained` leave these weights untied.
-
-    Overwrites `PreTrainedModel.tie_weights` for the duration of the block; needs its arguments since transformers 5.
-    transformers compares the values too, but not under ZeRO-3, because each process has only a part of them.
-    """
-    if not names:
-        yield
-        return
-    from transformers import PreTrainedModel
-
-    original = PreTrainedModel.tie_weights
-
-    def tie_others(self: Any, missing_keys: Any = None, recompute_mapping: bool = True) -> None:
-        for name in names:
-            self.all_tied_weights_keys.pop(name, None)
-        original(self, missing_keys=missing_keys, recompute_mapping=False)
-
-    PreTrainedModel.tie_weights = tie_others
-    try:
-        yield
-    finally:
-        PreTrainedModel.tie_weights = original
-
-
-def find_file(where: Mapping[str, Any], name: str, local_files_only: bool, must_exist: bool) -> Path | None:
-    """Returns the path of a model's file, downloaded if necessary; None if it does not exist and `must_exist` is false.
-
-    Needs the arguments `_raise_exceptions_for_missing_entries` and `_raise_exceptions_for_connection_errors` of
-    `transformers.utils.cached_file`; raises TypeError without.
-
-    Args:
-        where: contains `pretrained_model_name_or_path`.
-    """
-    from transformers.utils import cached_file
-
-    found = cached_file(
-        where["pretrained_model_name_or_path"],
-        name,
-        local_files_only=local_files_only,
-        _raise_exceptions_for_missing_entries=must_exist,
-        _raise_exceptions_for_connection_errors=must_exist,
-    )
-    return found and Path(found)
-
-
-# --- properties of models
 
 
 def unsplit_layers(model: nn.Module) -> set[str]:
@@ -123,32 +13,9 @@ def unsplit_layers(model: nn.Module) -> set[str]:
     return set(getattr(model, "_no_split_modules", None) or ())
 
 
-def set_unsplit_layers(model: nn.Module, names: set[str]) -> None:
+def set_unsplit_layers(model: Any, names: set[str]) -> None:
     """Sets `_no_split_modules`, from which Accelerate's FSDP2 plugin takes the layers that it shards."""
     model._no_split_modules = names
-
-
-def float32_modules(model: nn.Module) -> list[str]:
-    """Returns the patterns of modules that stay in float32: `_keep_in_fp32_modules`; empty without."""
-    return list(getattr(model, "_keep_in_fp32_modules", None) or ())
-
-
-def attention_name(model: Any) -> str | None:
-    """Returns the attention implementation of the model, such as sdpa: `config._attn_implementation`."""
-    return model.config._attn_implementation
-
-
-def is_recurrent(model_class: Any) -> bool:
-    """Returns whether the model passes a state from token to token. Needs `_is_stateful`; raises UserError without."""
-    return private(model_class, "_is_stateful")
-
-
-def supports_sdpa(model_class: Any) -> bool:
-    """Returns whether the model can compute with SDPA. Needs `_supports_sdpa`; raises UserError without."""
-    return private(model_class, "_supports_sdpa")
-
-
-# --- changes of models and of the library
 
 
 def is_checkpointed(module: nn.Module) -> bool:
@@ -156,7 +23,7 @@ def is_checkpointed(module: nn.Module) -> bool:
     return bool(getattr(module, "gradient_checkpointing", False)) and hasattr(module, "_gradient_checkpointing_func")
 
 
-def wrap_checkpointing(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def wrap_checkpointing(module: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replaces a layer's function for recomputing activations by `wrap(function)`; see `is_checkpointed`."""
     module._gradient_checkpointing_func = wrap(module._gradient_checkpointing_func)
 
@@ -170,4 +37,4 @@ def expect_unpacked_rows() -> None:
     from transformers import masking_utils
 
     private(masking_utils, "find_packed_sequence_indices")
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None  # type: ignore[assignment]  # on purpose

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import UserError, shorten
-from common.internals.transformers import draw_weights
+from common.internals.transformers_uncommon import draw_weights
 from common.models.load import build_model
 from common.models.model_setup import without_wrapper
 from common.models.single_copy import are_imagined, decided_once

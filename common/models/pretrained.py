@@ -22,7 +22,7 @@ from transformers.utils import find_adapter_config_file
 
 from common.data.hub import locate_pretrained
 from common.errors import UserError, one_line
-from common.internals.transformers import has_model, keep_untied, read_matrices_in
+from common.internals.transformers_uncommon import has_model, keep_untied, read_matrices_in
 from common.models import tied_weights
 from common.models.untrained import empty_model
 

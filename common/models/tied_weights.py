@@ -11,7 +11,7 @@ from huggingface_hub import get_safetensors_metadata
 from safetensors import safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from common.internals.transformers import find_file
+from common.internals.transformers_uncommon import find_file
 
 FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 

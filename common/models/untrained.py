@@ -8,7 +8,7 @@ from accelerate.state import AcceleratorState, is_initialized
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from common.internals.transformers import make_model, set_unsplit_layers, unsplit_layers
+from common.internals.transformers import set_unsplit_layers, unsplit_layers
 from common.models.attention_masks import decide_on_the_host
 from common.models.single_copy import are_imagined, holds_weights
 from common.training.precision import is_deepspeed
@@ -33,6 +33,8 @@ def build_untrained(config: PreTrainedConfig, trust_remote_code: bool, model_cla
         if not holds_weights():
             contexts.enter_context(torch.device("meta"))
         if not hasattr(model_class, "from_config"):
+            from common.internals.transformers_uncommon import make_model
+
             model = make_model(model_class, config, dtype=dtype)
         else:
             model = model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from common.errors import UserError
-from common.internals.transformers import attention_name, is_recurrent, supports_sdpa
+from common.internals.transformers_uncommon import attention_name, is_recurrent, supports_sdpa
 from common.parallel.process_groups import group_of
 from common.training.precision import autocast_dtype
 from common.training.process_grid import Degrees

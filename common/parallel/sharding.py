@@ -11,7 +11,7 @@ from accelerate import Accelerator, PartialState
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from common.internals.accelerate import shard_over, shard_without_gpu
+from common.internals.accelerate_state import shard_over, shard_without_gpu
 from common.internals.transformers import unsplit_layers
 from common.parallel.deepspeed_files import offload_devices
 from common.parallel.extensions import build_extensions

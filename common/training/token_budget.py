@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from common.internals.torch import divide_in_place
 from common.training.batching import GlobalBatch
 from common.training.out_of_memory import is_out_of_memory
 
@@ -193,4 +192,6 @@ def average_gradients(accelerator: Accelerator, model: torch.nn.Module) -> None:
         sums.append(dist.all_reduce(sent, async_op=True))
     for one in sums:
         one.wait()
+    from common.internals.torch import divide_in_place
+
     divide_in_place([p.grad for p in trained if p.grad is not None], accelerator.num_processes)

@@ -18,7 +18,7 @@ from common.checkpoint.architecture import class_of
 from common.checkpoint.format import FORMAT, Reader, find_damage, newer_line, own_file, read_manifest, require
 from common.errors import UserError, one_line
 from common.files import PARTIAL, complete_or_absent
-from common.internals.transformers import make_model
+from common.internals.transformers_uncommon import make_model
 from common.models import export_dtype
 from common.models.adapter_files import ADAPTER_CONFIG
 

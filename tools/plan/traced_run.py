@@ -21,7 +21,7 @@ import torch
 from accelerate import Accelerator
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from common.internals.accelerate import forget_state
+from common.internals.accelerate_state import forget_state
 from common.internals.torch import drop_collectives, fake_mode, replace_functions, without_fakes
 from common.models import cpu_kernels, single_copy
 from common.parallel import liveness, sequence, tensor
