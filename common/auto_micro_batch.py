@@ -16,7 +16,8 @@ import torch
 from accelerate.utils import broadcast_object_list, reduce
 
 from common.host_memory import left_to_all, left_to_one, most_resident
-from common.report.tracking import read_earlier, write_run
+from common.report.earlier_starts import read_earlier
+from common.report.records import write_run
 from common.training import token_budget
 from common.training.batching import GlobalBatch
 from common.training.optimizers import OPTIMIZERS
@@ -93,7 +94,7 @@ def _trials(run: Any, budget: TokenBudget, update: int) -> Iterator[GlobalBatch]
     _set_tokens(run, search.best)
     run.progress.last = time.perf_counter()  # the trials are not training time
     if run.accelerator.is_main_process:
-        run.progress.bar.write(f"--micro_batch_tokens auto: {search.best:,} tokens at once; {search.reason}")
+        run.progress.print(f"--micro_batch_tokens auto: {search.best:,} tokens at once; {search.reason}")
         write_run(run.output_dir, read_earlier(run.output_dir) | budget.to_record(run.args))
 
 
@@ -185,5 +186,5 @@ def _recover(run: Any, budget: TokenBudget, update: int) -> None:
         change = (
             "without a copy of the state to save" if is_freed else f"{budget.tokens:,} tokens at once, not {before:,}"
         )
-        run.progress.bar.write(f"memory ran out on {budget.where} in update {update}, which is retried: {change}")
+        run.progress.print(f"memory ran out on {budget.where} in update {update}, which is retried: {change}")
         write_run(run.output_dir, read_earlier(run.output_dir) | budget.to_record(run.args))

@@ -14,7 +14,7 @@ import torch
 
 from common.errors import UserError, with_location
 from common.parallel import liveness, shutdown
-from common.report import tracking
+from common.report.records import end_unfinished
 from common.report.totals import EVALUATION, pause
 from common.training import token_budget
 from common.training.stop_signals import STOPPED, StopRequests, StopVotes
@@ -92,9 +92,11 @@ class Evaluations:
             return
         if state.update in (0, state.validation_since):  # the run has just begun, or the held-out set has just changed
             return
+        from common.report import held_out
+
         figures = self._evaluate(evaluate, model)
         state.measured(figures["validation_loss"])
-        run.progress.add_evaluation(figures)
+        held_out.add_evaluation(run.progress, figures)
         run.checkpoints.last_saved = -1  # because the last checkpoint has no metrics
         run.checkpoints.update_done(state, run.model, run.optimizer, {"asked": 0.0, "failed": 0.0, "written": 0.0})
         if state.end(run.args) < run.args.num_updates:
@@ -155,7 +157,11 @@ class Evaluations:
         """Ends a run that has saved because of a request to stop, with status 75."""
         run = self.run
         self.hearing.close()
-        tracking.end_early(run.accelerator, run.output_dir, run.state)
+        if run.accelerator.is_main_process:
+            end_unfinished(run.output_dir, f"stopped after update {run.state.update}")
+            print(
+                f"stopped after update {run.state.update}, checkpoint written; the same command with --resume goes on"
+            )
         shutdown.end_run(run.accelerator, STOPPED)
         sys.exit(STOPPED)
 

@@ -69,7 +69,7 @@ def lines_of(clock, capsys, num_updates, seconds, first=0):
     for done in range(first + 1, num_updates + 1):
         clock[0] += seconds
         lines.update(done, 100, "tokens", record(seconds))
-    lines.print()
+    lines.close()
     printed = capsys.readouterr().err.splitlines()
     assert all(f" {100 / seconds:.0f} tokens/s, " in line for line in printed)
     return [int(line.split()[1].replace(",", "")) for line in printed]
@@ -90,7 +90,7 @@ def test_a_run_that_ends_early_prints_its_last_update(clock, capsys):
         lines.update(done, 10, "pixels", record(1.0, skipped_updates=done // 3))  # half of the time is evaluation
     start = "loss 2.0000, 10 pixels/s, data-loading time 25.0%"
     assert capsys.readouterr().err == f"update 1 of 100 (1.0%): {start}, 01:39 left\n"
-    lines.print()
+    lines.close()
     assert capsys.readouterr().err == f"update 3 of 100 (3.0%): {start}, 1 skipped, 03:14 left\n"
-    lines.print()
+    lines.close()
     assert capsys.readouterr().err == ""

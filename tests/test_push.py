@@ -13,7 +13,7 @@ import yaml
 from conftest import BIN, launch, results_of, run, write_rows
 
 from common.errors import UserError
-from common.report import tracking
+from common.report import earlier_starts
 from common.report.model_card import write_model_card
 from tools.checkpoint import push as checkpoint_push
 
@@ -202,7 +202,7 @@ def test_the_card_has_the_commands_of_all_starts(finished, card, tmp_path):
     assert "    recipes/lm.py --train_file" in text.split("Continued by:")[0] and text.count("--resume") == 1
     assert "Another launcher" not in text and "Another launcher" in card({"commands": [["recipes/lm.py"]]})
     record.write_text("")  # as a power cut leaves it
-    assert tracking.read_earlier(tmp_path / "books") == {}
+    assert earlier_starts.read_earlier(tmp_path / "books") == {}
 
 
 def test_a_model_is_uploaded_as_it_lies_there(finished, hub):

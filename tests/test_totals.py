@@ -9,6 +9,7 @@ import pytest
 from conftest import example_flags, read_metrics, run_specs
 
 from common.checkpoint.format import hash_of, list_checkpoints
+from common.report.earlier_starts import add_repeated, repeated
 from common.report.totals import Totals, describe_pauses
 
 
@@ -141,21 +142,21 @@ def test_a_checkpoint_of_an_older_version_is_resumed_and_its_time_is_named_as_un
 def test_repeated_updates_count_after_two_kills():
     """The second one comes before a checkpoint; run.json has what the first one lost."""
     totals = Totals({})
-    totals.add_repeated([{"seconds": 2.0, "tokens_per_second": 5.0}], {})
+    add_repeated(totals, [{"seconds": 2.0, "tokens_per_second": 5.0}], {})
     later = Totals({})
-    later.add_repeated([{"seconds": 1.0, "tokens_per_second": 5.0}, {"loss": 1.0}], totals.repeated())
-    assert later.repeated() == {"repeated_seconds": 3.0, "repeated_tokens": 15.0, "repeated_updates": 2}
+    add_repeated(later, [{"seconds": 1.0, "tokens_per_second": 5.0}, {"loss": 1.0}], repeated(totals))
+    assert repeated(later) == {"repeated_seconds": 3.0, "repeated_tokens": 15.0, "repeated_updates": 2}
 
 
 def test_evaluations_and_saves_of_lost_updates_count_after_two_kills():
     """Control: checkpoints and lines of older versions have none of them."""
     line = {"seconds": 2.0, "tokens_per_second": 5.0, "evaluation_seconds": 4.0, "saving_seconds": 1.0}
     totals = Totals({"evaluation_seconds": 3.0})
-    totals.add_repeated([line], {})
+    add_repeated(totals, [line], {})
     later = Totals({"seconds": 1.0})
-    later.add_repeated([line, {"loss": 1.0}], totals.repeated())
+    add_repeated(later, [line, {"loss": 1.0}], repeated(totals))
     assert (later.figures()["evaluation_seconds"], later.figures()["saving_seconds"]) == (8.0, 2.0)
     older = Totals({"seconds": 6.0, "tokens": 12})
-    older.add_repeated([{"seconds": 2.0, "tokens_per_second": 5.0}], {})
+    add_repeated(older, [{"seconds": 2.0, "tokens_per_second": 5.0}], {})
     assert (older.figures()["evaluation_seconds"], older.figures()["saving_seconds"]) == (0, 0)
     assert describe_pauses(older.figures()) is None and older.figures()["training_seconds"] == 8.0

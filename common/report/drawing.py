@@ -4,8 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-FEWEST = 10  # minimum number of updates for a curve
-
+from common.errors import reported_in_one_line
 
 CURVES = str(Path(__file__).with_name("curves.py"))
 
@@ -19,3 +18,16 @@ def finish(drawing: subprocess.Popen) -> None:
     """Waits for the process, and prints the reason if it failed."""
     if (problem := drawing.communicate()[1]) and drawing.returncode:
         print(f"curves.png could not be drawn: {problem.splitlines()[-1]}", file=sys.stderr)
+
+
+def draw(output_dir: Path, unit: str, previous: subprocess.Popen | None, is_last: bool) -> subprocess.Popen | None:
+    """Starts drawing, unless the `previous` process still draws; the last time, waits for both. Returns the process."""
+    if previous is not None and not is_last and previous.poll() is None:
+        return previous
+    with reported_in_one_line("curves.png could not be drawn"):
+        if previous is not None:
+            previous.communicate()
+        previous = start_drawing(output_dir, unit)
+        if is_last:
+            finish(previous)
+    return previous

@@ -22,7 +22,6 @@ The recorded updates are slower than others, especially with many small operator
 import gzip
 import json
 import os
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -36,7 +35,7 @@ import torch
 from torch.profiler import profile, record_function, schedule
 
 from common.internals.torch import SCHEDULED_BACKWARD
-from common.report.tracking import write_run
+from common.report.records import read_run, write_run
 from common.training.batching import GlobalBatch
 from common.training.token_budget import is_repeated
 
@@ -136,10 +135,8 @@ def _write(run: Any, profiler: profile) -> None:
             found = where_time_went(json.load(file)["traceEvents"])
         last = run.state.update
         found = {"updates": list(range(last - RECORDED, last))} | found
-        facts = json.loads((Path(run.output_dir) / "run.json").read_text())
-        write_run(Path(run.output_dir), facts | {"profile": found})
-        run.progress.bar.write(describe(found) + f"\ntrace      {path} (https://ui.perfetto.dev opens it)")
-        sys.stdout.flush()
+        write_run(run.output_dir, read_run(run.output_dir) | {"profile": found})
+        run.progress.print(describe(found) + f"\ntrace      {path} (https://ui.perfetto.dev opens it)")
 
 
 def where_time_went(events: list[dict[str, Any]]) -> dict[str, Any]:

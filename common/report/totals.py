@@ -1,10 +1,8 @@
 """Training totals of a run, summed over all its starts.
 
 Each update counts once, in the start whose result the run kept. If a start is killed, the updates after its last
-checkpoint are lost and repeated. Their time and tokens are summed separately, from the lines of metrics.jsonl that the
-resumed run removes. The totals are saved in every checkpoint, next to the position.
-
-Training time is the time of updates only. Evaluations and saves between updates are timed separately.
+checkpoint are lost and repeated; `report.earlier_starts` sums their time and tokens separately, as repeated_*. The
+totals are saved in every checkpoint. Training time is the time of updates only, without evaluations and saves.
 """
 
 import time
@@ -20,7 +18,7 @@ PAUSES = (EVALUATION, SAVING)  # between updates, while the training waits
 
 @contextmanager
 def pause(saved: dict[str, Any], name: str) -> Iterator[None]:
-    """Context manager: adds its duration to one of `PAUSES`, which are not training time. saved: totals of the run."""
+    """Context manager: adds its duration to one of `PAUSES`. saved: totals of the run."""
     began = time.perf_counter()
     try:
         yield
@@ -31,9 +29,8 @@ def pause(saved: dict[str, Any], name: str) -> Iterator[None]:
 class Totals:
     """The totals of a run. `saved` is the dict in a checkpoint; it is empty in checkpoints of older versions.
 
-    All values are sums over updates: their number, seconds, tokens, computed tokens with padding, model FLOPs, seconds
-    of data loading, work per rank; and seconds of the pauses between them. repeated_* are sums over repeated updates.
-    In checkpoints of older versions, the seconds include the pauses.
+    All values are sums over updates, or seconds of pauses. In checkpoints of older versions, the seconds of the updates
+    include the pauses.
     """
 
     def __init__(self, saved: dict[str, Any]):
@@ -57,27 +54,6 @@ class Totals:
         work = work + batch.rank_work if len(work) == len(batch.rank_work) else batch.rank_work
         self.saved["rank_work"] = work.tolist()
 
-    def repeated(self) -> dict[str, float]:
-        """Returns the part for run.json, because a start that is killed before its first checkpoint saves no totals."""
-        return {name: value for name, value in self.saved.items() if name.startswith("repeated_")}
-
-    def add_repeated(self, lines: list[dict[str, Any]], known: dict[str, float]) -> None:
-        """Counts the removed lines of metrics.jsonl. Lines of older versions have no seconds.
-
-        known: the sums over earlier starts, from run.json.
-        """
-        for name, value in known.items():
-            self.saved[name] = max(self.get(name), value)
-        for line in lines:
-            for name in PAUSES:
-                if isinstance(seconds := line.get(name), int | float):
-                    self.saved[f"repeated_{name}"] = self.get(f"repeated_{name}") + seconds
-            if isinstance(seconds := line.get("seconds"), int | float):
-                self.saved["repeated_seconds"] = self.get("repeated_seconds") + seconds
-                tokens = seconds * (line.get("tokens_per_second") or 0)
-                self.saved["repeated_tokens"] = self.get("repeated_tokens") + tokens
-                self.saved["repeated_updates"] = self.get("repeated_updates") + 1
-
     def figures(self) -> dict[str, Any]:
         """Returns the totals for the results."""
         seconds = self.get("seconds") + self.get("repeated_seconds")
@@ -90,23 +66,20 @@ class Totals:
             "repeated_updates": self.get("repeated_updates"),
             "repeated_seconds": self.get("repeated_seconds"),
             **{name: self.get(name) + self.get(f"repeated_{name}") for name in PAUSES},
-            # Fraction of padding in the processed tokens; and load imbalance, the most loaded rank's work over the
-            # least loaded's.
-            "padding_share": 1 - tokens / processed if processed else 0.0,
-            "work_difference": max(work) / min(work) - 1 if work else 0.0,
+            "padding_share": 1 - tokens / processed if processed else 0.0,  # of the processed tokens
+            "work_difference": max(work) / min(work) - 1 if work else 0.0,  # load imbalance between the ranks
             "waiting_for_data": self.get("waited") / self.get("seconds") if self.get("seconds") else 0.0,
         }
 
 
 def describe(results: dict[str, Any], num_starts: int) -> str:
     """Returns the training time, the updates that it covers, and the throughput as text."""
-    text = f"trained in {results['training_seconds']:.0f} s"
     parts = [f"{num_starts} starts"] if num_starts > 1 else []
     if repeated := results.get("repeated_updates"):
         parts.append(f"{results['repeated_seconds']:.0f} s for {repeated:,} updates that were made again")
     if (timed := results.get("timed_updates", results["updates"])) < results["updates"]:
         parts.append(f"{timed:,} of {results['updates']:,} updates: an older version did not save the time of the rest")
-    text += f" ({'; '.join(parts)})" if parts else ""
+    text = f"trained in {results['training_seconds']:.0f} s" + (f" ({'; '.join(parts)})" if parts else "")
     return f"{text}, {results['tokens_per_second']:,.0f} {results['unit']}/s without padding"
 
 

@@ -18,7 +18,7 @@ from common.checkpoint import resume, save
 from common.data import text
 from common.models import model_setup, single_copy
 from common.parallel import connect, liveness, rank_watch, shutdown
-from common.report import settings, tracking
+from common.report import records, settings, trackers, tracking
 from common.report.progress import Progress
 from common.training import accumulation, stop_signals
 
@@ -180,7 +180,7 @@ def slow_rank(how):
 
 def no_redaction(_):
     """Secrets are written and printed as they come."""
-    for module in (connect, shutdown, tracking, settings):
+    for module in (connect, shutdown, records, trackers, tracking, settings):
         change(module, "redact", lambda value: value)
 
 

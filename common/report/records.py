@@ -1,0 +1,37 @@
+"""Writes run.json, and lines of metrics.jsonl."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from common.redaction import redact
+
+
+def to_json_line(record: dict[str, Any]) -> str:
+    """Returns a line of JSON, with 17 significant digits for floats (exact for a double), and null if non-finite."""
+
+    def value(item: Any) -> str:
+        if isinstance(item, float):
+            return format(item, ".17g") if abs(item) < float("inf") else "null"
+        return json.dumps(item)
+
+    return "{" + ", ".join(f"{json.dumps(key)}: {value(item)}" for key, item in record.items()) + "}\n"
+
+
+def write_run(output_dir: Path, metadata: dict[str, Any]) -> None:
+    """Writes run.json, without secrets, to a temporary file and renames it, so that it is never incomplete."""
+    unfinished = output_dir / "run.json.partial"
+    unfinished.write_text(json.dumps(redact(metadata), indent=2, default=lambda item: redact(str(item))) + "\n")
+    os.replace(unfinished, output_dir / "run.json")
+
+
+def read_run(output_dir: Path) -> dict[str, Any]:
+    """Returns the contents of run.json."""
+    return json.loads((output_dir / "run.json").read_text())
+
+
+def end_unfinished(output_dir: Path, status: str) -> None:
+    """Sets the status in run.json of a run that has not ended; the file may be invisible on this host."""
+    if (output_dir / "run.json").is_file() and (run := read_run(output_dir))["status"] == "running":
+        write_run(output_dir, run | {"status": status})
