@@ -15,7 +15,8 @@ import psutil
 import torch
 from accelerate.utils import broadcast_object_list, reduce
 
-from common.host_memory import left_to_all, left_to_one, most_resident
+from common.host_memory import left_to_all, left_to_one
+from common.peak_memory import most_resident
 from common.report.earlier_starts import read_earlier
 from common.report.records import write_run
 from common.training import token_budget

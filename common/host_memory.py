@@ -1,12 +1,12 @@
 """Host memory that a process can still allocate, and the size of tensors in pinned memory."""
 
-import re
 import resource
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
+
+from common.peak_memory import most_resident
 
 
 def format_bytes(size: float) -> str:
@@ -21,18 +21,6 @@ def available_memory() -> int:
     """
     given_back = max(0, most_resident() - psutil.Process().memory_info().rss)
     return max(0, left_to_one() - given_back)
-
-
-def most_resident() -> int:
-    """Returns the peak resident memory of this process in bytes.
-
-    A process on Linux inherits `ru_maxrss` from its parent, so there the value is read from /proc.
-    """
-    status = Path("/proc/self/status").read_text() if sys.platform == "linux" else ""
-    if found := re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE):
-        return int(found[1]) * 1024
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024  # macOS counts in bytes, other systems in KiB
 
 
 def left_to_one() -> int:

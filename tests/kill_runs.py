@@ -31,7 +31,7 @@ from conftest import ROOT, base_env, make_model_dir, specs_command, stdlib_funct
 
 sys.path.insert(0, str(ROOT))
 
-from common.checkpoint.format import find_damage, list_checkpoints  # noqa: E402
+from common.checkpoint.read import find_damage, list_checkpoints  # noqa: E402
 from common.report.tracking import versions  # noqa: E402
 
 

@@ -47,7 +47,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from common.checkpoint.format import list_checkpoints
+from common.checkpoint.read import list_checkpoints
 from common.errors import UserError
 from common.models import adapters
 from common.models.adapters import base_options, build_base, with_adapter

@@ -29,15 +29,8 @@ from running import Run, find_rank, paths_in, wait_for_updates, wait_until
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.checkpoint.format import (
-    DIGESTS,
-    DTYPE_NAMES,
-    FORMAT,
-    find_best,
-    find_damage,
-    hash_of,
-    list_checkpoints,
-)
+from common.checkpoint.format import DTYPE_NAMES, FORMAT, hash_of
+from common.checkpoint.read import DIGESTS, find_best, find_damage, list_checkpoints
 from common.checkpoint.training_state import TrainingState
 from common.training.optimizers import learning_rate
 

@@ -49,7 +49,7 @@ from transformers import (
     XLNetConfig,
 )
 
-from common.checkpoint.identity import differences
+from common.checkpoint.differences import differences
 from common.data.source_types import Source
 from common.data.tokenizer import train_tokenizer
 from common.errors import UserError

@@ -308,20 +308,20 @@ def test_a_save_holds_the_state_before_the_step_and_the_host_waits_for_nothing(w
     writer = make_writer(tmp_path, "cuda")
     for slow in (False, True):  # the first one takes the host's memory
         if slow:
-            copy = writer._copy
+            copy = writer.copy._copy
 
             def sleep_and_copy(*contents, copy=copy):
-                with torch.cuda.stream(writer.beside):
+                with torch.cuda.stream(writer.copy.side):
                     torch.cuda._sleep(2_000_000_000)  # cycles: about a second
                 return copy(*contents)
 
-            monkeypatch.setattr(writer, "_copy", sleep_and_copy)
+            monkeypatch.setattr(writer.copy, "_copy", sleep_and_copy)
             if not waits:
-                monkeypatch.setattr(writer, "_wait_for_copy", lambda: None)
+                monkeypatch.setattr(writer.copy, "_wait_for_copy", lambda: None)
         pieces = [piece("weight/w", weight.detach()), piece("buffer/mean", mean)]
         writer.finish()
         writer.start({"update": 1}, {}, pieces, optimizer, in_place=False)
-        copied = writer.copying.result()
+        copied = writer.copy.copying.result()
         weight.grad = torch.ones_like(weight)
         mean += 1
         optimizer.step()

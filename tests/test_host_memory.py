@@ -92,7 +92,7 @@ def test_the_most_is_that_of_the_process_itself():
     block = bytearray(GIB)
     own, handed_down = told_by("""if True:
         import resource
-        from common.host_memory import most_resident
+        from common.peak_memory import most_resident
         print(most_resident(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     """)
     assert own < GIB / 2 < len(block) <= handed_down

@@ -15,6 +15,7 @@ LAYERS = [
     "internals",
     "redaction",
     "files",
+    "peak_memory",
     "host_memory",
     "launcher",
     "training",

@@ -9,8 +9,9 @@ import xxhash
 from conftest import BIN, assert_refused, example_flags, run, run_specs
 from safetensors.torch import save_file
 
-from common.checkpoint.format import find_damage, hash_of, list_checkpoints
-from common.checkpoint.random_states import random_states
+from common.checkpoint.format import hash_of
+from common.checkpoint.read import find_damage, list_checkpoints
+from common.checkpoint.save import random_states
 
 KEPT = ["mean", "sgd", "no_state", "nadam", "adafactor", "transformers", "two", "two_states", "matrices"]
 

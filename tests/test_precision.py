@@ -6,7 +6,7 @@ from conftest import read_metrics, run_specs
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForImageClassification
 
-from common.checkpoint.format import Reader, list_checkpoints
+from common.checkpoint.read import Reader, list_checkpoints
 from common.models.load import build_model
 from common.tasks.long_sequence.recurrent import RecurrentConfig, RecurrentLM
 from common.tasks.moe import routing

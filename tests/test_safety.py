@@ -15,7 +15,8 @@ import pytest
 import torch
 from conftest import BIN, ROOT, assert_mistake, example_flags, launch, run, run_recipe_alone, run_specs, write_jsonl
 
-from common.checkpoint.format import find_damage, hash_of, list_checkpoints
+from common.checkpoint.format import hash_of
+from common.checkpoint.read import find_damage, list_checkpoints
 from common.data.source_types import Source
 from common.data.sources import open_source
 from common.data.text import tokenize

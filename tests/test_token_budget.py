@@ -17,11 +17,11 @@ sys.path.insert(0, {root!r})
 import torch
 from accelerate import Accelerator
 from common import auto_micro_batch
-from common.checkpoint import write
+from common.checkpoint import host_copy
 from common.parallel import liveness
 auto_micro_batch.MIN_SPEEDUP = 0  # the budget depends on memory only, on any machine
 if not {copies}:
-    write.has_memory = lambda *_: False
+    host_copy.has_memory = lambda *_: False
 begin, limit = Accelerator.no_sync, resource.getrlimit(resource.RLIMIT_DATA)
 def short(*args, **kwargs):
     if liveness.update != 2 or int(os.environ.get("RANK", 0)) != {rank} or short.is_set:

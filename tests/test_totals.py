@@ -8,7 +8,8 @@ from statistics import median
 import pytest
 from conftest import example_flags, read_metrics, run_specs
 
-from common.checkpoint.format import hash_of, list_checkpoints
+from common.checkpoint.format import hash_of
+from common.checkpoint.read import list_checkpoints
 from common.report.earlier_starts import add_repeated, repeated
 from common.report.totals import Totals, describe_pauses
 

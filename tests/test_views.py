@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 from conftest import assert_refused, example_flags, read_metrics, results_of, run_specs
 
-from common.checkpoint.identity import differences
+from common.checkpoint.differences import differences
 from common.checkpoint.resume import begin_state
 from common.data.hub import identify_pretrained
 from common.files import fingerprint

@@ -13,10 +13,10 @@ from running import wait_until
 from safetensors.torch import load_file
 
 from common import files
-from common.checkpoint import write
+from common.checkpoint import host_copy, write
 from common.checkpoint.agreement import Agreement
-from common.checkpoint.format import DIGESTS
 from common.checkpoint.layouts import Piece
+from common.checkpoint.read import DIGESTS
 from common.files import PAGE, write_file
 
 
@@ -44,13 +44,13 @@ def saved(writer):
 @pytest.fixture
 def late(monkeypatch):
     """The copy begins when this event is set."""
-    event, copy = threading.Event(), write.Writer._copy
+    event, copy = threading.Event(), host_copy.HostCopy._copy
 
     def wait_and_copy(*args):
         event.wait()
         return copy(*args)
 
-    monkeypatch.setattr(write.Writer, "_copy", wait_and_copy)
+    monkeypatch.setattr(host_copy.HostCopy, "_copy", wait_and_copy)
     return event
 
 
@@ -71,6 +71,7 @@ def test_buffers_are_copied_before_the_next_forward_and_the_rest_before_the_step
 def test_a_step_stands_in_line_behind_the_copy(tmp_path):
     """On a GPU, whose streams are noted here: the copy after what was computed, step and write after the copy."""
     done, writer = [], make_writer(tmp_path)
+    writer.copy = host_copy.HostCopy(writer.device)
 
     class Stream:
         def wait_stream(self, other):
@@ -78,7 +79,7 @@ def test_a_step_stands_in_line_behind_the_copy(tmp_path):
 
     class Event:
         def record(self, stream):
-            done.append("copied" if stream is writer.beside else "elsewhere")
+            done.append("copied" if stream is writer.copy.side else "elsewhere")
 
         def wait(self):
             done.append("step waits")
@@ -86,10 +87,10 @@ def test_a_step_stands_in_line_behind_the_copy(tmp_path):
         def synchronize(self):
             done.append("writing")
 
-    writer.streams = types.SimpleNamespace(
+    writer.copy.streams = types.SimpleNamespace(
         Event=Event, current_stream=lambda: "computing", stream=torch.cpu.stream, Stream=Stream
     )
-    writer.beside = Stream()
+    writer.copy.side = Stream()
     optimizer = start(writer, piece("weight/w", torch.zeros(4)))
     optimizer.step()
     optimizer.step()
@@ -124,9 +125,9 @@ def test_the_thread_rests_while_nobody_waits_for_it(monkeypatch, tmp_path):
 )
 def test_a_copy_leaves_room_for_what_a_run_may_still_grow_by(left, held, processes, fits, monkeypatch):
     """A quarter more than the copies, and half of what each process has taken: 100 here. Controls: one byte."""
-    monkeypatch.setattr(write, "available_memory", lambda: left)
-    monkeypatch.setattr(write, "most_resident", lambda: 100)
-    assert write.has_memory(100, held, processes) == fits
+    monkeypatch.setattr(host_copy, "available_memory", lambda: left)
+    monkeypatch.setattr(host_copy, "most_resident", lambda: 100)
+    assert host_copy.has_memory(100, held, processes) == fits
 
 
 def test_the_file_is_the_same_with_and_without_a_copy_and_safetensors_reads_it(tmp_path):

@@ -13,24 +13,43 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from common.checkpoint import layouts
 from common.checkpoint.agreement import Agreement
-from common.checkpoint.format import (
-    FORMAT,
-    MANIFEST,
+from common.checkpoint.differences import differences
+from common.checkpoint.format import DTYPES, FORMAT, MANIFEST
+from common.checkpoint.layouts import Layout
+from common.checkpoint.read import (
     Reader,
+    find_best,
     find_damage,
     is_number,
     list_checkpoints,
     newer_line,
     read_manifest,
+    restore_random_states,
 )
-from common.checkpoint.identity import differences
-from common.checkpoint.random_states import restore_random_states
 from common.checkpoint.training_state import TrainingState
 from common.errors import UserError, refuse
+from common.files import lock_output_dir
 from common.parallel.connect import seed_everything
 from common.parallel.liveness import decided_by_main, is_soon, wait_for_all
+
+
+def find_own(checkpoints: Any, identity: dict[str, Any], size_flags: Iterable[str]) -> Reader:
+    """Returns the newest valid checkpoint of the output directory, after checking that it belongs to the run.
+
+    The output directory is locked first, because a stopping run may still be writing its last checkpoint.
+
+    Raises UserError: as `Checkpoints.find`.
+    """
+    args, ranks, accelerator = checkpoints.args, checkpoints.ranks, checkpoints.accelerator
+    if not args.dry_run:
+        ranks.together(lambda: lock_output_dir(ranks.output_dir), only_main=True)
+    reader = find_sound(ranks, checkpoints.writer.damaged)
+    if line := keep_warmup(args, reader.manifest, identity):
+        accelerator.print(line)
+    check_is_own(reader, args, identity, size_flags)
+    accelerator.print(f"resuming from {reader.directory}, after update {reader.manifest['update']}", flush=True)
+    return reader
 
 
 def list_on_main(ranks: Agreement) -> tuple[list[tuple[Path, dict[str, Any]]], list[str]]:
@@ -139,18 +158,104 @@ def check_is_own(reader: Reader, args: argparse.Namespace, identity: dict[str, A
         )
 
 
+def load_run(reader: Reader, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, seed: int) -> None:
+    """Restores weights, optimizer, scaler and RNG states."""
+    load_state(reader, accelerator, model, optimizer)
+    restore_scaler(reader.manifest["scaler"], accelerator, optimizer)
+    restore_generators(reader, accelerator, seed)
+
+
+def find_best_at_end(
+    checkpoints: Any, state: TrainingState, model: torch.nn.Module, optimizer: Any
+) -> dict[str, Any] | None:
+    """Returns the best checkpoint for the run's results, or None; loads it if --load_best_at_end is set."""
+    load_best = checkpoints.args.load_best_at_end
+    found = dict(list_on_main(checkpoints.ranks)[0])
+    path = find_best(found.items())
+    # Only a checkpoint that is loaded must be valid.
+    while load_best and path and not is_sound(path, found[path], checkpoints.ranks):
+        del found[path]
+        path = find_best(found.items())
+    if path is None:
+        return None
+    if load_best:
+        load_state(Reader(path, found[path]), checkpoints.accelerator, model, optimizer)
+    best = found[path]["position"]
+    facts = {"checkpoint": str(path), "loss": best["validation_loss"]}
+    facts["is_model"] = load_best or best["update"] == state.update
+    lowest = state.best_validation_loss
+    # Its loss was measured without --keep_best, or it was corrupted since.
+    if lowest is not None and lowest < best["validation_loss"]:
+        facts["lowest_measured"] = lowest
+    return facts
+
+
 @torch.no_grad()
 def load_state(reader: Reader, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> None:
     """Loads weights, buffers and optimizer state saved in any mode with any world size; each rank reads its part."""
-    layouts.make_state(accelerator, model, optimizer, reader.tensors, reader.scalar_state, reader.scalar_dtypes)
-    for piece in layouts.pieces(accelerator, model, optimizer):
+    layout = Layout(accelerator, model, optimizer)
+    make_state(layout, reader)
+    for piece in layout.pieces():
         if piece.name not in reader.tensors or reader.tensors[piece.name][1] != tuple(piece.shape):
-            saved = reader.tensors.get(piece.name, (None, "not there"))[1]
+            saved: Any = reader.tensors.get(piece.name, (None, "not there"))[1]
             raise UserError(f"--resume {reader.directory}: {piece.name} is {tuple(piece.shape)}, and {saved} in it")
         values = reader.read(piece.name, piece.start, piece.tensor.numel(), piece.columns)
         piece.tensor.copy_(values.view(piece.tensor.shape))
     wait_for_all()  # a rank may read slowly
-    layouts.refresh(optimizer)
+    if layout.is_sharded:
+        from common.checkpoint.sharded_layouts import copy_master_weights
+
+        copy_master_weights(optimizer)
+
+
+def make_state(layout: Layout, reader: Reader) -> None:
+    """Creates the state of a new optimizer, so that the saved values can be read into the tensors of the pieces."""
+    by_parameter: dict[str, dict[str, Any]] = {}
+    for name, value in (reader.tensors | reader.scalar_state).items():
+        kind, _, parameter = name.partition("/")
+        if kind.startswith("optimizer."):
+            by_parameter.setdefault(parameter, {})[kind.removeprefix("optimizer.")] = value
+    for part in layout.parts:
+        if part.holder is None or layout.state.of(part.holder):
+            continue
+        keeper, group = layout.state.keeper(part.holder)
+        state: dict[str, Any] = {}
+        for key, value in by_parameter.get(part.name, {}).items():
+            if isinstance(value, tuple):
+                dtype, shape = value
+                if shape == part.shape:
+                    state[key] = torch.zeros_like(part.holder, dtype=dtype, requires_grad=False)
+                else:
+                    state[key] = torch.zeros(shape, dtype=dtype, device=part.holder.device)
+            elif dtype := _scalar_dtype(key, part.name, keeper, reader.scalar_dtypes):
+                # The device on which torch loads a step. (ZeRO-3's groups are empty between steps; it keeps steps on
+                # the device.)
+                on_device = key != "step" or not group or group.get("fused") or group.get("capturable")
+                device = part.holder.device if on_device else "cpu"
+                state[key] = torch.tensor(value, dtype=dtype, device=device)
+            else:
+                state[key] = int(value) if key == "step" else value
+        if state:
+            keeper.state[part.holder] = state
+    if hasattr(layout.state.outer, "ds_opt_adam"):
+        from common.internals.deepspeed import replay_steps
+
+        replay_steps(layout.state.outer)
+
+
+def _scalar_dtype(key: str, name: str, keeper: torch.optim.Optimizer, saved: dict[str, str]) -> torch.dtype | None:
+    """Returns the dtype of a scalar state that the optimizer keeps in a tensor; None for a plain number.
+
+    torch's optimizers and their subclasses count steps in a tensor, others (DeepSpeed's CPU Adam) in an int. saved:
+    dtypes in the checkpoint; older checkpoints have none.
+    """
+    classes = [kind for kind in type(keeper).mro() if kind is not torch.optim.Optimizer]
+    if key == "step" and any(kind in vars(torch.optim).values() for kind in classes):
+        return torch.float32
+    if hasattr(keeper, "ds_opt_adam"):  # the checkpoint's mode may differ
+        return None
+    dtype = saved.get(f"optimizer.{key}/{name}")
+    return DTYPES[dtype] if dtype else None
 
 
 def restore_generators(reader: Reader, accelerator: Accelerator, seed: int) -> None:

@@ -3,38 +3,39 @@
     python -m tools.checkpoint list OUTPUT_DIR
     python -m tools.checkpoint export OUTPUT_DIR/checkpoints/update-000100 DIR
 
-A checkpoint is a directory of safetensors and JSON; format.py defines and reads its contents.
+A checkpoint is a directory of safetensors and JSON; format.py describes its contents.
 """
 
 import argparse
+import random
 import tempfile
+from base64 import b64encode
 from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch.profiler import record_function
 
-from common.checkpoint import layouts
 from common.checkpoint.agreement import Agreement
-from common.checkpoint.architecture import class_name
-from common.checkpoint.format import DTYPE_NAMES, FORMAT, Reader, find_best
-from common.checkpoint.identity import refuse_other_views
-from common.checkpoint.optimizer_state import OptimizerState, Steps
-from common.checkpoint.random_states import random_states
+from common.checkpoint.format import FORMAT
+from common.checkpoint.layouts import Layout
 from common.checkpoint.training_state import TrainingState
 from common.checkpoint.write import Writer
 from common.errors import UserError
 from common.files import PARTIAL, lock_output_dir, remove
 from common.models.model_setup import without_wrapper
 from common.parallel.distributed_mode import running_mode
-from common.parallel.liveness import wait_for_all
 from common.report.totals import SAVING, pause
 from common.training.optimizers import inner_optimizer
 from common.training.process_grid import running
 from common.training.stop_signals import StopRequests
+
+# Optimizers that keep their full state by parameter. All others are checked, because a user may have written them.
+KNOWN = (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor)
 
 
 class Checkpoints:
@@ -48,78 +49,81 @@ class Checkpoints:
         self.ranks = Agreement(accelerator, Path(args.output_dir))
         self.writer = Writer(self.ranks, accelerator.device, args.keep_last, args.keep_best)
         self.last_saved = -1  # update
-        self.steps = Steps()  # steps of the optimizer
-        self.cannot = _cannot_save(accelerator)
-        self.ranks.share_output_dir(args)
+        self.steps: Any = None  # observed steps of a user's own optimizer
+        self.cannot: str | None = None  # why the state of this run cannot be saved
+        if accelerator.deepspeed_plugin is not None:
+            from common.checkpoint.sharded_layouts import why_not_saved
 
-    def find(self, identity: dict[str, Any], size_flags: Iterable[str]) -> Reader | None:
+            self.cannot = why_not_saved(accelerator)
+        if self.ranks.world > 1:
+            from common.checkpoint.shared_files import share_output_dir
+
+            share_output_dir(self.ranks, args)
+
+    def find(self, identity: dict[str, Any], size_flags: Iterable[str]) -> Any:
         """Returns the newest valid checkpoint, or None without --resume. Corrupted checkpoints are printed and skipped.
-
-        The output directory is locked first, because a stopping run may still be writing its last checkpoint.
 
         Raises UserError: a different process writes there, nothing to resume, one line per difference to the start of
         the run, or a state that cannot be saved.
         """
-        is_asked = 0 < self.args.save_every <= self.args.num_updates or self.args.keep_best
-        if self.cannot and (self.args.resume or is_asked):
+        is_requested = 0 < self.args.save_every <= self.args.num_updates or self.args.keep_best
+        if self.cannot and (self.args.resume or is_requested):
             raise UserError(self.cannot)
-        wait_for_all()  # a rank may have tokenised for hours, while the others had the result in their caches
-        refuse_other_views(identity)
+        if self.ranks.world > 1:
+            from common.checkpoint.shared_files import check_identity
+
+            check_identity(identity)
         self.identity = identity
         if not self.args.resume:
             return None
-        if not self.args.dry_run:
-            self.ranks.together(lambda: lock_output_dir(self.ranks.output_dir), only_main=True)
-        from common.checkpoint import resume
+        from common.checkpoint.resume import find_own
 
-        reader = resume.find_sound(self.ranks, self.writer.damaged)
-        if line := resume.keep_warmup(self.args, reader.manifest, identity):
-            self.accelerator.print(line)
-        resume.check_is_own(reader, self.args, identity, size_flags)
-        update = reader.manifest["update"]
-        self.accelerator.print(f"resuming from {reader.directory}, after update {update}", flush=True)
-        return reader
+        return find_own(self, identity, size_flags)
 
-    def resume(self, reader: Reader | None, model: torch.nn.Module, optimizer: Any) -> None:
+    def resume(self, reader: Any, model: torch.nn.Module, optimizer: Any) -> None:
         """Restores weights, optimizer, scaler and RNG states from a checkpoint; `reader` is the result of `find`.
 
         Call it last before the loop, because random numbers drawn afterwards would change the RNG states.
         """
-        self.steps = Steps(optimizer)
-        if reader is not None:
-            from common.checkpoint import resume
+        if type(inner_optimizer(optimizer)) not in KNOWN:
+            from common.checkpoint.optimizer_checks import Steps
 
-            resume.load_state(reader, self.accelerator, model, optimizer)
-            resume.restore_scaler(reader.manifest["scaler"], self.accelerator, optimizer)
-            resume.restore_generators(reader, self.accelerator, self.args.seed)
+            self.steps = Steps(optimizer)
+        if reader is not None:
+            from common.checkpoint.resume import load_run
+
+            load_run(reader, self.accelerator, model, optimizer, self.args.seed)
             self.last_saved = reader.manifest["update"]
 
-    def start(self, *pretrained: Any, model: torch.nn.Module, **facts: Any) -> None:
+    def start(self, *pretrained: Any, model: torch.nn.Module, **metadata: Any) -> None:
         """Locks the output directory for this run, and removes incomplete files of killed saves.
 
         Args:
             pretrained: objects with `save_pretrained` that the export needs besides the weights.
-            facts: added to every manifest.
+            metadata: added to every manifest.
 
         Raises UserError: a different process writes there.
         """
-        self.facts = facts | {"architecture": class_name(without_wrapper(model))}
-        generation = getattr(without_wrapper(model), "generation_config", None)
-        pretrained += () if generation is None else (generation,)
-        pretrained += tuple(getattr(without_wrapper(model), "peft_config", {}).values())
+        model = without_wrapper(model)
+        # The class name in a single process; FSDP2 uses its own class, FSDPLlamaForCausalLM.
+        self.metadata = metadata | {"architecture": type(model).__name__.removeprefix("FSDP")}
+        generation: Any = getattr(model, "generation_config", None)
+        adapters: Any = getattr(model, "peft_config", {})
+        pretrained += (() if generation is None else (generation,)) + tuple(adapters.values())
+
         if self.ranks.rank == 0:
             with tempfile.TemporaryDirectory() as directory:
-                for one in pretrained:
-                    one.save_pretrained(directory)
+                for item in pretrained:
+                    item.save_pretrained(directory)
                 paths = sorted(path for path in Path(directory).iterdir() if path.is_file())
                 self.writer.model_files = {path.name: path.read_bytes() for path in paths}
 
-        def take() -> None:
+        def lock() -> None:
             lock_output_dir(self.ranks.output_dir)
             for stale in self.ranks.directory.glob(f"*{PARTIAL}"):
                 remove(stale)
 
-        self.ranks.together(take, only_main=True)
+        self.ranks.together(lock, only_main=True)
 
     def news(self, stop: StopRequests) -> dict[str, float]:
         """Returns whether this rank has a request to stop, and whether its save has failed or is written.
@@ -161,25 +165,20 @@ class Checkpoints:
         if self.cannot:
             raise UserError(self.cannot)
         self.writer.finish()  # one save at a time
-        whole = (self.accelerator, model, optimizer)
-        holders = layouts.holders(*whole)
-        problem = next(OptimizerState(optimizer).problems(holders, self.steps), None)
+        layout = Layout(self.accelerator, model, optimizer)
+        numbers, number_dtypes = layout.scalar_state()
+        problem = None
+        if self.steps is not None or not all(isinstance(value, int | float | None) for value in numbers.values()):
+            from common.checkpoint.optimizer_checks import problems
+
+            problem = next(problems(layout.state, layout.holders(), self.steps), None)
         self.ranks.raise_first(problem and f"no checkpoint can be saved: {problem}")
-        owned = [piece for piece in layouts.pieces(*whole) if piece.is_owner]
+        owned = [piece for piece in layout.pieces() if piece.is_owner]
         rank_facts = {
-            "numbers": layouts.scalar_state(*whole),
-            "number_dtypes": layouts.scalar_dtypes(*whole),
+            "numbers": numbers,
+            "number_dtypes": number_dtypes,
             "random": random_states(self.accelerator.device),
-            "tensors": {
-                piece.name: {
-                    "dtype": DTYPE_NAMES[piece.tensor.dtype],
-                    "shape": piece.shape,
-                    "start": piece.start,
-                    "elements": piece.tensor.numel(),
-                }
-                | ({"columns": piece.columns} if piece.columns else {})
-                for piece in owned
-            },
+            "tensors": {piece.name: piece.facts() for piece in owned},
         }
         manifest = {
             "format": FORMAT,
@@ -190,9 +189,9 @@ class Checkpoints:
             "world_size": self.ranks.world,
             "scaler": _scaler_state(self.accelerator, optimizer),
             "optimizer": type(inner_optimizer(optimizer)).__name__,
-            "untrained": layouts.untrained(holders, model, optimizer),
+            "untrained": layout.untrained(),
             "identity": self.identity,
-            **self.facts,
+            **self.metadata,
         }
         self.writer.start(manifest, rank_facts, owned, inner_optimizer(optimizer), in_place)
         self.last_saved = state.update
@@ -211,44 +210,26 @@ class Checkpoints:
         """
         if not self.args.keep_best:
             return {}
-        from common.checkpoint import resume
+        from common.checkpoint.resume import find_best_at_end
 
-        load_best = self.args.load_best_at_end
-        found = dict(resume.list_on_main(self.ranks)[0])
-        path = find_best(found.items())
-        while (
-            load_best and path and not resume.is_sound(path, found[path], self.ranks)
-        ):  # only a checkpoint that is loaded must be valid
-            del found[path]
-            path = find_best(found.items())
-        if path is None:
-            return {"best": None}
-        if load_best:
-            resume.load_state(Reader(path, found[path]), self.accelerator, model, optimizer)
-        best = found[path]["position"]
-        facts = {"checkpoint": str(path), "loss": best["validation_loss"]}
-        facts["is_model"] = load_best or best["update"] == state.update
-        lowest = state.best_validation_loss
-        # Its loss was measured without --keep_best, or it was corrupted since.
-        if lowest is not None and lowest < best["validation_loss"]:
-            facts["lowest_measured"] = lowest
-        return {"best": facts}
+        return {"best": find_best_at_end(self, state, model, optimizer)}
 
 
-def _cannot_save(accelerator: Accelerator) -> str | None:
-    """Returns the reason why this run's state cannot be saved, or None."""
-    plugin = accelerator.deepspeed_plugin
-    if plugin is None:
-        return None
-    from common.parallel.deepspeed_files import offload_devices
+def random_states(device: torch.device) -> dict[str, Any]:
+    """Returns the RNG states of this rank as JSON: Python, numpy, torch on the CPU and on the device."""
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    states = {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
+        "torch": _encode(torch.get_rng_state()),
+    }
+    if device.type != "cpu":
+        states[device.type] = _encode(torch.get_device_module(device).get_rng_state())
+    return states
 
-    zero = plugin.deepspeed_config.get("zero_optimization", {})
-    if offload_devices(zero)["offload_optimizer"] == "nvme":
-        return (
-            "--save_every, --resume: checkpoints do not hold an optimizer state that lies in files (nvme_path); give "
-            "--save_every 0, or take zero3_offload_cpu.yaml"
-        )
-    return None
+
+def _encode(state: torch.Tensor) -> str:
+    return b64encode(state.cpu().numpy().tobytes()).decode()
 
 
 def _scaler_state(accelerator: Accelerator, optimizer: Any) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Writes a checkpoint during training: a copy in memory, a file per rank, then the rename that completes it.
 
 The checkpoint is written under a temporary name (`.partial`), flushed, and renamed when its manifest is on the disk. So
-a killed save never looks like a checkpoint. The state is copied during the next forward and backward pass, on a GPU in
-a separate stream. The optimizer step waits for the copy; a thread does the rest.
+a killed save never looks like a checkpoint. host_copy.py copies the state; a thread does the rest.
 """
 
 import errno
@@ -18,34 +17,15 @@ from typing import Any
 
 import torch
 import xxhash
-from torch.profiler import record_function
 
 from common.checkpoint.agreement import Agreement
-from common.checkpoint.format import MANIFEST, find_best, hash_of, in_chunks, list_checkpoints, safetensors_header
+from common.checkpoint.format import MANIFEST, hash_of, in_chunks, safetensors_header
 from common.checkpoint.layouts import Piece
-from common.files import PAGE, PARTIAL, fsync, remove, replace_directory, write_file
-from common.host_memory import available_memory, most_resident, pinned_bytes
+from common.files import PARTIAL, fsync, remove, replace_directory, write_file
 
 # On a CPU, seconds that the writing thread pauses per second of computing. Its computing slows down the updates, so
 # that each loses a fiftieth, instead of a few losing a tenth.
 REST = 50
-
-
-def unhurried(parts: Iterable[Any], device: torch.device, is_awaited: threading.Event) -> Iterator[Any]:
-    """Yields the parts, with a pause after each if the writing thread shares a CPU with the training."""
-    for part in parts:
-        began = time.thread_time()
-        yield part  # resumes when the part is written
-        if device.type == "cpu":
-            is_awaited.wait(REST * (time.thread_time() - began))
-
-
-def has_memory(copied: int, held: int, local: int) -> bool:
-    """Returns whether the host has room for a copy by each of `local` processes, plus half of each process's peak.
-
-    The reserve is needed because they may still grow. copied, held: bytes of a copy, and of the existing copy.
-    """
-    return available_memory() + held * local > local * (1.25 * copied + most_resident() / 2)
 
 
 class Writer:
@@ -57,14 +37,10 @@ class Writer:
         self.damaged: set[Path] = set()  # corrupted checkpoints that were skipped on resume
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.is_awaited = threading.Event()  # set if a caller waits for the write; then the thread does not pause
-        self.streams = torch.get_device_module(device) if device.type == "cuda" else torch.cpu  # CPU streams do nothing
-        self.beside = self.streams.Stream()
-        self.copying: Future | None = None  # event after the copy of tensors that the next step changes
         self.writing: Future | None = None  # write of this rank's files, until all ranks know that all are written
         self.committing: Future | None = None  # on rank 0: manifest, rename, removal of older checkpoints
-        self.image = torch.empty(0, dtype=torch.uint8)  # contents of this rank's file
+        self.copy: Any = None  # the `HostCopy`, from the first save that may copy
         self.may_copy, self.copies = True, False  # whether this rank may hold a copy, and whether all ranks hold one
-        self.watched: torch.optim.Optimizer | None = None
 
     def start(
         self,
@@ -86,40 +62,32 @@ class Writer:
         self.manifest = manifest
         partial = self.ranks.directory / f"update-{manifest['update']:06}{PARTIAL}"
         # Sorted by element size, the largest first, so that each tensor is aligned to its element size in the file.
-        tensors = [(piece.name, piece.tensor) for piece in sorted(owned, key=lambda one: -one.tensor.element_size())]
+        tensors = [(piece.name, piece.tensor) for piece in sorted(owned, key=lambda piece: -piece.tensor.itemsize)]
         header = safetensors_header(tensors)
-        contents: list[Any] = [header, *(tensor for _, tensor in tensors)]
         copying = None
-        if self._make_room(partial, contents, in_place):
-            # Only buffers change before the optimizer step. The other tensors are copied during forward and backward.
-            contents[1:] = [tensor.clone() if name.startswith("buffer/") else tensor for name, tensor in tensors]
-            if self.watched is not optimizer:  # the hook also runs if DeepSpeed calls the step
-                optimizer.register_step_pre_hook(lambda *_: self._wait_for_copy())
-                self.watched = optimizer
-            self.beside.wait_stream(self.streams.current_stream())
-            # In a thread that ends after the copy. While a second thread has OpenMP threads, those of the training
-            # sleep instead of spinning, which makes every update a fifth longer.
-            once = ThreadPoolExecutor(1)
-            copying = self.copying = once.submit(self._copy, *contents)
-            once.shutdown(wait=False)
-            if self.device.type not in ("cpu", "cuda"):  # other devices have no streams here
-                self._wait_for_copy()
+        if self.copy is None and not in_place:
+            from common.checkpoint.host_copy import HostCopy
+
+            self.copy = HostCopy(self.device)
+        if self._make_room(partial, len(header) + sum(tensor.nbytes for _, tensor in tensors), in_place):
+            copying = self.copy.start(header, tensors, optimizer)
             self.is_awaited.clear()
+        contents = [header, *(tensor for _, tensor in tensors)]
         self.writing = self.pool.submit(self._write_rank, partial, rank_facts, contents, copying)
         if copying is None:
             self.ranks.together(self.writing.result)
 
-    def _make_room(self, partial: Path, contents: list[Any], in_place: bool) -> bool:
-        """Creates the directory if the disk has room. Returns whether all ranks copy the state; otherwise none does."""
-        # The copies need as much host memory as the state of all ranks of this machine.
-        size = len(contents[0]) + sum(tensor.nbytes for tensor in contents[1:])
-        copied = pinned_bytes([size + PAGE]) if self.device.type == "cuda" else size
+    def _make_room(self, partial: Path, size: int, in_place: bool) -> bool:
+        """Creates the directory if the disk has room. Returns whether all ranks copy the state; otherwise none does.
+
+        size: bytes of this rank's file. The copies need as much host memory as the state of all ranks of this machine.
+        """
         local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        lacks_memory = in_place or not self.may_copy or not has_memory(copied, len(self.image), local)
+        lacks_memory = in_place or not self.may_copy or not self.copy.fits(size, local)
         needed, num_lacking = self.ranks.sum(size + 65536 * (1 + len(self.model_files)), lacks_memory)
         self.copies = num_lacking == 0
         if num_lacking and not in_place:
-            self.image = self.image[:0].clone()
+            self.copy.free()
         self.ranks.needed = int(needed)
 
         def make() -> None:
@@ -134,52 +102,32 @@ class Writer:
 
     def free_copy(self) -> bool:
         """Frees the copy and disables further copies. Returns whether there was a copy, the same on all ranks."""
-        had_one, self.copies, self.may_copy = self.copies, False, False
-        if had_one:
+        was_copied, self.copies, self.may_copy = self.copies, False, False
+        if was_copied:
             self.finish()
-            self.image = self.image[:0].clone()
-        return had_one
-
-    @record_function("checkpoint")  # its name in a trace
-    def _wait_for_copy(self) -> None:
-        """Waits for the copy before a step. On a GPU, only the stream waits, not the host."""
-        if self.copying is not None:
-            self.copying.result().wait()
-            self.copying = None
-
-    def _copy(self, header: bytes, *tensors: torch.Tensor) -> Any:
-        """Copies the file contents to memory, and returns the event after the copy.
-
-        The memory of the previous save is reused, because new pages take several times as long as the copy.
-        """
-        size = len(header) + sum(tensor.nbytes for tensor in tensors)
-        if len(self.image) != size:
-            room = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-            self.image = room[-room.data_ptr() % PAGE :][:size]
-        begin = len(header)
-        self.image[:begin] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        with self.streams.stream(self.beside):
-            for tensor in tensors:
-                end = begin + tensor.nbytes
-                self.image[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=tensor.is_cuda)
-                begin = end
-            copied = self.streams.Event()
-            copied.record(self.beside)
-        return copied
+            self.copy.free()
+        return was_copied
 
     def _write_rank(self, partial: Path, facts: dict[str, Any], contents: list[Any], copying: Future | None) -> None:
         if copying is not None:
             copying.result().synchronize()
-            contents = [self.image]
+            contents = [self.copy.image]
         name = f"rank-{self.ranks.rank:05}"
-        parts = unhurried(in_chunks(contents), self.device, self.is_awaited)
-        files = {f"{name}.safetensors": write_file(partial / f"{name}.safetensors", parts)}
+        files = {f"{name}.safetensors": write_file(partial / f"{name}.safetensors", self._paused(in_chunks(contents)))}
         if self.ranks.rank == 0:
             (partial / "model").mkdir()
             for file, content in self.model_files.items():
                 files[f"model/{file}"] = write_file(partial / "model" / file, [content])
             fsync(partial / "model")
         write_file(partial / f"{name}.json", [json.dumps(facts | {"files": files}).encode()])
+
+    def _paused(self, parts: Iterable[Any]) -> Iterator[Any]:
+        """Yields the parts, with a pause after each if the writing thread shares a CPU with the training."""
+        for part in parts:
+            began = time.thread_time()
+            yield part  # resumes when the part is written
+            if self.device.type == "cpu":
+                self.is_awaited.wait(REST * (time.thread_time() - began))
 
     def is_written(self) -> bool:
         """Returns whether this rank has written its part of the current save."""
@@ -212,7 +160,7 @@ class Writer:
     def _commit(self, manifest: dict[str, Any]) -> None:
         final = self.ranks.directory / f"update-{manifest['update']:06}"
         partial = final.with_name(final.name + PARTIAL)
-        files = {}
+        files: dict[str, dict[str, Any]] = {}
         for rank in range(self.ranks.world):
             name = f"rank-{rank:05}.json"
             content = (partial / name).read_bytes()
@@ -227,22 +175,7 @@ class Writer:
             fsync(metrics)  # so that the lines up to this update survive a power failure
         replace_directory(partial, final)
         self.damaged.discard(final)
-        self._remove_older()
+        if len(os.listdir(self.ranks.directory)) > self.keep_last or self.damaged:
+            from common.checkpoint.read import remove_older
 
-    def _remove_older(self) -> None:
-        """Keeps the newest checkpoints and the best, and removes all others; corrupted checkpoints do not count.
-
-        Directories with different names remain.
-        """
-        found, _ = list_checkpoints(self.ranks.output_dir)
-        found = [(path, manifest) for path, manifest in found if path.name == f"update-{manifest['update']:06}"]
-        sound = [(path, manifest) for path, manifest in found if path not in self.damaged]
-        kept = {path for path, _ in sound[: self.keep_last]}
-        if self.keep_best:
-            kept.add(find_best(sound))
-        for path, _ in found:
-            if path not in kept:
-                going = path.with_name(path.name + ".old" + PARTIAL)
-                remove(going)
-                path.rename(going)  # an interrupted removal must not look like a corrupted checkpoint
-                remove(going)
+            remove_older(self.ranks.output_dir, self.damaged, self.keep_last, self.keep_best)

@@ -14,13 +14,13 @@ from accelerate import Accelerator
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import reported_in_one_line
-from common.host_memory import most_resident
 from common.models import export_dtype
 from common.models.adapter_files import loading_call
 from common.models.adapters import describe_frozen, number_of
 from common.parallel import liveness
 from common.parallel.distributed_mode import describe_mode, describe_precision, running_mode
 from common.parallel.matmul_throughput import advise
+from common.peak_memory import most_resident
 from common.redaction import redact
 from common.report import totals
 from common.report.model_card import write_model_card

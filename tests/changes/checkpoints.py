@@ -16,7 +16,7 @@ import torch
 
 from changes import RANK, after, before, change
 from common import files
-from common.checkpoint import layouts, resume, save, write
+from common.checkpoint import host_copy, layouts, resume, save, write
 from common.data import hub
 from common.files import PAGE
 from common.parallel import liveness
@@ -42,11 +42,12 @@ def forget(what):
     elif what == "scaler":
         change(resume, "restore_scaler", lambda *_: None)
     elif what == "optimizer":
-        pieces = layouts.pieces
-        change(layouts, "make_state", lambda *_: None)
-        change(layouts, "pieces", lambda *args: (one for one in pieces(*args) if one.name.startswith("weight/")))
+        pieces = layouts.Layout.pieces
+        change(resume, "make_state", lambda *_: None)
+        only_weights = lambda layout: (one for one in pieces(layout) if one.name.startswith("weight/"))  # noqa: E731
+        change(layouts.Layout, "pieces", only_weights)
     elif what == "buffers":
-        change(layouts, "_buffers", lambda *_: iter(()))
+        change(layouts.Layout, "_buffers", lambda _: iter(()))
     elif what == "learning_rate":
         rate, updates = optimizers.learning_rate, itertools.count()
         change(optimizers, "learning_rate", lambda update, *schedule: rate(next(updates), *schedule))
@@ -95,8 +96,8 @@ def note_reads_of_base(file):
 def memory_of_rank(how):
     """[rank, bytes, file]: what that rank's host has left; the others have enough. Who copies its state touches it."""
     rank, left, file = how
-    change(write, "available_memory", lambda: left if RANK == rank else 2**60)
-    before(write.Writer, "_copy", lambda *_: Path(f"{file}-{RANK}").touch())
+    change(host_copy, "available_memory", lambda: left if RANK == rank else 2**60)
+    before(host_copy.HostCopy, "_copy", lambda *_: Path(f"{file}-{RANK}").touch())
 
 
 def fill_disk(room):
@@ -130,9 +131,9 @@ def slow_copy(how):
         if threading.current_thread() is not threading.main_thread():
             time.sleep(seconds)
 
-    before(write.Writer, "_copy", delay)
+    before(host_copy.HostCopy, "_copy", delay)
     if not wait:
-        change(write.Writer, "_wait_for_copy", lambda self: None)
+        change(host_copy.HostCopy, "_wait_for_copy", lambda self: None)
 
 
 def save_waits_for(path):
@@ -209,7 +210,7 @@ def kill_in_save(when):
 
     around(save.Checkpoints, "save", lambda *_: "the start of a save")
     before(save.Checkpoints, "save", lambda *_, **__: saves.append(1))
-    around(write.Writer, "_copy", lambda *_: "the copy")
+    around(host_copy.HostCopy, "_copy", lambda *_: "the copy")
     around(os, "fsync", flushing)
     around(Path, "rename", renaming)
     change(write, "write_file", write_halting)

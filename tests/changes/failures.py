@@ -14,7 +14,7 @@ from accelerate.tracking import TensorBoardTracker
 
 from changes import RANK, after, before, before_reduce, change
 from common import argument_checks, run
-from common.checkpoint import resume, save
+from common.checkpoint import resume, shared_files
 from common.data import text
 from common.models import model_setup, single_copy
 from common.parallel import connect, liveness, rank_watch, shutdown
@@ -152,7 +152,7 @@ def late(at):
 
 def no_wait(_):
     """Ranks meet in collectives only."""
-    for module in (shutdown, resume, save, model_setup, single_copy, run):
+    for module in (shutdown, resume, shared_files, model_setup, single_copy, run):
         change(module, "wait_for_all", lambda: None)
 
 

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from common.checkpoint.format import find_best, find_damage, list_checkpoints
+from common.checkpoint.read import find_best, find_damage, list_checkpoints
 from common.errors import CommandParser, UserError
 from common.models.adapter_files import loading_call
 from common.models.export_dtype import EXPORT_DTYPES

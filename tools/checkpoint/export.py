@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from common.checkpoint.adapter import is_adapter, write_adapter
-from common.checkpoint.architecture import class_of
-from common.checkpoint.format import FORMAT, Reader, find_damage, newer_line, own_file, read_manifest, require
+from common.checkpoint.format import FORMAT
+from common.checkpoint.read import Reader, find_damage, newer_line, own_file, read_manifest, require
 from common.errors import UserError, one_line
 from common.files import PARTIAL, complete_or_absent
 from common.internals.transformers_uncommon import make_model
 from common.models import export_dtype
 from common.models.adapter_files import ADAPTER_CONFIG
+from tools.checkpoint.adapter import class_of, is_adapter, write_adapter
 
 # Suffixes of the files in model/ that are exported: settings and tokenizer formats, never code or pickles.
 EXPORTED = (".json", ".jinja", ".txt", ".model", ".spm", ".bpe", ".codes", ".tiktoken")

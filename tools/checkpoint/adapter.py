@@ -7,13 +7,20 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from common.checkpoint.architecture import class_of
-from common.checkpoint.format import own_file
+from common.checkpoint.read import own_file
 from common.errors import UserError, one_line
 from common.files import fingerprint
 from common.internals.transformers_uncommon import make_model
 from common.models import export_dtype
 from common.models.adapter_files import ADAPTER_CONFIG, has_own_layers, write_config
+
+
+def class_of(manifest: dict[str, Any]) -> Any:
+    """Returns the class of a checkpoint's model in transformers; None for a recipe's own class."""
+    import transformers  # here because listing checkpoints does not need it
+
+    # Older checkpoints contain the name of FSDP2's class.
+    return getattr(transformers, manifest["architecture"].removeprefix("FSDP"), None)
 
 
 def is_adapter(manifest: dict[str, Any]) -> bool:

@@ -1,0 +1,87 @@
+"""A copy of a rank's state in host memory, from which a checkpoint is written while the training continues.
+
+The state is copied during the next forward and backward pass, on a GPU in a separate stream. The optimizer step waits
+for the copy.
+"""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from common.files import PAGE
+from common.host_memory import available_memory, pinned_bytes
+from common.peak_memory import most_resident
+
+
+def has_memory(copied: int, held: int, local: int) -> bool:
+    """Returns whether the host has room for a copy by each of `local` processes, plus half of each process's peak.
+
+    The reserve is needed because they may still grow. copied, held: bytes of a copy, and of the existing copy.
+    """
+    return available_memory() + held * local > local * (1.25 * copied + most_resident() / 2)
+
+
+class HostCopy:
+    """The copy of a rank's file contents. Its memory is reused for each save."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.streams: Any = torch.get_device_module(device) if device.type == "cuda" else torch.cpu
+        self.side = self.streams.Stream()  # CPU streams do nothing
+        self.image = torch.empty(0, dtype=torch.uint8)  # contents of this rank's file
+        self.copying: Future | None = None  # event after the copy of tensors that the next step changes
+        self.watched: torch.optim.Optimizer | None = None
+
+    def fits(self, size: int, local: int) -> bool:
+        """Returns whether the host has room for a copy of `size` bytes by each of `local` processes."""
+        copied = pinned_bytes([size + PAGE]) if self.device.type == "cuda" else size
+        return has_memory(copied, len(self.image), local)
+
+    def start(self, header: bytes, tensors: list[tuple[str, torch.Tensor]], optimizer: torch.optim.Optimizer) -> Future:
+        """Starts the copy, and returns the future of the event after it. The optimizer's next step waits for it."""
+        # Only buffers change before the optimizer step. The other tensors are copied during forward and backward.
+        kept = [tensor.clone() if name.startswith("buffer/") else tensor for name, tensor in tensors]
+        if self.watched is not optimizer:  # the hook also runs if DeepSpeed calls the step
+            optimizer.register_step_pre_hook(lambda *_: self._wait_for_copy())
+            self.watched = optimizer
+        self.side.wait_stream(self.streams.current_stream())
+        # In a thread that ends after the copy. While a second thread has OpenMP threads, those of the training sleep
+        # instead of spinning, which makes every update a fifth longer.
+        once = ThreadPoolExecutor(1)
+        copying = self.copying = once.submit(self._copy, header, *kept)
+        once.shutdown(wait=False)
+        if self.device.type not in ("cpu", "cuda"):  # other devices have no streams here
+            self._wait_for_copy()
+        return copying
+
+    def free(self) -> None:
+        self.image = self.image[:0].clone()
+
+    @record_function("checkpoint")  # its name in a trace
+    def _wait_for_copy(self) -> None:
+        """Waits for the copy before a step. On a GPU, only the stream waits, not the host."""
+        if self.copying is not None:
+            self.copying.result().wait()
+            self.copying = None
+
+    def _copy(self, header: bytes, *tensors: torch.Tensor) -> Any:
+        """Copies the file contents to memory, and returns the event after the copy.
+
+        The memory of the previous save is reused, because new pages take several times as long as the copy.
+        """
+        size = len(header) + sum(tensor.nbytes for tensor in tensors)
+        if len(self.image) != size:
+            room = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            self.image = room[-room.data_ptr() % PAGE :][:size]
+        begin = len(header)
+        self.image[:begin] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        with self.streams.stream(self.side):
+            for tensor in tensors:
+                end = begin + tensor.nbytes
+                self.image[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=tensor.is_cuda)
+                begin = end
+            copied = self.streams.Event()
+            copied.record(self.side)
+        return copied

@@ -1,0 +1,143 @@
+"""Checks that a checkpoint contains the full state of a user's own optimizer."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from common.checkpoint.parts import OptimizerState
+from common.internals.torch import write_count
+from common.training.optimizers import inner_optimizer, wrapped_optimizers
+
+
+def problems(
+    state: OptimizerState, holders: dict[str, torch.Tensor | None], steps: "Steps | None" = None
+) -> Iterator[str]:
+    """Yields a line for each kind of state that would be missing in a checkpoint.
+
+    An optimizer may keep no state for some or all parameters (SGD without momentum). State is missing if it is kept
+    elsewhere, or if a parameter of the same group and number of dimensions has state.
+
+    Args:
+        holders: the tensor that the optimizer knows, by the parameter's name; None if it is not trained.
+        steps: the observed steps.
+    """
+    if steps is not None:
+        yield from steps.problems()
+    trained = {name: holder for name, holder in holders.items() if holder is not None}
+    for optimizer in state.all:
+        subject = f"optimizer {type(optimizer).__name__}"
+        if optimizer is not state.outer:
+            subject += f" in {type(state.outer).__name__}"
+        own = {name: holder for name, holder in trained.items() if state.keeper(holder)[0] is optimizer}
+        moved = steps.moved if steps else set()
+        lacking = [name for name, holder in own.items() if holder in moved and not state.of(holder)]
+        kinds = {name: (id(state.keeper(holder)[1]), holder.ndim) for name, holder in own.items()}
+        kept = {kinds[name] for name, holder in own.items() if state.of(holder)}
+        attributes = _tensor_attributes(optimizer) if lacking or state.all[1:] else {}
+        if attributes:
+            yield (
+                f"{subject} keeps tensors in its {', '.join(attributes)}, which a checkpoint does not hold; keep them "
+                "in its state, by parameter: self.state[parameter][NAME]"
+            )
+        elif missing := [name for name in lacking if kinds[name] in kept]:
+            more = f" and {len(missing) - 1} more" if missing[1:] else ""
+            yield (
+                f"{subject} has no state for the trained weight {missing[0]}{more}; keep it in self.state[parameter], "
+                "or put the weights that need none into a parameter group of their own"
+            )
+    yield from _value_problems(state, trained)
+
+
+def _value_problems(state: OptimizerState, trained: dict[str, torch.Tensor]) -> Iterator[str]:
+    """Yields at most one line: a state that two optimizers keep, or with a value that JSON cannot contain."""
+    for name, holder in trained.items():
+        keeper = state.keeper(holder)[0]
+        if any(other.state is not keeper.state and other.state.get(holder) for other in state.all):
+            yield f"two optimizers keep a state for {name}; let {type(state.outer).__name__} share one state dict"
+            return
+        for key, value in state.of(holder).items():
+            if not (value is None or isinstance(value, torch.Tensor | int | float)):
+                yield (
+                    f"optimizer state {key} of {name} is a {type(value).__name__}, which a checkpoint does not "
+                    "hold; keep a tensor or a number"
+                )
+                return
+
+
+def _tensor_attributes(optimizer: torch.optim.Optimizer) -> dict[str, list[torch.Tensor]]:
+    """Returns the tensors in each attribute that contains some, except groups and state."""
+    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    others = {
+        name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state", "defaults")
+    }
+    return {name: tensors for name, value in others.items() if (tensors := list(_tensors_in(value, parameters)))}
+
+
+def _tensors_in(value: Any, parameters: set[int], depth: int = 3) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if id(value) not in parameters and value.numel() > 0:
+            yield value
+    elif depth and not isinstance(value, torch.optim.Optimizer):
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+        for item in values:
+            yield from _tensors_in(item, parameters, depth - 1)
+
+
+class Steps:
+    """Observes an optimizer's steps: the tensors they update, and changes to values that a checkpoint does not contain.
+
+    moved: the tensors that had a gradient in a step.
+    changed: the settings of groups (of Prodigy, of schedule-free optimizers) and the attributes that a step changed. A
+    tensor that an attribute gets in the first step may be a constant table; it counts if a later step changes it.
+    """
+
+    def __init__(self, optimizer: Any):
+        self.moved: set[torch.Tensor] = set()
+        self.changed: dict[str, None] = {}
+        self._before: dict[str, set[Any]] = {}
+        self.optimizer = inner_optimizer(optimizer)
+        self.all = [self.optimizer, *wrapped_optimizers(self.optimizer)]
+        self.optimizer.register_step_pre_hook(lambda *_: self._begin())
+        self.optimizer.register_step_post_hook(lambda *_: self._end())
+
+    def _begin(self) -> None:
+        for group in self.optimizer.param_groups:
+            self.moved.update(p for p in group["params"] if p.grad is not None and p not in self.moved)
+        self._before = self._values()
+
+    def _end(self) -> None:
+        for name, values in self._values().items():
+            if self._before.get(name, set()) - values:
+                self.changed[name] = None
+
+    def _values(self) -> dict[str, set[Any]]:
+        """Returns numbers, and identity and write count of tensors. Omits the learning rate, set before each step."""
+        found: dict[str, set[Any]] = {}
+        for optimizer in self.all:
+            for number, group in enumerate(optimizer.param_groups):
+                for key, value in group.items():
+                    if key not in ("params", "lr"):
+                        values = found.setdefault(f"its groups' {key}", set())
+                        values.update((number, item) for item in _comparable(value))
+            for key, value in vars(optimizer).items():
+                if not key.startswith("_") and isinstance(value, int | float):
+                    found[f"its {key}"] = set(_comparable(value))
+            for key, tensors in _tensor_attributes(optimizer).items():
+                found[f"its {key}"] = {item for tensor in tensors for item in _comparable(tensor)}
+        return found
+
+    def problems(self) -> Iterator[str]:
+        """Yields a line if the steps change values that a checkpoint does not contain."""
+        if self.changed:
+            yield (
+                f"optimizer {type(self.optimizer).__name__} changes {', '.join(self.changed)} in its steps, which a "
+                "checkpoint does not hold; keep it in its state, by parameter: self.state[parameter][NAME]"
+            )
+
+
+def _comparable(value: Any) -> list[Any]:
+    """Returns the values to compare. Switches are omitted: whether an optimizer has built its tables is not state."""
+    if isinstance(value, torch.Tensor):
+        return [(id(value), write_count(value))]
+    return [value] if isinstance(value, int | float) and not isinstance(value, bool) else []

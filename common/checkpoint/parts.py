@@ -1,0 +1,60 @@
+"""This rank's parts of the parameters, and the state that an optimizer keeps for them."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from common.training.optimizers import inner_optimizer, wrapped_optimizers
+
+
+@dataclass
+class Part:
+    """This rank's part of a parameter, and the location of its optimizer state."""
+
+    name: str
+    shape: tuple[int, ...]  # of the full parameter
+    start: int  # position of its first element, as in `layouts.Piece`
+    weight: torch.Tensor
+    # The tensor that the inner optimizer knows: the parameter, or the flat partition of many parameters; None if it is
+    # not trained.
+    holder: torch.Tensor | None
+    is_owner: bool
+    # Selects this part's elements from a state tensor of the holder's size.
+    select: Callable[[torch.Tensor], torch.Tensor] = lambda state: state
+    columns: tuple[int, int] | None = None
+
+
+def check_known(named: Mapping[str, torch.Tensor], optimizer: Any) -> None:
+    known = {id(p) for group in inner_optimizer(optimizer).param_groups for p in group["params"]}
+    for name, p in named.items():
+        assert not p.requires_grad or id(p) in known, f"{name} requires a gradient, and the optimizer does not hold it"
+
+
+def replicated_parts(named: Mapping[str, torch.Tensor], rank: int, replicas: list[int]) -> Iterator[Part]:
+    """Yields parameters of which all `replicas` have a copy; each of these ranks writes an equal share of the bytes."""
+    num_bytes = [0] * len(replicas)
+    for name, p in named.items():
+        owner = num_bytes.index(min(num_bytes))
+        num_bytes[owner] += p.nbytes
+        yield Part(name, tuple(p.shape), 0, p.detach(), p if p.requires_grad else None, replicas[owner] == rank)
+
+
+class OptimizerState:
+    """The state of each parameter in the optimizer that keeps it: the innermost optimizer with it in its groups."""
+
+    def __init__(self, optimizer: Any):
+        self.outer = inner_optimizer(optimizer)
+        self.all = [self.outer, *wrapped_optimizers(self.outer)]
+        # Group of ZeRO-3's flat partitions, which are in a group only during a step.
+        self._no_group: dict[str, Any] = {}
+        self._keepers = {id(p): (one, group) for one in self.all for group in one.param_groups for p in group["params"]}
+
+    def keeper(self, holder: torch.Tensor) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+        """Returns the optimizer that keeps the state of a tensor, and the tensor's group there."""
+        return self._keepers.get(id(holder), (self.outer, self._no_group))
+
+    def of(self, holder: torch.Tensor | None) -> dict[str, Any]:
+        """Returns the state of a tensor; {} if there is none."""
+        return {} if holder is None else self.keeper(holder)[0].state.get(holder) or {}
