@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from common.checkpoint.parts import Part, check_known, replicated_parts
 from common.internals.torch import shard_offset
 from common.parallel.process_groups import group_of
-from common.training.shares import Share
 from common.training.optimizers import is_wrapper
 from common.training.process_grid import running
+from common.training.shares import Share
 
 
 def sharded_parts(model: torch.nn.Module, optimizer: Any, rank: int) -> Iterator[Part]:
