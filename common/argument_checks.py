@@ -230,7 +230,7 @@ def check_samples(
                 logger.warning("--%s has no effect: there are no held-out data; name some, or take it out", name)
     if len(train) < args.global_batch_size:
         remedy = "lower it,"
-        if getattr(train, "is_blocks", False):  # shorter blocks give more samples
+        if getattr(train, "is_stream", False):  # shorter blocks give more samples
             remedy = "lower it, or --sequence_length,"
         elif dropped := getattr(train, "num_dropped", 0):
             remedy = f"lower it, raise --sequence_length ({dropped} rows have no target within it),"

@@ -16,8 +16,9 @@ import pytest
 from conftest import ROOT, TEXTS, source_of
 
 from common.data.cache import cached
+from common.data.examples import mark_targets
 from common.data.text import tokenize
-from common.data.token_store import TokenStore, TokenWriter, mark_targets, split_targets
+from common.data.token_store import TokenStore, TokenWriter, split_targets
 from common.tasks.dpo.preferences import tokenize_preferences
 from common.tasks.seq2seq.pairs import tokenize_pairs
 

@@ -17,11 +17,12 @@ from common.files import PARTIAL, complete_or_absent, remove
 FORMAT = 4  # increase this when the meaning of a cached file changes
 
 
-def cached(kind: str, identity: list[Any], write: Callable[[Path], None], cache_dir: str | Path | None = None) -> Path:
-    """Returns a cache directory that `write` has filled; `write` runs once per `identity`.
+def cached(
+    kind: str, identity: list[Any], write: Callable[[Path], object], cache_dir: str | Path | None = None
+) -> Path:
+    """Returns a cache directory that `write` has filled; of many processes that call this, one writes.
 
-    If many processes call this, one process writes and the others wait. The cache is
-    $XDG_CACHE_HOME/accelerate_recipes, or by default ~/.cache/accelerate_recipes.
+    The cache is $XDG_CACHE_HOME/accelerate_recipes, or by default ~/.cache/accelerate_recipes.
 
     Args:
         identity: everything that the files depend on, as JSON values.
@@ -29,7 +30,7 @@ def cached(kind: str, identity: list[Any], write: Callable[[Path], None], cache_
 
     Raises UserError if the cache cannot be written.
     """
-    directory = place_of(kind, identity, cache_dir)
+    directory = cache_path(kind, identity, cache_dir)
     _remove_unfinished(directory.parent)
     with _only_one(directory):
         if not directory.exists():
@@ -37,14 +38,13 @@ def cached(kind: str, identity: list[Any], write: Callable[[Path], None], cache_
                 with complete_or_absent(directory, "start again, or set XDG_CACHE_HOME to another disk") as partial:
                     write(partial)
             except OSError as error:
+                # A different host may have filled it, which an outdated directory listing did not show.
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    # Otherwise a different host has filled it with the same files, which an outdated directory listing
-                    # did not show.
                     raise
     return directory
 
 
-def place_of(kind: str, identity: list[Any], cache_dir: str | Path | None = None) -> Path:
+def cache_path(kind: str, identity: list[Any], cache_dir: str | Path | None = None) -> Path:
     """Returns the path that `cached` returns; the directory exists only if it has been filled."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accelerate_recipes"
     digest = hashlib.blake2b(json.dumps([kind, FORMAT, *identity]).encode(), digest_size=10).hexdigest()
@@ -52,12 +52,10 @@ def place_of(kind: str, identity: list[Any], cache_dir: str | Path | None = None
 
 
 def _only_one(directory: Path) -> AbstractContextManager:
-    """Acquires the lock of a cache directory, which only one process at a time can hold.
+    """Acquires the lock of a cache directory; raises UserError if the cache cannot be written.
 
-    It is a lock because a collective would time out while rank 0 tokenises for hours. The operating system releases the
-    lock of a process that dies.
-
-    Raises UserError if the cache cannot be written.
+    A collective would time out while rank 0 tokenises for hours. The operating system releases the lock of a process
+    that dies.
     """
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)

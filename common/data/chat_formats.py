@@ -31,6 +31,8 @@ def with_known_format(corpus: Corpus, source: Source, shape: str | None, has_tem
     if not names_decide(source, shape):
         return corpus
     column = next((name for name in ("messages", *CONVERSATIONS) if name in names), None)
+    used: tuple[str, ...]
+    columns: tuple[str, ...]
     if column is None and set(ALPACA) <= names and not set(PAIR) <= names:
         used, optional = ALPACA, ("input", "system", "history", *(("tools",) if has_template else ()))
         columns, identity = ("messages",) if has_template else PAIR, [*corpus.identity, "instructions"]
@@ -42,7 +44,7 @@ def with_known_format(corpus: Corpus, source: Source, shape: str | None, has_tem
 
     def rows(_: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
         for row in opened.rows(used, whole_files):
-            if used is ALPACA:
+            if column is None:
                 values = _instructed(row, has_template)
             else:
                 messages = row.values.get(column) if column == "messages" else _messages(row, column)
@@ -69,7 +71,7 @@ def _messages(row: Row, column: str) -> list[dict[str, Any]]:
         if who not in ROLES or not isinstance(content, str):
             found = f"a turn from {who!r}" if who not in ROLES else f"a turn of {who} whose value is no text"
             raise UserError(f"{row.where}: column {column} has {found}; known are {', '.join(ROLES)}; mend the row")
-        others = {key: one for key, one in turn.items() if key not in ("from", "value", "role")}
+        others = {key: value for key, value in turn.items() if key not in ("from", "value", "role")}
         messages.append({"role": ROLES[who]} | others | {"content": content})
     return messages
 
@@ -85,8 +87,8 @@ def _instructed(row: Row, has_template: bool) -> dict[str, Any]:
     more = text_of(row, "input") if row.values.get("input") else ""
     history = history_of(row)
     if has_template:
-        asked = f"{instruction}\n\n{more}" if more else instruction
-        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": output}]
+        question = f"{instruction}\n\n{more}" if more else instruction
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
         return {"messages": with_system(row, [*history, *turns])}
     if history:
         raise UserError(
@@ -94,5 +96,5 @@ def _instructed(row: Row, has_template: bool) -> dict[str, Any]:
         )
     parts = [("Instruction", instruction), ("Input", more)] if more else [("Instruction", instruction)]
     prompt = "".join(f"### {name}:\n{text}\n\n" for name, text in parts)
-    system = "".join(f"{one['content']}\n\n" for one in with_system(row, []))
+    system = "".join(f"{message['content']}\n\n" for message in with_system(row, []))
     return {PAIR[0]: f"{system}{prompt}### Response:\n", PAIR[1]: output}

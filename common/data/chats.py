@@ -14,10 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from common.data.column_selection import utf8_length
-from common.data.corpus_facts import Encoded
 from common.data.messages import Chat, Message, arguments_of, function_names, read_chat, with_json_arguments
 from common.data.source_types import Row
-from common.data.tokenizer import encode_plain
+from common.data.tokenizer import Encoded, encode_plain
 from common.errors import UserError, one_line
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")  # chat templates mark the assistant's text with it
@@ -56,7 +55,7 @@ def encode_chats(
     """Yields the encoded conversations of a batch; the tokenizer's chat template determines every token.
 
     The tokens of the assistant's turns are the targets. `counts` counts the id of the token that ends each turn, and
-    the values that `corpus_facts` reports.
+    the values that `chat_notes` reports.
 
     Raises UserError if the template or the tokenizer cannot be used, or a row has no valid messages.
     """
@@ -80,7 +79,8 @@ def encode_chats(
             turn = (starts >= start) & (starts < end)
             is_target |= turn
             tokens = [ids[place] for place in np.flatnonzero(turn)]
-            while tokens and not tokenizer.decode(tokens[-1:]).strip():  # many templates end a turn with a line break
+            # Many templates end a turn with a line break.
+            while tokens and not str(tokenizer.decode(tokens[-1:])).strip():
                 tokens.pop()
             # Only special tokens are counted: ordinary text does not end generation.
             if tokens and tokens[-1] in tokenizer.added_tokens_decoder:
@@ -164,12 +164,11 @@ def _write(chat: Chat, tokenizer: PreTrainedTokenizerBase, counts: Counter) -> t
         raise UserError(f"{cannot}: {one_line(error)}") from error
     marks = bool(GENERATION_TAG.search(template))
 
-    def render(messages: list[Message], tools: list[dict[str, Any]] | None = chat.tools, prompt: bool = False) -> Any:
-        options = {"return_assistant_tokens_mask": True} if marks else {"add_generation_prompt": prompt}
+    def render(messages: list[Message], tools: Any = chat.tools, prompt: bool = False) -> tuple[str, Spans]:
+        options: dict[str, Any] = {"tools": tools, "chat_template": template, **tokenizer.special_tokens_map}
+        options |= {"return_assistant_tokens_mask": True} if marks else {"add_generation_prompt": prompt}
         try:
-            texts, spans = render_jinja_template(
-                [messages], tools=tools, chat_template=template, **options, **tokenizer.special_tokens_map
-            )
+            texts, spans = render_jinja_template([messages], **options)  # type: ignore[str-unpack]  # it returns a pair
         except Exception as error:  # templates raise jinja2's errors and Python's own, such as for a missing key
             raise UserError(f"{cannot}: {one_line(error)}; mend the messages, or the --chat_template") from error
         utf8_length(texts[0], chat.where)

@@ -1,39 +1,14 @@
 """Selects the columns that contain the text of a row, and checks that their values are texts."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 from tqdm import tqdm
 
 from common.data.source_types import Corpus, Row, Source
-from common.errors import UserError, missing_column, shorten
+from common.errors import UserError, missing_column
 
 PAIR = ("prompt", "completion")
-# Names of the prompt and the completion in other datasets.
-PAIRS_ELSEWHERE = (
-    ("prompt", "instruction", "question", "query", "problem", "input", "user", "source"),
-    ("completion", "output", "response", "answer", "solution", "chosen", "assistant", "target"),
-)
-# Columns that have a meaning in other tools, each with the effect of ignoring it here.
-MEANINGS = {
-    **dict.fromkeys(("system", "system_prompt"), "its text is not in the samples"),
-    "history": "earlier turns are not in the samples",
-    **dict.fromkeys(("instruction", "input", "question", "query", "context"), "its text is not in the samples"),
-    **dict.fromkeys(("tools", "functions"), "which functions may be called is not in the samples"),
-    "documents": "they are not in the samples",
-    **dict.fromkeys(("weight", "weights", "sample_weight", "loss_weight"), "all rows count alike"),
-    **dict.fromkeys(("train", "loss", "mask", "loss_mask", "completion_mask", "assistant_masks"), "it masks nothing"),
-    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text is learned"),
-    **dict.fromkeys(("reasoning", "reasoning_content", "thinking"), "the reasoning is not learned"),
-    **dict.fromkeys(("score", "score_chosen", "score_rejected", "margin", "rating", "reward"), "all rows count alike"),
-    "label": "good and bad rows are learned alike",
-    "rejected": "nothing is learned of what was rejected",
-    **dict.fromkeys(
-        ("chat_template", "chat_template_kwargs"), "the template and its settings are the same for all rows"
-    ),
-    **dict.fromkeys(("messages", "conversations", "prompt", "completion"), "another form of the row is read"),
-}
 BATCH_CHARACTERS = 1 << 20  # text per tokenizer call, which needs about 100 bytes per token meanwhile
 
 
@@ -55,7 +30,10 @@ def choose_columns(corpus: Corpus, source: Source, shape: str | None) -> tuple[s
         for columns in (("messages",), pair):
             if set(columns) <= set(corpus.columns):
                 return "examples", columns
-    check_columns(corpus, (source.text_column,), f"--text_column{_hint(corpus.columns)}")
+    if source.text_column not in corpus.columns:
+        from common.data.column_checks import pair_hint
+
+        check_columns(corpus, (source.text_column,), f"--text_column{pair_hint(corpus.columns)}")
     return shape or "blocks", (source.text_column,)
 
 
@@ -66,9 +44,9 @@ def check_columns(corpus: Corpus, wanted: tuple[str, ...], flags: str = "") -> N
 
 
 def watched(corpus: Corpus, used: tuple[str, ...], optional: tuple[str, ...] = ()) -> Corpus:
-    """Returns the corpus, which now counts values of ignored columns in `unused`.
+    """Returns the corpus, which then counts in `unused` the values of columns that are neither `used` nor `optional`.
 
-    Ignored columns are neither `used` nor `optional`; empty values are not counted.
+    Empty values are not counted.
     """
     known = (*used, *(name for name in optional if name not in used))
 
@@ -81,35 +59,14 @@ def watched(corpus: Corpus, used: tuple[str, ...], optional: tuple[str, ...] = (
     return replace(corpus, rows=rows)
 
 
-def unused_columns(corpus: Corpus) -> str:
-    """Returns a text that lists the ignored columns, those of MEANINGS first; empty if all columns are used."""
-    names = sorted(
-        (name for name, number in corpus.unused.items() if number), key=lambda name: (name not in MEANINGS, name)
-    )
-    told = [f"{name} ({MEANINGS[name]})" if name in MEANINGS else name for name in names]
-    return f"columns not used: {shorten(told)}" if told else ""
-
-
-def _hint(columns: tuple[str, ...]) -> str:
-    """Returns a hint with the flags for columns that other datasets use as `prompt` and `completion`."""
-    names = {column.lower(): column for column in columns}
-    prompt, completion = (next((names[name] for name in known if name in names), None) for known in PAIRS_ELSEWHERE)
-    if not (prompt or completion):
-        return ""
-    return f"; for examples --prompt_column {prompt or 'NAME'} --completion_column {completion or 'NAME'}"
-
-
 def text_of(row: Row, column: str) -> str:
-    """Returns a row's text.
-
-    Raises UserError, one line, if the column is missing, its value is not a string, or it cannot be encoded as UTF-8.
-    """
+    """Returns a row's text; raises UserError if the column is missing or its value is not a valid string."""
     if column not in row.values:
         raise UserError(missing_column(row.where, [column], tuple(row.values)))
     text = row.values[column]
     if not isinstance(text, str):
-        found = "null" if text is None else f"of type {type(text).__name__}"
-        raise UserError(f"{row.where}: column {column} is {found}, not a string; mend or remove the row")
+        kind = "null" if text is None else f"of type {type(text).__name__}"
+        raise UserError(f"{row.where}: column {column} is {kind}, not a string; mend or remove the row")
     utf8_length(text, row.where)
     return text
 
@@ -132,15 +89,6 @@ def utf8_length(text: str, where: str) -> int:
     except UnicodeEncodeError as error:
         half = f"U+{ord(text[error.start]):04X}"
         raise UserError(f"{where}: half a surrogate pair ({half}) is not text; mend or remove the row") from error
-
-
-def by_number(name: str) -> tuple[bool, float, str]:
-    """Returns a sort key for class names: numbers by value, such as "-1" and "2.0", before all other names."""
-    try:
-        number = int(name) if name.lstrip("-").isdecimal() else float(name)
-    except ValueError:
-        number = math.nan
-    return (False, number, name) if math.isfinite(number) else (True, 0, name)
 
 
 def batches(corpus: Corpus, columns: tuple[str, ...], whole_files: bool = False) -> Iterator[list[Row]]:

@@ -99,10 +99,11 @@ def _joined(message: Message, where: str) -> dict[str, str]:
     parts = message.get("content")
     if not isinstance(parts, list):
         return {}
-    texts = [one.get("text") for one in parts if isinstance(one, dict) and one.get("type") == "text"]
-    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    strings = [text for text in texts if isinstance(text, str)]
+    if len(strings) < len(parts):
         raise UserError(f"{where} has a message with parts that are no text; leave the row out, or write them as text")
-    return {"content": "".join(texts)}
+    return {"content": "".join(strings)}
 
 
 def _from_json(value: Any, kind: type) -> Any:
@@ -206,3 +207,15 @@ def history_of(row: Row) -> list[Message]:
         raise UserError(f"{row.where}: column history is not a list of pairs, [question, answer]; mend the row")
     roles = ("user", "assistant")
     return [{"role": role, "content": text} for one in rounds for role, text in zip(roles, one, strict=True)]
+
+
+def texts_of(row: Row, columns: tuple[str, ...]) -> list[str]:
+    """Returns the texts in the columns of a row; for messages, their contents."""
+    texts = []
+    for column in columns:
+        if column == "messages" or isinstance(row.values.get(column), list):
+            contents = [message.get("content") for message in messages_of(row, column)]
+            texts += [content for content in contents if isinstance(content, str)]
+        else:
+            texts.append(text_of(row, column))
+    return texts

@@ -46,7 +46,8 @@ class Mixed:
 
     def _sum(self, name: str) -> int | None:
         numbers = [getattr(part, name, None) for part in self._all]
-        return None if None in numbers else sum(numbers)
+        known = [number for number in numbers if number is not None]
+        return sum(known) if len(known) == len(numbers) else None
 
     def __len__(self) -> int:
         return sum(self.sizes)
@@ -82,7 +83,7 @@ class Mixed:
     def mean_targets(self) -> float:
         """The mean number of targets per sample that a run trains on."""
         means = [part.num_target_tokens / len(part) for part in self._all]
-        return float(np.average(means, weights=self.mixing.weights))
+        return float(np.average(means, weights=self.mixing.weights if self.mixing else None))
 
     def shares(self) -> list[Fraction]:
         """Returns the share of each source: of the samples in training, of the targets in evaluation."""
@@ -98,27 +99,28 @@ class Mixed:
             earlier: for a run that began with different weights: (end position in its samples, the entries at that
                 time).
         """
-        facts = [
+        facts: list[dict[str, Any]] = [
             {"source": name, "share": str(share), "samples": size, "first_id": int(end) - size}
             for name, share, size, end in zip(self.parts, self.shares(), self.sizes, self._ends, strict=True)
         ]
         if self.mixing is None:
             return facts
-        taken, start = Counter(), 0
+        taken: Counter[str] = Counter()
+        start = 0
         for end, sources in (*earlier, (num_samples, facts)):
             if sources:  # otherwise the data was not mixed then
-                mixing = Mixing(in_lowest_terms([Fraction(one["share"]) for one in sources]), ())
-                for one, before, after in zip(sources, mixing.counts(start), mixing.counts(end), strict=True):
-                    taken[one["source"]] += after - before
+                mixing = Mixing(in_lowest_terms([Fraction(entry["share"]) for entry in sources]), ())
+                for entry, before, after in zip(sources, mixing.counts(start), mixing.counts(end), strict=True):
+                    taken[entry["source"]] += after - before
             start = end
-        numbers = [taken[one["source"]] for one in facts]
-        return [one | {"taken": n, "epochs": n / one["samples"]} for one, n in zip(facts, numbers, strict=True)]
+        numbers = [taken[entry["source"]] for entry in facts]
+        return [entry | {"taken": n, "epochs": n / entry["samples"]} for entry, n in zip(facts, numbers, strict=True)]
 
     def describe(self) -> str:
         """Returns one or more lines per source."""
-        told = (
+        shares = (
             f"{share} of the samples" if self.mixing else f"{float(share):.1%} of the targets"
             for share in self.shares()
         )
-        lines = (f"{share}: {part.describe()}" for share, part in zip(told, self._all, strict=True))
+        lines = (f"{share}: {part.describe()}" for share, part in zip(shares, self._all, strict=True))
         return f"\n{'':12}".join(lines)

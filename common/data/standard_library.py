@@ -134,6 +134,8 @@ def find_docstring(function: str) -> tuple[str, int, int] | None:
             node = ast.parse(function).body[0]
         except SyntaxError:  # indented text in a string prevented dedenting
             return None
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return None
     docstring, statements = ast.get_docstring(node, clean=False), node.body
     if not docstring or len(statements) == 1 or statements[0].end_lineno == statements[1].lineno:
         return None

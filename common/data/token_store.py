@@ -2,7 +2,7 @@
 
     tokens.bin   int32, all sequences; a token that is not a target can be its bitwise complement ~token (negative)
     offsets.bin  int64, a 0 and the end of each sequence; absent for a stream, whose sequences are concatenated
-    NAME.bin     int64, a column: numbers per row
+    NAME.bin     int64, a column: numbers per row; absent for a stream
     meta.json    metadata, and `content`, a digest of the files above; written last: it marks a complete store
 
 The files have no headers; checkpoints identify the data by the digest.
@@ -31,7 +31,7 @@ class TokenWriter(ExitStack):
     def __init__(self, directory: Path, is_stream: bool = False, **columns: list[int]) -> None:
         super().__init__()
         self.directory, self.num_tokens = directory, 0
-        columns = columns if is_stream else {"offsets": [0], **columns}
+        columns = {} if is_stream else {"offsets": [0], **columns}
         self._tokens, *files = (
             self.enter_context(open(directory / f"{name}.bin", "wb")) for name in ("tokens", *columns)
         )
@@ -102,16 +102,6 @@ class TokenStore:
         """Returns all values of a column."""
         path, dtype = self.directory / f"{name}.bin", np.int32 if name == "tokens" else np.int64
         return np.asarray(np.memmap(path, dtype, "r")) if path.stat().st_size else np.zeros(0, dtype)
-
-
-def mark_targets(ids: list[int], is_target: list[bool], sequence_length: int) -> np.ndarray:
-    """Returns a sequence as it is stored, truncated to `sequence_length` inputs and their targets.
-
-    Its first token is never a target.
-    """
-    tokens, mask = np.array(ids[: sequence_length + 1], np.int32), np.array(is_target[: sequence_length + 1], bool)
-    mask[:1] = False  # no token precedes it
-    return np.where(mask, tokens, ~tokens)
 
 
 def split_targets(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

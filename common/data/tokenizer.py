@@ -1,4 +1,4 @@
-"""Loads a pretrained tokenizer, or trains a byte-level BPE tokenizer on the training text."""
+"""Trains a byte-level BPE tokenizer on the training text, and encodes text as the tokenizer of a model does."""
 
 import itertools
 import json
@@ -9,17 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from common.data.cache import cached
 from common.data.column_selection import check_columns, choose_columns, text_of, utf8_length
 from common.data.source_types import Corpus, Row, Source
 from common.data.sources import open_source
-from common.errors import UserError, one_line
+from common.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 MARKER = re.compile(r"<\|\w+\|>")  # marks a turn in most chat templates
 TOKENIZER_BYTES = 200_000_000  # maximum size of a tokenizer's training text
+# Columns that `chat_formats` converts to messages, or to a prompt and a completion.
+CHAT_COLUMNS = {"messages", "conversations", "conversation", "instruction"}
+Encoded = tuple[list[int], list[bool], str]  # a sample's tokens, a mask of possible targets, its text
 
 
 def load_tokenizer(
@@ -32,17 +35,9 @@ def load_tokenizer(
 
     Raises UserError, one line, if the tokenizer is not found, cannot be loaded, or has no end-of-text token.
     """
-    from common.data.hub import locate_pretrained
+    from common.data.pretrained_tokenizer import load
 
-    where, problem = locate_pretrained(name_or_path)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=trust_remote_code)
-    except Exception as error:  # a dozen types, which depend on the missing file
-        reason = problem or f"cannot be loaded; save it there (tokenizer.save_pretrained): {one_line(error)}"
-        raise UserError(f"tokenizer {name_or_path}: {reason}") from error
-    # If its files are missing, the library returns an empty tokenizer.
-    if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
-        raise UserError(f"tokenizer {name_or_path}: its files are missing; save it there (tokenizer.save_pretrained)")
+    tokenizer = load(name_or_path, trust_remote_code)
     if needs_end_of_text or tokenizer.pad_token_id is None:
         check_end_of_text(tokenizer)
     if tokenizer.pad_token_id is None:
@@ -50,12 +45,8 @@ def load_tokenizer(
     return tokenizer
 
 
-# Columns that `chat_formats` converts to messages, or to a prompt and a completion.
-CHAT_COLUMNS = {"messages", "conversations", "conversation", "instruction"}
-
-
 def with_messages(corpus: Corpus, source: Source, shape: str | None, has_template: bool) -> Corpus:
-    """Returns the result of `chat_formats.with_known_format`; that module is imported only for columns with chats."""
+    """Returns the corpus, of which `chat_formats.with_known_format` has converted the columns with chats."""
     if not CHAT_COLUMNS & set(corpus.columns):
         return corpus
     from common.data.chat_formats import with_known_format
@@ -72,10 +63,9 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Trains a byte-level BPE tokenizer on the first 200 MB of the source's text, or loads it from the cache.
 
-    Every text survives encoding and decoding. Each of several mixed sources contributes at most the same number of
-    bytes, independent of the weights. The same text yields the same tokenizer with any number of threads. Turn markers
-    of the chat template, such as <|im_start|>, are tokens of their own. <|endoftext|> is bos, eos and pad. The
-    tokenizer adds it before every text, because it also separates the documents of a block.
+    Each of several mixed sources contributes at most the same number of bytes, independent of the weights. The same
+    text yields the same tokenizer with any number of threads. Turn markers of the chat template, such as <|im_start|>,
+    are tokens of their own. <|endoftext|> is bos, eos and pad; the tokenizer adds it before every text.
 
     Args:
         vocab_size: at least 257, for the 256 bytes and <|endoftext|>.
@@ -93,9 +83,10 @@ def train_tokenizer(
         check_columns(corpus, wanted, flags)
         texts.append((corpus, wanted))
     markers = sorted(set(MARKER.findall(source.chat_template or "")) - {END_OF_TEXT})
+    identity = [item for corpus, wanted in texts for item in (corpus.identity, wanted)]
     directory = cached(
         "tokenizer",
-        [*(one for corpus, wanted in texts for one in (corpus.identity, wanted)), vocab_size, *markers],
+        [*identity, vocab_size, *markers],
         lambda partial: _train_bpe(texts, vocab_size, markers).save_pretrained(partial),
         cache_dir,
     )
@@ -106,16 +97,11 @@ def train_tokenizer(
 
 def _texts_of(row: Row, columns: tuple[str, ...]) -> list[str]:
     """Returns the texts in the columns of a row; for messages, their contents."""
-    texts = []
-    for column in columns:
-        if column != "messages" and not isinstance(row.values.get(column), list):
-            texts.append(text_of(row, column))
-        else:
-            from common.data.messages import messages_of
+    if "messages" not in columns and not any(isinstance(row.values.get(column), list) for column in columns):
+        return [text_of(row, column) for column in columns]
+    from common.data.messages import texts_of
 
-            contents = [message.get("content") for message in messages_of(row, column)]
-            texts += [content for content in contents if isinstance(content, str)]
-    return texts
+    return texts_of(row, columns)
 
 
 def _train_bpe(
@@ -162,25 +148,26 @@ def check_end_of_text(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     """Returns everything that determines the tokens of a text."""
+    settings: Any = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
     if tokenizer.is_fast:
         settings = json.loads(tokenizer.backend_tokenizer.to_str())
         settings.pop("padding"), settings.pop("truncation")  # left over from the most recent call
-    else:
-        settings = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
     return [settings, special_tokens_around(tokenizer), tokenizer.eos_token_id, tokenizer.chat_template]
 
 
 def no_more_threads() -> None:
-    """Disables the tokenizer's threads after the last text.
-
-    Otherwise each DataLoader worker that is forked after the tokenizer has used threads prints a warning.
-    """
+    """Disables the tokenizer's threads, for which each DataLoader worker that is forked later would print a warning."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def encode_plain(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options: Any) -> Any:
     """Returns token ids without the special tokens that most tokenizers add (see `special_tokens_around`)."""
     return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False, **options)
+
+
+def with_end_of_text(ids: list[int], eos: int) -> list[int]:
+    """Returns the ids with the eos token at the end; some tokenizers already add it."""
+    return ids if ids[-1:] == [eos] else [*ids, eos]
 
 
 def special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
@@ -191,7 +178,7 @@ def special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int]
 
     Raises UserError if the tokenizer encodes the text differently when it adds special tokens.
     """
-    texts = itertools.chain(["a"], (tokenizer.decode([token]) for token in range(len(tokenizer))))
+    texts = itertools.chain(["a"], (str(tokenizer.decode([token])) for token in range(len(tokenizer))))
     text = next(text for text in texts if encode_plain(tokenizer, [text])["input_ids"][0])
     own, whole = encode_plain(tokenizer, [text])["input_ids"][0], tokenizer(text)["input_ids"]
     for start in range(len(whole) - len(own) + 1):

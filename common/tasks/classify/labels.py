@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from common.data.column_selection import by_number, check_columns, filled_text, unused_columns, watched
+from common.data.column_checks import unused_columns
+from common.data.column_selection import check_columns, filled_text, watched
 from common.data.source_types import Source
 from common.data.sources import open_source
 from common.data.tokenizer import no_more_threads
@@ -66,6 +67,15 @@ def read_examples(
         examples.append(Example(row.where, texts, label))
     unused = unused_columns(corpus)
     return corpus.name + (f" ({unused})" if unused else ""), examples, corpus.classes.get(label_column)
+
+
+def _by_number(name: str) -> tuple[bool, float, str]:
+    """Returns a sort key for class names: numbers by value, such as "-1" and "2.0", before all other names."""
+    try:
+        number = int(name) if name.lstrip("-").isdecimal() else float(name)
+    except ValueError:
+        number = math.nan
+    return (False, number, name) if math.isfinite(number) else (True, 0, name)
 
 
 def _number(label: Any) -> float | None:
@@ -120,7 +130,7 @@ def label_names(examples: list[Example]) -> list[str]:
             f"each of the {len(examples)} rows has a label of its own, such as {examples[0].label!r}; name another "
             "--label_column, or give --task regression"
         )
-    return sorted(names, key=by_number)
+    return sorted(names, key=_by_number)
 
 
 def encode_labels(examples: list[Example], names: list[str] | None) -> np.ndarray:

@@ -21,14 +21,14 @@ from transformers import PreTrainedTokenizerBase
 from common.data.cache import cached
 from common.data.chats import encode_chats
 from common.data.column_selection import batches, check_columns, watched
-from common.data.corpus_facts import Encoded, corpus_facts
+from common.data.examples import encode_texts, mark_targets
 from common.data.messages import TRAINING_KEYS, history_of, is_wanted, messages_of, with_system
 from common.data.source_types import Corpus, Row, Source
 from common.data.sources import open_source
 from common.data.standard_library import derived_corpus, find_docstring
-from common.data.text import encode_texts
-from common.data.token_store import TokenStore, TokenWriter, mark_targets, split_targets
-from common.data.tokenizer import check_end_of_text, no_more_threads, tokenizer_identity
+from common.data.text import corpus_facts
+from common.data.token_store import TokenStore, TokenWriter, split_targets
+from common.data.tokenizer import Encoded, check_end_of_text, no_more_threads, tokenizer_identity
 from common.errors import UserError
 from common.training.batching import round_up
 

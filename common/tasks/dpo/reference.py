@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from common.data.cache import cached, hash_files, place_of
+from common.data.cache import cache_path, cached, hash_files
 from common.data.hub import identify_pretrained
 from common.errors import UserError
 from common.models import adapters, single_copy
@@ -83,7 +83,7 @@ def _add(run: Any, model: nn.Module, what: str, loader: Any, order: list[int]) -
     """
     accelerator, samples, started = run.accelerator, loader.dataset.samples, time.perf_counter()
     identity = [samples.fingerprint, samples.identity, order, *_identity(run)]
-    is_missing = torch.tensor(not (place_of("reference", identity) / FILE).is_file(), device=run.device)
+    is_missing = torch.tensor(not (cache_path("reference", identity) / FILE).is_file(), device=run.device)
     values = None
     if accelerator.reduce(is_missing.long(), reduction="sum"):  # all ranks participate, or none
         values = _compute(run, model, loader)

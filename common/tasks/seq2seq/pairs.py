@@ -18,7 +18,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from common.data.cache import cached
-from common.data.column_selection import batches, check_columns, filled_text, unused_columns, watched
+from common.data.column_checks import unused_columns
+from common.data.column_selection import batches, check_columns, filled_text, watched
 from common.data.source_types import Corpus, Source
 from common.data.sources import open_source
 from common.data.standard_library import derived_corpus, find_docstring

@@ -1,0 +1,45 @@
+"""The notes saved with tokenised conversations: parts of messages that are not targets or not in the samples."""
+
+from collections import Counter
+
+from common.errors import UserError
+
+
+def chat_notes(name: str, counts: Counter) -> list[str]:
+    """Returns a line for each kind of message content without targets.
+
+    Args:
+        name: the corpus, for messages.
+        counts: the counts of `chats.encode_chats`.
+
+    Raises UserError, one line, if no answer contains a target.
+    """
+    answers = f"{counts['answers']:,}"
+    if counts["lost"] and counts["lost"] >= counts["answers"]:
+        raise UserError(
+            f"{name}: none of its {answers} answers has a target of its own; mend the chat template, which leaves "
+            "them out or does not mark them with {% generation %}, or name one with --chat_template"
+        )
+    notes = []
+    if unwritten := sorted((key[1:], n) for key, n in counts.items() if isinstance(key, tuple) and n):
+        parts = ", ".join(f"{key} ({n:,} {unit})" for (key, unit), n in unwritten)
+        notes.append(f"the chat template does not write {parts}: the model does not see them")
+    if counts["lost"]:
+        notes.append(
+            f"{counts['lost']:,} of {answers} answers have no target of their own: the chat template "
+            "leaves them out, or does not mark them with {% generation %}; nothing is learned of them but their ends"
+        )
+    if counts["partly"]:
+        notes.append(
+            f"{counts['partly']:,} of {answers} answers are targets in part only: the chat template "
+            "leaves more than half of them out, or does not mark it"
+        )
+    if counts["learned in vain"]:
+        notes.append(
+            f"{counts['learned in vain']:,} messages of others have weight 1: only the assistant's are learned"
+        )
+    if counts["nulls"]:
+        notes.append(
+            f"{counts['nulls']:,} nulls inside of messages and tools left out: Arrow adds the keys of other rows"
+        )
+    return notes

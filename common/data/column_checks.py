@@ -1,0 +1,47 @@
+"""Messages about columns: those that are not used, and those that other datasets use as prompt and completion."""
+
+from common.data.source_types import Corpus
+from common.errors import shorten
+
+# Names of the prompt and the completion in other datasets.
+PAIRS_ELSEWHERE = (
+    ("prompt", "instruction", "question", "query", "problem", "input", "user", "source"),
+    ("completion", "output", "response", "answer", "solution", "chosen", "assistant", "target"),
+)
+# Columns that have a meaning in other tools, each with the effect of ignoring it here.
+MEANINGS = {
+    **dict.fromkeys(("system", "system_prompt"), "its text is not in the samples"),
+    "history": "earlier turns are not in the samples",
+    **dict.fromkeys(("instruction", "input", "question", "query", "context"), "its text is not in the samples"),
+    **dict.fromkeys(("tools", "functions"), "which functions may be called is not in the samples"),
+    "documents": "they are not in the samples",
+    **dict.fromkeys(("weight", "weights", "sample_weight", "loss_weight"), "all rows count alike"),
+    **dict.fromkeys(("train", "loss", "mask", "loss_mask", "completion_mask", "assistant_masks"), "it masks nothing"),
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text is learned"),
+    **dict.fromkeys(("reasoning", "reasoning_content", "thinking"), "the reasoning is not learned"),
+    **dict.fromkeys(("score", "score_chosen", "score_rejected", "margin", "rating", "reward"), "all rows count alike"),
+    "label": "good and bad rows are learned alike",
+    "rejected": "nothing is learned of what was rejected",
+    **dict.fromkeys(
+        ("chat_template", "chat_template_kwargs"), "the template and its settings are the same for all rows"
+    ),
+    **dict.fromkeys(("messages", "conversations", "prompt", "completion"), "another form of the row is read"),
+}
+
+
+def unused_columns(corpus: Corpus) -> str:
+    """Returns a text that lists the ignored columns, those of MEANINGS first; empty if all columns are used."""
+    names = sorted(
+        (name for name, number in corpus.unused.items() if number), key=lambda name: (name not in MEANINGS, name)
+    )
+    descriptions = [f"{name} ({MEANINGS[name]})" if name in MEANINGS else name for name in names]
+    return f"columns not used: {shorten(descriptions)}" if names else ""
+
+
+def pair_hint(columns: tuple[str, ...]) -> str:
+    """Returns a hint with the flags for columns that other datasets use as `prompt` and `completion`."""
+    names = {column.lower(): column for column in columns}
+    prompt, completion = (next((names[name] for name in known if name in names), None) for known in PAIRS_ELSEWHERE)
+    if not (prompt or completion):
+        return ""
+    return f"; for examples --prompt_column {prompt or 'NAME'} --completion_column {completion or 'NAME'}"

@@ -1,0 +1,74 @@
+"""Tokenises rows that are samples of their own: texts, prompts with completions, or conversations."""
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from common.data.column_selection import text_of
+from common.data.source_types import Row
+from common.data.tokenizer import Encoded, encode_plain, special_tokens_around, with_end_of_text
+
+
+def encode_examples(
+    rows: Iterator[list[Row]],
+    columns: tuple[str, ...],
+    tokenizer: PreTrainedTokenizerBase,
+    sequence_length: int,
+    counts: Counter,
+) -> Iterator[tuple[np.ndarray, str]]:
+    """Yields (tokens as stored, text) of the examples that have a target."""
+    if columns == ("messages",):
+        from common.data.chats import encode_chats
+
+        encoded = (encode_chats(batch, tokenizer, counts) for batch in rows)
+    else:
+        encoded = (encode_texts(batch, columns, tokenizer, counts) for batch in rows)
+    for ids, is_target, text in chain.from_iterable(encoded):
+        stored = mark_targets(ids, is_target, sequence_length)
+        num_targets = int((stored >= 0).sum())
+        if not num_targets:
+            counts["dropped"] += 1
+            continue
+        counts["documents"] += 1
+        counts["targets"] += num_targets
+        counts["bytes"] += len(text.encode())
+        counts["truncated"] += len(ids) > len(stored)
+        counts["max_length"] = max(counts["max_length"], len(stored) - 1)
+        yield stored, text
+
+
+def encode_texts(
+    batch: list[Row], columns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase, counts: Counter
+) -> Iterator[Encoded]:
+    """Yields a text and eos per row, or with two columns a prompt, a completion and eos.
+
+    Targets are all tokens of the text and eos, or the completion and eos. The text or the prompt is encoded as
+    `tokenizer(text)` does; special tokens before a text are not targets. Prompt and completion are tokenised
+    separately. At inference, the prompt is tokenised without the completion, so the model would never see a token
+    across the boundary. A completion without a prompt follows eos, unless the tokenizer adds other tokens before it.
+    """
+    before, behind = special_tokens_around(tokenizer)
+    texts = [[text_of(row, column) for row in batch] for column in columns]
+    ids = [encode_plain(tokenizer, column)["input_ids"] for column in texts]
+    for number in range(len(batch)):
+        text = "".join(column[number] for column in texts)
+        context, targets = before, ids[0][number] + behind
+        if len(columns) == 2:
+            # A first token cannot be a target, because no token precedes it.
+            context, targets = before + ids[0][number] + behind or [tokenizer.eos_token_id], ids[1][number]
+            counts["empty"] += bool(text) and not targets
+        targets = with_end_of_text(targets, tokenizer.eos_token_id) if text else []
+        yield context + targets, [False] * len(context) + [True] * len(targets), text
+
+
+def mark_targets(ids: list[int], is_target: list[bool], sequence_length: int) -> np.ndarray:
+    """Returns a sequence as it is stored, truncated to `sequence_length` inputs and their targets.
+
+    Its first token is never a target.
+    """
+    tokens, mask = np.array(ids[: sequence_length + 1], np.int32), np.array(is_target[: sequence_length + 1], bool)
+    mask[:1] = False  # no token precedes it
+    return np.where(mask, tokens, ~tokens)
