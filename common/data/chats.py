@@ -168,11 +168,12 @@ def _write(chat: Chat, tokenizer: PreTrainedTokenizerBase, counts: Counter) -> t
         options: dict[str, Any] = {"tools": tools, "chat_template": template, **tokenizer.special_tokens_map}
         options |= {"return_assistant_tokens_mask": True} if marks else {"add_generation_prompt": prompt}
         try:
-            texts, spans = render_jinja_template([messages], **options)  # type: ignore[str-unpack]  # it returns a pair
+            rendered: Any = render_jinja_template([messages], **options)  # its hint is str, but it returns a pair
         except Exception as error:  # templates raise jinja2's errors and Python's own, such as for a missing key
             raise UserError(f"{cannot}: {one_line(error)}; mend the messages, or the --chat_template") from error
-        utf8_length(texts[0], chat.where)
-        return texts[0], spans[0] if spans else []
+        (text,), spans = rendered
+        utf8_length(text, chat.where)
+        return text, spans[0] if spans else []
 
     chat, text, spans = _as_the_template_takes_it(chat, render)
     _count_unwritten(chat, text, render, counts)

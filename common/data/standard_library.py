@@ -139,7 +139,7 @@ def find_docstring(function: str) -> tuple[str, int, int] | None:
     docstring, statements = ast.get_docstring(node, clean=False), node.body
     if not docstring or len(statements) == 1 or statements[0].end_lineno == statements[1].lineno:
         return None
-    return docstring, statements[0].lineno - 1, statements[0].end_lineno
+    return docstring, statements[0].lineno - 1, statements[0].end_lineno or 0
 
 
 def derived_corpus(
