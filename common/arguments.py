@@ -19,7 +19,7 @@ from common.checkpoint.identity import CHANGEABLE
 from common.errors import UserError, refuse
 from common.internals.python import HelpFormatter, flags_of
 from common.models.adapters import QUANTIZED
-from common.models.export_dtype import EXPORT_DTYPES
+from common.models.saved_model import EXPORT_DTYPES
 from common.parallel.shutdown import exit_with_mistakes
 from common.training.activation_checkpointing import ACTIVATION_CHECKPOINTING
 from common.training.epochs import EPOCHS

@@ -14,7 +14,8 @@ from common.models.model_setup import without_wrapper
 from common.parallel.launch import runs_on_cpu
 from common.planner import repeated_flags
 from common.report.tracking import peak_memory_bytes
-from common.training.optimizers import OPTIMIZERS, smaller_optimizers
+from common.training.optimizer_choice import smaller_optimizers
+from common.training.optimizers import OPTIMIZERS
 
 MOST = 4  # maximum number of suggested flags
 # Fractions of the activation memory that each mode of --activation_checkpointing keeps (docs/memory.md).

@@ -5,7 +5,8 @@ import shutil
 import pytest
 from conftest import ROOT, assert_refused, example_flags, launch, read_metrics
 
-from common.training.optimizers import OPTIMIZERS, smaller_optimizers
+from common.training.optimizer_choice import smaller_optimizers
+from common.training.optimizers import OPTIMIZERS
 from tools.plan.memory import Mode, ModelSizes, on_host
 
 TABLE = "OPTIMIZERS: dict[str, OptimizerInfo] = {\n"

@@ -5,10 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-ADAPTER_CONFIG = "adapter_config.json"  # file name that peft uses
-# Subdirectory with the configuration of the model and its labels, next to an adapter with its own head. (A config.json
-# next to an adapter makes transformers load the directory as a full model.)
-CONFIG = "config"
+from common.models.saved_model import ADAPTER_CONFIG, CONFIG
 
 
 def has_own_layers(directory: Path) -> bool:
@@ -25,14 +22,13 @@ def write_config(config: Any, directory: Path) -> None:
         config.save_pretrained(directory / CONFIG)
 
 
-def loading_call(directory: Path, model_class: str | None = None, shown: str | None = None) -> str:
-    """Returns the call that loads a directory with a model or an adapter.
+def loading_call(directory: Path, model_class: str | None, path: str) -> str:
+    """Returns the call that loads an adapter directory.
 
     Only a classifier's adapter has layers of its own. A DoRA adapter needs peft's class, because transformers 5.23
     re-initialises its magnitudes from the base.
-    shown: name of the directory in the call, instead of its path.
     """
-    path, options = shown or directory, ""
+    options = ""
     if (directory / CONFIG).is_dir():
         model_class = model_class or "AutoModelForSequenceClassification"
         # The head of the base may have a different size.

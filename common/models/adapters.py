@@ -1,9 +1,9 @@
 """Flags of an adapter on a frozen base model, and the model that they configure; `models.lora` adds the adapter."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from common.models.load import build_model
@@ -21,19 +21,14 @@ def is_asked(args: Arguments) -> bool:
     return args.shared("lora_rank") is not None
 
 
-def check(args: Arguments, degrees: Degrees) -> Iterator[str]:
-    """Yields a line for each adapter flag that conflicts with other flags or with the launch."""
+def check(args: Arguments, degrees: Degrees) -> Iterable[str]:
+    """Returns a line for each adapter flag that conflicts with other flags or with the launch."""
     if is_asked(args):
-        if degrees.tensor > 1:
-            yield "--lora_rank: matrices that are divided among processes have no adapter; take another config"
-        if not args.model_name_or_path:
-            yield "--lora_rank adapts a pretrained model, and none is named; name one with --model_name_or_path"
-        if args.lora_dropout >= 1:
-            yield f"--lora_dropout {args.lora_dropout:g} is no share that leaves something; give one below 1"
-        return
-    for name in FLAGS:
-        if args.shared(name):
-            yield f"--{name} has no effect without --lora_rank; give that too, or take it out"
+        from common.models import lora
+
+        return lora.check_flags(args, degrees)
+    unused = [name for name in FLAGS if args.shared(name)]
+    return [f"--{name} has no effect without --lora_rank; give that too, or take it out" for name in unused]
 
 
 def flags(args: Arguments) -> tuple[str, ...]:
@@ -67,8 +62,8 @@ def build_base(args: Arguments, config: PreTrainedConfig, model_class: Any = Aut
 
     Raises UserError: as `build_model` and `with_adapter`.
     """
-    where = args.model_name_or_path, args.trust_remote_code
-    return with_adapter(args, build_model(config, *where, model_class, **base_options(args)))
+    path, trusts_code = args.model_name_or_path, args.trust_remote_code
+    return with_adapter(args, build_model(config, path, trusts_code, model_class, **base_options(args)))
 
 
 def empty_base(args: Arguments, config: PreTrainedConfig, model_class: Any) -> PreTrainedModel:
@@ -85,7 +80,7 @@ def with_adapter(args: Arguments, model: PreTrainedModel, new_weights: list[str]
     return lora.add_adapter(args, with_default_alpha(vars(args))["lora_alpha"], model, new_weights)
 
 
-def number_of(weight: Tensor) -> int:
+def number_of(weight: Any) -> int:
     """Returns the number of elements of a parameter, even if ZeRO-3 has partitioned it or it is in 4 bits."""
     if getattr(weight, "quant_state", None) is not None:
         return weight.quant_state.shape.numel()
@@ -96,7 +91,6 @@ def describe_frozen(args: Arguments) -> str:
     """Returns the precision of the frozen weights under an adapter, to follow the precision in the run summary."""
     if not is_asked(args):
         return ""
-    dtype = str(narrow_dtype() or "").removeprefix("torch.")
-    kinds = [f"linear layers in {args.quantize}"] if args.quantize else []
-    kinds += [f"{'other matrices' if kinds else 'matrices'} in {dtype}"] if dtype else []
-    return f"; frozen {', '.join(kinds)}" if kinds else ""
+    from common.models import lora
+
+    return lora.describe_frozen(args)

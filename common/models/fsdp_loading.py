@@ -1,4 +1,9 @@
-"""Shards the weights of the main process over the ranks of FSDP2. Each other rank receives only its shards."""
+"""Shards the weights of the main process over the ranks of FSDP2. Each other rank receives only its shards.
+
+Otherwise each process of a machine would hold the full model until it is sharded. Accelerate's method is not used. It
+identifies an optimizer's parameters by their addresses, but tensors on the meta device have none. It also ties weights
+that a checkpoint keeps separate, and ignores persistent buffers. transformers 5.23 reads the weights on every rank.
+"""
 
 from typing import Any
 

@@ -1,6 +1,7 @@
 """LoRA (arXiv:2106.09685) with peft: trains a few small matrices next to the frozen matrices of a base model."""
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -13,6 +14,25 @@ from transformers.pytorch_utils import Conv1D
 from common.errors import UserError
 from common.models import single_copy
 from common.training.precision import is_deepspeed, is_fsdp, narrow_dtype
+from common.training.process_grid import Degrees
+
+
+def check_flags(args: argparse.Namespace, degrees: Degrees) -> Iterator[str]:
+    """Yields a line for each flag of an adapter that conflicts with other flags or with the launch."""
+    if degrees.tensor > 1:
+        yield "--lora_rank: matrices that are divided among processes have no adapter; take another config"
+    if not args.model_name_or_path:
+        yield "--lora_rank adapts a pretrained model, and none is named; name one with --model_name_or_path"
+    if args.lora_dropout >= 1:
+        yield f"--lora_dropout {args.lora_dropout:g} is no share that leaves something; give one below 1"
+
+
+def describe_frozen(args: argparse.Namespace) -> str:
+    """Returns the precision of the frozen weights, to follow the precision in the run summary."""
+    dtype = str(narrow_dtype() or "").removeprefix("torch.")
+    kinds = [f"linear layers in {args.quantize}"] if args.quantize else []
+    kinds += [f"{'other matrices' if kinds else 'matrices'} in {dtype}"] if dtype else []
+    return f"; frozen {', '.join(kinds)}" if kinds else ""
 
 
 def add_adapter(

@@ -11,7 +11,8 @@ from typing import Any
 
 from common.errors import UserError, refuse
 from common.files import why_not_writable
-from common.training.optimizers import OPTIMIZERS, name_optimizers
+from common.training.optimizer_choice import name_optimizers
+from common.training.optimizers import OPTIMIZERS
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # Keys at the top level of DeepSpeed's file. DeepSpeed silently ignores misspelt keys.

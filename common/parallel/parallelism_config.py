@@ -8,7 +8,8 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from common.training.optimizers import OPTIMIZERS, name_optimizers
+from common.training.optimizer_choice import name_optimizers
+from common.training.optimizers import OPTIMIZERS
 from common.training.process_grid import Degrees
 
 SPLITS = {"sp": "processes a sequence", "tp": "processes a layer", "pp": "stages of a pipeline"}

@@ -15,7 +15,8 @@ from common.internals.accelerate_state import shard_over, shard_without_gpu
 from common.internals.transformers import unsplit_layers
 from common.parallel.deepspeed_files import offload_devices
 from common.parallel.extensions import build_extensions
-from common.training.optimizers import OPTIMIZERS, name_optimizers
+from common.training.optimizer_choice import name_optimizers
+from common.training.optimizers import OPTIMIZERS
 from common.training.process_grid import Degrees
 
 

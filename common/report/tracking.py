@@ -14,9 +14,8 @@ from accelerate import Accelerator
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import reported_in_one_line
-from common.models import export_dtype
-from common.models.adapter_files import loading_call
 from common.models.adapters import describe_frozen, number_of
+from common.models.saved_model import describe_weights, loading_call
 from common.parallel import liveness
 from common.parallel.distributed_mode import describe_mode, describe_precision, running_mode
 from common.parallel.matmul_throughput import advise
@@ -223,7 +222,7 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, i
         *losses,
         *lines,
         *best,
-        f"model      {model} ({export_dtype.describe(model)}; {loading_call(model, model_class)} loads it)",
+        f"model      {model} ({describe_weights(model)}; {loading_call(model, model_class)} loads it)",
         f"metrics    {output_dir / 'metrics.jsonl'}",
         *([f"curves     {picture}"] if picture.is_file() else []),
         f"settings   {output_dir / 'run.json'}",

@@ -1,10 +1,8 @@
 """Optimizers, weight decay per parameter, and learning-rate schedules.
 
-Make the optimizer before `accelerator.prepare`, from the plain model, and set the rate before each step:
-
-    optimizer = make_optimizer("adamw", model, learning_rate=1e-3, weight_decay=0.1)
-    rate = learning_rate(update, schedule="cosine", peak=1e-3, num_updates=1000, warmup_updates=50)
-    set_learning_rate(optimizer, rate)
+optimizer = make_optimizer("adamw", model, learning_rate=1e-3, weight_decay=0.1)  # before accelerator.prepare
+rate = learning_rate(update, schedule="cosine", peak=1e-3, num_updates=1000, warmup_updates=50)
+set_learning_rate(optimizer, rate)  # before each step
 """
 
 import math
@@ -21,16 +19,17 @@ from torch import nn
 from common.errors import UserError
 
 # Modules whose weight counts as a matrix for any sizes: a regression head has shape (1, width) and is decayed.
-MATRIX_MODULES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-MATRIX_MODULES += (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
-# Language models are trained with (0.9, 0.95): GPT-3, LLaMA, nanoGPT. torch's 0.999 averages the squared gradient over
-# 1000 updates. This is longer than many of these runs, and a bad batch would have an effect for as long.
+MATRIX_MODULES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d) + (
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+# As GPT-3, LLaMA and nanoGPT. torch's 0.999 averages over 1000 updates, which is longer than many of these runs.
 ADAM_BETAS = (0.9, 0.95)
 SGD_MOMENTUM = 0.9
 COSINE_FLOOR = 0.1  # fraction of the peak: the final rate of Chinchilla (arXiv:2203.15556), LLaMA and nanoGPT
 WSD_DECAY = 5  # the decay is the last 1/5 of all updates, rounded up
-
+Groups = list[dict[str, Any]]
 
 # No percent signs: argparse would read them as format codes.
 SCHEDULES = {
@@ -43,25 +42,15 @@ SCHEDULES = {
 
 def parameter_groups(
     model: nn.Module, weight_decay: float, head: Collection[str] = (), head_ratio: float = 1.0
-) -> list[dict[str, Any]]:
-    """Splits the trainable parameters into groups with and without weight decay.
+) -> Groups:
+    """Splits the trainable parameters into the groups `decay`, `no_decay`, `head_decay` and `head_no_decay`.
 
-    Decayed: matrices, convolutions, stacked expert weights and embeddings. Not decayed: parameters of norm layers,
-    biases, and parameters that are at most a vector (scales, gates, a class token). Embeddings are decayed as in
-    nanoGPT and `transformers.Trainer`, because tied embeddings are also the head, which must not grow without bound. A
-    tied weight appears once, a frozen weight never.
+    Matrices, convolutions, stacked expert weights and embeddings are decayed; norms, biases and vectors are not.
+    Embeddings are decayed as in nanoGPT and `transformers.Trainer`, because tied embeddings are also the head, which
+    must not grow without bound. Groups without parameters are omitted, because DeepSpeed cannot flatten them.
 
-    Call it before `accelerator.prepare`, while parameters still have their shapes. If DeepSpeed has already partitioned
-    a parameter (ZeRO-3 builds partitioned models), its shape is in `ds_shape`.
+    head: names of weights with `head_ratio` times the learning rate of the others.
 
-    Args:
-        head: names of weights with a separate learning rate, `head_ratio` times that of the others. They are in
-            separate groups if the ratio is not 1.
-
-    Returns:
-        One dict each for `decay`, `no_decay`, `head_decay` and `head_no_decay`, with keys `name`, `params` (in the
-            model's order), `weight_decay` and `rate_ratio`. Groups without parameters are omitted, because DeepSpeed
-            cannot flatten them.
     Raises UserError: the model has no trainable parameter.
     """
     decayed: dict[nn.Parameter, bool] = {}
@@ -89,30 +78,21 @@ def parameter_groups(
 
 def _head_parameters(model: nn.Module, names: Collection[str]) -> set[nn.Parameter]:
     """Returns the parameters with these names; next to an adapter, peft trains a copy under a longer name."""
-    found = set()
-    for name, parameter in model.named_parameters():
-        module, _, weight = name.partition(".modules_to_save.default.")
-        if name in names or f"{module}.{weight}" in names:
-            found.add(parameter)
-    return found
+    copy = ".modules_to_save.default."
+    return {p for name, p in model.named_parameters() if name in names or name.replace(copy, ".") in names}
 
 
 def _is_decayed(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
     """Returns whether weight decay applies to `parameter`, which `module` itself owns under `name`."""
-    shape = getattr(parameter, "ds_shape", parameter.shape)
+    shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 has already partitioned the parameter
     if isinstance(module, MATRIX_MODULES):
         return len(shape) > 1
-    # A norm over several dimensions has a weight with as many dimensions (Cohere's and Chameleon's norm per head). Each
-    # model of transformers defines its own norm class, mostly unrelated to torch's, so only the class name identifies
-    # it.
-    if "norm" in type(module).__name__.lower():
+    # The weight of a norm may have several dimensions. Most norms of transformers have their own unrelated classes, so
+    # only the class name identifies them. Mamba excludes its time constants (A_log), a matrix only by shape.
+    if "norm" in type(module).__name__.lower() or name == "A_log":
         return False
-    # Mamba's time constants, one per channel and state, are a matrix only by shape. Its authors exclude them from
-    # decay.
-    if name == "A_log":
-        return False
-    # Parameters that belong to a model's own class: a router or a stack of experts has several sizes above 1. A class
-    # token (1, 1, width) and a scale per channel (1, channels, 1, 1) are vectors in effect.
+    # A router or a stack of experts has several sizes above 1. A class token (1, 1, width) and a scale per channel
+    # (1, channels, 1, 1) are vectors in effect.
     return sum(size > 1 for size in shape) > 1
 
 
@@ -126,14 +106,12 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Returns an optimizer of `OPTIMIZERS` over the groups of `parameter_groups`. Call it before `accelerator.prepare`.
 
-    The weights named in `head` are trained at `head_learning_rate`, all others at `learning_rate`.
-
-    Weight decay is decoupled: an update subtracts learning_rate x weight_decay of each decayed parameter
-    (arXiv:1711.05101). Only sgd adds it to the gradient, so it passes through the momentum.
+    The weights named in `head` are trained at `head_learning_rate`, all others at `learning_rate`. Weight decay is
+    decoupled: an update subtracts learning_rate x weight_decay of each decayed parameter (arXiv:1711.05101). Only sgd
+    adds it to the gradient, so it passes through the momentum.
 
     Raises UserError: no parameter is trainable, or bitsandbytes is not installed.
     """
-    assert name in OPTIMIZERS, name
     ratio = head_learning_rate / learning_rate if head_learning_rate else 1.0
     groups = parameter_groups(model, weight_decay, head, ratio)
     if weight_decay > 0 and not any(group["weight_decay"] for group in groups):
@@ -143,73 +121,43 @@ def make_optimizer(
     return OPTIMIZERS[name].build(groups, model, learning_rate)
 
 
-def _adamw_8bit(groups: list[dict[str, Any]], model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """Returns bitsandbytes' AdamW (arXiv:2110.02861), with 32-bit embedding states as its authors recommend."""
-    try:
-        import bitsandbytes  # imported here: it takes seconds, and may not be installed
-    except ImportError as error:
-        raise UserError(f"--optimizer adamw8bit needs bitsandbytes ({error}): pip install bitsandbytes") from error
-    from common.internals.bitsandbytes import use_own_manager
+def _adamw_8bit(groups: Groups, model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    from common.training.adamw_8bit import adamw_8bit
 
-    optimizer = bitsandbytes.optim.AdamW8bit(groups, lr=learning_rate, betas=ADAM_BETAS)
-    use_own_manager(optimizer)
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            optimizer.mng.register_module_override(module, "weight", {"optim_bits": 32})
-    return optimizer
+    return adamw_8bit(groups, model, learning_rate, ADAM_BETAS)
 
 
-def _adamw(groups: list[dict[str, Any]], model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=ADAM_BETAS, fused=True)
-
-
-def _adafactor(groups: list[dict[str, Any]], model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    # Not torch.optim.Adafactor: there the update is learning_rate x RMS(parameter), so AdamW's learning rates barely
-    # move the model. It also limits the learning rate to 1/sqrt(update), which overrides the schedule. These settings
-    # turn both off.
+def _adafactor(groups: Groups, _: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    # In torch.optim.Adafactor, the update is learning_rate x RMS(parameter), and the rate at most 1/sqrt(update).
     from transformers.optimization import Adafactor
 
     return Adafactor(groups, lr=learning_rate, scale_parameter=False, relative_step=False, warmup_init=False)
-
-
-def _sgd(groups: list[dict[str, Any]], model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=learning_rate, momentum=SGD_MOMENTUM, fused=True)
 
 
 @dataclass(frozen=True)
 class OptimizerInfo:
     """The properties of an optimizer that other code uses. A new optimizer needs only an entry in `OPTIMIZERS`.
 
-    Attributes:
-        build: creates the optimizer from parameter groups, the model and the learning rate.
-        description: one line for `--help`.
-        state_bytes: bytes of state per float32 parameter of a weight matrix.
-        is_elementwise: whether each element is updated from its own gradient and state alone, and the state has the
-            parameter's shape. Such an optimizer also works on shards and parts of layers (FSDP2, ZeRO, tensor
-            parallelism), and its checkpoints resume in every mode. Others require full tensors on each process.
-        uses_adamw_rate: whether AdamW's learning rate suits it, so that it can be recommended to save memory.
-        aliases: its names in other training scripts.
-        class_names: classes whose checkpoints have the same kinds of state for every weight.
-        deepspeed_types: its types in an `optimizer` section of a DeepSpeed file, in lower case.
-        deepspeed_params: parameters of such a section that have no flag, with their values.
-        deepspeed_offloads: whether DeepSpeed's optimizer for offloaded state computes the same updates.
+    An elementwise optimizer updates each element from its own gradient and state alone, and its state has the
+    parameter's shape. So it also works on shards and parts of layers, and its checkpoints resume in every mode. Others
+    require full tensors on each process.
     """
 
-    build: Callable[[list[dict[str, Any]], nn.Module, float], torch.optim.Optimizer]
-    description: str
-    state_bytes: float
+    build: Callable[[Groups, nn.Module, float], torch.optim.Optimizer]  # from groups, model and learning rate
+    description: str  # one line for --help
+    state_bytes: float  # per float32 parameter of a weight matrix
     is_elementwise: bool = False
-    uses_adamw_rate: bool = False
-    aliases: tuple[str, ...] = ()
-    class_names: tuple[str, ...] = ()
-    deepspeed_types: tuple[str, ...] = ()
-    deepspeed_params: dict[str, Any] = field(default_factory=dict)
-    deepspeed_offloads: bool = False
+    uses_adamw_rate: bool = False  # so that it can be recommended to save memory
+    aliases: tuple[str, ...] = ()  # names in other training scripts
+    class_names: tuple[str, ...] = ()  # classes whose checkpoints have the same kinds of state for every weight
+    deepspeed_types: tuple[str, ...] = ()  # lower-case types in an `optimizer` section of a DeepSpeed file
+    deepspeed_params: dict[str, Any] = field(default_factory=dict)  # parameters of that section that have no flag
+    deepspeed_offloads: bool = False  # whether DeepSpeed's optimizer for offloaded state computes the same updates
 
 
 OPTIMIZERS: dict[str, OptimizerInfo] = {
     "adamw": OptimizerInfo(
-        _adamw,
+        lambda groups, _, rate: torch.optim.AdamW(groups, lr=rate, betas=ADAM_BETAS, fused=True),
         "AdamW in one fused kernel; the default",
         state_bytes=8,
         is_elementwise=True,
@@ -217,13 +165,8 @@ OPTIMIZERS: dict[str, OptimizerInfo] = {
         aliases=("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"),
         class_names=("AdamW", "DeepSpeedCPUAdam"),
         deepspeed_types=("adam", "adamw"),  # DeepSpeed's Adam is AdamW too, unless adam_w_mode is false
-        deepspeed_params={
-            "betas": list(ADAM_BETAS),
-            "eps": 1e-8,
-            "adam_w_mode": True,
-            "bias_correction": True,
-            "amsgrad": False,
-        },
+        deepspeed_params={"betas": list(ADAM_BETAS), "eps": 1e-8}
+        | {"adam_w_mode": True, "bias_correction": True, "amsgrad": False},
         deepspeed_offloads=True,
     ),
     "adamw8bit": OptimizerInfo(
@@ -240,7 +183,7 @@ OPTIMIZERS: dict[str, OptimizerInfo] = {
         uses_adamw_rate=True,
     ),
     "sgd": OptimizerInfo(
-        _sgd,
+        lambda groups, _, rate: torch.optim.SGD(groups, lr=rate, momentum=SGD_MOMENTUM, fused=True),
         "momentum 0.9; needs a learning rate some 30 times AdamW's",
         state_bytes=4,
         is_elementwise=True,
@@ -249,27 +192,6 @@ OPTIMIZERS: dict[str, OptimizerInfo] = {
         deepspeed_params={"momentum": SGD_MOMENTUM, "dampening": 0, "nesterov": False},
     ),
 }
-
-
-def name_optimizers(*properties: str) -> str:
-    """Returns the names of the optimizers that have all of these properties, for a message: "adamw or sgd"."""
-    names = [name for name, info in OPTIMIZERS.items() if all(getattr(info, each) for each in properties)]
-    return " or ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
-
-
-def smaller_optimizers(name: str, is_split: bool) -> list[str]:
-    """Returns the optimizers with less state that can replace `name` at AdamW's learning rate.
-
-    Args:
-        is_split: whether processes hold shards of the weights or parts of layers.
-    """
-    return [
-        other
-        for other, info in OPTIMIZERS.items()
-        if info.state_bytes < OPTIMIZERS[name].state_bytes
-        and info.uses_adamw_rate
-        and (info.is_elementwise or not is_split)
-    ]
 
 
 def optimizers_help() -> str:
@@ -281,16 +203,14 @@ def optimizers_help() -> str:
 def learning_rate(update: int, schedule: str, peak: float, num_updates: int, warmup_updates: int) -> float:
     """Returns the learning rate of update `update` (0 to `num_updates` - 1): a pure function, so no state is saved.
 
-    Warm-up: peak x (update + 1) / (warmup_updates + 1). It is above 0 in the first update, and the peak at
-    `warmup_updates`.
-    Then, with r = (num_updates - update) / (num_updates - warmup_updates), from 1 down to above 0 at the last update:
+    Warm-up: peak x (update + 1) / (warmup_updates + 1), the peak at `warmup_updates`. Then, with
+    r = (num_updates - update) / (num_updates - warmup_updates):
     - linear: peak x r
     - cosine: peak x (0.1 + 0.9 x (1 - cos(pi r)) / 2) (arXiv:1608.03983)
     - wsd: the peak, then linear decay to 0 over the last 20 % of the updates. From MiniCPM (arXiv:2404.06395), which
       decays over 10 %; arXiv:2405.18392 finds that 20 % is on par with cosine.
     """
-    # Not transformers.get_scheduler: its warm-up starts with an update at rate 0 (shifted by one update, its decays
-    # would end at 0). It also needs an optimizer and a saved state, for a function of a single number.
+    # Not transformers.get_scheduler: its warm-up starts with an update at rate 0, and it needs a saved state.
     assert schedule in SCHEDULES and max(update, warmup_updates) < num_updates, (schedule, update, warmup_updates)
     if update < warmup_updates:
         return peak * (update + 1) / (warmup_updates + 1)
@@ -305,41 +225,11 @@ def learning_rate(update: int, schedule: str, peak: float, num_updates: int, war
     return peak
 
 
-def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Returns the recipe's optimizer (or DeepSpeed's, made from it) from inside the wrappers."""
-    while is_wrapper(optimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-def is_wrapper(optimizer: Any) -> bool:
-    """Returns whether this is a wrapper of Accelerate or DeepSpeed.
-
-    A recipe's own optimizer may also have an attribute `optimizer`.
-    """
-    if isinstance(optimizer, AcceleratedOptimizer):
-        return True
-    deepspeed = sys.modules.get("deepspeed.runtime.base_optimizer")
-    return deepspeed is not None and isinstance(optimizer, deepspeed.DeepSpeedOptimizer)
-
-
-def wrapped_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Returns the optimizers in an optimizer's attributes, also in lists and dicts; innermost last."""
-    found = [optimizer]
-    for outer in found:
-        for value in vars(outer).values():
-            values = (
-                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-            )
-            found += [one for one in values if isinstance(one, torch.optim.Optimizer) and one not in found]
-    return found[1:]
-
-
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Sets the learning rate; `optimizer` may be the object that `accelerator.prepare` returned.
+    """Sets the learning rate; each group keeps its ratio to it, its `rate_ratio`.
 
-    Each group keeps its ratio to this learning rate, its `rate_ratio`. In an optimizer from elsewhere, this is the
-    group's learning rate divided by the optimizer's, at the first call.
+    In an optimizer that `make_optimizer` has not made, the ratio is the group's learning rate divided by the
+    optimizer's, at the first call.
     """
     for group in optimizer.param_groups:
         if "rate_ratio" not in group:
@@ -348,23 +238,26 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
         group["lr"] = value * group["rate_ratio"]
 
 
-def check_rate(optimizer: torch.optim.Optimizer) -> None:
-    """Checks that `set_learning_rate` reaches every trained group of the optimizer from `accelerator.prepare`.
+def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """Returns the recipe's optimizer (or DeepSpeed's, made from it) from inside the wrappers."""
+    while is_wrapper(optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
 
-    Raises UserError: an inner optimizer has separate groups.
-    """
-    inner = inner_optimizer(optimizer)
-    groups = [(one, group) for one in (inner, *wrapped_optimizers(inner)) for group in one.param_groups]
-    before = [group["lr"] for _, group in groups]
-    set_learning_rate(optimizer, probe := 0.12345)
-    missed = [
-        one for one, group in groups if group["params"] and group["lr"] != probe * group.get("rate_ratio", math.nan)
-    ]
-    for (_, group), rate in zip(groups, before, strict=True):
-        group["lr"] = rate
-    if missed:
-        raise UserError(
-            f"optimizer {type(inner).__name__}: the learning rate does not reach the "
-            f"{type(missed[0]).__name__} inside; share the groups: "
-            "self.param_groups = [*first.param_groups, *second.param_groups]"
-        )
+
+def is_wrapper(optimizer: Any) -> bool:
+    """Returns whether this is a wrapper of Accelerate or DeepSpeed: a recipe's own may also have `optimizer`."""
+    deepspeed = sys.modules.get("deepspeed.runtime.base_optimizer")
+    is_deepspeed = deepspeed is not None and isinstance(optimizer, deepspeed.DeepSpeedOptimizer)
+    return is_deepspeed or isinstance(optimizer, AcceleratedOptimizer)
+
+
+def wrapped_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Returns the optimizers in an optimizer's attributes, also in lists and dicts; innermost last."""
+    found = [optimizer]
+    for outer in found:
+        for value in vars(outer).values():
+            values = list(value.values()) if isinstance(value, dict) else value
+            values = values if isinstance(values, list | tuple) else [values]
+            found += [inner for inner in values if isinstance(inner, torch.optim.Optimizer) and inner not in found]
+    return found[1:]

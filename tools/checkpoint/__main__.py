@@ -5,8 +5,7 @@ from pathlib import Path
 
 from common.checkpoint.read import find_best, find_damage, list_checkpoints
 from common.errors import CommandParser, UserError
-from common.models.adapter_files import loading_call
-from common.models.export_dtype import EXPORT_DTYPES
+from common.models.saved_model import EXPORT_DTYPES, loading_call
 from common.report.killed_runs import describe_killed
 from tools.checkpoint.export import export
 from tools.checkpoint.push import push

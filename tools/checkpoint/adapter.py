@@ -12,7 +12,8 @@ from common.errors import UserError, one_line
 from common.files import fingerprint
 from common.internals.transformers_uncommon import make_model
 from common.models import export_dtype
-from common.models.adapter_files import ADAPTER_CONFIG, has_own_layers, write_config
+from common.models.adapter_files import has_own_layers, write_config
+from common.models.saved_model import ADAPTER_CONFIG
 
 
 def class_of(manifest: dict[str, Any]) -> Any:

@@ -19,7 +19,7 @@ from common.errors import UserError, one_line
 from common.files import PARTIAL, complete_or_absent
 from common.internals.transformers_uncommon import make_model
 from common.models import export_dtype
-from common.models.adapter_files import ADAPTER_CONFIG
+from common.models.saved_model import ADAPTER_CONFIG
 from tools.checkpoint.adapter import class_of, is_adapter, write_adapter
 
 # Suffixes of the files in model/ that are exported: settings and tokenizer formats, never code or pickles.

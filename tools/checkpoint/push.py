@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from common.errors import UserError, one_line
-from common.models.adapter_files import ADAPTER_CONFIG
+from common.models.saved_model import ADAPTER_CONFIG
 
 # Fixes for errors of the hub, by HTTP status.
 ADVICE = {

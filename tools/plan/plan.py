@@ -16,7 +16,8 @@ from common.errors import UserError
 from common.host_memory import format_bytes
 from common.models import adapters, model_setup
 from common.training.batching import Samples
-from common.training.optimizers import OPTIMIZERS, smaller_optimizers
+from common.training.optimizer_choice import smaller_optimizers
+from common.training.optimizers import OPTIMIZERS
 from common.training.process_grid import Degrees
 from tools.plan import configs, hardware
 from tools.plan.cost import Cost, count_micro_batches, estimate_cost

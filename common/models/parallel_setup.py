@@ -1,0 +1,70 @@
+"""Applies parallelism other than DDP and ZeRO to a model, and collects its full weights."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from common.models.single_copy import has_one_copy, holds_weights
+from common.parallel.liveness import wait_for_all
+from common.training import token_budget
+from common.training.process_grid import Degrees, running
+
+
+def check_model(
+    config: PreTrainedConfig, model_class: Any, make_empty: Callable[[], PreTrainedModel], degrees: Degrees
+) -> list[str]:
+    """Implements `model_setup.check_model` for a group of ranks that shares sequences or layers."""
+    if degrees.sequence > 1:
+        from common.parallel import sequence
+
+        return list(sequence.check_model(config, model_class, degrees))
+    from common.parallel import tensor
+
+    return list(tensor.check_model(config, make_empty, degrees))
+
+
+def whole_weights(accelerator: Accelerator, model: nn.Module) -> Any:
+    """Returns the full weights on the main process, or None; call it on all ranks together."""
+    bare = model if isinstance(model, PreTrainedModel) else getattr(model, "module", model)
+    if hasattr(bare, "pipeline_stages"):
+        return bare.pipeline_stages.whole_weights(bare)
+    if hasattr(bare, "shares"):
+        from common.parallel import tensor
+
+        return tensor.whole_state_dict(bare)
+    return accelerator.get_state_dict(model)
+
+
+def prepare(accelerator: Accelerator, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """Implements `model_setup.prepare` for FSDP2, groups that share sequences or layers, and adjusted token budgets."""
+    weights = {name: p.detach() for name, p in model.named_parameters()} if has_one_copy() and holds_weights() else {}
+    if running().sequence > 1:
+        from common.parallel import sequence
+
+        sequence.share_sequences(model, running())
+    if running().tensor > 1:
+        from common.parallel import tensor
+
+        tensor.cut_model(model, optimizer, running())
+    if has_one_copy():
+        from common.models import fsdp_loading
+
+        return fsdp_loading.prepare(accelerator, model, optimizer, weights)
+    wait_for_all()  # some ranks may read their data or model for a long time
+    if token_budget.adjusting():
+        return _without_ddp(accelerator, model), accelerator.prepare(optimizer)
+    return accelerator.prepare(model, optimizer)
+
+
+def _without_ddp(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Returns the model with the main process's weights, but without DDP, which sums gradients during backward."""
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    if accelerator.num_processes > 1:
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.data, src=0)
+    return model

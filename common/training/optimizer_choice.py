@@ -1,0 +1,50 @@
+"""Names of suitable optimizers for messages, and the check of an optimizer that wraps others."""
+
+import math
+
+import torch
+
+from common.errors import UserError
+from common.training.optimizers import OPTIMIZERS, inner_optimizer, set_learning_rate, wrapped_optimizers
+
+
+def name_optimizers(*properties: str) -> str:
+    """Returns the names of the optimizers that have all of these properties, for a message: "adamw or sgd"."""
+    names = [name for name, info in OPTIMIZERS.items() if all(getattr(info, each) for each in properties)]
+    return " or ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+
+
+def smaller_optimizers(name: str, is_split: bool) -> list[str]:
+    """Returns the optimizers with less state that can replace `name` at AdamW's learning rate.
+
+    is_split: whether processes hold shards of the weights or parts of layers.
+    """
+    return [
+        other
+        for other, info in OPTIMIZERS.items()
+        if info.state_bytes < OPTIMIZERS[name].state_bytes
+        and info.uses_adamw_rate
+        and (info.is_elementwise or not is_split)
+    ]
+
+
+def check_rate(optimizer: torch.optim.Optimizer) -> None:
+    """Checks that `set_learning_rate` reaches every trained group of the optimizer from `accelerator.prepare`.
+
+    Raises UserError: an inner optimizer has separate groups.
+    """
+    inner = inner_optimizer(optimizer)
+    groups = [(owner, group) for owner in (inner, *wrapped_optimizers(inner)) for group in owner.param_groups]
+    before = [group["lr"] for _, group in groups]
+    set_learning_rate(optimizer, probe := 0.12345)
+    missed = [
+        owner for owner, group in groups if group["params"] and group["lr"] != probe * group.get("rate_ratio", math.nan)
+    ]
+    for (_, group), rate in zip(groups, before, strict=True):
+        group["lr"] = rate
+    if missed:
+        raise UserError(
+            f"optimizer {type(inner).__name__}: the learning rate does not reach the "
+            f"{type(missed[0]).__name__} inside; share the groups: "
+            "self.param_groups = [*first.param_groups, *second.param_groups]"
+        )
