@@ -1,4 +1,4 @@
-"""The files of an adapter directory besides those of peft, and the call that loads them."""
+"""The files of an adapter directory besides those of peft."""
 
 import copy
 import json
@@ -20,25 +20,3 @@ def write_config(config: Any, directory: Path) -> None:
         config = copy.deepcopy(config)
         config.dtype = None  # the dtype of the base's files applies, whatever the run's precision
         config.save_pretrained(directory / CONFIG)
-
-
-def loading_call(directory: Path, model_class: str | None, path: str) -> str:
-    """Returns the call that loads an adapter directory.
-
-    Only a classifier's adapter has layers of its own. A DoRA adapter needs peft's class, because transformers 5.23
-    re-initialises its magnitudes from the base.
-    """
-    options = ""
-    if (directory / CONFIG).is_dir():
-        model_class = model_class or "AutoModelForSequenceClassification"
-        # The head of the base may have a different size.
-        options = f', config=AutoConfig.from_pretrained("{path}", subfolder="{CONFIG}"), ignore_mismatched_sizes=True'
-    adapter = directory / ADAPTER_CONFIG
-    settings = json.loads(adapter.read_text()) if adapter.is_file() else {}
-    if settings.get("use_dora"):
-        base = settings["base_model_name_or_path"]
-        model = f'{model_class}.from_pretrained("{base}"{options})' if model_class else "base"
-        return f'PeftModel.from_pretrained({model}, "{path}")'
-    if not options:
-        return f"{model_class}.from_pretrained" if model_class else "from_pretrained"
-    return f'{model_class}.from_pretrained("{path}"{options})'

@@ -1,5 +1,6 @@
 """The files of a saved model: their dtype and size, and the call that loads them."""
 
+import json
 from pathlib import Path
 
 from safetensors import safe_open
@@ -28,8 +29,9 @@ def loading_call(directory: Path, model_class: str | None = None, shown: str | N
 
     shown: name of the directory in the call, instead of its path.
     """
-    if (directory / ADAPTER_CONFIG).is_file() or (directory / CONFIG).is_dir():
-        from common.models import adapter_files
+    if (adapter := directory / ADAPTER_CONFIG).is_file():
+        from common.models.adapter_call import describe_call
 
-        return adapter_files.loading_call(directory, model_class, shown or str(directory))
+        subfolder = CONFIG if (directory / CONFIG).is_dir() else ""
+        return describe_call(json.loads(adapter.read_text()), subfolder, model_class, shown or str(directory))
     return f"{model_class}.from_pretrained" if model_class else "from_pretrained"

@@ -1,0 +1,27 @@
+"""The call that loads an adapter."""
+
+from typing import Any
+
+
+def describe_call(settings: dict[str, Any], subfolder: str, model_class: str | None, path: str) -> str:
+    """Returns the call that loads an adapter directory.
+
+    Only a classifier's adapter has layers of its own. A DoRA adapter needs peft's class, because transformers 5.23
+    re-initialises its magnitudes from the base.
+
+    settings: peft's configuration of the adapter. subfolder: subdirectory with the configuration of a model with its
+    own head, or empty.
+    """
+    options = ""
+    if subfolder:
+        model_class = model_class or "AutoModelForSequenceClassification"
+        # The head of the base may have a different size.
+        options = f', config=AutoConfig.from_pretrained("{path}", subfolder="{subfolder}"), '
+        options += "ignore_mismatched_sizes=True"
+    if settings.get("use_dora"):
+        base = settings["base_model_name_or_path"]
+        model = f'{model_class}.from_pretrained("{base}"{options})' if model_class else "base"
+        return f'PeftModel.from_pretrained({model}, "{path}")'
+    if not options:
+        return f"{model_class}.from_pretrained" if model_class else "from_pretrained"
+    return f'{model_class}.from_pretrained("{path}"{options})'
