@@ -4,12 +4,10 @@ import errno
 import fcntl
 import itertools
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -72,35 +70,6 @@ def _write_directly(file: FileIO, part: memoryview) -> int:
     return done
 
 
-# Error numbers of a full, read-only, inaccessible or broken disk, and of a path of the wrong type.
-DISK_ERRORS = {
-    getattr(errno, name)
-    for name in ("ENOSPC", "EDQUOT", "EROFS", "EIO", "EFBIG", "EACCES", "EISDIR", "ENOTDIR", "EBUSY")
-}
-
-# Error numbers that cannot be caused by a wrong path or name in the code.
-FULL_OR_BROKEN = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
-
-
-def disk_line(error: Exception, what: str, directory: Path, needed: int, advice: str) -> str:
-    """Returns one line for a disk error that `disk_error_number` recognises, or for any OSError."""
-    existing = next(path for path in [directory, *directory.absolute().parents] if path.is_dir())
-    number, where = disk_error_number(error), getattr(error, "filename", None) or directory
-    reason = os.strerror(number) if number else getattr(error, "strerror", None) or error
-    size = f"{needed:,} bytes needed, " if needed else ""
-    free = shutil.disk_usage(existing).free
-    return f"disk: {what}: {reason} ({where}); {size}{free:,} free; make room or mend it, then {advice}"
-
-
-def disk_error_number(error: BaseException) -> int | None:
-    """Returns the number of a disk error, parsed from the text if safetensors raised it; None for all other errors."""
-    number = getattr(error, "errno", None)
-    if number is None and type(error).__name__ == "SafetensorError":
-        told = re.search(r"os error (\d+)", str(error))
-        number = int(told[1]) if told else errno.ENOSPC if "No space left" in str(error) else None
-    return number if number in DISK_ERRORS else None
-
-
 def why_not_writable(directory: Path | str) -> str | None:
     """Returns the reason why no file can be created in a directory, or None.
 
@@ -131,9 +100,12 @@ def complete_or_absent(
         replace_directory(partial, directory)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if not isinstance(error, Exception) or disk_error_number(error) is None:
+        from common import disk_errors
+
+        if not isinstance(error, Exception) or disk_errors.disk_error_number(error) is None:
             raise
-        raise UserError(disk_line(error, f"{directory} could not be written", directory.parent, 0, advice)) from error
+        line = disk_errors.disk_line(error, f"{directory} could not be written", directory.parent, 0, advice)
+        raise UserError(line) from error
 
 
 def make_new_directory(path: Path) -> Path:
@@ -150,30 +122,10 @@ def make_new_directory(path: Path) -> Path:
 _locks: dict[Path, FileLock] = {}  # held until this process ends
 
 
-def is_locked(path: Path) -> bool:
-    """Returns whether a process holds this lock file. Does not create or change it."""
-    try:
-        with open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # missing or not readable
-        return False
-    return False
-
-
 def find_lost_directory() -> Path | None:
     """Returns an output directory that this process has locked and that no longer exists, or None."""
     taken = (directory for directory, lock in _locks.items() if lock.is_locked)
     return next((directory for directory in taken if not (directory / LOCK).exists()), None)
-
-
-def lost_line(directory: Path) -> str:
-    """Returns the message for a directory that `find_lost_directory` returned."""
-    return (
-        f"--output_dir {directory}: the directory was deleted or moved while the run wrote there; start again, with "
-        "--resume if it was moved, and leave it in place until the run has ended"
-    )
 
 
 def lock_output_dir(directory: Path) -> None:
@@ -215,19 +167,3 @@ def replace_directory(partial: Path, directory: Path) -> None:
     else:
         partial.rename(directory)
     fsync(directory.parent)
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """Returns the weight files of a transformers model."""
-    return sorted(path for kind in ("*.safetensors", "*.bin") for path in directory.glob(kind))
-
-
-@cache
-def fingerprint(directory: Path) -> str:
-    """Returns the XXH3 digest of the weight files of a transformers model; each process reads them once."""
-    whole = xxhash.xxh3_64()
-    for path in weight_files(directory):
-        with open(path, "rb") as file:
-            while piece := file.read(1 << 24):
-                whole.update(piece)
-    return whole.hexdigest()

@@ -14,6 +14,7 @@ LAYERS = [
     "versions",
     "internals",
     "redaction",
+    "disk_errors",
     "files",
     "peak_memory",
     "host_memory",

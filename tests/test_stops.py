@@ -33,8 +33,8 @@ from running import Run, num_updates, wait_for_updates, wait_until
 
 from common import launcher
 from common.data.cache import cached
-from common.files import PARTIAL, is_locked
-from common.report.killed_runs import describe_killed
+from common.files import PARTIAL
+from common.report.killed_runs import describe_killed, is_locked
 from tools.checkpoint import __main__ as checkpoint
 from tools.compare.runs import read_runs
 

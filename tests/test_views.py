@@ -12,8 +12,7 @@ from conftest import assert_refused, example_flags, read_metrics, results_of, ru
 
 from common.checkpoint.differences import differences
 from common.checkpoint.resume import begin_state
-from common.data.hub import identify_pretrained
-from common.files import fingerprint
+from common.data.hub import fingerprint, identify_pretrained
 
 BATCH = ["--global_batch_size", 8, "--warmup_updates", 1, "--learning_rate", 1e-3]
 

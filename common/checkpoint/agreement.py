@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 
 from common.errors import UserError
-from common.files import PARTIAL, disk_line
+from common.files import PARTIAL
 from common.parallel.liveness import is_soon
 
 
@@ -73,6 +73,8 @@ class Agreement:
         """Returns this rank's message for an error of its disk."""
         has_any = any(not path.name.endswith(PARTIAL) for path in self.directory.glob("update-*"))
         advice = "start again with --resume: the last complete checkpoint is untouched" if has_any else "start again"
+        from common.disk_errors import disk_line
+
         return disk_line(error, "no checkpoint could be written", self.directory, self.needed, advice)
 
     def share_output_dir(self, args: argparse.Namespace) -> None:

@@ -7,8 +7,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import xxhash
+
 from common.errors import UserError, one_line
-from common.files import fingerprint, weight_files
 from common.internals.huggingface_hub import is_offline, set_offline
 from common.parallel.liveness import decided_by_main, is_soon
 
@@ -98,6 +99,22 @@ def locate_pretrained(name_or_path: str) -> tuple[dict[str, Any], str | None]:
         return {"pretrained_model_name_or_path": str(Path(name_or_path).expanduser())}, place.problem
     where = {"pretrained_model_name_or_path": name_or_path, "local_files_only": place.problem is not None}
     return where | ({"revision": place.revision} if place.revision else {}), place.problem
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Returns the weight files of a transformers model."""
+    return sorted(path for kind in ("*.safetensors", "*.bin") for path in directory.glob(kind))
+
+
+@cache
+def fingerprint(directory: Path) -> str:
+    """Returns the XXH3 digest of the weight files of a transformers model; each process reads them once."""
+    whole = xxhash.xxh3_64()
+    for path in weight_files(directory):
+        with open(path, "rb") as file:
+            while piece := file.read(1 << 24):
+                whole.update(piece)
+    return whole.hexdigest()
 
 
 def identify_pretrained(name_or_path: str) -> str:

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from accelerate import Accelerator
 import common
 from common import launcher
 from common.errors import UserError, reported_in_one_line
-from common.files import FULL_OR_BROKEN, disk_error_number, disk_line, find_lost_directory, lost_line
+from common.files import find_lost_directory
 from common.parallel import liveness
 from common.parallel.liveness import wait_for_all
 from common.redaction import print_exception, redact
@@ -81,13 +80,10 @@ def user_mistakes_end_here() -> Iterator[None]:
         _end_interrupted()
     except BaseException as error:
         _end_data_workers()
-        lost = find_lost_directory()
-        if lost is not None and isinstance(error, Exception):
-            exit_with_mistakes([lost_line(lost)])
-        if disk_error_number(error) in FULL_OR_BROKEN:
-            where = Path(getattr(error, "filename", None) or ".")
-            advice = "start again; a run goes on from its last checkpoint with --resume"
-            exit_with_mistakes([disk_line(error, "a file could not be read or written", where, 0, advice)])
+        from common.disk_errors import explain_disk_error
+
+        if line := explain_disk_error(error, find_lost_directory()):
+            exit_with_mistakes([line])
         if explain_error:
             with suppress(MemoryError):  # the original error is more informative
                 explain_error(error)

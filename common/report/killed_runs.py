@@ -1,5 +1,6 @@
 """Describes the progress of a killed run, from its run.json and metrics.jsonl."""
 
+import fcntl
 import json
 import os
 import re
@@ -8,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.files import LOCK, is_locked
+from common.files import LOCK
 
 
 def describe_killed(output_dir: Path, is_over: bool = False) -> str | None:
@@ -37,6 +38,18 @@ def describe_killed(output_dir: Path, is_over: bool = False) -> str | None:
     if not is_over and run.get("host") not in (None, socket.gethostname()):
         return f"running on host {run['host']}, or {how}"
     return how
+
+
+def is_locked(path: Path) -> bool:
+    """Returns whether a process holds this lock file. Does not create or change it."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # missing or not readable
+        return False
+    return False
 
 
 def _read_last(path: Path) -> dict[str, Any] | None:

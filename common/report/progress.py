@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from common.errors import UserError
-from common.files import disk_line, find_lost_directory, lost_line
+from common.files import find_lost_directory
 from common.parallel import liveness
 from common.report.flops import ModelFlops
 from common.report.records import to_json_line
@@ -156,10 +156,14 @@ class Progress:
             "sample_digest": batch.sample_digest,
         }
         if (lost := find_lost_directory()) is not None:
+            from common.disk_errors import lost_line
+
             raise UserError(lost_line(lost))
         try:
             self.file.write(to_json_line(record))
         except OSError as error:
+            from common.disk_errors import disk_line
+
             what = f"{self.file.name} could not be written after update {record['update']}"
             raise UserError(disk_line(error, what, self.output_dir, 0, "start again with --resume")) from error
         self.log(record, record["update"])

@@ -25,7 +25,6 @@ from accelerate import Accelerator
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from common.training.handover import hand_over, raise_file_limit, start_worker
 from common.training.micro_batch_partition import cut_global_batch, longest_of, row_work
 from common.training.process_grid import Degrees
 from common.training.recipe_traits import Traits
@@ -341,6 +340,10 @@ def _multiple_of(
     return 1 if args.micro_batch_tokens and longest > args.micro_batch_tokens * num_parts else multiple
 
 
+def _as_is(batch: GlobalBatch) -> GlobalBatch:
+    return batch
+
+
 def make_loader(
     args: argparse.Namespace,
     accelerator: Accelerator,
@@ -356,8 +359,13 @@ def make_loader(
     Args:
         attention_length: row length at which attention costs as much as all else; the ranks get equal work by it.
     """
+    transfer: dict[str, Any] = {"collate_fn": _as_is}
     if args.num_workers:
-        raise_file_limit()
+        from common.training import handover
+
+        handover.raise_file_limit()
+        # Workers ignore signals: the run handles them, then stops its workers.
+        transfer = {"collate_fn": handover.hand_over, "worker_init_fn": handover.start_worker}
     rank = accelerator.process_index
     size = {
         "global_batch_size": args.global_batch_size,
@@ -387,7 +395,6 @@ def make_loader(
         batch_size=None,  # an item is a global batch
         num_workers=args.num_workers,
         pin_memory=accelerator.device.type == "cuda",
-        collate_fn=hand_over,
-        worker_init_fn=start_worker,  # workers ignore signals: the run handles them, then stops its workers
+        **transfer,
         generator=torch.Generator().manual_seed(args.seed),  # otherwise each iterator draws from the model's RNG
     )

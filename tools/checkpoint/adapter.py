@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from common.checkpoint.read import own_file
+from common.data.hub import fingerprint
 from common.errors import UserError, one_line
-from common.files import fingerprint
 from common.internals.transformers_uncommon import make_model
 from common.models import export_dtype
 from common.models.adapter_files import has_own_layers, write_config

@@ -1,0 +1,57 @@
+"""Messages for disk errors and for a lost output directory."""
+
+import errno
+import os
+import re
+import shutil
+from pathlib import Path
+
+# Error numbers of a full, read-only, inaccessible or broken disk, and of a path of the wrong type.
+DISK_ERRORS = {
+    getattr(errno, name)
+    for name in ("ENOSPC", "EDQUOT", "EROFS", "EIO", "EFBIG", "EACCES", "EISDIR", "ENOTDIR", "EBUSY")
+}
+
+# Error numbers that cannot be caused by a wrong path or name in the code.
+FULL_OR_BROKEN = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
+
+
+def disk_line(error: Exception, what: str, directory: Path, needed: int, advice: str) -> str:
+    """Returns one line for a disk error that `disk_error_number` recognises, or for any OSError."""
+    existing = next(parent for parent in [directory, *directory.absolute().parents] if parent.is_dir())
+    number, path = disk_error_number(error), getattr(error, "filename", None) or directory
+    reason = os.strerror(number) if number else getattr(error, "strerror", None) or error
+    size = f"{needed:,} bytes needed, " if needed else ""
+    free = shutil.disk_usage(existing).free
+    return f"disk: {what}: {reason} ({path}); {size}{free:,} free; make room or mend it, then {advice}"
+
+
+def disk_error_number(error: BaseException) -> int | None:
+    """Returns the number of a disk error, parsed from the text if safetensors raised it; None for all other errors."""
+    number = getattr(error, "errno", None)
+    if number is None and type(error).__name__ == "SafetensorError":
+        match = re.search(r"os error (\d+)", str(error))
+        number = int(match[1]) if match else errno.ENOSPC if "No space left" in str(error) else None
+    return number if number in DISK_ERRORS else None
+
+
+def lost_line(directory: Path) -> str:
+    """Returns the message for a directory that `find_lost_directory` returned."""
+    return (
+        f"--output_dir {directory}: the directory was deleted or moved while the run wrote there; start again, with "
+        "--resume if it was moved, and leave it in place until the run has ended"
+    )
+
+
+def explain_disk_error(error: BaseException, lost: Path | None) -> str | None:
+    """Returns the message for an error that ends the run; None if the output directory and the disk did not cause it.
+
+    lost: result of `files.find_lost_directory`.
+    """
+    if lost is not None and isinstance(error, Exception):
+        return lost_line(lost)
+    if disk_error_number(error) not in FULL_OR_BROKEN:
+        return None
+    path = Path(getattr(error, "filename", None) or ".")
+    advice = "start again; a run goes on from its last checkpoint with --resume"
+    return disk_line(error, "a file could not be read or written", path, 0, advice)
