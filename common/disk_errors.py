@@ -16,7 +16,7 @@ DISK_ERRORS = {
 FULL_OR_BROKEN = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
 
-def disk_line(error: Exception, what: str, directory: Path, needed: int, advice: str) -> str:
+def disk_line(error: BaseException, what: str, directory: Path, needed: int, advice: str) -> str:
     """Returns one line for a disk error that `disk_error_number` recognises, or for any OSError."""
     existing = next(parent for parent in [directory, *directory.absolute().parents] if parent.is_dir())
     number, path = disk_error_number(error), getattr(error, "filename", None) or directory

@@ -100,12 +100,11 @@ def complete_or_absent(
         replace_directory(partial, directory)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        from common import disk_errors
+        from common.disk_errors import disk_error_number, disk_line
 
-        if not isinstance(error, Exception) or disk_errors.disk_error_number(error) is None:
+        if not isinstance(error, Exception) or disk_error_number(error) is None:
             raise
-        line = disk_errors.disk_line(error, f"{directory} could not be written", directory.parent, 0, advice)
-        raise UserError(line) from error
+        raise UserError(disk_line(error, f"{directory} could not be written", directory.parent, 0, advice)) from error
 
 
 def make_new_directory(path: Path) -> Path:

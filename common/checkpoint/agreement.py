@@ -1,9 +1,5 @@
-"""Synchronises outcomes and the output directory over ranks: if a rank fails, all ranks stop."""
+"""Synchronises outcomes over ranks: if a rank fails, all ranks stop."""
 
-import argparse
-import os
-import socket
-import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +10,6 @@ from accelerate import Accelerator
 
 from common.errors import UserError
 from common.files import PARTIAL
-from common.parallel.liveness import is_soon
 
 
 class Agreement:
@@ -42,10 +37,10 @@ class Agreement:
 
     def share(self, value: Any) -> Any:
         """Returns the main rank's value on all ranks."""
-        told = [value]
+        values = [value]
         if self.world > 1:
-            torch.distributed.broadcast_object_list(told, src=0, group=self.group)
-        return told[0]
+            torch.distributed.broadcast_object_list(values, src=0, group=self.group)
+        return values[0]
 
     def together(self, action: Callable[[], Any], only_main: bool = False) -> None:
         """Runs `action` on all ranks, or only on the main rank; raises UserError on all ranks if it failed on any."""
@@ -67,46 +62,12 @@ class Agreement:
         if self.world > 1:
             problems = [None] * self.world
             torch.distributed.all_gather_object(problems, problem, group=self.group)
-        raise UserError(next(one for one in problems if one is not None))
+        raise UserError(next(text for text in problems if text is not None))
 
     def disk_line(self, error: OSError) -> str:
         """Returns this rank's message for an error of its disk."""
-        has_any = any(not path.name.endswith(PARTIAL) for path in self.directory.glob("update-*"))
-        advice = "start again with --resume: the last complete checkpoint is untouched" if has_any else "start again"
         from common.disk_errors import disk_line
 
+        has_any = any(not path.name.endswith(PARTIAL) for path in self.directory.glob("update-*"))
+        advice = "start again with --resume: the last complete checkpoint is untouched" if has_any else "start again"
         return disk_line(error, "no checkpoint could be written", self.directory, self.needed, advice)
-
-    def share_output_dir(self, args: argparse.Namespace) -> None:
-        """Sets rank 0's output directory on all ranks, and checks that each host can see files in it.
-
-        The default name contains the time, so it could differ between ranks.
-
-        Raises UserError: the hosts do not share the directory.
-        """
-        if self.world == 1:
-            return
-        token, told = None, [None]
-
-        def write() -> None:
-            nonlocal token
-            told[0] = (str(self.output_dir), None, socket.gethostname())
-            if not args.dry_run and int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) < self.world:
-                # In an existing directory, because an error that is detected later must not leave a new directory.
-                above = next(place for place in [self.output_dir, *self.output_dir.parents] if place.is_dir())
-                token = tempfile.NamedTemporaryFile(dir=above, prefix=".shared-")
-                told[0] = (str(self.output_dir), above / Path(token.name).name, socket.gethostname())
-
-        self.together(write, only_main=True)
-        args.output_dir, written, host = self.share(told[0])
-        self.output_dir = Path(args.output_dir)
-        if written is None:
-            return
-        is_seen = is_soon(written.exists)
-        line = (
-            f"--output_dir {self.output_dir}: what rank 0 on host {host} writes there is not seen on host "
-            f"{socket.gethostname()}; name a directory that all hosts share, by its whole path"
-        )
-        self.raise_first(None if is_seen else line)
-        if token is not None:
-            token.close()

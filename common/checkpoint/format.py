@@ -51,22 +51,18 @@ def safetensors_header(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
     `safetensors.torch.save_file` is not used, because it holds Python's lock while it writes. Training would wait for
     the writing thread, and the hash would need a second pass. The library can read the resulting files.
     """
-    header, offset = {}, 0
+    header, start = {}, 0
     for name, tensor in tensors:
-        end = offset + tensor.nbytes
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": [tensor.numel()],
-            "data_offsets": [offset, end],
-        }
-        offset = end
+        end = start + tensor.nbytes
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": [tensor.numel()], "data_offsets": [start, end]}
+        start = end
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % PAGE)
     return len(text).to_bytes(8, "little") + text
 
 
-def in_chunks(contents: Iterable[bytes | torch.Tensor]) -> Iterator[Any]:
-    """Yields the bytes of all contents in chunks."""
+def in_chunks(contents: Iterable[Any]) -> Iterator[memoryview]:
+    """Yields the bytes of all contents, which are tensors or bytes, in chunks."""
     for content in contents:
         if isinstance(content, torch.Tensor):
             content = content.detach().cpu().reshape(-1).view(torch.uint8).numpy()

@@ -30,13 +30,7 @@ CHANGEABLE = ("dataset", "validation", *(name for name, can_change in SETTINGS.i
 
 
 def identify(
-    args: Arguments,
-    accelerator: Accelerator,
-    config: Any,
-    tokenizer: Any,
-    samples: Any,
-    held_out: Any,
-    *own_flags: str,
+    args: Arguments, accelerator: Accelerator, config: Any, tokenizer: Any, samples: Any, held_out: Any, *own_flags: str
 ) -> dict:
     """Returns the properties that must stay the same when a run is resumed.
 
@@ -52,9 +46,8 @@ def identify(
     }
     words = ""
     if tokenizer is not None:
-        words = json.dumps(
-            [sorted(tokenizer.get_vocab().items()), str(tokenizer.chat_template), tokenizer.eos_token_id]
-        )
+        vocabulary = sorted(tokenizer.get_vocab().items())
+        words = json.dumps([vocabulary, str(tokenizer.chat_template), tokenizer.eos_token_id])
     own_flags += flags(args)
     shared = (name for name in SETTINGS if name in args.shared_flags)
     settings = {name: getattr(args, name) for name in (*shared, *own_flags)}
@@ -66,19 +59,10 @@ def identify(
         "validation": None if held_out is None else held_out.fingerprint,
         "settings": settings,
     }
-    return identity | _standard_library(args) | _adapter_base(args) | getattr(samples, "identity", {})
+    if "train_file" in args.shared_flags and not (args.train_file or args.dataset_name):
+        identity["standard_library"] = platform.python_version()  # its standard library is the training text
+    if args.shared("lora_rank") is not None:  # a checkpoint of an adapter does not contain the weights of its base
+        from common.data.hub import identify_pretrained
 
-
-def _adapter_base(args: Arguments) -> dict[str, str]:
-    """Identifies the base model of an adapter, because a checkpoint does not contain its weights."""
-    if args.shared("lora_rank") is None:
-        return {}
-    from common.data.hub import identify_pretrained
-
-    return {"base": identify_pretrained(args.model_name_or_path)}
-
-
-def _standard_library(args: Arguments) -> dict[str, str]:
-    """Returns the version of Python whose standard library is the training text; {} if data is specified."""
-    is_default = "train_file" in args.shared_flags and not (args.train_file or args.dataset_name)
-    return {"standard_library": platform.python_version()} if is_default else {}
+        identity["base"] = identify_pretrained(args.model_name_or_path)
+    return identity | getattr(samples, "identity", {})
