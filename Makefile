@@ -14,7 +14,7 @@ train: $(VENV)/installed
 	@test -f recipes/$(RECIPE).py || { echo "error: there is no recipes/$(RECIPE).py; RECIPE is one of" \
 	  $(patsubst recipes/%.py,%,$(wildcard recipes/*.py)) >&2; exit 2; }
 	$(BIN)/accelerate launch $(if $(CONFIG),--config_file accelerate_configs/$(CONFIG).yaml,\
-	  $(shell $(BIN)/python -m common.parallel.matmul_throughput $(RECIPE))) recipes/$(RECIPE).py $(ARGS)
+	  $(shell $(BIN)/python -m common.parallel.precision_choice $(RECIPE))) recipes/$(RECIPE).py $(ARGS)
 
 test: $(VENV)/installed
 	$(BIN)/python -m common.parallel.extensions

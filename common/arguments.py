@@ -20,7 +20,6 @@ from common.errors import UserError, refuse
 from common.internals.python import HelpFormatter, flags_of
 from common.models.adapters import QUANTIZED
 from common.models.saved_model import EXPORT_DTYPES
-from common.parallel.shutdown import exit_with_mistakes
 from common.training.activation_checkpointing import ACTIVATION_CHECKPOINTING
 from common.training.epochs import EPOCHS
 from common.training.fine_tuning_rate import default_rate
@@ -46,11 +45,15 @@ class ArgumentParser(argparse.ArgumentParser):
         """Parses the flags. Sets the default of --output_dir: runs/, the recipe's name and the time."""
         parsed, unknown = self.parse_known_args(args, **kwargs)
         if unknown:
+            from common.parallel.failures import exit_with_mistakes
+
             exit_with_mistakes(self._answers(unknown, sys.argv[1:] if args is None else args))
         parsed.output_dir = parsed.output_dir or time.strftime(f"runs/{Path(self.prog).stem}-%Y%m%d-%H%M%S")
         return Arguments(frozenset(self.shared_flags), **vars(parsed))
 
     def error(self, message: str) -> None:
+        from common.parallel.failures import exit_with_mistakes
+
         if "ignored explicit argument" in message:
             flag = message.split(":")[0].removeprefix("argument ")
             exit_with_mistakes([f"{flag} is a switch and takes no value: give it alone, or take it out"])

@@ -40,7 +40,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 from common.errors import CommandParser, UserError, refuse
 from common.parallel.launch import Launch, parse_launch  # noqa: E402
-from common.parallel.launch_checks import check_machines  # noqa: E402
+from common.parallel.process_checks import check_machines  # noqa: E402
 from common.parallel.rank_watch import listen, send  # noqa: E402
 
 DEFAULT_PORT = 29500  # Accelerate's

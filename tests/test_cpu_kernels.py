@@ -15,7 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from common.models import cpu_kernels
-from common.parallel import matmul_throughput
+from common.parallel import precision_choice
 
 # Heads, heads of keys, queries, keys, mask, whether positions have a bias, whether the module is causal.
 SHAPES = {
@@ -195,19 +195,19 @@ def test_the_recipe_computes_with_them(functions_file, model_dir, tmp_path):
 
 
 def test_the_fastest_precision_is_chosen_where_it_pays(monkeypatch):
-    assert matmul_throughput.fastest({"no": 100.0, "bf16": 400.0}, "no") == "bf16"
-    assert matmul_throughput.fastest({"no": 100.0, "bf16": 120.0}, "no") == "no"
-    assert matmul_throughput.fastest({"no": 100.0, "bf16": 20.0}, "bf16") == "no"
-    assert matmul_throughput.fastest({"no": 10.0, "bf16": 10.0, "fp16": 80.0}, "bf16") == "fp16"  # a GPU of 2018
+    assert precision_choice.fastest({"no": 100.0, "bf16": 400.0}, "no") == "bf16"
+    assert precision_choice.fastest({"no": 100.0, "bf16": 120.0}, "no") == "no"
+    assert precision_choice.fastest({"no": 100.0, "bf16": 20.0}, "bf16") == "no"
+    assert precision_choice.fastest({"no": 10.0, "bf16": 10.0, "fp16": 80.0}, "bf16") == "fp16"  # a GPU of 2018
     for recipe in ("lm", "moe"):
-        command = [sys.executable, "-m", "common.parallel.matmul_throughput", recipe]
+        command = [sys.executable, "-m", "common.parallel.precision_choice", recipe]
         flags = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         launcher, path, *_ = flags.stdout.split()
         assert launcher == "--config_file" and (ROOT / path).is_file()
         assert (
             recipe == "lm" or torch.cuda.is_available() or path.endswith("/cpu.yaml")
         )  # its small model gains nothing
-    monkeypatch.setattr(matmul_throughput, "multiplication_rates", lambda _: {"no": 1.0, "bf16": 4.0})
+    monkeypatch.setattr(precision_choice, "multiplication_rates", lambda _: {"no": 1.0, "bf16": 4.0})
     cpu = torch.device("cpu")
-    assert "4.0 times as fast: before the recipe, --mixed_precision bf16" in matmul_throughput.advise(cpu, "no", 10**7)
-    assert not matmul_throughput.advise(cpu, "bf16", 10**7) and not matmul_throughput.advise(cpu, "no", 10**6)
+    assert "4.0 times as fast: before the recipe, --mixed_precision bf16" in precision_choice.advise(cpu, "no", 10**7)
+    assert not precision_choice.advise(cpu, "bf16", 10**7) and not precision_choice.advise(cpu, "no", 10**6)

@@ -11,10 +11,11 @@ from conftest import BIN, ROOT, assert_refused, launch_command, recipe_arguments
 from running import Run, set_world, settings_shown
 
 import common.parallel.connect
-import common.parallel.launch_checks
+import common.parallel.process_checks
 from common.parallel.connect import make_accelerator
 from common.parallel.launch import Launch, parse_launch
-from common.parallel.launch_checks import check_launch, find_unseen_gpu
+from common.parallel.launch_checks import check_launch
+from common.parallel.process_checks import find_unseen_gpu
 from common.training.recipe_traits import Traits
 
 
@@ -271,7 +272,7 @@ def test_a_gpu_that_torch_does_not_see_is_no_rehearsal(node, tmp_path, monkeypat
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(common.parallel.launch_checks, "find_unseen_gpu", lambda: find_unseen_gpu(tmp_path))
+    monkeypatch.setattr(common.parallel.process_checks, "find_unseen_gpu", lambda: find_unseen_gpu(tmp_path))
     (tmp_path / "dev").mkdir()
     for name in ("null", "nvidiactl"):  # of every machine; of the driver without a GPU
         (tmp_path / "dev" / name).touch()

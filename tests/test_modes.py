@@ -22,7 +22,7 @@ from conftest import equivalence_flags as flags
 from safetensors.torch import load_file
 
 from common.errors import UserError
-from common.parallel.deepspeed_files import check_nvme_space
+from common.parallel.deepspeed_space import check_nvme_space
 
 CONFIGS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
 PROCESSES = {"cpu": 1, "cpu_bf16": 1, "single_gpu": 1, "hsdp": 4}  # else two

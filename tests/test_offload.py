@@ -7,9 +7,10 @@ from conftest import ROOT, equivalence_flags, need, recipe_arguments, run_specs
 
 from common.errors import UserError
 from common.parallel import extensions
-from common.parallel.deepspeed_files import size_nvme_buffers
 from common.parallel.deepspeed_flags import check_deepspeed, settle_deepspeed
-from common.parallel.launch import names_threads, parse_launch
+from common.parallel.deepspeed_space import size_nvme_buffers
+from common.parallel.launch import parse_launch
+from common.parallel.sharding import names_threads
 from common.training.process_grid import Degrees
 
 pytestmark = pytest.mark.usefixtures("extensions")

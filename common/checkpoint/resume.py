@@ -31,7 +31,8 @@ from common.checkpoint.training_state import TrainingState
 from common.errors import UserError, refuse
 from common.files import lock_output_dir
 from common.parallel.connect import seed_everything
-from common.parallel.liveness import decided_by_main, is_soon, wait_for_all
+from common.parallel.liveness import decided_by_main, wait_for_all
+from common.parallel.rank_store import is_soon
 
 
 def find_own(checkpoints: Any, identity: dict[str, Any], size_flags: Iterable[str]) -> Reader:

@@ -10,7 +10,8 @@ from typing import Any
 
 from common.checkpoint.agreement import Agreement
 from common.errors import refuse
-from common.parallel.liveness import decided_by_main, is_soon, wait_for_all
+from common.parallel.liveness import decided_by_main, wait_for_all
+from common.parallel.rank_store import is_soon
 
 SUBJECTS = {
     "model": "the model's configuration",

@@ -1,15 +1,14 @@
 """Reads DeepSpeed's settings from a file or the launcher, and checks that DeepSpeed and this host support them."""
 
+import argparse
 import difflib
 import json
-import math
 import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, refuse
+from common.errors import UserError
 from common.files import why_not_writable
 from common.training.optimizer_choice import name_optimizers
 from common.training.optimizers import OPTIMIZERS
@@ -29,6 +28,20 @@ def inline_deepspeed_config(settings: dict[str, Any]) -> dict[str, Any]:
         zero[part] = {"device": device} | ({"nvme_path": settings.get(f"{part}_nvme_path")} if device == "nvme" else {})
     clipping = settings.get("gradient_clipping", "auto")
     return {"zero_optimization": zero} | ({} if clipping in ("auto", None) else {"gradient_clipping": float(clipping)})
+
+
+def launched_config(
+    args: argparse.Namespace, config_file: str | None, given: set[str]
+) -> tuple[str | dict[str, Any], str | None, list[str]]:
+    """Returns the DeepSpeed config of a launch (name of a file, or settings), its precision, and lines with problems.
+
+    Args:
+        args: settings of the launcher; those in `given` are from its command line, the others from `config_file`.
+    """
+    config, problems = args.deepspeed_config_file or inline_deepspeed_config(vars(args)), []
+    if args.deepspeed_config_file and config_file and "deepspeed_config_file" not in given:
+        config, problems = find_deepspeed_file(args.deepspeed_config_file, config_file)
+    return config, file_precision(config), problems
 
 
 def find_deepspeed_file(name: str, config_file: str) -> tuple[str, list[str]]:
@@ -167,51 +180,3 @@ def offload_devices(zero_optimization: dict[str, Any]) -> dict[str, str]:
     """Returns the device of weights (`offload_param`) and optimizer state (`offload_optimizer`): none, cpu or nvme."""
     parts = ("offload_param", "offload_optimizer")
     return {part: (zero_optimization.get(part) or {}).get("device") or "none" for part in parts}
-
-
-def check_nvme_space(
-    config: str | dict[str, Any], parameter_sizes: Callable[[], list[int]], num_machines: int = 1
-) -> None:
-    """Checks that the files of DeepSpeed's NVMe offload, if any, fit on this host, before a file is written.
-
-    Files need 16 bytes per parameter for the optimizer (float32 master weight, AdamW's two moments, gradient), and 4
-    for the parameter itself. The hosts share them.
-
-    Raises UserError: one line per path with too little space.
-    """
-    zero = read_deepspeed_config(config).get("zero_optimization", {})
-    in_files = [part for part, device in offload_devices(zero).items() if device == "nvme"]
-    if not in_files:
-        return
-    num_parameters = sum(parameter_sizes())
-    needed: dict[str, int] = {}
-    for part in in_files:
-        path, size = zero[part]["nvme_path"], 16 if part == "offload_optimizer" else 4
-        needed[path] = needed.get(path, 0) + size * num_parameters // num_machines
-    refuse(
-        f"nvme_path {path}: {num_parameters:,} parameters take {size / 1e9:.3f} GB of files there, and "
-        f"{free / 1e9:.3f} GB are free; make room, or name another"
-        for path, size in needed.items()
-        if (free := shutil.disk_usage(path).free) < size
-    )
-
-
-def size_nvme_buffers(config: dict[str, Any], parameter_sizes: Callable[[], list[int]], num_processes: int) -> bool:
-    """Sets DeepSpeed's buffers for weights in files to a process's share of the largest parameter, in place.
-
-    DeepSpeed's default is 100 million elements, but the embedding of an 8 B model has 525 million. Returns whether
-    there are such buffers.
-
-    Raises UserError: the size in the file is too small; DeepSpeed would fail with an assertion.
-    """
-    zero = config.get("zero_optimization", {})
-    if offload_devices(zero)["offload_param"] != "nvme":
-        return False
-    needed = math.ceil(max(parameter_sizes()) / num_processes)
-    given = zero["offload_param"].setdefault("buffer_size", needed)
-    if given < needed:
-        raise UserError(
-            f"offload_param.buffer_size is {given:.0f}, but a process's share of the largest parameter has {needed} "
-            "elements; take it out: it follows from the model"
-        )
-    return True

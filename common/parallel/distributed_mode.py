@@ -3,7 +3,6 @@
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 from common.training.process_grid import running
 
@@ -22,20 +21,10 @@ def running_mode(accelerator: Accelerator) -> str:
 def describe_mode(accelerator: Accelerator) -> str:
     """Returns the mode with its stage or sizes, and with offloaded parts, for the run summary."""
     mode = running_mode(accelerator)
-    if mode == "DeepSpeed":
-        zero = accelerator.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
-        mode += f" ZeRO-{zero.get('stage')}"
-        names = {"offload_param": "weights", "offload_optimizer": "optimizer"}
-        from common.parallel.deepspeed_files import offload_devices
+    if mode in ("FSDP", "DeepSpeed"):
+        from common.parallel.sharding import describe_sharding
 
-        for part, device in offload_devices(zero).items():
-            mode += "" if device in ("none", "auto") else f", {names[part]} on {device}"
-    if mode == "FSDP":
-        parallel = accelerator.parallelism_config
-        if parallel is not None and parallel.dp_replicate_size > 1:
-            mode += f", {parallel.dp_replicate_size} copies in {parallel.dp_shard_size} shards"
-        if isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
-            mode += ", offloaded to the host"
+        mode += describe_sharding(accelerator)
     degrees = running()
     mode += f", {degrees.sequence} processes a sequence" if degrees.sequence > 1 else ""
     mode += f", {degrees.tensor} processes a layer" if degrees.tensor > 1 else ""

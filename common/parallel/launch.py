@@ -52,26 +52,21 @@ class Launch:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Returns the sizes of `parallelism_config`: the launcher's, and the number of stages in the config file."""
-        asked = self.file_settings.get(STAGES)
-        stages = {STAGES: asked} if isinstance(asked, int) else {}  # not an integer: reported in `file_problems`
-        return asked_sizes(self.settings | stages)
+        """Returns the sizes of `parallelism_config`: the launcher's, or without a launcher those of the environment."""
+        if self.settings.get("use_parallelism_config"):
+            stages = self.file_settings.get(STAGES)
+            settings = self.settings | ({STAGES: stages} if isinstance(stages, int) else {})  # else in `file_problems`
+            sizes = {name: settings.get(f"parallelism_config_{name}_size") for name in SIZES}
+            return {name: 1 if size is None else int(size) for name, size in sizes.items()}
+        if self.settings or os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
+            return dict.fromkeys(SIZES, 1)
+        return {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1)) for name in SIZES}
 
     @property
     def degrees(self) -> Degrees:
         """Returns the process grid of an update; `check_launch` checks that it is possible."""
         sizes = self.sizes
         return Degrees(self.num_processes, *(max(1, sizes[name]) for name in ("sp", "tp", "pp")))
-
-
-def asked_sizes(settings: dict[str, Any]) -> dict[str, int]:
-    """Returns the launcher's sizes of `parallelism_config`; without a launcher, those of Accelerate's variables."""
-    if settings.get("use_parallelism_config"):
-        given = {name: settings.get(f"parallelism_config_{name}_size") for name in SIZES}
-        return {name: 1 if size is None else int(size) for name, size in given.items()}
-    if settings or os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
-        return dict.fromkeys(SIZES, 1)
-    return {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1)) for name in SIZES}
 
 
 def started_world_size() -> int:
@@ -110,7 +105,7 @@ def parse_launch(argv: list[str], environment: dict[str, str] | None = None) -> 
         command=["accelerate", "launch", *argv[: len(argv) - len(args.training_script_args) - 1]],
         # Without a config, the launcher counts GPUs; without GPUs, it starts one process.
         num_processes=max(1, args.num_processes or 1),
-        mode=_asked_mode(args),
+        mode=_requested_mode(args),
         mixed_precision=args.mixed_precision or "no",
         use_cpu=bool(args.cpu or args.use_cpu),
         gradient_accumulation_steps=str(args.gradient_accumulation_steps or 1),
@@ -129,25 +124,17 @@ def parse_launch(argv: list[str], environment: dict[str, str] | None = None) -> 
     if config_file:
         _read_config_file(launch, known)
     if launch.mode == "DeepSpeed" or args.deepspeed_config_file:
-        _read_deepspeed_file(launch, args)
+        from common.parallel.deepspeed_files import launched_config
+
+        launch.deepspeed_config, precision, problems = launched_config(args, launch.config_file, launch.given)
+        launch.file_problems += problems
+        is_set = "mixed_precision" in launch.given or launch.file_settings.get("mixed_precision")
+        if precision is not None and launch.mode == "DeepSpeed" and not is_set:
+            launch.mixed_precision = precision
     return launch
 
 
-def _read_deepspeed_file(launch: Launch, args: argparse.Namespace) -> None:
-    """Reads the DeepSpeed config of the launch; a file named in the config file is relative to the config file."""
-    from common.parallel import deepspeed_files
-
-    launch.deepspeed_config = args.deepspeed_config_file or deepspeed_files.inline_deepspeed_config(vars(args))
-    if args.deepspeed_config_file and launch.config_file and "deepspeed_config_file" not in launch.given:
-        found = deepspeed_files.find_deepspeed_file(args.deepspeed_config_file, launch.config_file)
-        launch.deepspeed_config, problems = found
-        launch.file_problems += problems
-    says_precision = "mixed_precision" in launch.given or launch.file_settings.get("mixed_precision")
-    if launch.mode == "DeepSpeed" and not says_precision:
-        launch.mixed_precision = deepspeed_files.file_precision(launch.deepspeed_config) or launch.mixed_precision
-
-
-def _asked_mode(args: argparse.Namespace) -> str:
+def _requested_mode(args: argparse.Namespace) -> str:
     if args.use_deepspeed and not args.cpu:
         return "DeepSpeed"
     if args.use_fsdp and not args.cpu:
@@ -188,8 +175,3 @@ def runs_on_cpu(launch: Launch) -> bool:
 def is_rehearsal(launch: Launch) -> bool:
     """Returns whether a config for GPUs runs on a CPU."""
     return runs_on_cpu(launch) and not launch.use_cpu and launch.config_file is not None
-
-
-def names_threads(launch: Launch) -> bool:
-    """Returns whether the user set the threads per process; else the launcher sets 1 if there are several processes."""
-    return "num_cpu_threads_per_process" in launch.given or "OMP_NUM_THREADS" in launch.environment

@@ -1,110 +1,39 @@
-"""Measures matmul throughput per precision.
+"""Measures matmul throughput. Each measurement needs a tenth of a second."""
 
-`python -m common.parallel.matmul_throughput RECIPE` prints the launch flags of the fastest precision.
-
-Each measurement needs a tenth of a second. On a CPU with AMX or AVX512-BF16, bf16 is several times as fast as float32,
-on any other CPU it is not faster. GPUs since Ampere support bf16, since Volta fp16.
-"""
-
-import sys
 import time
 from functools import cache
 
 import torch
 
-# A different precision speeds up only matmuls: below this ratio, the full update is not faster.
-PAYS = 1.5
 SIZE = {"cpu": 768, "cuda": 4096}
-# In smaller models, matmuls are too small a part of the time. On two cores with AMX, the smallest model of lm.py gains
-# anyway. Those of the other recipes gain less, are slower, or end with a higher held-out loss
-# (benchmarks/precision.py).
-FEWEST_PARAMETERS = 5_000_000
-GAIN = ("lm",)
-
-
-def multiplication_rates(device: torch.device) -> dict[str, float]:
-    """Returns FLOP/s of a matmul of the device's SIZE, by precision as `--mixed_precision` names it."""
-    return {name: multiplication_rate(device, name) for name in _dtypes(device)}
 
 
 @cache
 def multiplication_rate(device: torch.device, precision: str) -> float:
     """Returns FLOP/s of a matmul in one precision, measured once per process."""
     size = SIZE[device.type]
-    a, b = torch.ones(2, size, size, dtype=_dtypes(device)[precision], device=device)
+    a, b = torch.ones(2, size, size, dtype=dtypes(device)[precision], device=device)
     seconds: list[float] = []
     while sum(seconds) < 0.1:
-        seconds.append(_seconds(a, b))
+        seconds.append(seconds_of(a, b))
     return 2 * size**3 / min(seconds)
 
 
 def has_rate(device: torch.device, precision: str) -> bool:
     """Returns whether this module measures the precision of a run's matmuls."""
-    return device.type in SIZE and torch.get_default_dtype() == torch.float32 and precision in _dtypes(device)
+    return device.type in SIZE and torch.get_default_dtype() == torch.float32 and precision in dtypes(device)
 
 
-def sustained_rates(device: torch.device, seconds: float) -> dict[str, float]:
-    """Returns FLOP/s by precision, each measured for `seconds` seconds on random numbers, after a first matmul.
-
-    This includes effects that a few matmuls do not show: a hot or power-limited GPU, and other users of the device.
-    """
-    size = SIZE[device.type]
-    rates = {}
-    for name, dtype in _dtypes(device).items():
-        a, b = torch.randn(2, size, size, device=device).to(dtype)
-        _seconds(a, b)
-        num, start = 0, time.perf_counter()
-        while (passed := time.perf_counter() - start) < seconds:
-            _seconds(a, b)
-            num += 1
-        rates[name] = num * 2 * size**3 / passed
-    return rates
-
-
-def _dtypes(device: torch.device) -> dict[str, torch.dtype]:
+def dtypes(device: torch.device) -> dict[str, torch.dtype]:
+    """Returns the measured precisions, as `--mixed_precision` names them, with their dtypes."""
     has_fp16 = device.type == "cuda"  # Accelerate does not support fp16 on a CPU
     return {"no": torch.float32, "bf16": torch.bfloat16} | ({"fp16": torch.float16} if has_fp16 else {})
 
 
-def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:
+def seconds_of(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Returns the duration of a matmul."""
     start = time.perf_counter()
     product = a @ b
     if product.is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - start
-
-
-def fastest(rates: dict[str, float], running: str) -> str:
-    """Returns the fastest precision of `rates` if it is more than PAYS times as fast as `running`, else `running`."""
-    best = max(rates, key=rates.__getitem__)
-    return best if rates[best] > PAYS * rates[running] else running
-
-
-def advise(device: torch.device, running: str, num_parameters: int) -> str:
-    """Returns the gain from a faster precision than `running`, as the end of a run-summary line; empty without gain."""
-    is_small = device.type == "cpu" and num_parameters < FEWEST_PARAMETERS
-    if is_small or not has_rate(device, running):
-        return ""
-    rates = multiplication_rates(device)
-    if (best := fastest(rates, running)) == running:
-        return ""
-    name = "float32" if best == "no" else best
-    faster = f"{rates[best] / rates[running]:.1f} times as fast"
-    return f"; this machine multiplies {name} {faster}: before the recipe, --mixed_precision {best}"
-
-
-def main(recipe: str = "lm") -> None:
-    """Prints flags of `accelerate launch` for `make train`, which trains the recipe's smallest model."""
-    if torch.cuda.is_available():
-        best = fastest(multiplication_rates(torch.device("cuda")), "bf16")
-        config, flags = "single_gpu", "" if best == "bf16" else f" --mixed_precision {best}"
-    else:
-        best, flags = "no", ""
-        if recipe in GAIN:
-            best = fastest(multiplication_rates(torch.device("cpu")), "no")
-        config = "cpu_bf16" if best == "bf16" else "cpu"
-    print(f"--config_file accelerate_configs/{config}.yaml{flags}")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -33,9 +33,12 @@ from typing import Any
 import torch.distributed as dist
 
 from common.errors import UserError
-from common.parallel import liveness
+from common.parallel import failures, liveness
+from common.parallel.failures import LOST_STATUS, MISTAKE_STATUS
+from common.parallel.rank_store import RankStore
 from common.training.process_grid import stage_of
 
+GRACE = 1.0  # seconds until it is known whether an error occurs on all ranks, or is the result of a dead rank
 BEAT = 1.0  # seconds between two heartbeats
 LATE = 3.0  # seconds between two turns of the thread; if exceeded, this process itself was stopped
 # Seconds without a heartbeat. TCP needs as long for an unreachable host. In the loop, the threads of a process are not
@@ -85,7 +88,7 @@ class RankWatch:
     """This process's connections to the other ranks, and the thread that watches them."""
 
     def __init__(self, rank: int, world_size: int, timeout: float, key: str):
-        self.rank, self.world_size, self.key = rank, world_size, key
+        self.rank = rank
         self.host = socket.gethostname()
         self.first_here = rank - int(os.environ.get("LOCAL_RANK", 0))  # the first rank on this host
         self.peers: dict[Connection, tuple[int, str]] = {}  # rank and host
@@ -93,7 +96,8 @@ class RankWatch:
         self.sending = threading.Lock()  # otherwise messages of the main thread and the watching thread mix
         self.deadline = time.monotonic() + timeout
         try:
-            self.store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout)))
+            store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout)))
+            self.store = RankStore(store, key, rank, world_size)
             self._accept(timeout) if rank == 0 else self._connect()
         except (OSError, EOFError, dist.DistError) as error:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -107,14 +111,14 @@ class RankWatch:
 
     def _accept(self, timeout: float) -> None:
         token = secrets.token_hex(8)  # a stranger that connects by chance does not know it
-        with listen(0, backlog=self.world_size) as server:
-            self.store.set(self.key, json.dumps([server.getsockname()[1], token, self.host]))
-            while len(self.peers) < self.world_size - 1:
+        with listen(0, backlog=self.store.world_size) as server:
+            self.store.store.set(self.store.prefix, json.dumps([server.getsockname()[1], token, self.host]))
+            while len(self.peers) < self.store.world_size - 1:
                 server.settimeout(max(0.01, self.deadline - time.monotonic()))
                 try:
                     connection = _keep_alive(server.accept()[0])
                 except TimeoutError:
-                    missing = sorted({*range(1, self.world_size)} - {rank for rank, _ in self.peers.values()})
+                    missing = sorted({*range(1, self.store.world_size)} - {rank for rank, _ in self.peers.values()})
                     line = f"rank {', '.join(map(str, missing))} did not arrive within {timeout:g} s of rank 0 on host "
                     line += f"{self.host}; see the output there, or raise --connect_timeout if it only starts slowly"
                     self._tell({"error": line})
@@ -126,7 +130,7 @@ class RankWatch:
         self._tell({})
 
     def _connect(self) -> None:
-        port, token, host = json.loads(self.store.get(self.key))
+        port, token, host = json.loads(self.store.store.get(self.store.prefix))
         seconds_left = max(1.0, self.deadline - time.monotonic())
         connection = _keep_alive(socket.create_connection((os.environ["MASTER_ADDR"], port), timeout=seconds_left))
         send(connection, {"token": token, "rank": self.rank, "host": self.host})
@@ -154,13 +158,13 @@ class RankWatch:
                 try:
                     message = json.loads(connection.recv_bytes())
                 except (EOFError, OSError):
-                    message = {"rank": rank, "host": host, "status": liveness.LOST_STATUS, "reason": None}
+                    message = {"rank": rank, "host": host, "status": LOST_STATUS, "reason": None}
                 if not message:  # a heartbeat
                     continue
-                if message["status"] == liveness.LOST_STATUS and not self.has_left:
+                if message["status"] == LOST_STATUS and not self.has_left:
                     self._end(message)
                 if message["reason"] and failure is None:
-                    failure, due = message, time.monotonic() + liveness.GRACE
+                    failure, due = message, time.monotonic() + GRACE
                 with self.sending:  # the main thread may be sending to it
                     del self.peers[connection]
                     failed.append(connection) if message["reason"] else connection.close()
@@ -181,9 +185,7 @@ class RankWatch:
         self._tell({})
         for connection, (rank, host) in self.peers.items():
             if now - heard[connection] > SILENCE and not self.is_failing:
-                self._end(
-                    {"rank": rank, "host": host, "status": liveness.LOST_STATUS, "reason": None, "is_silent": True}
-                )
+                self._end({"rank": rank, "host": host, "status": LOST_STATUS, "reason": None, "is_silent": True})
 
     def _tell(self, message: dict[str, Any]) -> None:
         """Sends a message to all connected ranks: to rank 0, or from rank 0 to all others."""
@@ -193,28 +195,28 @@ class RankWatch:
 
     def leave(self, reason: str | None, status: int) -> None:
         self.is_failing = reason is not None
-        if self.is_failing and status != liveness.MISTAKE_STATUS:
+        if self.is_failing and status != MISTAKE_STATUS:
             # If a dead rank is the cause, as in a broken collective, the thread ends this process meanwhile.
-            time.sleep(liveness.GRACE)
+            time.sleep(GRACE)
         self.has_left = True
         if reason is not None:
-            liveness.record_reason(reason)
+            failures.record_reason(reason)
             if self.rank == 0:
-                liveness.note(reason)
+                failures.note(reason)
         self._tell({"rank": self.rank, "host": self.host, "status": status, "reason": reason})
         if self.is_failing:
             self.thread.join(
-                3 * liveness.GRACE
+                3 * GRACE
             )  # a launcher ends all ranks of its host after the first: they must print their reasons before
 
     def _end(self, message: dict[str, Any]) -> None:
         """Ends this process because of a different process; one process per host reports the reason."""
         rank, host, reason, status = (message[key] for key in ("rank", "host", "reason", "status"))
         if self.rank == 0:
-            self._tell(message | {"status": liveness.LOST_STATUS} if status != liveness.MISTAKE_STATUS else message)
-        where = liveness.describe_place()
+            self._tell(message | {"status": LOST_STATUS} if status != MISTAKE_STATUS else message)
+        where = failures.describe_place()
         who = f"rank {rank}{stage_of(rank)} on host {host}"
-        if status == liveness.MISTAKE_STATUS:
+        if status == MISTAKE_STATUS:
             lines = [f"{who}: {line}" for line in reason.splitlines()]
         else:
             what = "stopped answering" if message.get("is_silent") else "was lost"
@@ -222,8 +224,8 @@ class RankWatch:
             lines = [f"{who} {what} {where}; this process (rank {self.rank}) ends; see the output there"]
         speaker = self.first_here
         if rank == self.first_here:  # this rank has reported its user error itself
-            speaker = None if status == liveness.MISTAKE_STATUS else rank + 1
-        liveness.print_errors(lines if self.rank == speaker else [])
+            speaker = None if status == MISTAKE_STATUS else rank + 1
+        failures.print_errors(lines if self.rank == speaker else [])
         if self.rank == 0 or (rank == 0 and self.rank == 1):  # last, because a disk may be slow
-            liveness.note(lines[0] if status == liveness.MISTAKE_STATUS else f"{who} {what}")
-        os._exit(liveness.LOST_STATUS if status != liveness.MISTAKE_STATUS else status)
+            failures.note(lines[0] if status == MISTAKE_STATUS else f"{who} {what}")
+        os._exit(LOST_STATUS if status != MISTAKE_STATUS else status)

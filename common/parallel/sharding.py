@@ -1,85 +1,107 @@
 """Checks FSDP2's requirements, and configures FSDP2 and DeepSpeed, also without a GPU. Files: `deepspeed_files`."""
 
+import argparse
 import dataclasses
 import os
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.utils import DeepSpeedPlugin
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from common.internals.accelerate_state import shard_over, shard_without_gpu
-from common.internals.transformers import unsplit_layers
 from common.parallel.deepspeed_files import offload_devices
 from common.parallel.extensions import build_extensions
-from common.training.optimizer_choice import name_optimizers
-from common.training.optimizers import OPTIMIZERS
+from common.parallel.launch import Launch, runs_on_cpu
+from common.redaction import redact
 from common.training.process_grid import Degrees
 
 
-def check_fsdp(source: str, settings: dict[str, Any], optimizer: str) -> Iterator[str]:
-    """Yields a line for each FSDP setting of the launcher that would change the recipe's run."""
-    if not OPTIMIZERS[optimizer].is_elementwise:
-        # Their steps mix the shards (DTensor) with plain tensors, which raises an error.
-        others = name_optimizers("is_elementwise")
-        yield f"--optimizer {optimizer} does not work on the shards of FSDP2; use {others}, or multi_gpu.yaml"
-    version = settings.get("fsdp_version")
-    if str(version) != "2":
-        yield f"{source} asks for FSDP {version}; set fsdp_version: 2, which the recipes are tested with"
-    if str(settings.get("fsdp_activation_checkpointing")).lower() == "true":
-        yield (
-            f"{source} sets fsdp_activation_checkpointing; take it out and use --activation_checkpointing full, which "
-            "works in every mode"
-        )
+def names_threads(launch: Launch) -> bool:
+    """Returns whether the user set the threads per process; else the launcher sets 1 if there are several processes."""
+    return "num_cpu_threads_per_process" in launch.given or "OMP_NUM_THREADS" in launch.environment
 
 
-LAYER_SETTINGS = ("fsdp_transformer_layer_cls_to_wrap", "deepspeed_moe_layer_cls_names")
+def share_of_cores() -> int:
+    """Returns the number of cores per process of this host: the usable cores, divided by the number of processes."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else sys.maxsize  # not on macOS
+    cores = min(allowed, psutil.cpu_count(logical=False) or os.cpu_count() or 1)
+    limit = Path("/sys/fs/cgroup/cpu.max")  # limit of a container: CPU microseconds per period
+    quota, period = limit.read_text().split() if limit.is_file() else ("max", "1")
+    cores = cores if quota == "max" else min(cores, int(quota) // int(period))
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
-def check_layer_classes(
-    source: str, settings: dict[str, Any], mode: str, make_empty: Callable[[], torch.nn.Module]
-) -> Iterator[str]:
-    """Yields a line for each launcher setting with a layer class that the model does not contain.
+class ShardedLaunch:
+    """A launch of FSDP2 or DeepSpeed. Its methods are called in the order of their definition.
 
-    Args:
-        mode: FSDP or DeepSpeed, whose settings count.
-        make_empty: builds the model on the meta device.
+    Attributes:
+        options: arguments of `Accelerator`.
     """
-    for setting in LAYER_SETTINGS:
-        wanted = [name.strip() for name in str(settings.get(setting) or "").split(",") if name.strip()]
-        if not wanted or not setting.startswith(f"{mode.lower()}_"):
-            continue
-        model = make_empty()
-        found = {type(module).__name__ for module in model.modules()}
-        if missing := [name for name in wanted if name not in found]:
-            blocks = [part for module in model.modules() if isinstance(module, torch.nn.ModuleList) for part in module]
-            layers = found & unsplit_layers(model)
-            layers = layers or {type(block).__name__ for block in blocks}
-            yield (
-                f"{source}: {setting}: {type(model).__name__} has no layer {', '.join(missing)}; use "
-                f"{' or '.join(sorted(layers))}, or remove the setting"
-            )
+
+    def __init__(self, launch: Launch, args: argparse.Namespace):
+        self.launch, self.max_grad_norm = launch, args.max_grad_norm
+        self.threads = share_of_cores()  # before Accelerate may bind each process to some cores
+        self.options: dict[str, Any] = {}
+        if runs_on_cpu(launch):
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+            os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # also if there is a GPU, and the config sets use_cpu
+            # With ACCELERATE_USE_CPU, Accelerate would drop FSDP and DeepSpeed. Without it, on a machine without a GPU,
+            # Accelerate finds no backend unless it is set.
+            os.environ["ACCELERATE_USE_CPU"] = "false"
+            if launch.mode == "DeepSpeed":
+                build_extensions([])  # DeepSpeed's collectives need their extension when the processes connect
+        if launch.mode == "DeepSpeed":
+            from common.parallel.deepspeed_flags import settle_deepspeed
+
+            config = launch.deepspeed_config
+            self.settled = settle_deepspeed(config, args, launch.mixed_precision, launch.degrees)
+            # Next to a DeepSpeed file, Accelerate rejects or uses launcher settings, which `check_launch` has checked.
+            os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
+            os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"
+            self.options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=self.settled.config)
+
+    def connect(self) -> None:
+        """Lets Accelerate shard on a CPU over gloo; the state that it creates by default does not support this."""
+        if runs_on_cpu(self.launch):
+            PartialState(backend="gloo")
+            if self.launch.mode == "FSDP":
+                shard_without_gpu()
+
+    def configure(self, accelerator: Accelerator) -> None:
+        """Configures FSDP2 or DeepSpeed, and prints DeepSpeed's final settings."""
+        shard_over_peers(accelerator, self.launch.degrees)
+        configure_plugins(accelerator, self.max_grad_norm)
+        if updates_on_host(accelerator) and not names_threads(self.launch):
+            torch.set_num_threads(self.threads)  # also for DeepSpeed's CPU Adam, which uses torch's OpenMP
+        if self.launch.mode == "DeepSpeed":
+            from common.parallel.deepspeed_flags import describe_settled
+
+            config = self.launch.deepspeed_config
+            source = config if isinstance(config, str) else self.launch.source
+            accelerator.print(redact(describe_settled(source, self.settled)), flush=True)
+            if self.settled.idle and accelerator.is_main_process:
+                warnings.warn(f"{source}: no effect here: {', '.join(self.settled.idle)}", stacklevel=3)
 
 
-def prepare_rehearsal(mode: str) -> None:
-    """Prepares sharding on a CPU, before the processes connect."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # also if there is a GPU, and the config sets use_cpu
-    # With ACCELERATE_USE_CPU, Accelerate would drop FSDP and DeepSpeed. Without it, on a machine without a GPU,
-    # Accelerate finds no backend unless it is set.
-    os.environ["ACCELERATE_USE_CPU"] = "false"
-    if mode == "DeepSpeed":
-        build_extensions([])  # DeepSpeed's collectives need their extension when the processes connect
-
-
-def connect_rehearsal(mode: str) -> None:
-    """Lets Accelerate shard on a CPU over gloo; the state that it creates by default does not support this."""
-    PartialState(backend="gloo")
-    if mode == "FSDP":
-        shard_without_gpu()
+def describe_sharding(accelerator: Accelerator) -> str:
+    """Returns ZeRO's stage or the sizes of FSDP2, and the offloaded parts, for the run summary."""
+    if accelerator.deepspeed_plugin is not None:
+        zero = accelerator.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
+        names = {"offload_param": "weights", "offload_optimizer": "optimizer"}
+        devices = {names[part]: device for part, device in offload_devices(zero).items()}
+        offloaded = [f", {name} on {device}" for name, device in devices.items() if device not in ("none", "auto")]
+        return f" ZeRO-{zero.get('stage')}{''.join(offloaded)}"
+    text, sizes = "", accelerator.parallelism_config
+    if sizes is not None and sizes.dp_replicate_size > 1:
+        text = f", {sizes.dp_replicate_size} copies in {sizes.dp_shard_size} shards"
+    return text + (", offloaded to the host" if updates_on_host(accelerator) else "")
 
 
 def updates_on_host(accelerator: Accelerator) -> bool:

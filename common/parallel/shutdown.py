@@ -3,26 +3,23 @@
 import errno
 import gc
 import io
-import multiprocessing
 import os
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 from accelerate import Accelerator
 
 import common
 from common import launcher
-from common.errors import UserError, reported_in_one_line
-from common.files import find_lost_directory
+from common.errors import reported_in_one_line
 from common.parallel import liveness
 from common.parallel.liveness import wait_for_all
-from common.redaction import print_exception, redact
+from common.redaction import print_exception
 from common.training.stop_signals import keep_requests
 
 explain_error: Callable[[BaseException], None] | None = None  # prints the known cause of an error; a run sets it
@@ -72,23 +69,10 @@ def user_mistakes_end_here() -> Iterator[None]:
     threading.Thread(target=_end_with_launcher, daemon=True, name="launcher").start()
     try:
         yield
-    except UserError as error:
-        _end_data_workers()
-        exit_with_mistakes(str(error).splitlines())
-    except KeyboardInterrupt:
-        _end_data_workers()
-        _end_interrupted()
     except BaseException as error:
-        _end_data_workers()
-        from common.disk_errors import explain_disk_error
+        from common.parallel import failures
 
-        if line := explain_disk_error(error, find_lost_directory()):
-            exit_with_mistakes([line])
-        if explain_error:
-            with suppress(MemoryError):  # the original error is more informative
-                explain_error(error)
-        is_end = isinstance(error, SystemExit) and not error.code
-        liveness.leave(None if is_end else redact(f"{type(error).__name__}: {error}"))
+        failures.end_failed(error, explain_error)
         raise
     liveness.leave()
 
@@ -100,21 +84,10 @@ def _end_with_launcher() -> None:
     """
     while liveness.update is None and not liveness.in_loop:
         if launcher.has_died():
-            line = f"the launcher of rank {os.environ.get('RANK', 0)} was lost {liveness.describe_place()}"
-            liveness.exit_now([f"{line}; this process ends"] if _is_first_of_host() else [], liveness.LOST_STATUS)
+            from common.parallel import failures
+
+            failures.end_without_launcher()
         time.sleep(0.5)
-
-
-def _end_interrupted() -> NoReturn:
-    """Ends the process by SIGINT, like a program that Ctrl-C ends: a shell then ends the script that started it."""
-    kept = "nothing was saved" if liveness.update is None else "--resume continues from the last checkpoint"
-    if _is_first_of_host():
-        print(f"\ninterrupted {liveness.describe_place()}; {kept}", file=sys.stderr, flush=True)
-    liveness.leave("interrupted by SIGINT")
-    sys.stdout.flush()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGINT)
-    os._exit(128 + signal.SIGINT)  # if SIGINT is blocked
 
 
 class _Outliving(io.FileIO):
@@ -153,35 +126,3 @@ def _outlive_readers() -> None:
                 # A character that the terminal cannot show must not end a run whose model is written.
                 kept["errors"] = "backslashreplace" if stream.errors == "strict" else stream.errors
                 setattr(sys, name, io.TextIOWrapper(buffer, **kept))
-
-
-def _end_data_workers() -> None:
-    """Kills the data workers: they ignore Python's signal to end, and Python would wait for them indefinitely.
-
-    The signals are ignored in common.training.stop_signals. After a successful run, the loader's iterator has ended the
-    workers. After an error, the traceback holds the iterator.
-    """
-    workers = multiprocessing.active_children()
-    if workers:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise a further error per worker
-    for worker in workers:
-        worker.kill()
-
-
-def _is_first_of_host() -> bool:
-    """Returns whether this process reports the problems that all processes of its host have."""
-    # Without torch's launcher, this host has no other processes, even if old variables are in the environment.
-    return int(os.environ.get("LOCAL_RANK", 0)) == 0 or "TORCHELASTIC_RUN_ID" not in os.environ
-
-
-def exit_with_mistakes(problems: list[str]) -> None:
-    """Prints each problem on a line of stderr, once per host, and ends the process with status 2."""
-    problems = [redact(problem) for problem in problems]
-    is_first = _is_first_of_host()
-    if is_first:
-        print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr, flush=True)
-    liveness.leave("\n".join(problems), liveness.MISTAKE_STATUS)
-    if not is_first:
-        # A launcher ends all ranks of its host when any of them ends, and the first rank must have printed by then.
-        time.sleep(10)
-    sys.exit(liveness.MISTAKE_STATUS)

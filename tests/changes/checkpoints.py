@@ -19,7 +19,7 @@ from common import files
 from common.checkpoint import host_copy, layouts, resume, save, write
 from common.data import hub
 from common.files import PAGE
-from common.parallel import liveness
+from common.parallel import rank_store
 from common.training import batching, optimizers
 
 
@@ -85,7 +85,7 @@ def hide(how):
     change(os, "scandir", scan)
     if whole:
         change(os, "stat", look)
-        change(liveness, "SHARED_TIMEOUT", 1)
+        change(rank_store, "SHARED_TIMEOUT", 1)
 
 
 def note_reads_of_base(file):

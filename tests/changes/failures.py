@@ -17,7 +17,7 @@ from common import argument_checks, run
 from common.checkpoint import resume, shared_files
 from common.data import text
 from common.models import model_setup, parallel_setup, single_copy
-from common.parallel import connect, liveness, rank_watch, shutdown
+from common.parallel import failures, liveness, rank_store, rank_watch, sharding, shutdown
 from common.report import records, settings, trackers, tracking
 from common.report.progress import Progress
 from common.training import accumulation, stop_signals
@@ -117,7 +117,7 @@ def broken_tracker(update):
 
 def short_wait(seconds):
     """How long a rank with an error waits for the others to leave a step that a run can do without."""
-    change(liveness, "OPTIONAL_TIMEOUT", seconds)
+    change(rank_store, "OPTIONAL_TIMEOUT", seconds)
 
 
 def broken_rank(at):
@@ -137,7 +137,7 @@ def slow_updates(seconds):
 
 def slow_note(seconds):
     """A disk that takes so long for what a run says about its own failure."""
-    before(liveness, "note", lambda reason: time.sleep(seconds))
+    before(failures, "note", lambda reason: time.sleep(seconds))
 
 
 def no_watch(_):
@@ -180,7 +180,7 @@ def slow_rank(how):
 
 def no_redaction(_):
     """Secrets are written and printed as they come."""
-    for module in (connect, shutdown, records, trackers, tracking, settings):
+    for module in (sharding, failures, records, trackers, tracking, settings):
         change(module, "redact", lambda value: value)
 
 

@@ -19,7 +19,7 @@ from changes import RANK, UNDO, after, before, before_reduce, change
 from common import run
 from common.checkpoint.save import Checkpoints
 from common.models import attention_masks, cpu_kernels, untrained
-from common.parallel import connect
+from common.parallel import process_groups, sharding
 from common.report import profiling
 from common.report.progress import Progress
 from common.tasks.classify import labels
@@ -37,7 +37,7 @@ def cores(count):
 
 def user_names_threads(_):
     """Of the launcher's environment."""
-    change(connect, "names_threads", lambda launch: True)
+    change(sharding, "names_threads", lambda launch: True)
 
 
 def whole_model_on_each_rank(_):
@@ -49,7 +49,7 @@ def whole_model_on_each_rank(_):
 
 def gradients_beside_buckets(_):
     """DDP as it is by itself."""
-    change(connect, "AveragedByPeers", lambda **_: DistributedDataParallelKwargs())
+    change(process_groups, "AveragedByPeers", lambda **_: DistributedDataParallelKwargs())
 
 
 def leak(_):

@@ -30,10 +30,10 @@ from common.errors import CommandParser, UserError, refuse
 from common.files import why_not_writable, write_file
 from common.host_memory import available_memory
 from common.parallel import liveness, rank_watch
-from common.parallel.connect import name_interface
 from common.parallel.launch import Launch, find_launch, runs_on_cpu, started_world_size
-from common.parallel.launch_checks import check_started
-from common.parallel.matmul_throughput import sustained_rates
+from common.parallel.precision_choice import sustained_rates
+from common.parallel.process_checks import check_started
+from common.parallel.rank_connection import at_most, connecting, name_interface
 from common.parallel.shutdown import leave_together, user_mistakes_end_here
 from common.versions import versions
 from tools.check.report import report
@@ -95,7 +95,7 @@ def connect(launch: Launch, timeout: float) -> torch.device:
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # as in the recipes
     if launch.num_processes > 1:
-        with liveness.connecting(timeout):
+        with connecting(timeout):
             if device.type == "cuda":
                 dist.init_process_group("nccl", device_id=device)
             else:
@@ -222,7 +222,7 @@ def measure_links(device: torch.device, timeout: float) -> dict[tuple[int, int],
         for low, high in (sorted(pair) for pair in pairs if rank in pair):
             what = f"nothing gets through between rank {low} on host {hosts[low][1]} and rank {high} on host "
             what += f"{hosts[high][1]} within {timeout:g} s, though they have connected; look at the network there"
-            with liveness.at_most(timeout, [what] if rank == low else []):
+            with at_most(timeout, [what] if rank == low else []):
                 found = measure_link(low + high - rank, rank == low, device)
             if found is not None:
                 links[low, high] = found

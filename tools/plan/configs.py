@@ -6,7 +6,8 @@ from pathlib import Path
 from common.errors import UserError
 from common.parallel.deepspeed_files import check_optimizer
 from common.parallel.launch import Launch, parse_launch
-from common.parallel.launch_checks import check_asked, check_machines
+from common.parallel.launch_checks import check_requested
+from common.parallel.process_checks import check_machines
 from common.training.process_grid import Degrees
 from common.training.recipe_traits import Arguments, Traits
 from tools.plan.hardware import Machine
@@ -49,7 +50,7 @@ def modes_for(
                 continue
             launch = parse_launch(["--config_file", str(path), *flags, "recipe.py"])
             mode = parse_mode(launch, path.stem, traits, flags)
-            refused = [*check_asked(launch, args, traits), *check_machines(launch)] or check_model(launch.degrees)
+            refused = [*check_requested(launch, args, traits), *check_machines(launch)] or check_model(launch.degrees)
             refused += check_optimizer(mode.zero, args.optimizer) if mode.zero else []
             if not refused and mode.kind == "FSDP" and mode.shards == 1 and mode.state_on == "device":
                 raise TooFewDevices

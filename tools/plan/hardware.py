@@ -9,7 +9,7 @@ import torch
 
 from common.errors import UserError
 from common.host_memory import left_to_all, left_to_one
-from common.parallel.matmul_throughput import multiplication_rates
+from common.parallel.precision_choice import multiplication_rates
 
 GIB = 2.0**30
 UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from common.internals.accelerate_state import forget_state
 from common.internals.torch import drop_collectives, fake_mode, replace_functions, without_fakes
 from common.models import cpu_kernels, single_copy
-from common.parallel import liveness, sequence, tensor
+from common.parallel import failures, liveness, sequence, tensor
 from common.training.activation_checkpointing import apply_activation_checkpointing
 from common.training.batching import Collate, GlobalBatch, Samples, longest_samples, shard_tokens
 from common.training.precision import weights_cast_once
@@ -74,7 +74,7 @@ class TracedRun:
             if name.startswith(("ACCELERATE_", "FSDP_")) or name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
                 del os.environ[name]
         # No rank must notice the end of this process, and no files of the run must be removed.
-        liveness.leave = sys.excepthook = lambda *_: os._exit(1)
+        liveness.leave = failures.leave = sys.excepthook = lambda *_: os._exit(1)
         forget_state()
         _share_with_nobody(case.degrees)
         torch.set_num_threads(1)

@@ -1,0 +1,142 @@
+"""Ends a run after an error: on all ranks together, with the reason once per host, and without secrets."""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
+
+from common.disk_errors import explain_disk_error
+from common.errors import UserError
+from common.files import find_lost_directory
+from common.parallel import liveness
+from common.redaction import redact
+
+LOST_STATUS = 3  # exit status of a process that ends because a different process died or failed
+MISTAKE_STATUS = 2  # exit status after a user error, on all ranks alike
+
+
+def end_failed(error: BaseException, explain: Callable[[BaseException], None] | None) -> None:
+    """Ends the process after a user error, Ctrl-C or a broken disk; returns if the error keeps its traceback.
+
+    Args:
+        explain: prints the known cause of an error.
+    """
+    _end_data_workers()
+    if isinstance(error, UserError):
+        exit_with_mistakes(str(error).splitlines())
+    if isinstance(error, KeyboardInterrupt):
+        _end_interrupted()
+    if line := explain_disk_error(error, find_lost_directory()):
+        exit_with_mistakes([line])
+    if explain:
+        with suppress(MemoryError):  # the original error is more informative
+            explain(error)
+    if isinstance(error, SystemExit) and not error.code:
+        liveness.leave()
+    else:
+        leave(redact(f"{type(error).__name__}: {error}"))
+
+
+def exit_with_mistakes(problems: list[str]) -> NoReturn:
+    """Prints each problem on a line of stderr, once per host, and ends the process with status 2."""
+    problems = [redact(problem) for problem in problems]
+    is_first = _is_first_of_host()
+    if is_first:
+        print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr, flush=True)
+    leave("\n".join(problems), MISTAKE_STATUS)
+    if not is_first:
+        # A launcher ends all ranks of its host when any of them ends, and the first rank must have printed by then.
+        time.sleep(10)
+    sys.exit(MISTAKE_STATUS)
+
+
+def leave(reason: str, status: int = 1) -> None:
+    """Announces the end of this process for a reason (lines of text); the others end too and report it.
+
+    A call after a call of this or of `liveness.leave` only records the reason.
+    """
+    left, liveness.watch = liveness.watch, None
+    if left is not None:
+        left.leave(reason, status)
+        return
+    record_reason(reason)
+    if int(os.environ.get("RANK", 0)) == 0:
+        note(reason)
+
+
+def end_without_launcher() -> None:
+    """Ends this process because its launcher has died."""
+    line = f"the launcher of rank {os.environ.get('RANK', 0)} was lost {describe_place()}"
+    exit_now([f"{line}; this process ends"] if _is_first_of_host() else [], LOST_STATUS)
+
+
+def _end_interrupted() -> NoReturn:
+    """Ends the process by SIGINT, like a program that Ctrl-C ends: a shell then ends the script that started it."""
+    kept = "nothing was saved" if liveness.update is None else "--resume continues from the last checkpoint"
+    if _is_first_of_host():
+        print(f"\ninterrupted {describe_place()}; {kept}", file=sys.stderr, flush=True)
+    leave("interrupted by SIGINT")
+    sys.stdout.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
+    os._exit(128 + signal.SIGINT)  # if SIGINT is blocked
+
+
+def _end_data_workers() -> None:
+    """Kills the data workers: they ignore Python's signal to end, and Python would wait for them indefinitely.
+
+    The signals are ignored in common.training.stop_signals. After a successful run, the loader's iterator has ended the
+    workers. After an error, the traceback holds the iterator.
+    """
+    workers = multiprocessing.active_children()
+    if workers:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise a further error per worker
+    for worker in workers:
+        worker.kill()
+
+
+def _is_first_of_host() -> bool:
+    """Returns whether this process reports the problems that all processes of its host have."""
+    # Without torch's launcher, this host has no other processes, even if old variables are in the environment.
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0 or "TORCHELASTIC_RUN_ID" not in os.environ
+
+
+def note(reason: str) -> None:
+    """Writes a failure into the run's results, once."""
+    write, liveness.note_failure = liveness.note_failure, None
+    if write is not None:
+        with suppress(OSError):  # a full disk, for example; the failure is printed anyway
+            write(f"failed {describe_place()}: {reason.splitlines()[0]}")
+
+
+def record_reason(reason: str) -> None:
+    """Writes the reason for torch's launcher, which prints it after its own text on a failed process.
+
+    It replaces torch's `@record`, which neither hides secrets nor distinguishes user errors.
+    """
+    if (path := os.environ.get("TORCHELASTIC_ERROR_FILE")) and not os.path.exists(path):
+        with suppress(OSError), open(path, "w") as file:
+            message = "; ".join(reason.splitlines())
+            json.dump({"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}, file)
+
+
+def describe_place() -> str:
+    """Returns the position of this process in the run, in words."""
+    return "before the first update" if liveness.update is None else f"at update {liveness.update}"
+
+
+def print_errors(lines: list[str]) -> None:
+    if lines:  # the first newline ends a progress bar, which the main thread may be writing
+        with suppress(OSError):  # the terminal, or the reader of a pipe, may have closed
+            os.write(sys.stderr.fileno(), ("".join(f"\nerror: {line}" for line in lines) + "\n").encode())
+
+
+def exit_now(lines: list[str], status: int) -> NoReturn:
+    """Ends the process from any thread, since the main thread may be in a collective that does not return."""
+    print_errors(lines)
+    os._exit(status)

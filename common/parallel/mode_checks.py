@@ -1,0 +1,156 @@
+"""Checks of launches other than one process without sharding: their settings, and the flags that they support."""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from common.internals.transformers import unsplit_layers
+from common.parallel.launch import Launch
+from common.training.optimizer_choice import name_optimizers
+from common.training.optimizers import OPTIMIZERS
+from common.training.recipe_traits import Arguments, Traits
+
+
+def check_requested(launch: Launch, args: Arguments, traits: Traits) -> list[str]:
+    """Returns the lines of `launch_checks.check_requested` that depend on the mode or on the process grid."""
+    problems: list[str] = []
+    if launch.mode not in ("plain", "DDP", "FSDP", "DeepSpeed"):
+        problems.append(
+            f"{launch.source} asks for {launch.mode}, which no recipe runs; take a file of accelerate_configs/"
+        )
+    if launch.mode == "FSDP":
+        problems += check_fsdp(launch.source, launch.settings, args.optimizer)
+    if launch.mode == "DeepSpeed":
+        problems += check_deepspeed_flags(launch)
+    sizes, named = launch.sizes, {*launch.given, *launch.file_settings}
+    if any(size != 1 for size in sizes.values()) or any(name.startswith("parallelism_config_") for name in named):
+        from common.parallel import parallelism_config
+
+        problems += parallelism_config.check_others(launch.source, launch.settings, named)
+        problems += parallelism_config.check_sizes(launch.source, sizes, launch.mode, launch.num_processes)
+        problems += _check_parts(launch, traits)
+        problems += parallelism_config.check_parts(launch.source, sizes, launch.mixed_precision, args.optimizer)
+    problems += _check_accumulation(launch, args)
+    if args.shared("quantize") and launch.mode in ("FSDP", "DeepSpeed"):
+        problems.append(
+            f"--quantize {args.quantize}: weights in 4 bits are for one process and for DDP, and {launch.source} asks "
+            f"for {launch.mode}: take multi_gpu.yaml or single_gpu.yaml, or leave --quantize out"
+        )
+    return problems
+
+
+def check_flags(launch: Launch, args: Arguments, traits: Traits) -> list[str]:
+    """Returns a line for each flag that the mode does not support, and for each contradiction to DeepSpeed's file."""
+    problems = list(_check_budget(launch, args, traits))
+    if launch.mode == "DeepSpeed":
+        from common.parallel.deepspeed_flags import check_deepspeed
+
+        problems += check_deepspeed(launch.deepspeed_config, args, launch.mixed_precision, launch.degrees)
+    return problems
+
+
+def check_fsdp(source: str, settings: dict[str, Any], optimizer: str) -> Iterator[str]:
+    """Yields a line for each FSDP setting of the launcher that would change the recipe's run."""
+    if not OPTIMIZERS[optimizer].is_elementwise:
+        # Their steps mix the shards (DTensor) with plain tensors, which raises an error.
+        others = name_optimizers("is_elementwise")
+        yield f"--optimizer {optimizer} does not work on the shards of FSDP2; use {others}, or multi_gpu.yaml"
+    version = settings.get("fsdp_version")
+    if str(version) != "2":
+        yield f"{source} asks for FSDP {version}; set fsdp_version: 2, which the recipes are tested with"
+    if str(settings.get("fsdp_activation_checkpointing")).lower() == "true":
+        yield (
+            f"{source} sets fsdp_activation_checkpointing; take it out and use --activation_checkpointing full, which "
+            "works in every mode"
+        )
+
+
+LAYER_SETTINGS = ("fsdp_transformer_layer_cls_to_wrap", "deepspeed_moe_layer_cls_names")
+
+
+def check_layer_classes(launch: Launch, make_empty: Callable[[], torch.nn.Module]) -> Iterator[str]:
+    """Yields a line for each launcher setting of FSDP or DeepSpeed with a layer class that the model does not contain.
+
+    Args:
+        make_empty: builds the model on the meta device.
+    """
+    for setting in LAYER_SETTINGS:
+        wanted = [name.strip() for name in str(launch.settings.get(setting) or "").split(",") if name.strip()]
+        if not wanted or not setting.startswith(f"{launch.mode.lower()}_"):
+            continue
+        model = make_empty()
+        found = {type(module).__name__ for module in model.modules()}
+        if missing := [name for name in wanted if name not in found]:
+            blocks = [part for module in model.modules() if isinstance(module, torch.nn.ModuleList) for part in module]
+            layers = found & unsplit_layers(model)
+            layers = layers or {type(block).__name__ for block in blocks}
+            yield (
+                f"{launch.source}: {setting}: {type(model).__name__} has no layer {', '.join(missing)}; use "
+                f"{' or '.join(sorted(layers))}, or remove the setting"
+            )
+
+
+# Launcher settings that a DeepSpeed file overrides.
+DEEPSPEED_FLAGS = {f"offload_{part}_{what}" for part in ("optimizer", "param") for what in ("device", "nvme_path")}
+DEEPSPEED_FLAGS |= {"zero_stage", "gradient_clipping", "zero3_save_16bit_model"}
+
+
+def check_deepspeed_flags(launch: Launch) -> Iterator[str]:
+    """Yields a line for each launcher setting that a DeepSpeed file overrides, or that changes its `auto`."""
+    file = launch.deepspeed_config
+    if not isinstance(file, str):
+        return
+    for name in sorted(DEEPSPEED_FLAGS):
+        if name in launch.given:
+            yield (
+                f"--{name} {launch.settings[name]} beside {file}: what the file says runs; take the flag out, or name "
+                "another file with --deepspeed_config_file"
+            )
+        elif name in launch.file_settings:
+            yield f"{launch.config_file}: {name} beside {file}: what that file says runs; take one out"
+    if "ACCELERATE_GRADIENT_CLIPPING" in launch.environment:
+        yield "ACCELERATE_GRADIENT_CLIPPING in the environment has no effect; unset it, use --max_grad_norm"
+
+
+def _check_parts(launch: Launch, traits: Traits) -> list[str]:
+    """Returns a line if the recipe has no stages, or cannot compute the loss of a part of a sequence."""
+    stages, asked = launch.degrees.pipeline, f"{launch.source} sets parallelism_config_pp_size to"
+    if stages > 1 and traits.pipeline_schedule is None:
+        return [f"{asked} {stages}, and this recipe has no stages; run recipes/pipeline.py, or take another config"]
+    if launch.degrees.sequence > 1 and not traits.splits_sequences:
+        asked = f"{launch.source} sets parallelism_config_sp_size to {launch.degrees.sequence}"
+        return [f"{asked}, and this recipe's loss needs all tokens of an answer; set it to 1, or take another config"]
+    return []
+
+
+def _check_budget(launch: Launch, args: Arguments, traits: Traits) -> Iterator[str]:
+    """Yields a line if --micro_batch_tokens auto is set but the ranks exchange data before averaging gradients."""
+    is_alone = launch.mode in ("plain", "DDP") and launch.degrees.data == launch.num_processes
+    if traits.lengths_vary and args.micro_batch_tokens == "auto" and not is_alone:
+        yield (
+            f"--micro_batch_tokens auto: in {launch.source} the processes share each forward, and if memory ran out in "
+            "one, the others would wait for it for ever; give a number (--plan names the largest that fits)"
+        )
+
+
+def _check_accumulation(launch: Launch, args: Arguments) -> list[str]:
+    """Returns a line if the launch sets gradient accumulation, which follows from the recipe's flags.
+
+    Under DeepSpeed, the launch may set the same number.
+    """
+    in_environment = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    allowed = ["1", "auto"]
+    if {launch.gradient_accumulation_steps, in_environment} <= {*allowed}:
+        return []
+    from common.parallel import deepspeed_flags
+
+    known_steps, arithmetic = deepspeed_flags.accumulation_steps(args, launch.degrees)
+    if launch.mode == "DeepSpeed" and known_steps is not None:
+        allowed.append(f"{known_steps:g}")
+    for source, steps in ((launch.source, launch.gradient_accumulation_steps), ("the environment", in_environment)):
+        if steps not in allowed:
+            what = f"{source} sets gradient_accumulation_steps to {steps}"
+            return [f"{what}; take it out: accumulation follows from {arithmetic}"]
+    return []

@@ -1,0 +1,81 @@
+"""Compares the matmul throughput of the precisions.
+
+`python -m common.parallel.precision_choice RECIPE` prints the launch flags of the fastest precision.
+
+On a CPU with AMX or AVX512-BF16, bf16 is several times as fast as float32, on any other CPU it is not faster. GPUs
+since Ampere support bf16, since Volta fp16.
+"""
+
+import sys
+import time
+
+import torch
+
+from common.parallel.matmul_throughput import SIZE, dtypes, has_rate, multiplication_rate, seconds_of
+
+# A different precision speeds up only matmuls: below this ratio, the full update is not faster.
+PAYS = 1.5
+# In smaller models, matmuls are too small a part of the time. On two cores with AMX, the smallest model of lm.py gains
+# anyway. Those of the other recipes gain less, are slower, or end with a higher held-out loss
+# (benchmarks/precision.py).
+FEWEST_PARAMETERS = 5_000_000
+GAIN = ("lm",)
+
+
+def multiplication_rates(device: torch.device) -> dict[str, float]:
+    """Returns FLOP/s of a matmul of the device's SIZE, by precision as `--mixed_precision` names it."""
+    return {name: multiplication_rate(device, name) for name in dtypes(device)}
+
+
+def sustained_rates(device: torch.device, seconds: float) -> dict[str, float]:
+    """Returns FLOP/s by precision, each measured for `seconds` seconds on random numbers, after a first matmul.
+
+    This includes effects that a few matmuls do not show: a hot or power-limited GPU, and other users of the device.
+    """
+    size = SIZE[device.type]
+    rates = {}
+    for name, dtype in dtypes(device).items():
+        a, b = torch.randn(2, size, size, device=device).to(dtype)
+        seconds_of(a, b)
+        num, start = 0, time.perf_counter()
+        while (passed := time.perf_counter() - start) < seconds:
+            seconds_of(a, b)
+            num += 1
+        rates[name] = num * 2 * size**3 / passed
+    return rates
+
+
+def fastest(rates: dict[str, float], running: str) -> str:
+    """Returns the fastest precision of `rates` if it is more than PAYS times as fast as `running`, else `running`."""
+    best = max(rates, key=rates.__getitem__)
+    return best if rates[best] > PAYS * rates[running] else running
+
+
+def advise(device: torch.device, running: str, num_parameters: int) -> str:
+    """Returns the gain from a faster precision than `running`, as the end of a run-summary line; empty without gain."""
+    is_small = device.type == "cpu" and num_parameters < FEWEST_PARAMETERS
+    if is_small or not has_rate(device, running):
+        return ""
+    rates = multiplication_rates(device)
+    if (best := fastest(rates, running)) == running:
+        return ""
+    name = "float32" if best == "no" else best
+    faster = f"{rates[best] / rates[running]:.1f} times as fast"
+    return f"; this machine multiplies {name} {faster}: before the recipe, --mixed_precision {best}"
+
+
+def main(recipe: str = "lm") -> None:
+    """Prints flags of `accelerate launch` for `make train`, which trains the recipe's smallest model."""
+    if torch.cuda.is_available():
+        best = fastest(multiplication_rates(torch.device("cuda")), "bf16")
+        config, flags = "single_gpu", "" if best == "bf16" else f" --mixed_precision {best}"
+    else:
+        best, flags = "no", ""
+        if recipe in GAIN:
+            best = fastest(multiplication_rates(torch.device("cpu")), "no")
+        config = "cpu_bf16" if best == "bf16" else "cpu"
+    print(f"--config_file accelerate_configs/{config}.yaml{flags}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
