@@ -62,15 +62,7 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs: Any) ->
 
         sharded = ShardedLaunch(launch, args)
         kwargs |= sharded.options
-    elif runs_on_cpu(launch):
-        # Read by Accelerate when it creates its state: CPU, and gloo instead of NCCL. Without it, the processes of a
-        # MULTI_GPU launch on a machine without a GPU are not connected, and each is a separate run.
-        os.environ["ACCELERATE_USE_CPU"] = "true"
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns at import that it looked for a GPU
-    if not runs_on_cpu(launch) and torch.cuda.is_available():
-        # TF32 matmuls: float32 range, 10-bit mantissa, several times faster. Mixed precision leaves some matmuls in
-        # float32 too, such as those of a recurrence. NVIDIA_TF32_OVERRIDE=0 turns TF32 off.
-        torch.set_float32_matmul_precision("high")
+    _name_device(launch)
     if launch.degrees.data < launch.degrees.num_processes:
         from common.parallel import parallelism_config
 
@@ -85,6 +77,27 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs: Any) ->
             # DDP: gradients are views of the communication buckets, without memory of their own.
             accelerator.ddp_handler = AveragedByPeers(gradient_as_bucket_view=True)
         accelerator.wait_for_everyone()  # NCCL connects at the first collective
+    _check_accelerator(launch, accelerator)
+    if sharded is not None:
+        sharded.configure(accelerator)
+    return accelerator
+
+
+def _name_device(launch: Launch) -> None:
+    """Sets the device of Accelerate and DeepSpeed in the environment, and a GPU's precision of float32 matmuls."""
+    if not runs_on_cpu(launch):
+        if torch.cuda.is_available():
+            # TF32 matmuls: float32 range, 10-bit mantissa, several times faster. Mixed precision leaves some matmuls in
+            # float32 too, such as those of a recurrence. NVIDIA_TF32_OVERRIDE=0 turns TF32 off.
+            torch.set_float32_matmul_precision("high")
+    elif launch.mode not in ("FSDP", "DeepSpeed"):
+        # Read by Accelerate when it creates its state: CPU, and gloo instead of NCCL. Without it, the processes of a
+        # MULTI_GPU launch on a machine without a GPU are not connected, and each is a separate run.
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns at import that it looked for a GPU
+
+
+def _check_accelerator(launch: Launch, accelerator: Accelerator) -> None:
     requested = (launch.mode, launch.num_processes, launch.mixed_precision)
     if requested != (running_mode(accelerator), accelerator.num_processes, accelerator.mixed_precision):
         from common.parallel import process_checks
@@ -95,9 +108,6 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs: Any) ->
 
         if across := parallelism_config.across_machines(launch.degrees, launch.num_machines):
             logger.warning(across)
-    if sharded is not None:
-        sharded.configure(accelerator)
-    return accelerator
 
 
 def seed_everything(seed: int, accelerator: Accelerator | None = None) -> None:
