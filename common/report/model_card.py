@@ -9,7 +9,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from common.models.saved_model import loading_call
+from common.models.saved_model import ADAPTER_CONFIG, loading_call
 
 # Tags of the hub's demo widgets, by the Auto class that loads the model.
 PIPELINE_TAGS = {
@@ -19,7 +19,7 @@ PIPELINE_TAGS = {
     "AutoModelForImageClassification": "image-classification",
 }
 # The metrics to show, in this order, if the run has them.
-FIGURES = {
+METRICS = {
     "validation_loss": "held-out loss",
     "perplexity": "perplexity",
     "bits_per_byte": "bits per byte of held-out text",
@@ -35,10 +35,10 @@ FIGURES = {
     "saving_seconds": "seconds of saving checkpoints between updates",
     "peak_memory_bytes": "most memory of a process, GiB",
 }
-IF_ANY = ("repeated_seconds", "evaluation_seconds", "saving_seconds")  # hidden if they are 0
+HIDDEN_IF_0 = ("repeated_seconds", "evaluation_seconds", "saving_seconds")
 # Flags that do not affect the model, only the output and the processes of the run.
-KEPT = "output_dir overwrite resume dry_run plan save_every keep_last report_to num_workers connect_timeout".split()
-KEPT += ["profile", "allow_changed"]
+HIDDEN_FLAGS = "output_dir overwrite resume dry_run plan save_every keep_last report_to num_workers connect_timeout"
+HIDDEN_FLAGS += " profile allow_changed"
 
 
 def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> None:
@@ -53,36 +53,25 @@ def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> 
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag=PIPELINE_TAGS.get(model_class),
         base_model=base if base and not Path(base).expanduser().exists() else None,  # a path would not be a valid link
-        tags=["accelerate", run["command"][0].rpartition("/")[2].removesuffix(".py")],
+        tags=["accelerate", Path(run["command"][0]).name.removesuffix(".py")],
     )
+    config = json.loads((directory / (ADAPTER_CONFIG if is_adapter else "config.json")).read_text())
+    model = _describe_adapter(config) if is_adapter else f"`{config['architectures'][0]}`"
     origin = f"fine-tuned from `{base}`" if base else "trained from scratch"
-    if is_adapter:
-        what = _describe_adapter(json.loads((directory / "adapter_config.json").read_text()))
-    else:
-        what = f"`{json.loads((directory / 'config.json').read_text())['architectures'][0]}`"
-    units = {"peak_memory_bytes": 2**30}
-    figures = {
-        words: results[key] / units.get(key, 1)
-        for key, words in FIGURES.items()
-        if results.get(key) is not None and (key not in IF_ANY or results[key])
-    }
-    apart = [one["source"] for one in run.get("held_out_sources") or []]
-    losses = {source: results.get(f"validation_loss/{source}") for source in apart}
-    figures |= {f"held-out loss of `{source}`": loss for source, loss in losses.items() if loss is not None}
-    resumed = f", resumed at update {run['resumed_at']}" if run["resumed_at"] else ""
-    data = [(f"trained on, until update {one['until']:,}", one["data"]) for one in run.get("earlier_data") or []]
-    data += [("trained on", run["data"]), ("held out", run["held_out"])]
     length = f"{results['updates']:,} updates"
     if (best := results.get("best")) and best["is_model"]:
         update = int(best["checkpoint"].rpartition("-")[2])
         length += f"; the weights are those after update {update:,}, which had the lowest held-out loss"
+    data = [(f"trained on, until update {entry['until']:,}", entry["data"]) for entry in run.get("earlier_data") or []]
+    data += [("trained on", run["data"]), ("held out", run["held_out"])]
+    resumed = f", resumed at update {run['resumed_at']}" if run["resumed_at"] else ""
     parts = [
         f"# {name}",
-        f"{what}, {origin} in {length}; `{loading_call(directory, model_class, 'PATH')}` loads it.",
+        f"{model}, {origin} in {length}; `{loading_call(directory, model_class, 'PATH')}` loads it.",
         "## Data",
         *(_list(part, text) for part, text in data if text),
         "## Figures",
-        _table({words: f"{value:,.6g}" for words, value in figures.items()}),
+        _table(dict(_metrics(run))),
         "## Settings",
         f"{run['mode']}, {run['world_size']} process{'es' * (run['world_size'] > 1)} on {run['device']}, "
         f"mixed precision: {run['mixed_precision']}{resumed}.",
@@ -95,55 +84,63 @@ def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> 
     ModelCard(f"---\n{card}\n---\n\n" + _short("\n\n".join(parts)) + "\n").save(directory / "README.md")
 
 
+def _metrics(run: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields name and value of each metric, with the losses of held-out sources that are evaluated separately."""
+    sources = [entry["source"] for entry in run.get("held_out_sources") or []]
+    names = METRICS | {f"validation_loss/{source}": f"held-out loss of `{source}`" for source in sources}
+    for key, name in names.items():
+        value = run["results"].get(key)
+        if value or (value is not None and key not in HIDDEN_IF_0):
+            yield name, f"{value / (2**30 if key == 'peak_memory_bytes' else 1):,.6g}"
+
+
 def _describe_adapter(config: dict[str, Any]) -> str:
     """Returns a description of an adapter from peft's config, because the flags may be unset."""
     layers = sorted([*config["target_modules"], *(config.get("target_parameters") or [])])
-    whole = f", with {_code(new)} trained whole" if (new := config.get("modules_to_save")) else ""
-    return f"An adapter (LoRA) of rank {config['r']} and alpha {config['lora_alpha']} on {_code(layers)}{whole}"
+    new = f", with {_code(config['modules_to_save'])} trained whole" if config.get("modules_to_save") else ""
+    return f"An adapter (LoRA) of rank {config['r']} and alpha {config['lora_alpha']} on {_code(layers)}{new}"
 
 
 def _list(part: str, text: str) -> str:
     """Returns a list item for a part of the data; mixed data has a sub-item per source."""
-    lines = text.splitlines()
-    items = lines if len(lines) == 1 else ["", *(f"  - {line.strip()}" for line in lines)]
-    return f"- {part}:{' ' * (len(lines) == 1)}" + "\n".join(items)
+    first, *others = text.splitlines()
+    return "\n  - ".join([f"- {part}:", first, *map(str.strip, others)]) if others else f"- {part}: {text}"
 
 
 def _settings(run: dict[str, Any]) -> Iterator[str]:
     """Yields a table of the settings passed at any start of the run, then the default settings."""
-    arguments = {key: value for key, value in run["arguments"].items() if key not in KEPT}
-    if arguments.get("num_epochs"):
-        del arguments["num_updates"]  # it is replaced by --num_epochs
-    if not arguments.get("lora_rank"):
-        arguments.pop("lora_dropout", None)
+    hidden = HIDDEN_FLAGS.split()
+    # They are replaced by --num_epochs, and without effect.
+    hidden += ["num_updates"] if run["arguments"].get("num_epochs") else []
+    hidden += [] if run["arguments"].get("lora_rank") else ["lora_dropout"]
     settings = {
-        f"--{key}": _words(value)
-        for key, value in arguments.items()
-        if value not in (None, []) and value is not False  # 0 is a value
+        f"--{key}": " ".join(map(str, value)) if isinstance(value, list) else str(value)
+        for key, value in run["arguments"].items()
+        if key not in hidden and value not in (None, []) and value is not False  # 0 is a value
     }
     given = {word.partition("=")[0] for command in run["commands"] for word in command}
-    if asked := {f"`{flag}`": f"`{words}`" for flag, words in settings.items() if flag in given}:
-        yield _table(asked)
-    chosen = [f"{flag} {words}" for flag, words in settings.items() if flag not in given]
-    yield f"Not asked for, so as the recipe chooses: {_code(chosen)}."
+    if requested := {f"`{flag}`": f"`{words}`" for flag, words in settings.items() if flag in given}:
+        yield _table(requested)
+    defaults = [f"{flag} {words}" for flag, words in settings.items() if flag not in given]
+    yield f"Not asked for, so as the recipe chooses: {_code(defaults)}."
 
 
 def _commands(run: dict[str, Any]) -> Iterator[str]:
     """Yields the commands of all starts, each once."""
-    first, *others = dict.fromkeys(shlex.join(map(str, command)) for command in run["commands"])
-    yield f"    {first}"
+    first, *others = dict.fromkeys(f"    {shlex.join(map(str, command))}" for command in run["commands"])
+    yield first
     if others:
         yield "Continued by:"
-        yield from (f"    {other}" for other in others)
+        yield from others
     if run["commands"][-1][0] not in ("accelerate", "python"):
         yield "Another launcher than `accelerate launch` started it in each process."
 
 
 def _short(text: str) -> str:
     """Shortens paths below the working directory and the home directory, because readers have neither."""
-    for place, words in ((Path.cwd(), ""), (Path.home(), "~/")):
-        if place.parent != place:
-            text = re.sub(rf"(?<![\w.~/-]){re.escape(str(place))}/", words, text)
+    for path, replacement in ((Path.cwd(), ""), (Path.home(), "~/")):
+        if path.parent != path:
+            text = re.sub(rf"(?<![\w.~/-]){re.escape(str(path))}/", replacement, text)
     return text
 
 
@@ -153,7 +150,3 @@ def _code(names: list[str]) -> str:
 
 def _table(rows: dict[str, str]) -> str:
     return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {text} |" for name, text in rows.items())])
-
-
-def _words(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
