@@ -1,44 +1,38 @@
 """FLOPs of an update and utilisation of the machine's matmul throughput, for metrics.jsonl.
 
 Model FLOPs, as in PaLM's appendix B (arXiv:2204.02311), are the matmuls of one forward and one backward pass of the
-model, for the real tokens. Other computation does not count: padding, recomputation, a forward pass for counting only.
-So they do not depend on the config, on --activation_checkpointing, or on the split of a global batch. Attention counts
-full squares. Logits count only for targets, and experts only if chosen.
+model, for the real tokens. Padding, recomputation and forward passes for counting do not count, so they do not depend
+on the config or on the split of a global batch. Attention counts full squares. Logits count only for targets, and
+experts only if chosen.
 """
 
 import copy
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
-from accelerate import Accelerator
-from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, shape_wrapper
 
 from common.models.load import attention_length
 from common.parallel.matmul_throughput import has_rate, multiplication_rate
 from common.training.batching import GlobalBatch, GlobalBatches
 
 FEW_STEPS = 16  # maximum length for a model without attention, which may be recurrent with separate operators per step
-LOOKED_AT = 1000  # samples that are inspected for their lengths
+INSPECTED = 1000  # samples that are inspected for their lengths
 
-
-# Operators that torch does not count. Attention on a CPU has the FLOPs of the GPU kernel.
+# Operators that torch does not count. In a grouped matmul, `a`, `b` or the result has a dimension of groups, which is
+# not a factor. Attention on a CPU has the FLOPs of the GPU kernel.
 _ATEN = torch.ops.aten
-if _ATEN._grouped_mm not in flop_registry:
-
-    @register_flop_formula(_ATEN._grouped_mm)
-    def grouped_mm_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
-        """Counts a grouped matmul: `a`, `b` or the result has a dimension of groups, which is not a factor."""
-        return 2 * a[-2] * a[-1] * b[-1]
-
-
-_ATTENTION = _ATEN._scaled_dot_product_flash_attention
-for _other, _known in ((_ATEN.addmm_, _ATEN.addmm), (_ATEN._scaled_dot_product_flash_attention_for_cpu, _ATTENTION)):
-    flop_registry.setdefault(_other, flop_registry[_known])
+FORMULAS: dict[Any, Any] = {
+    _ATEN._grouped_mm: shape_wrapper(lambda a, b, *_, **__: 2 * a[-2] * a[-1] * b[-1]),
+    _ATEN.addmm_: flop_registry[_ATEN.addmm],
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[_ATEN._scaled_dot_product_flash_attention],
+}
 
 
 @dataclass
@@ -57,28 +51,42 @@ class ModelFlops:
     def figures(self, flops: float, seconds: float) -> dict[str, float]:
         """Returns FLOP/s, and utilisation if the throughput is known, for metrics and results."""
         reached = flops / seconds
-        share = {"share_of_rate": reached / self.rate} if self.rate else {}
-        return {"model_flops_per_second": reached} | share
+        return {"model_flops_per_second": reached} | ({"share_of_rate": reached / self.rate} if self.rate else {})
 
 
-def count(
-    make_empty: Callable[[], torch.nn.Module], batches: GlobalBatches, rate: float | None = None
-) -> ModelFlops | None:
+def of_run(run: Any, is_rehearsal: bool) -> ModelFlops | None:
+    """Returns the `ModelFlops` of a `common.run.Run` on its main process, which reports them; None on others.
+
+    The throughput of one process is measured, in a tenth of a second. On a CPU, the processes of a host share its
+    cores.
+    """
+    if not run.accelerator.is_main_process:
+        return None
+    own = getattr(type(run.make_empty()), "own_precision", None)  # set for models that only support float32
+    precision = "no" if own else run.accelerator.mixed_precision
+    rate = None
+    if not is_rehearsal and has_rate(run.device, precision):
+        rate = multiplication_rate(run.device, precision) * run.accelerator.num_processes
+        if run.device.type == "cpu":
+            threads = torch.get_num_threads() * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            rate *= min(1, (psutil.cpu_count() or 1) / threads)
+    return count(run.make_empty, run.loader.dataset, rate)
+
+
+def count(make_empty: Callable[[], Any], batches: GlobalBatches, rate: float | None = None) -> ModelFlops | None:
     """Counts the FLOPs of a model by forward passes without data at a few sample lengths.
 
     Draws no random numbers, and leaves the model of `make_empty` unchanged. Returns None if the model needs real data.
     """
-    samples = batches.samples
-    looked_at = np.arange(min(len(samples), LOOKED_AT))
-    lengths = getattr(samples, "sequence_lengths", samples.lengths)(looked_at)
+    samples, model = batches.samples, copy.deepcopy(make_empty()).eval()
+    lengths = getattr(samples, "sequence_lengths", samples.lengths)(np.arange(min(len(samples), INSPECTED)))
     longest = lengths.reshape(len(lengths), -1).max(0)
-    model = copy.deepcopy(make_empty()).eval()
     if attention_length(model.config) == np.inf:
         longest = longest.clip(max=FEW_STEPS)
-    # The number of points equals the number of terms of a polynomial of degree 2. Points of very short samples coincide
-    # (images).
-    shares = [(i, j) for i in range(3) for j in range(3 - i)] if len(longest) == 2 else [(i,) for i in range(3)]
-    points = np.unique([[max(1, n >> i) for n, i in zip(longest, one, strict=True)] for one in shares], axis=0)
+    # One point per term of a polynomial of degree 2: the longest lengths, halved 0 to 2 times. Points of very short
+    # samples coincide (images).
+    halvings = [n for n in product(range(3), repeat=len(longest)) if sum(n) <= 2]
+    points = np.unique([np.maximum(1, longest >> n) for n in halvings], axis=0)
     try:
         if hasattr(model, "set_attn_implementation"):
             # Plain matmuls, because the current implementation may exchange tokens between ranks.
@@ -113,54 +121,26 @@ def _terms(lengths: np.ndarray) -> np.ndarray:
 
 
 @torch.no_grad()
-def _count(model: torch.nn.Module, sample: dict[str, torch.Tensor], lengths: np.ndarray) -> int:
+def _count(model: Any, sample: dict[str, torch.Tensor], lengths: np.ndarray) -> int:
     """Returns the FLOPs of a sample with these lengths in tokens (encoder, decoder).
 
     Floating-point inputs have the shape in `sample`. A backward pass has two matmuls per matmul of the forward pass, or
     a single matmul if the weight is frozen.
     """
     inputs = {}
-    for name, one in sample.items():
+    for name, tensor in sample.items():
         if not name.startswith("target"):
-            shape = one.shape if one.is_floating_point() else (1, lengths[-1 if name.startswith("decoder") else 0])
-            dtype = next(model.parameters()).dtype if one.is_floating_point() else one.dtype
+            shape, dtype = tensor.shape, next(model.parameters()).dtype
+            if not tensor.is_floating_point():
+                shape, dtype = (1, lengths[-1 if name.startswith("decoder") else 0]), tensor.dtype
             inputs[name] = torch.empty(shape, dtype=dtype, device="meta")
-    counter, frozen = FlopCounterMode(display=False), [0, 0]  # FLOPs of frozen weights; total before the current module
-
-    def enter(*_: Any) -> None:
-        frozen[1] = counter.get_total_flops()
-
-    def leave(*_: Any) -> None:
-        frozen[0] += counter.get_total_flops() - frozen[1]
-
+    counter = FlopCounterMode(display=False)
+    counter.flop_registry = FORMULAS | counter.flop_registry
     with counter:
-        for module in model.modules():
-            weights = [p for p in module.parameters(recurse=False) if p.ndim > 1]
-            if weights and not any(p.requires_grad for p in weights):
-                module.register_forward_pre_hook(enter)
-                module.register_forward_hook(leave)
         model(**inputs)
-    return 3 * counter.get_total_flops() - frozen[0]
-
-
-def machine_rate(accelerator: Accelerator, precision: str) -> float | None:
-    """Returns the matmul FLOP/s that all processes reach together; None if they are not measured for the precision.
-
-    A single process is measured, in a tenth of a second. On a CPU, the processes of a host share its cores.
-    """
-    device = accelerator.device
-    if not has_rate(device, precision):
-        return None
-    rate = multiplication_rate(device, precision) * accelerator.num_processes
-    threads = torch.get_num_threads() * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return rate * min(1, psutil.cpu_count() / threads) if device.type == "cpu" else rate
-
-
-def of_run(run: Any, is_rehearsal: bool) -> ModelFlops | None:
-    """Returns the `ModelFlops` of a `common.run.Run` on its main process, which reports them; None on others."""
-    if not run.accelerator.is_main_process:
-        return None
-    own = getattr(type(run.make_empty()), "own_precision", None)  # set for models that only support float32
-    precision = "no" if own else run.accelerator.mixed_precision
-    rate = None if is_rehearsal else machine_rate(run.accelerator, precision)
-    return count(run.make_empty, run.loader.dataset, rate)
+    counts, frozen = counter.get_flop_counts(), 0  # counts: by path of the module and operator
+    for name, module in model.named_modules():
+        weights = [p for p in module.parameters(recurse=False) if p.ndim > 1]
+        if weights and not any(p.requires_grad for p in weights):
+            frozen += sum(counts.get(f"{type(model).__name__}.{name}", {}).values())
+    return 3 * counter.get_total_flops() - frozen
