@@ -19,13 +19,15 @@ def constant_loss(samples: Any) -> float | None:
     sources count by their weights.
     """
     parts = list(samples.parts.values()) if hasattr(samples, "parts") else [samples]
-    labels = [getattr(part, "labels", None) for part in parts]
-    if any(one is None for one in labels):
+    labels = [part.labels for part in parts if getattr(part, "labels", None) is not None]
+    if len(labels) < len(parts):
         return None
     mixing = getattr(samples, "mixing", None)
-    shares = mixing.weights if mixing else [len(one) for one in labels]
-    weights = np.concatenate([np.full(len(one), share / len(one)) for one, share in zip(labels, shares, strict=True)])
-    weights, values = weights / weights.sum(), np.concatenate(labels)
+    sizes = [len(part) for part in labels]
+    shares = mixing.weights if mixing else sizes
+    weights = np.concatenate([np.full(size, share / size) for size, share in zip(sizes, shares, strict=True)])
+    weights /= weights.sum()
+    values: np.ndarray = np.concatenate(labels)
     if values.dtype.kind == "f":
         return float(weights @ (values - weights @ values) ** 2)
     frequencies = np.bincount(values, weights=weights)
@@ -38,7 +40,8 @@ class ChanceCheck:
 
     def __init__(self, samples: Any, num_updates: int) -> None:
         self.constant = constant_loss(samples)
-        self.due, self.losses = min(CHECKED_AT, num_updates), deque(maxlen=WINDOW)
+        self.due = min(CHECKED_AT, num_updates)
+        self.losses: deque[float] = deque(maxlen=WINDOW)
 
     def note(self, update: int, loss: float) -> str | None:
         """Notes the loss after `update` updates; returns a line to print if the loss stays at chance."""

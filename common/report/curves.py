@@ -59,8 +59,8 @@ def column(lines: list[dict[str, Any]], name: str) -> tuple[list[float], list[fl
     Memory is in GiB.
     """
     scale = 2**30 if name == "peak_memory_bytes" else 1
-    found = [(line["update"] + 1, line[name] / scale) for line in lines if line.get(name) is not None]
-    return [update for update, _ in found], [value for _, value in found]
+    lines = [line for line in lines if line.get(name) is not None]
+    return [line["update"] + 1 for line in lines], [line[name] / scale for line in lines]
 
 
 def smoothed(values: list[float]) -> list[float]:
@@ -68,7 +68,7 @@ def smoothed(values: list[float]) -> list[float]:
     reach, sums = max(1, len(values) // SMOOTH) // 2, [0.0]
     for value in values:
         sums.append(sums[-1] + value)
-    spans = [(max(0, place - reach), min(len(values), place + reach + 1)) for place in range(len(values))]
+    spans = [(max(0, index - reach), min(len(values), index + reach + 1)) for index in range(len(values))]
     return [(sums[end] - sums[start]) / (end - start) for start, end in spans]
 
 
@@ -89,16 +89,16 @@ def draw(output_dir: Path, unit: str) -> None:
     figure = Figure(figsize=(12, 7), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, 4)
-    places = [grid[:, :2], grid[0, 2], grid[0, 3], grid[1, 2], grid[1, 3]]
-    for place, (title, names) in zip(places, panels(unit).items(), strict=True):
-        axes = figure.add_subplot(place)
+    cells = [grid[:, :2], grid[0, 2], grid[0, 3], grid[1, 2], grid[1, 3]]
+    for cell, (title, names) in zip(cells, panels(unit).items(), strict=True):
+        axes = figure.add_subplot(cell)
         for colour, (name, label) in zip(COLOURS, names.items(), strict=False):
             updates, values = column(lines, name)
             if not values:
                 continue
             if is_noisy := name in NOISY and len(values) > SMOOTH:
                 axes.plot(updates, values, color=colour, alpha=0.25, linewidth=0.8)
-            style = {"marker": "o", "markersize": 4} if name == "validation_loss" else {}
+            style: dict[str, Any] = {"marker": "o", "markersize": 4} if name == "validation_loss" else {}
             axes.plot(updates, smoothed(values) if is_noisy else values, color=colour, label=label, **style)
             if name == "validation_loss":
                 best = min(values)

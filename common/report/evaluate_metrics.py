@@ -5,7 +5,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from inspect import Parameter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,17 +51,17 @@ class Metrics:
         """
         self.kind, self.num_labels, self.seed = kind, num_labels, args.seed
         self.loaded: dict[str, Loaded] = {}  # by the request's text
-        found, is_local, problems = decided_by_main("metrics", lambda: _find(args.metric))
+        requests, is_local, problems = decided_by_main("metrics", lambda: _find(args.metric))
         refuse(problems)
-        self.requests = [Request(*one) for one in found]
-        hub = [one for one, is_here in zip(self.requests, is_local, strict=True) if not is_here]
+        self.requests = [Request(*fields) for fields in requests]
+        hub = [request for request, is_here in zip(self.requests, is_local, strict=True) if not is_here]
         if not args.trust_remote_code:
             refuse(
-                f"--metric {one.text}: not a .py file or directory here, and a metric of the hub is remote code; "
+                f"--metric {request.text}: not a .py file or directory here, and a metric of the hub is remote code; "
                 "correct the path, or pass --trust_remote_code to run that code"
-                for one in hub
+                for request in hub
             )
-        missing = {one.text: problem for one in hub if (problem := _ask_hub(one.place))}
+        missing = {request.text: problem for request in hub if (problem := _ask_hub(request.place))}
         refuse(decided_by_main("modules of metrics", lambda: [*self._load(missing)]))
 
     def _load(self, missing: dict[str, str]) -> Iterator[str]:
@@ -113,21 +113,24 @@ class Metrics:
         for wraps in (False, True):
             if any(fits(option, self.kind, wraps) for option in options):
                 return wraps
-        forms = "; or ".join(", ".join(f"{name}: {one}" for name, one in option.items()) for option in options)
+        forms = "; or ".join(", ".join(f"{name}: {kind}" for name, kind in option.items()) for option in options)
         raise UserError(f"it compares {forms}, and this run's predictions are {KINDS[self.kind]}; remove it")
 
-    def compute(self, predictions: Sequence, references: Sequence) -> tuple[dict[str, Any], list[str]]:
+    def compute(self, predictions: Any, references: Any) -> tuple[dict[str, Any], list[str]]:
         """Returns the results, `NAME/key`, and a line for each metric, on all ranks.
 
-        If a metric fails, `error_after_training` contains one line. predictions, references: numbers or texts, (N,).
+        If a metric fails, `error_after_training` contains one line. predictions, references: (N,), a list of texts or
+        an array of numbers.
         """
-        given, targets = (list(one) if isinstance(one, list) else one.tolist() for one in (predictions, references))
+        answers, targets = (
+            list(values) if isinstance(values, list) else values.tolist() for values in (predictions, references)
+        )
 
         def results_of(request: Request) -> list[Any]:
             module, settings, wraps = self.loaded[request.text]
             try:
-                ours = [[target] for target in targets] if wraps else targets
-                result = module.compute(predictions=given, references=ours, **settings)
+                expected = [[target] for target in targets] if wraps else targets
+                result = module.compute(predictions=answers, references=expected, **settings)
                 result = result if isinstance(result, Mapping) else {"value": result}
                 return [dict(flatten(result, len(targets))), None]
             except Exception as error:  # any module may raise it
@@ -135,7 +138,8 @@ class Metrics:
 
         # The other ranks do not wait in a collective, because some metrics take longer than its time limit.
         computed = decided_by_main("values of metrics", lambda: [results_of(request) for request in self.requests])
-        results, lines, errors = {}, [], []
+        results: dict[str, Any] = {}
+        lines, errors = [], []
         for request, (values, error) in zip(self.requests, computed, strict=True):
             if error is not None:
                 errors.append(f"--metric {request.text}: {error}")
@@ -149,7 +153,7 @@ class Metrics:
 
 def parse(text: str) -> Request:
     """Splits NAME_OR_PATH:setting=value,... whose values are JSON or plain text; the settings may be missing."""
-    place, settings = found.groups() if (found := SETTINGS.fullmatch(text)) else (text, "")
+    place, settings = match.groups() if (match := SETTINGS.fullmatch(text)) else (text, "")
     pairs = dict(pair.split("=", 1) for pair in settings.split(",") if pair)
     name = Path(place).stem if _is_local(place) else place
     return Request(text, place, {key: _from_text(value) for key, value in pairs.items()}, name + text[len(place) :])
@@ -193,9 +197,9 @@ def _ask_hub(name: str) -> str | None:
 def check_settings(module: Any, settings: dict[str, Any], num_labels: int) -> Iterator[str]:
     """Yields one line for each setting that is unknown or missing."""
     parameters = inspect.signature(module._compute).parameters.values()  # the method that authors of modules implement
-    own = {one.name: one.default for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
-    own = {name: default for name, default in own.items() if name not in INPUTS}
-    if all(one.kind is not one.VAR_KEYWORD for one in parameters):
+    kinds = (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    own = {option.name: option.default for option in parameters if option.kind in kinds and option.name not in INPUTS}
+    if all(option.kind is not Parameter.VAR_KEYWORD for option in parameters):
         for name in settings.keys() - own.keys():
             yield f"it has no setting {name}; use one of: {', '.join(own) or 'none'}"
     for name in own.keys() - settings.keys():
@@ -207,8 +211,11 @@ def check_settings(module: Any, settings: dict[str, Any], num_labels: int) -> It
 
 def fits(option: Mapping[str, Any], kind: type, wraps: bool) -> bool:
     """Returns whether inputs of these types accept the values. wraps: with a list of references per prediction."""
-    types = [getattr(one, "feature", None) if wraps and name == "references" else one for name, one in option.items()]
-    return all(str(getattr(one, "dtype", "")).startswith(DTYPES[kind]) for one in types)
+    types = [
+        getattr(feature, "feature", None) if wraps and name == "references" else feature
+        for name, feature in option.items()
+    ]
+    return all(str(getattr(feature, "dtype", "")).startswith(DTYPES[kind]) for feature in types)
 
 
 def flatten(result: Mapping[str, Any], num_samples: int) -> Iterator[tuple[str, Any]]:
@@ -216,7 +223,7 @@ def flatten(result: Mapping[str, Any], num_samples: int) -> Iterator[tuple[str, 
     for key, value in result.items():
         value = _as_json(value)
         if isinstance(value, dict):
-            yield from ((f"{key}/{inner}", one) for inner, one in flatten(value, num_samples))
+            yield from ((f"{key}/{inner_key}", inner) for inner_key, inner in flatten(value, num_samples))
         elif isinstance(value, list) and len(value) == num_samples and all(isinstance(x, int | float) for x in value):
             yield f"{key}/mean", math.fsum(value) / num_samples
         elif (count := _count(value)) > MOST_VALUES:
@@ -229,9 +236,9 @@ def _as_json(value: Any) -> Any:
     """Returns numbers, texts, and lists and dicts of them, also from arrays and tensors; everything else as text."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, Mapping):
-        return {str(key): _as_json(one) for key, one in value.items()}
+        return {str(key): _as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_as_json(one) for one in value]
+        return [_as_json(item) for item in value]
     return value if value is None or isinstance(value, int | float | str) else str(value)
 
 

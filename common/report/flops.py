@@ -130,10 +130,9 @@ def _count(model: Any, sample: dict[str, torch.Tensor], lengths: np.ndarray) -> 
     inputs = {}
     for name, tensor in sample.items():
         if not name.startswith("target"):
-            shape, dtype = tensor.shape, next(model.parameters()).dtype
-            if not tensor.is_floating_point():
-                shape, dtype = (1, lengths[-1 if name.startswith("decoder") else 0]), tensor.dtype
-            inputs[name] = torch.empty(shape, dtype=dtype, device="meta")
+            is_float, length = tensor.is_floating_point(), lengths[-1 if name.startswith("decoder") else 0]
+            dtype = next(model.parameters()).dtype if is_float else tensor.dtype
+            inputs[name] = torch.empty(tensor.shape if is_float else (1, length), dtype=dtype, device="meta")
     counter = FlopCounterMode(display=False)
     counter.flop_registry = FORMULAS | counter.flop_registry
     with counter:

@@ -46,11 +46,12 @@ COLLECTIVES = ("gloo:", "nccl:", "c10d::", "_c10d_functional::", "ucc:", "mpi:",
 KERNELS, LAUNCHES = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")  # categories in a trace
 UPDATE = "ProfilerStep#"  # range name of torch.profiler, which other trace readers look for
 
-_traces: list[Any] = []
 
+def profiled(run: Any, batches: Any) -> Iterator[GlobalBatch]:
+    """Yields the batches of a `common.run.Run` with --profile; records, writes and prints the updates after WARMUP.
 
-def profiled(run: Any, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
-    """Yields the batches of a `common.run.Run` with --profile; records, writes and prints the updates after WARMUP."""
+    batches: a generator of `GlobalBatch`.
+    """
     if run.device.type == "cpu":  # on a CPU, Kineto only reports that it starts and stops
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     steps = schedule(wait=WARMUP - 1, warmup=1, active=RECORDED, repeat=1)
@@ -103,13 +104,12 @@ def _named_phases(run: Any) -> ExitStack:
         copied = bare_micro_batches(batch)
         while True:
             with record_function("data"):
-                one = next(copied, None)
-            if one is None:
+                micro_batch = next(copied, None)
+            if micro_batch is None:
                 return
-            with record_function(
-                now("forward")
-            ):  # until the next micro-batch is requested; the backward pass has its own name inside
-                yield one
+            # Until the next micro-batch is requested; the backward pass has its own name inside.
+            with record_function(now("forward")):
+                yield micro_batch
 
     replace(run, "micro_batches", micro_batches)
     name(run.model, "forward", "forward")  # a pipeline's schedule receives its micro-batches before it starts
@@ -122,8 +122,8 @@ def _named_phases(run: Any) -> ExitStack:
 
 def _write(run: Any, profiler: profile) -> None:
     """Writes this rank's trace; the main process prints the time per phase and adds it to run.json."""
-    # Never freed, because after recording gloo threads, Kineto has crashed the process when it freed a trace.
-    _traces.append(profiler.profiler.kineto_results)
+    # Kept until the end, because after recording gloo threads, Kineto has crashed the process when it freed a trace.
+    run.trace = profiler.profiler and profiler.profiler.kineto_results
     directory = Path(run.output_dir) / "profile"
     directory.mkdir(parents=True, exist_ok=True)  # each host may have its own directory
     path = directory / f"trace-rank-{run.accelerator.process_index}.json.gz"
@@ -132,11 +132,11 @@ def _write(run: Any, profiler: profile) -> None:
     os.replace(unfinished, path)
     if run.accelerator.is_main_process:
         with gzip.open(path) as file:
-            found = where_time_went(json.load(file)["traceEvents"])
+            times = where_time_went(json.load(file)["traceEvents"])
         last = run.state.update
-        found = {"updates": list(range(last - RECORDED, last))} | found
-        write_run(run.output_dir, read_run(run.output_dir) | {"profile": found})
-        run.progress.print(describe(found) + f"\ntrace      {path} (https://ui.perfetto.dev opens it)")
+        times = {"updates": list(range(last - RECORDED, last))} | times
+        write_run(run.output_dir, read_run(run.output_dir) | {"profile": times})
+        run.progress.print(describe(times) + f"\ntrace      {path} (https://ui.perfetto.dev opens it)")
 
 
 def where_time_went(events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -173,15 +173,15 @@ def where_time_went(events: list[dict[str, Any]]) -> dict[str, Any]:
     is_update = time.during(updates)
     is_hidden = is_update & time.during(groups[1, COMMUNICATION] if kernels else sent) & (owner != COMMUNICATION)
     phases = np.bincount(owner[is_update], time.seconds[is_update], len(PHASES)).tolist()
-    found = {"seconds": sum(phases), "phases": dict(zip(PHASES, phases, strict=True))}
-    found["hidden_communication"] = float(time.seconds[is_hidden].sum())
+    times = {"seconds": sum(phases), "phases": dict(zip(PHASES, phases, strict=True))}
+    times["hidden_communication"] = float(time.seconds[is_hidden].sum())
     if kernels:
         ran = [
-            sum(event["dur"] for (_, one), some in groups.items() if one == phase for event in some) / 1e6
+            sum(event["dur"] for (_, own), some in groups.items() if own == phase for event in some) / 1e6
             for phase in range(len(PHASES))
         ]
-        found["kernels"] = dict(zip(PHASES, ran, strict=True))
-    return found
+        times["kernels"] = dict(zip(PHASES, ran, strict=True))
+    return times
 
 
 class _Time:
@@ -218,15 +218,15 @@ def _computes(event: dict[str, Any], following: dict[str, Any]) -> bool:
     return is_operator and following["ts"] >= event["end"]
 
 
-def describe(found: dict[str, Any]) -> str:
+def describe(times: dict[str, Any]) -> str:
     """Returns the table of the results of `where_time_went`, with `updates` added."""
-    first, *_, last = found["updates"]
-    lines = [f"\nprofile of updates {first} to {last}, {found['seconds']:.3f} s, on the main process"]
-    kernels = found.get("kernels")
+    first, *_, last = times["updates"]
+    lines = [f"\nprofile of updates {first} to {last}, {times['seconds']:.3f} s, on the main process"]
+    kernels = times.get("kernels")
     lines[0] += "; beside each share, how long its kernels ran" if kernels else ""
-    for phase, seconds in found["phases"].items():
-        line = f"{phase:>15}  {seconds * 1e3:>10,.1f} ms  {seconds / found['seconds']:>6.1%}"
+    for phase, seconds in times["phases"].items():
+        line = f"{phase:>15}  {seconds * 1e3:>10,.1f} ms  {seconds / times['seconds']:>6.1%}"
         lines.append(line + (f"  {kernels[phase] * 1e3:>10,.1f} ms" if kernels else ""))
-    if hidden := found["hidden_communication"]:
+    if hidden := times["hidden_communication"]:
         lines.append(f"{'':>15}  {hidden * 1e3:,.1f} ms of communication ran beside computation")
     return "\n".join(lines)

@@ -100,8 +100,9 @@ def print_run(
     world, degrees, first = accelerator.num_processes, running(), train[0]
     total = sum(number_of(p) for p in model.parameters())
     trainable = sum(number_of(p) for p in model.parameters() if p.requires_grad)
-    if hasattr(model, "pipeline_stages"):  # this process holds a single stage
-        total, trainable = model.pipeline_stages.num_parameters
+    stages: Any = getattr(model, "pipeline_stages", None)
+    if stages is not None:  # this process holds a single stage
+        total, trainable = stages.num_parameters
     batch = f"{args.global_batch_size} in micro-batches of up to {args.micro_batch_tokens} tokens a process, "
     batch += f"accumulated as each global batch needs, x {degrees.describe()}"
     if args.micro_batch_size:
