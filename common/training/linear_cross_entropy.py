@@ -1,13 +1,11 @@
 """The loss of an output head without full logits: forward and backward together, chunk by chunk.
 
 torch's `F.linear_cross_entropy(options=...)` is not used: it supports neither scale nor soft-cap, requires torch 2.13,
-and returns the sum in bf16, with errors of 3e-4 and more. For 2,048 rows of width 384, a vocabulary of 32,000 and
-chunks of 512, on two CPU cores, this file and the fastest of its policies need: float32 1.8 and 2.3 s, +148 and +198
-MiB; bf16 0.90 and 0.82 s, +249 and +136 MiB (its gradients are bf16 too). Its own chunk size needs 9 and 14 s; full
-logits need +785 MiB.
+and returns the sum in bf16, with errors of 3e-4 and more. In float32 on a CPU, it needs 1.3 times the time and memory.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +18,6 @@ from common.training.precision import autocast_dtype, without_autocast
 
 # 1 MB in float32, so that the data of a softmax's passes stays in the cache of a CPU.
 CACHED_LOGITS = 2**18
-# From token losses (N,) to the loss, or to a tuple whose first element is the loss.
-LossOf = Callable[[Tensor], "Tensor | tuple[Tensor, ...]"]
 # In bf16 on a CPU, the number of rows is a multiple of this: see batching.FEW_LENGTHS.
 FEW_ROWS = 64
 
@@ -36,8 +32,8 @@ def linear_cross_entropy(
     softcap: float | None = None,
     chunk_rows: int = 512,
     vocabulary: "tuple[dist.ProcessGroup, int] | None" = None,
-    loss_of: LossOf | None = None,
-) -> Tensor | tuple[Tensor, ...]:
+    loss_of: Callable[[Tensor], Any] | None = None,
+) -> Any:
     """Returns the summed cross-entropies of `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`, in nats.
 
     Shapes: hidden (N, D), weight (V, D), bias (V,) or None, targets (N,) int64; the result is a scalar. At most
@@ -45,17 +41,14 @@ def linear_cross_entropy(
     for the backward.
 
     Matmuls run in autocast's dtype, or without autocast in the weight's dtype; the softmax in float32 at least. The
-    gradients are computed in the forward, while a chunk's softmax is available (the idea of Liger Kernel's fused linear
-    cross-entropy, arXiv:2410.10989). This needs three matmuls per chunk and repeats none. A graph can run backward
-    once.
+    gradients are computed in the forward, while a chunk's softmax is available, as in Liger Kernel (arXiv:2410.10989).
+    A graph can run backward once.
 
     Args:
         vocabulary: if the weight is partitioned in a group of ranks: the group and the first token of this rank's part.
-            All ranks have the same rows and targets; the loss and the gradient of `hidden` are those of the full
-            weight.
+            All ranks have the same rows and targets, and get the loss and the gradient of `hidden` of the full weight.
         loss_of: replaces the sum: maps the token losses (N,) to the result, a tuple of the loss and values without
-            gradient. The weight of each token depends on all losses, so they are computed once before: a fourth matmul.
-            If no gradient is required, it may return anything.
+            gradient. It needs a fourth matmul. If no gradient is required, it may return anything.
     """
     dtype = weight.dtype
     if dtype != torch.float64:  # autocast does not change float64
@@ -63,30 +56,23 @@ def linear_cross_entropy(
     with_gradients = torch.is_grad_enabled()  # inside an autograd.Function gradients are always off
 
     def loss_sum(with_gradients: bool, row_weights: Tensor | None = None, rows: Tensor | None = None) -> Tensor:
-        how = (scale, softcap, chunk_rows, dtype, with_gradients, vocabulary, row_weights, rows)
-        return _LinearCrossEntropy.apply(hidden, weight, bias, targets, *how)
+        options = (scale, softcap, chunk_rows, dtype, with_gradients, vocabulary, row_weights, rows)
+        return _LinearCrossEntropy.apply(hidden, weight, bias, targets, *options)
 
     with without_autocast(weight.device):
         if loss_of is None:
             return loss_sum(with_gradients)
+        from common.training.weighted_cross_entropy import apply_to_token_losses
+
         rows = hidden.new_empty(len(hidden), dtype=torch.promote_types(dtype, torch.float32))
-        with torch.no_grad():
-            loss_sum(False, rows=rows)
-        if not with_gradients:
-            return loss_of(rows)
-        loss, *others = loss_of(rows.requires_grad_())
-        (row_weights,) = torch.autograd.grad(loss, rows)
-        # At most 1, so that small weights do not make the logits' gradients underflow in fp16.
-        largest = F.pad(row_weights.abs(), (0, 1), value=torch.finfo(rows.dtype).tiny).amax()
-        weighted = loss_sum(True, row_weights / largest) * largest
-        return loss.detach() + (weighted - weighted.detach()), *(one.detach() for one in others)
+        return apply_to_token_losses(loss_of, loss_sum, rows, with_gradients)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, *how):
-        scale, softcap, chunk_rows, dtype, with_gradients, vocabulary, row_weights, rows = how
-        # (row_weights (N,): weight of each row. rows (N,): receives the loss of each row.)
+    def forward(ctx, hidden, weight, bias, targets, *options):
+        # row_weights (N,): weight of each row. rows (N,): receives the loss of each row.
+        scale, softcap, chunk_rows, dtype, with_gradients, vocabulary, row_weights, rows = options
         # The last two gradients are sums over chunks, in float32 at least; autograd rounds them to the dtypes of weight
         # and bias.
         dtypes = [hidden.dtype, *[torch.promote_types(weight.dtype, torch.float32)] * 2]
@@ -143,8 +129,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, loss_gradient):
-        # Not in save_for_backward. So the weight's gradient, as large as the weight, is scaled in place and (in
-        # float32) passed on without a copy. Hooks that move saved tensors to the CPU do not move it.
+        # Not in save_for_backward: the weight's gradient is scaled in place and passed on without a copy (in float32),
+        # and hooks that move saved tensors to the CPU do not move it.
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "linear_cross_entropy can run backward only once"
         return *(g if g is None else g.mul_(loss_gradient) for g in gradients), *[None] * 9
@@ -160,9 +146,10 @@ def _logits_to_gradient(
 ) -> Tensor:
     """Returns the losses (n,) of a chunk; overwrites the matmul's `logits` (n, V) by the loss's gradient, if requested.
 
-    In place, because on a CPU a pass over a new (n, V) tensor costs more than the arithmetic.
+    It works in place, because on a CPU a pass over a new (n, V) tensor costs more than the arithmetic.
     """
-    targets, is_here = targets.unsqueeze(1), None
+    is_here: Any = None
+    targets = targets.unsqueeze(1)
     if vocabulary is not None:
         targets = targets - vocabulary[1]
         is_here = (targets >= 0) & (targets < logits.shape[1])

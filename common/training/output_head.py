@@ -1,9 +1,8 @@
 """Finds the output head of a causal language model, and the operations that it applies to its logits.
 
-The head is found by a run on random numbers, because a list of architectures would be incomplete. Of 136 architectures
-of transformers, ten scale or cap their logits; the same setting multiplies in some and divides in others. 22 others
-apply further operations, some with undocumented names. No weight is read, so ranks without weights (FSDP2) get the same
-result.
+It is found by a run on random numbers, because a list of architectures would be incomplete. Of 136 architectures of
+transformers, ten scale or cap their logits, and 22 others apply further operations. No weight is read, so ranks without
+weights (FSDP2) get the same result.
 """
 
 from collections.abc import Iterator
@@ -17,11 +16,10 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from common.errors import UserError
 from common.training.precision import without_autocast
 
-# Names of a factor on the logits in transformers' configs (Cohere, Granite, Falcon-H1, ...). Under the same name, some
-# models multiply by it and some divide. So both are tried, and the model's own logits decide.
+# Names of a factor on the logits in transformers' configs (Cohere, Granite, Falcon-H1, ...). Some models multiply by it
+# and some divide. So both are tried, and the model's own logits decide.
 SCALE_NAMES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 SOFTCAP_NAME = "final_logit_softcapping"
 
@@ -43,8 +41,7 @@ def examine_head(model: PreTrainedModel) -> Head:
     """Finds how a model computes logits, by its forward on a random last hidden state and random head weights.
 
     The hidden rows range from 0 (only the bias remains) to logits in the hundreds (bent by a soft-cap). A stub replaces
-    the backbone. So the cost is the head on eight positions and, temporarily, the memory of a float32 copy of the
-    head's weight.
+    the backbone. A float32 copy of the head's weight temporarily uses memory.
 
     Raises: MoreTerms; ValueError with the part that cannot be reproduced; any error of the model.
     """
@@ -89,13 +86,11 @@ def _fit(logits: Tensor, products: Tensor, config: Any) -> tuple[float, float | 
 
     Raises ValueError: no pair does.
     """
-    numbers = [getattr(config, name, None) for name in SCALE_NAMES]
-    numbers = [x for x in numbers if isinstance(x, int | float) and x]
-    scales = [1.0, *numbers, *(1 / x for x in numbers)]
-    softcap = getattr(config, SOFTCAP_NAME, None)
-    errors = {}
-    for scale in scales:
-        for cap in {None, softcap}:
+    settings = [getattr(config, name, None) for name in SCALE_NAMES]
+    factors: list[float] = [x for x in settings if isinstance(x, int | float) and x]
+    errors: dict[tuple[float, float | None], float] = {}
+    for scale in (1.0, *factors, *(1 / x for x in factors)):
+        for cap in {None, getattr(config, SOFTCAP_NAME, None)}:
             guess = products * scale if cap is None else torch.tanh(products * scale / cap) * cap
             largest = logits.abs().amax(1) + 1e-3  # relative per row: otherwise large rows hide small ones
             errors[scale, cap] = ((logits - guess).abs().amax(1) / largest).max().item()
@@ -123,53 +118,21 @@ def _constant_arguments(calls: list[tuple[tuple, dict[str, Any]]], ids: Tensor) 
     return constants
 
 
-def own_loss_is_cross_entropy(
-    model: PreTrainedModel, ids: Tensor | None = None, weights: dict[str, Tensor] | None = None
-) -> bool:
+def own_loss_is_cross_entropy(model: PreTrainedModel, ids: Tensor, weights: dict[str, Tensor] | None = None) -> bool:
     """Returns whether the model's loss is the mean cross-entropy of its logits.
 
     All labels are the same token, so the result does not depend on a shift of the labels. It is also True for a loss
     that cannot run (a vocabulary padded beyond config.vocab_size, no labels argument), because nothing is lost then.
     """
-    ids = _few_tokens(model) if ids is None else ids
+    inputs = {"input_ids": ids, "labels": torch.ones_like(ids)}
     with torch.no_grad():
         try:
-            output = torch.func.functional_call(
-                model, weights or {}, kwargs={"input_ids": ids, "labels": torch.ones_like(ids)}
-            )
+            output = torch.func.functional_call(model, weights or {}, kwargs=inputs)
             loss, logits = output.loss, output.logits[0]
         except Exception:
             return True
         losses = F.cross_entropy(logits.float(), torch.ones_like(ids[0]), reduction="none")
     return any(torch.isclose(loss.float(), mean, rtol=1e-4).item() for mean in (losses.mean(), losses[:-1].mean()))
-
-
-def check_own_loss_takes_shifted_targets(model: PreTrainedModel) -> None:
-    """Checks that a target changes the gradient of the model's own loss at exactly the row of that target.
-
-    Raises UserError: it does not, or the loss cannot run with shift_labels.
-    """
-    ids, rows = _few_tokens(model), [1, 2, 5]
-    model.eval()  # two runs are compared, so no dropout or router noise
-
-    def logits_gradient(target: int) -> Tensor:
-        labels = torch.full_like(ids, -100)
-        labels[0, rows] = target
-        output = model(input_ids=ids, labels=labels, shift_labels=labels)
-        return torch.autograd.grad(output.loss, output.logits)[0][0]
-
-    try:
-        with torch.enable_grad():  # terms of all rows (a z-loss) cancel in the difference
-            change = (logits_gradient(1) - logits_gradient(2)).abs().amax(1)
-        changed = (change > 1e-3 * change.max()).nonzero().flatten().tolist()
-    except Exception as error:
-        raise UserError(f"{type(model).__name__}: cannot run its own loss with shift_labels: {error}") from error
-    if changed != rows:
-        raise UserError(f"{type(model).__name__}: its own loss ignores shift_labels; give it one that takes them")
-
-
-def _few_tokens(model: PreTrainedModel) -> Tensor:
-    return torch.arange(8, device=model.device).unsqueeze(0) % model.config.get_text_config().vocab_size
 
 
 @contextmanager
@@ -196,15 +159,12 @@ def _stubbed(backbone: nn.Module, hidden: Tensor) -> Iterator[list[tuple[tuple, 
 
 @contextmanager
 def left_unchanged(model: PreTrainedModel) -> Iterator[None]:
-    """Restores modes and RNG state after the block; inside, the model is in train mode and without autocast.
-
-    Train mode makes dropout in a head visible.
-    """
+    """Restores modes and RNG state after the block; inside, the model is in train mode and without autocast."""
     modes = [(module, module.training) for module in model.modules()]
     device = model.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []), without_autocast(device):
         try:
-            model.train()
+            model.train()  # makes dropout in a head visible
             yield
         finally:
             for module, training in modes:
