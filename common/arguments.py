@@ -22,7 +22,6 @@ from common.models.adapters import QUANTIZED
 from common.models.saved_model import EXPORT_DTYPES
 from common.training.activation_checkpointing import ACTIVATION_CHECKPOINTING
 from common.training.epochs import EPOCHS
-from common.training.fine_tuning_rate import default_rate
 from common.training.optimizers import OPTIMIZERS, SCHEDULES, optimizers_help
 from common.training.recipe_traits import Arguments
 
@@ -342,7 +341,10 @@ def choose_model(
         args.model_config = args.model_config or next(iter(model_configs))
     if args.model_config:
         args.learning_rate = args.learning_rate or model_configs[args.model_config][-1]
-    args.learning_rate = args.learning_rate or default_rate(args, fine_tuning_rate)
+    if not args.learning_rate:
+        from common.training.fine_tuning_rate import default_rate
+
+        args.learning_rate = default_rate(args, fine_tuning_rate)
 
 
 def text_sources(args: Arguments) -> "tuple[Source, Source | None]":

@@ -52,7 +52,7 @@ def choose_labels(
         raise UserError("--new_head has no effect on a model that has no head for labels; take it out")
     if new_head or not has_head:
         return names
-    own = [config.id2label[number] for number in range(config.num_labels)]
+    own = _label_names(config)
     if names is None and len(own) == 1:
         return None
     if names is not None and set(names) <= set(own):
@@ -66,6 +66,10 @@ def choose_labels(
         f"the labels of the model's head ({shorten(own)}) are not the data's ({shorten(names or ['numbers'])}); give "
         "data with its labels, or --new_head to replace the head"
     )
+
+
+def _label_names(config: Any) -> list[str]:
+    return [config.id2label[number] for number in range(config.num_labels)]
 
 
 def set_labels(config: PreTrainedConfig, names: list[str] | None, label_column: str, pad_token_id: int) -> None:
@@ -124,7 +128,7 @@ def choose_classes(config: PreTrainedConfig, classes: tuple[str, ...]) -> tuple[
 
     The model keeps its head if both have the same names. LABEL_0, LABEL_1, ... stand for numbers.
     """
-    own = tuple(config.id2label[number] for number in range(config.num_labels))
+    own = tuple(_label_names(config))
     if own == tuple(f"LABEL_{number}" for number in range(len(own))):
         own = tuple(str(number) for number in range(len(own)))
     return (own, False) if sorted(own) == sorted(classes) else (classes, True)
@@ -165,7 +169,7 @@ def build_classifier(
 def _head_parameters(config: PreTrainedConfig, trust_remote_code: bool, model_class: Any) -> list[str]:
     """Returns the names of the parameters whose shape depends on the number of labels."""
     larger, shapes = copy.deepcopy(config), []
-    larger.num_labels = config.num_labels + 1
+    larger.num_labels = len(_label_names(config)) + 1
     for one in (config, larger):
         with torch.device("meta"):
             model = build_model(one, trust_remote_code=trust_remote_code, model_class=model_class)

@@ -35,10 +35,11 @@ SPECIAL = ("cache", "output_attentions", "softcap")
 def use_cpu_kernels(model: PreTrainedModel) -> None:
     """Makes `model` use these kernels; the attention applies to all models of this process with "sdpa" attention."""
     AttentionInterface.register("sdpa", attention)
-    is_ours = {}
+    is_ours: dict[tuple, bool] = {}
+    module: Any
     for module in model.modules():
         if type(module) is nn.Dropout:
-            module.forward = MethodType(_dropout_forward, module)
+            module.forward = MethodType(_dropout_forward, module)  # type: ignore[method-assign]  # on purpose
         # Norms of the same class may differ in whether they have a weight.
         kind = type(module), _parameters_of(module), _eps(module)
         if kind not in is_ours:
@@ -129,7 +130,7 @@ def _dropout_forward(dropout: nn.Dropout, x: Tensor) -> Tensor:
     return fast_dropout(x, dropout.p)
 
 
-def _is_root_mean_square_norm(module: nn.Module) -> bool:
+def _is_root_mean_square_norm(module: Any) -> bool:
     """Returns whether this is `weight * x / sqrt(mean(x**2) + eps)` (Zhang and Sennrich, 2019, arXiv:1910.07467)."""
     given, eps = _parameters_of(module), _eps(module)
     if given != ("weight",) or module.weight.ndim != 1 or eps is None or list(module.children()):

@@ -73,9 +73,10 @@ def _empty(model: nn.Module, tied: dict[str, str], buffers: dict[str, torch.Tens
 def _give_shards(model: nn.Module, tied: dict[str, str], weights: dict[str, torch.Tensor], to_host: bool) -> None:
     """Sends each rank its shard of each parameter, one parameter at a time; empties the main process's `weights`."""
     shards: dict[str, nn.Parameter] = {}
-    shares = model.shares.of if hasattr(model, "shares") else {}
+    shares = getattr(model, "shares", None)
+    p: Any
     for name, p in model.named_parameters():
-        device, share = p.device_mesh.device_type, shares.get(name)
+        device, share = p.device_mesh.device_type, shares.of.get(name) if shares else None
         shape = share.shape if share else p.shape
         whole = weights.pop(name).to(device) if weights else torch.empty(shape, dtype=p.dtype, device=device)
         if share:  # the mesh contains only ranks with the same part of this parameter

@@ -1,21 +1,13 @@
 """Loads or builds a model, and checks that it matches its tokenizer and the data."""
 
-import copy
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from common.errors import UserError, shorten
-from common.models import single_copy
-from common.models.untrained import build_untrained, make_ready
+from common.models.untrained import build_untrained
 from common.training.batching import Samples
 from common.training.process_grid import running
 
@@ -34,20 +26,22 @@ def load_config(
 
 def check_model(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> Iterator[str]:
     """Yields one line per mismatch of tokenizer or sequence length with the model."""
-    text = config.get_text_config()
-    rows = getattr(text, "vocab_size", None)  # CANINE hashes characters and has no vocabulary
+    rows = getattr(config.get_text_config(), "vocab_size", None)  # CANINE hashes characters and has no vocabulary
     if rows and len(tokenizer) > rows:
         yield (
             f"the tokenizer has {len(tokenizer)} tokens, but the model's embedding has {rows} rows: take "
             "the model's own tokenizer, or resize the embedding (model.resize_token_embeddings) and save the model"
         )
-    # `max_position_embeddings` is also an alias of GPT-2's n_positions and similar names. A model without positions
-    # does not have it, or sets it to -1 (XLNet).
-    positions = getattr(text, "max_position_embeddings", None)
-    if positions and 0 < positions < sequence_length:
+    if sequence_length > (positions := _max_positions(config)):
         yield (
             f"--sequence_length {sequence_length} is beyond the model's {positions} positions; use at most {positions}"
         )
+
+
+def _max_positions(config: PreTrainedConfig) -> float:
+    """Returns the number of positions, also under GPT-2's name n_positions and others; XLNet's is unlimited, -1."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    return positions if positions > 0 else math.inf
 
 
 def attention_length(config: PreTrainedConfig) -> float:
@@ -69,7 +63,7 @@ def build_model(
     model_class: Any = AutoModelForCausalLM,
     frozen_dtype: torch.dtype | None = None,
     **options: Any,
-) -> PreTrainedModel:
+) -> Any:
     """Returns the model in float32 (torch's default dtype), loaded from `name_or_path` or with random weights.
 
     Weights saved in half precision are loaded as float32 too, because the optimizer's small steps would be lost in half
@@ -79,32 +73,16 @@ def build_model(
     Args:
         model_class: an Auto class, or a model's own class.
         frozen_dtype: dtype of pretrained matrices that are not trained; None: float32.
-        options: further arguments of `from_pretrained`, such as `ignore_mismatched_sizes`.
+        options: further arguments of `from_pretrained`, such as `ignore_mismatched_sizes`. With `output_loading_info`,
+            the result is a tuple of the model and the loading report, as in transformers.
 
     Raises UserError: the weights are missing or unreadable, or their shapes differ from those in the configuration.
     """
-    if name_or_path is not None and not single_copy.holds_weights():
-        model = build_untrained(copy.deepcopy(config), trust_remote_code, model_class).eval()
-        if "quantization_config" in options:
-            from common.models import quantization
-
-            quantization.imagine(model, options["quantization_config"].bnb_4bit_compute_dtype)
-        return (model, {"missing_keys": [], "mismatched_keys": []}) if "output_loading_info" in options else model
     if name_or_path is None:
         return build_untrained(config, trust_remote_code, model_class)
     from common.models import pretrained
 
-    asks_loaded = options.pop("output_loading_info", False)
-    model, loaded = pretrained.load(config, name_or_path, trust_remote_code, model_class, frozen_dtype, options)
-    missing = sorted(set(loaded["missing_keys"]) & {name for name, _ in model.named_parameters(remove_duplicate=False)})
-    if missing and not asks_loaded:
-        raise UserError(
-            f"--model_name_or_path {name_or_path}: its files have no {shorten(missing)}, which would start at random; "
-            'use a model whose files are complete, or set "tie_word_embeddings": true in its config.json if a missing '
-            "head is the embedding"
-        )
-    make_ready(model)
-    return (model, loaded) if asks_loaded else model
+    return pretrained.build_model(config, name_or_path, trust_remote_code, model_class, frozen_dtype, **options)
 
 
 def describe_use(
@@ -112,37 +90,37 @@ def describe_use(
 ) -> None:
     """Sets the end tokens and the maximum length in the files that are saved with the weights.
 
-    Args:
-        end_tokens: tokens that the model is trained to end with, the most frequent first. Its previous end tokens are
-            kept if they are special tokens of this tokenizer. Empty: the end tokens stay unchanged.
+    end_tokens: tokens that the model is trained to end with, the most frequent first. Its previous end tokens are kept
+    if they are special tokens of this tokenizer. Empty: the end tokens stay unchanged.
     """
-    generation, text = getattr(model, "generation_config", None), config.get_text_config()
+    generation = getattr(model, "generation_config", None)
     # The model has its own copy of the configuration, made by from_pretrained.
-    parts = [config, text, model.config, model.config.get_text_config(), generation] if end_tokens else []
-    for part in {id(part): part for part in parts if part is not None}.values():
+    parts = [config, config.get_text_config(), model.config, model.config.get_text_config(), generation]
+    for part in {id(part): part for part in parts if part is not None and end_tokens}.values():
         before = getattr(part, "eos_token_id", None)
         before = before if isinstance(before, list) else [before]
-        stops = end_tokens + [one for one in before if one in tokenizer.added_tokens_decoder and one not in end_tokens]
+        stops = end_tokens + [
+            token for token in before if token in tokenizer.added_tokens_decoder and token not in end_tokens
+        ]
         part.eos_token_id = stops if part is generation and len(stops) > 1 else stops[0]
-    if (positions := getattr(text, "max_position_embeddings", None) or 0) > 0:
+    if (positions := _max_positions(config)) < math.inf:
         tokenizer.model_max_length = min(tokenizer.model_max_length, positions)
 
 
 @torch.no_grad()
-def write_sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: Samples) -> str:
+def write_sample(model: Any, tokenizer: Any, samples: Samples) -> str:
     """Returns text that the model generates after the start of the first sample; requires the full model."""
     if running().sequence > 1:
         from common.parallel import sequence
 
         sequence.whole_sequences()
     first_tokens, *_ = samples[0]
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
-    most = positions if positions > 0 else math.inf
-    input_ids = torch.from_numpy(first_tokens[: min(16, most - 1)]).unsqueeze(0).to(model.device)
+    positions = _max_positions(model.config)
+    input_ids = torch.from_numpy(first_tokens[: min(16, positions - 1)]).unsqueeze(0).to(model.device)
     model.eval()
     written = model.generate(
         input_ids,
-        max_new_tokens=min(100, most - input_ids.shape[1]),
+        max_new_tokens=min(100, positions - input_ids.shape[1]),
         do_sample=True,
         temperature=0.8,
         top_p=0.95,

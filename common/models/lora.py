@@ -36,7 +36,7 @@ def describe_frozen(args: argparse.Namespace) -> str:
 
 
 def add_adapter(
-    args: argparse.Namespace, alpha: float, model: PreTrainedModel, new_weights: list[str] | None = None
+    args: argparse.Namespace, alpha: Any, model: PreTrainedModel, new_weights: list[str] | None = None
 ) -> PreTrainedModel:
     """Returns the model, frozen, with the adapter of --lora_rank next to its matrices.
 
@@ -64,7 +64,7 @@ def add_adapter(
                 f"--{flag}: peft has it for linear layers only, and the experts of this mixture are none; take it out, "
                 "or leave the experts out with --lora_targets"
             )
-    config = LoraConfig(
+    config: Any = LoraConfig(
         r=args.lora_rank,
         lora_alpha=alpha,
         lora_dropout=args.lora_dropout,
@@ -86,6 +86,7 @@ def add_adapter(
     dtype, trained = narrow_dtype(), torch.promote_types(model.dtype, torch.float32)
     if is_deepspeed():
         trained = model.dtype  # DeepSpeed keeps float32 master weights
+    module: Any
     for module in model.modules():
         for weight in module.parameters(recurse=False):
             if weight.requires_grad:
@@ -93,7 +94,7 @@ def add_adapter(
             elif dtype is not None and weight.ndim > 1 and weight.dtype == torch.float32:
                 weight.data = weight.data.to(dtype)
         if isinstance(module, nn.Embedding) and module.weight.dtype == dtype and not is_fsdp():
-            module.forward = MethodType(_float32_rows, module)
+            module.forward = MethodType(_float32_rows, module)  # type: ignore[method-assign]  # on purpose
     return model
 
 
@@ -130,7 +131,7 @@ def _targets(args: argparse.Namespace, model: PreTrainedModel, new: list[str]) -
     return list(dict.fromkeys(named)), parameters
 
 
-def _most_rank(layer: nn.Module) -> int:
+def _most_rank(layer: Any) -> int:
     """Returns the smaller side of a matrix, even if it is packed in 4 bits or partitioned by ZeRO-3 (GPT-2)."""
     if isinstance(layer, nn.Linear):
         return min(layer.in_features, layer.out_features)

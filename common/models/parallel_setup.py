@@ -30,7 +30,7 @@ def check_model(
 
 def whole_weights(accelerator: Accelerator, model: nn.Module) -> Any:
     """Returns the full weights on the main process, or None; call it on all ranks together."""
-    bare = model if isinstance(model, PreTrainedModel) else getattr(model, "module", model)
+    bare: Any = model if isinstance(model, PreTrainedModel) else getattr(model, "module", model)
     if hasattr(bare, "pipeline_stages"):
         return bare.pipeline_stages.whole_weights(bare)
     if hasattr(bare, "shares"):

@@ -21,10 +21,11 @@ from transformers import (
 from transformers.utils import find_adapter_config_file
 
 from common.data.hub import locate_pretrained
-from common.errors import UserError, one_line
+from common.errors import UserError, one_line, shorten
 from common.internals.transformers_uncommon import has_model, keep_untied, read_matrices_in
 from common.models import tied_weights
-from common.models.untrained import empty_model
+from common.models.single_copy import holds_weights
+from common.models.untrained import build_untrained, empty_model, make_ready
 
 # Description of the models of an Auto class.
 JOBS = {
@@ -46,7 +47,7 @@ def load_config(
     name, revision = where["pretrained_model_name_or_path"], where.get("revision")
     try:
         is_adapter = find_adapter_config_file(name, revision=revision, local_files_only=bool(problem))
-        config = None if is_adapter else AutoConfig.from_pretrained(**where, trust_remote_code=trust_remote_code)
+        config: Any = None if is_adapter else AutoConfig.from_pretrained(**where, trust_remote_code=trust_remote_code)
     except Exception as error:  # a dozen types, depending on the missing part
         reason = problem or f"its config.json cannot be loaded: {one_line(error)}"
         raise UserError(f"--model_name_or_path {name_or_path}: {reason}") from error
@@ -88,7 +89,36 @@ def _is_object(path: Path) -> bool:
         return False
 
 
-def load(
+def build_model(
+    config: PreTrainedConfig,
+    name_or_path: str,
+    trust_remote_code: bool,
+    model_class: Any,
+    frozen_dtype: torch.dtype | None,
+    output_loading_info: bool = False,
+    **options: Any,
+) -> Any:
+    """Implements `load.build_model` for a pretrained model."""
+    if not holds_weights():
+        model = build_untrained(copy.deepcopy(config), trust_remote_code, model_class).eval()
+        if "quantization_config" in options:
+            from common.models import quantization
+
+            quantization.imagine(model, options["quantization_config"].bnb_4bit_compute_dtype)
+        return (model, {"missing_keys": [], "mismatched_keys": []}) if output_loading_info else model
+    model, loaded = _load(config, name_or_path, trust_remote_code, model_class, frozen_dtype, options)
+    missing = sorted(set(loaded["missing_keys"]) & {name for name, _ in model.named_parameters(remove_duplicate=False)})
+    if missing and not output_loading_info:
+        raise UserError(
+            f"--model_name_or_path {name_or_path}: its files have no {shorten(missing)}, which would start at random; "
+            'use a model whose files are complete, or set "tie_word_embeddings": true in its config.json if a missing '
+            "head is the embedding"
+        )
+    make_ready(model)
+    return (model, loaded) if output_loading_info else model
+
+
+def _load(
     config: PreTrainedConfig,
     name_or_path: str,
     trust_remote_code: bool,

@@ -44,7 +44,7 @@ def keep_weights(model: nn.Module) -> None:
             keep_packing(module)
 
 
-def find_kept(model: nn.Module) -> list[str]:
+def find_kept(model: Any) -> list[str]:
     """Returns patterns of the names of linear layers that stay unquantised: a head, and layers that share its weight.
 
     A head is everything that a model has in addition to its base, such as a classifier's head. transformers' own list
@@ -69,7 +69,7 @@ def unquantize_new(model: nn.Module, new_weights: set[str]) -> set[str]:
     names = {name.rpartition(".")[0] for name in new_weights}
     names = {name for name in names if isinstance(model.get_submodule(name), Linear4bit)}
     for name in names:
-        old = model.get_submodule(name)
+        old: Any = model.get_submodule(name)
         new = nn.Linear(old.in_features, old.out_features, old.bias is not None, dtype=torch.float32)
         model.set_submodule(name, new.train(old.training))
     return names

@@ -34,7 +34,8 @@ def _differ(where: Mapping[str, Any], *names: str) -> bool:
         return False
     weights = []
     for name in names:
-        path = files[name] if isinstance(files[name], Path) else _local(where, files[name], download=True)
+        file_or_name = files[name]
+        path = file_or_name if isinstance(file_or_name, Path) else _download(where, file_or_name)
         if path.suffix == ".safetensors":
             with safe_open(path, "pt") as file:
                 weights.append(file.get_tensor(name))
@@ -45,23 +46,28 @@ def _differ(where: Mapping[str, Any], *names: str) -> bool:
 
 def _weight_files(where: Mapping[str, Any]) -> dict[str, Path | str]:
     """Returns the file of each weight: its path, or its name on the hub if it is not on this machine yet."""
-    path = next((path for name in FILES if (path := _local(where, name))), None)
+    path = next((path for name in FILES if (path := _find(where, name))), None)
     if path is None:
         if where.get("local_files_only") or Path(where["pretrained_model_name_or_path"]).is_dir():
             return {}
         return dict(get_safetensors_metadata(where["pretrained_model_name_or_path"]).weight_map)
     if path.suffix == ".json":
         files = json.loads(path.read_text())["weight_map"]
-        return {name: _local(where, file) or file for name, file in files.items()}
+        return {name: _find(where, file) or file for name, file in files.items()}
     if path.suffix == ".safetensors":
         with safe_open(path, "pt") as file:
             return dict.fromkeys(file.keys(), path)
     return dict.fromkeys(torch.load(path, map_location="meta", mmap=True, weights_only=True), path)
 
 
-def _local(where: Mapping[str, Any], name: str, download: bool = False) -> Path | None:
-    """Returns the path of a model's file; without `download`, None if it is not on this machine."""
-    return find_file(where, name, not download or where.get("local_files_only", False), must_exist=download)
+def _find(where: Mapping[str, Any], name: str) -> Path | None:
+    """Returns the path of a model's file; None if it is not on this machine."""
+    return find_file(where, name, True, must_exist=False)
+
+
+def _download(where: Mapping[str, Any], name: str) -> Any:
+    """Returns the path of a model's file that exists, on this machine or on the hub."""
+    return find_file(where, name, where.get("local_files_only", False), must_exist=True)
 
 
 def follow_files(config: PreTrainedConfig, model: PreTrainedModel, untied: list[str]) -> None:

@@ -14,5 +14,17 @@ def describe_grid(degrees: Degrees, num_micro_batches: int, micro_batch_tokens: 
             f"--micro_batch_tokens {micro_batch_tokens} makes {num_micro_batches} of a global batch, fewer "
             f"than the {degrees.pipeline} stages, which would wait for each other; lower it"
         )
-    lines = {"ranks": degrees.describe_grid()}
-    return lines | ({"bubble": degrees.describe_bubble(num_micro_batches)} if degrees.pipeline > 1 else {})
+    stages = degrees.pipeline
+    size = degrees.stage_size if stages > 1 else degrees.group
+    groups = [range(start, start + size) for start in range(0, degrees.num_processes, size)]
+    ranks = " | ".join([" ".join(map(str, group)) for group in groups[:4]] + ["..."] * (len(groups) > 4))
+    if stages > 1:
+        share = (stages - 1) / (num_micro_batches + stages - 1)
+        bubble = f"({stages} stages - 1) / ({num_micro_batches} micro-batches + {stages} - 1)"
+        return {
+            "ranks": f"{ranks}: the stages of the pipeline, each with its part of the layers",
+            "bubble": f"{share:.1%} of the time: {bubble}",
+        }
+    of_tokens = f"1 / {degrees.group} of its tokens"
+    part = "all of its tokens, with a part of each layer" if degrees.tensor > 1 else of_tokens
+    return {"ranks": f"{ranks}: a group shares each sample, a rank has {part}"}

@@ -25,7 +25,8 @@ class _Moved:
     """A tensor in host memory; also on the device until its copy out ends, and from its copy back until its use."""
 
     def __init__(self, layer: int, tensor: torch.Tensor, buffer: torch.Tensor, owner: "HostOffload"):
-        self.layer, self.tensor, self.buffer, self.owner = layer, tensor, buffer, owner
+        self.layer, self.buffer, self.owner = layer, buffer, owner
+        self.tensor: Any = tensor  # None while it is only in host memory
         dense = torch.empty_like(tensor, device="meta")  # same memory order, without gaps
         self.host = buffer[: dense.nbytes].view(tensor.dtype).as_strided(dense.shape, dense.stride())
         self.copied: Any = None  # the event after its latest copy

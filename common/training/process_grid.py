@@ -71,7 +71,7 @@ class Degrees:
         return list(range(rank % self.stage_size, self.num_processes, self.stage_size))
 
     def ends(self, rank: int) -> list[int]:
-        """Returns the first and the last of `stages(rank)` if `rank` is one of these two; otherwise only `rank`."""
+        """Returns the first and the last of `stages(rank)` if `rank` is one of the two, otherwise only `rank`."""
         first, *_, last = self.stages(rank)
         return [first, last] if rank in (first, last) else [rank]
 
@@ -81,32 +81,12 @@ class Degrees:
         return list(range(start + self.tensor_rank(rank), start + self.stage_size, self.tensor))
 
     def describe(self) -> str:
-        """Returns the number of processes or groups with their own samples, as text for the arithmetic of a batch."""
+        """Returns the number of processes or groups with their own samples, as text."""
         if self.num_processes == self.data:
             return f"{self.num_processes} processes"
         if self.pipeline > 1:
             return f"{self.data} pipeline{'s' * (self.data > 1)} of {self.pipeline} processes"
         return f"{self.data} group{'s' * (self.data > 1)} of {self.group} processes"
-
-    def describe_grid(self) -> str:
-        """Returns the ranks of each group, as text for the run summary."""
-        size = self.stage_size if self.pipeline > 1 else self.group
-        rows = [range(start, start + size) for start in range(0, self.num_processes, size)]
-        shown = [" ".join(map(str, row)) for row in rows[:4]] + ["..."] * (len(rows) > 4)
-        if self.pipeline > 1:
-            return f"{' | '.join(shown)}: the stages of the pipeline, each with its part of the layers"
-        part = "all of its tokens, with a part of each layer" if self.tensor > 1 else f"1 / {self.group} of its tokens"
-        return f"{' | '.join(shown)}: a group shares each sample, a rank has {part}"
-
-    def describe_bubble(self, num_micro_batches: int) -> str:
-        """Returns the share of time that a stage waits for others (pipeline bubble), as text.
-
-        Args:
-            num_micro_batches: micro-batches per update.
-        """
-        stages = self.pipeline
-        share = (stages - 1) / (num_micro_batches + stages - 1)
-        return f"{share:.1%} of the time: ({stages} stages - 1) / ({num_micro_batches} micro-batches + {stages} - 1)"
 
 
 _running: Degrees | None = None

@@ -3,9 +3,6 @@
 A recipe passes its traits to `Run`, if they differ from those of `recipes/lm.py`:
 
     run = Run(args, size_flags=("sequence_length", "target_length"))
-
-Shared flags that not every recipe has are read by `args.shared(NAME)`, which ignores a flag of the recipe's own of the
-same name.
 """
 
 import argparse
@@ -16,24 +13,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of a recipe.
+    """Properties of a recipe."""
 
-    Attributes:
-        lengths_vary: whether samples have different lengths, so that --micro_batch_tokens limits a micro-batch.
-        size_flags: names of the flags that limit a sample. If lengths vary, the longest sequence has as many tokens as
-            their sum.
-        sequences_per_sample: 2 for preference pairs.
-        splits_sequences: whether a process can compute the loss of a part of a sequence.
-        pipeline_schedule: schedule of the pipeline's stages; None: the recipe has no stages.
-        held_out_flags: names of the recipe's own flags that have no effect without a held-out set.
-    """
-
-    lengths_vary: bool = True
-    size_flags: tuple[str, ...] = ("sequence_length",)
-    sequences_per_sample: int = 1
-    splits_sequences: bool = True
-    pipeline_schedule: str | None = None
-    held_out_flags: tuple[str, ...] = ()
+    lengths_vary: bool = True  # whether samples have different lengths, so that --micro_batch_tokens applies
+    size_flags: tuple[str, ...] = ("sequence_length",)  # flags that limit a sample; the longest has their sum of tokens
+    sequences_per_sample: int = 1  # 2 for preference pairs
+    splits_sequences: bool = True  # whether a process can compute the loss of a part of a sequence
+    pipeline_schedule: str | None = None  # schedule of the pipeline's stages; None: the recipe has no stages
+    held_out_flags: tuple[str, ...] = ()  # the recipe's own flags that have no effect without a held-out set
 
     def longest_sample(self, args: argparse.Namespace) -> int:
         """Returns the tokens of the longest possible sample; 0 if all samples have the same length."""
@@ -45,8 +32,7 @@ class Traits:
 class Arguments(argparse.Namespace):
     """The parsed flags of a recipe.
 
-    Attributes:
-        shared_flags: names of the flags that `common.arguments` has added. A slot, so that it is not among the flags.
+    shared_flags: names of the flags that `common.arguments` has added. A slot, so that it is not among the flags.
     """
 
     __slots__ = ("shared_flags",)
@@ -57,7 +43,7 @@ class Arguments(argparse.Namespace):
         self.shared_flags = shared_flags
 
     def shared(self, name: str) -> Any:
-        """Returns the value of a shared flag; None if this recipe does not have it."""
+        """Returns the value of a shared flag; None if this recipe does not have it, even if it has its own."""
         return vars(self)[name] if name in self.shared_flags else None
 
 
