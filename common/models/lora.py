@@ -50,8 +50,8 @@ def add_adapter(
     from peft import LoraConfig  # here because the import takes a second
 
     new = sorted({name.rpartition(".")[0] for name in new_weights or ()})
-    # Decided by the ranks that have read the files.
-    new = new if new_weights is None else single_copy.decided_once(lambda: new)
+    if new_weights is not None:
+        new = single_copy.decided_once(lambda: new)  # by the ranks that have read the files
     modules, parameters = _targets(args, model, new)
     if args.quantize and any(_is_of_experts(*one) for one in model.named_parameters()):
         raise UserError(
@@ -79,9 +79,8 @@ def add_adapter(
         model.add_adapter(config)
     except ValueError as error:
         raise UserError(f"--lora_rank: {' '.join(str(error).split())}") from error
-    # A relative path would only be valid in the current directory.
-    if Path(args.model_name_or_path).expanduser().is_dir():
-        config.base_model_name_or_path = str(Path(args.model_name_or_path).expanduser().resolve())
+    if (path := Path(args.model_name_or_path).expanduser()).is_dir():
+        config.base_model_name_or_path = str(path.resolve())  # a relative path depends on the current directory
     config.target_modules = sorted(config.target_modules)  # the order of peft's set differs between processes
     dtype, trained = narrow_dtype(), torch.promote_types(model.dtype, torch.float32)
     if is_deepspeed():
