@@ -23,7 +23,7 @@ def disk_line(error: BaseException, what: str, directory: Path, needed: int, adv
     reason = os.strerror(number) if number else getattr(error, "strerror", None) or error
     size = f"{needed:,} bytes needed, " if needed else ""
     free = shutil.disk_usage(existing).free
-    return f"disk: {what}: {reason} ({path}); {size}{free:,} free; make room or mend it, then {advice}"
+    return f"disk: {what}: {reason} ({path}); {size}{free:,} free; make room or fix the disk, then {advice}"
 
 
 def disk_error_number(error: BaseException) -> int | None:

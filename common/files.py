@@ -143,7 +143,7 @@ def lock_output_dir(directory: Path) -> None:
             lock.acquire(timeout=LOCK_TIMEOUT)
         except Timeout:
             raise UserError(
-                f"--output_dir {directory}: another run writes there; end it, or name another directory"
+                f"--output_dir {directory}: another run writes there; end it, or use a different directory"
             ) from None
 
 

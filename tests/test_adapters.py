@@ -314,15 +314,15 @@ def test_a_checkpoint_holds_the_adapter_and_knows_its_base(place, tmp_path):
     model.save_pretrained(other)
     more = ["--resume", "--model_name_or_path", other]
     assert_refused(
-        launch(*flags(place, out, *more), check=False), "another base of the adapter, or its files have changed"
+        launch(*flags(place, out, *more), check=False), "the base of the adapter differs, or its files have changed"
     )
     more = ["--lora_alpha", 5, "--lora_targets", "q_proj", "v_proj", "--use_rslora", "--lora_dropout", 0.1]
     result = launch(*flags(place, out, "--resume", *more), check=False)
-    lines = ["lora_alpha is 5, the checkpoint's is 16; give 16\n", "use_rslora is given, .* run had none; take it out"]
-    lines += ["lora_targets is q_proj v_proj, .* run had none; take", "lora_dropout is 0.1, .* is 0.0; give 0.0"]
+    lines = ["lora_alpha is 5, the checkpoint's is 16; pass 16\n", "use_rslora is set, .* run had none; remove it"]
+    lines += ["lora_targets is q_proj v_proj, .* run had none; remove", "lora_dropout is 0.1, .* is 0.0; pass 0.0"]
     assert_refused(result, *lines, lines=4)
     without = [part for part in flags(place, out, "--resume") if part not in ("--lora_rank", 8)]
-    assert_refused(launch(*without, check=False), "--lora_rank is not given, the checkpoint's is 8; give 8$")
+    assert_refused(launch(*without, check=False), "--lora_rank is not set, the checkpoint's is 8; pass 8$")
     result = launch(*flags(place, out, "--resume", "--model_name_or_path", place / "run/model"), check=False)
     assert_refused(result, "run/model: it is an adapter; make a whole model of it .*--merge.*, or name its base$")
     launch(*flags(place, out, "--resume", "--lora_alpha", 16, "--dry_run"))

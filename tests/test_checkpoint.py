@@ -140,7 +140,7 @@ def rounded(tensors, _):
 # What is done to a checkpoint, and what is said of it. Before a manifest named what is not trained, FSDP lost the state
 # of what an evaluation had gathered; in other modes a weight without state was one that is not trained.
 OLDER, OLDER_FSDP = {"format": 1, "untrained": None}, {"format": 1, "untrained": None, "mode": "FSDP"}
-MISSING = f"weight/{EMBEDDING} is there without its optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.step"
+MISSING = f"weight/{EMBEDDING} lacks its optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.step"
 DAMAGE = {
     "flipped bit": (lambda path: flip_bit(path / "rank-00000.safetensors"), "its xxh3_128 differs"),
     "flipped bit, by an older version": (
@@ -154,14 +154,14 @@ DAMAGE = {
         "is malformed: its files",
     ),
     "flipped bit in the manifest": (lambda path: flip_bit(path / "manifest.json"), "manifest.json is damaged"),
-    "truncated": (lambda path: os.truncate(path / "rank-00000.safetensors", 1000), "has 1000 bytes in the place of"),
+    "truncated": (lambda path: os.truncate(path / "rank-00000.safetensors", 1000), "has 1000 bytes instead of"),
     "truncated to nothing": (lambda path: os.truncate(path / "manifest.json", 0), "manifest.json is damaged"),
     "missing": (lambda path: (path / "rank-00000.json").unlink(), "rank-00000.json: No such file"),
     "no manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json: No such file"),
     "no moments": (rewrite(without_moments), MISSING),
     "one moment": (rewrite(without_one), "its optimizer.exp_avg_sq"),
     "no count": (rewrite(without_count), "its optimizer.step"),
-    "rounded": (rewrite(rounded), "is BF16, where what is trained is F32"),
+    "rounded": (rewrite(rounded), "is BF16, but a trained weight must be F32"),
     "no moments, by an older version": (rewrite(without_moments, **OLDER_FSDP), MISSING),
     "rounded, by an older version": (rewrite(rounded, **OLDER_FSDP), "is BF16"),
     "frozen": (rewrite(without_moments, untrained=[EMBEDDING]), None),
@@ -232,9 +232,9 @@ def test_what_is_not_the_runs_own_is_refused(finished, functions_file, model_dir
     changed = ["--global_batch_size", 4, "--learning_rate", 2e-3, "--num_updates", 22, "--sequence_length", 48]
     changed = flags(functions_file, model_dir, finished, "--resume", *changed)
     result = launch(*changed, check=False)
-    patterns = ["--global_batch_size is 4, the checkpoint's is 8; give 8\n"]
+    patterns = ["--global_batch_size is 4, the checkpoint's is 8; pass 8\n"]
     patterns += ["--learning_rate is 0.002, the checkpoint's is 0.001", "--num_updates is 22, the checkpoint's is 20"]
-    assert_refused(result, *patterns, "other training data: their fingerprint is", lines=4)
+    assert_refused(result, *patterns, "the training data differs: its fingerprint is", lines=4)
     assert sorted((path, path.stat().st_mtime_ns) for path in finished.rglob("*")) == before
 
     other = tmp_path / "run"
@@ -245,10 +245,10 @@ def test_what_is_not_the_runs_own_is_refused(finished, functions_file, model_dir
     change_manifest(newest, identity=identity | {"tokenizer": "0" * 16, "model": model})
     result = launch(*flags(functions_file, model_dir, other, "--resume", "--optimizer", "sgd"), check=False)
     patterns = [
-        "another model: its attention_dropout is 0.0, the checkpoint's is 0.1",
-        "another tokenizer: .* is 0{16};",
+        "the model differs: its attention_dropout is 0.0, the checkpoint's is 0.1",
+        "the tokenizer differs: .* is 0{16};",
     ]
-    assert_refused(result, *patterns, "--optimizer is sgd, the checkpoint's is adamw; give adamw$", lines=3)
+    assert_refused(result, *patterns, "--optimizer is sgd, the checkpoint's is adamw; pass adamw$", lines=3)
 
     change_manifest(newest, format=FORMAT + 1)
     result = launch(*flags(functions_file, model_dir, other, "--resume"), check=False)
@@ -300,7 +300,7 @@ def test_a_longer_run_keeps_the_warm_up_that_it_began_with(functions_file, model
     longer = [*given, "--num_updates", "60", "--resume", "--allow_changed", "num_updates"]
     asked = [*longer, "--warmup_updates", "3"]
     result = run_specs("lm", [(one, {}) for one in (given, longer, asked)], tmp_path, check=False)
-    assert_refused(result, "--warmup_updates is 3, the checkpoint's is 1; give 1, or --allow_changed warmup_updates")
+    assert_refused(result, "--warmup_updates is 3, the checkpoint's is 1; pass 1, or --allow_changed warmup_updates")
     for done in (40, 60):
         assert manifest_of(tmp_path / "run", done)["identity"]["settings"]["warmup_updates"] == 1
     metrics = read_metrics(tmp_path / "run")
@@ -515,7 +515,7 @@ def test_overwrite_deletes_nothing_of_a_run_that_still_writes(functions_file, mo
         wait_for_updates(out, 12)
         before = {path for path in paths_in(out) if "update-0" not in path and not path.endswith(".partial")}
         result = run_specs("lm", overwriting, tmp_path, check=False)
-        assert_refused(result, "another run writes there; end it, or name another directory")
+        assert_refused(result, "another run writes there; end it, or use a different directory")
         wait_for_updates(out, len(read_metrics(out)) + 2)
         assert before <= paths_in(out) and list_checkpoints(out)[0]
         (script,) = children(launcher)

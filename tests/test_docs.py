@@ -288,7 +288,7 @@ def test_an_auxiliary_loss_needs_no_second_forward_and_its_flag_no_second_line(p
     assert result.returncode == 0 and result.stdout.count("a forward") == 3 * 8 // 4
     again = ("--resume", "--num_updates", "6", "--allow_changed", "num_updates", "--micro_batch_size", "4")
     result, _ = run_example(place, recipe, "penalty-4", *again, "--penalty", "0.1")
-    assert_refused(result, "--penalty is 0.1, the checkpoint's is 0.5; give 0.5")
+    assert_refused(result, "--penalty is 0.1, the checkpoint's is 0.5; pass 0.5")
 
 
 @pytest.mark.parametrize("config", [("cpu",), ("fsdp2", "--mixed_precision", "no")], ids=lambda config: config[0])

@@ -282,7 +282,7 @@ def test_the_reference_is_the_base_is_kept_and_is_the_same_when_it_is_gone(files
     model.model.embed_tokens.weight.data[5] += 1e-3
     model.save_pretrained(other)
     result = launch(*given, again, "--resume", "--model_name_or_path", other, check=False, **env)
-    assert_refused(result, "another reference model: its fingerprint is .*; give the model that the run began with")
+    assert_refused(result, "the reference model differs: its fingerprint is .*; use the model that the run began with")
     result = launch(*given, again, "--resume", "--beta", 0.2, check=False, **env)
     assert_refused(result, "--beta is 0.2, the checkpoint's is 0.1")
 
@@ -292,7 +292,8 @@ def test_a_model_from_scratch_tunes_and_one_of_another_seed_does_not_go_on(files
     launch(*given, script="recipes/dpo.py")
     assert math.isfinite(read_metrics(tmp_path / "run")[-1]["loss"])
     result = run_recipe_alone("dpo.py", *given, "--resume", "--seed", 1, "--allow_changed", "seed")
-    assert_mistake(result, "another reference model: its fingerprint is tiny, seed 1, the checkpoint's is tiny, seed 0")
+    expected = "the reference model differs: its fingerprint is tiny, seed 1, the checkpoint's is tiny, seed 0"
+    assert_mistake(result, expected)
 
 
 def test_what_does_not_go_together_is_refused(files, tmp_path):

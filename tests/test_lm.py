@@ -101,7 +101,7 @@ def test_the_command_without_flags_of_its_own_trains_on_the_standard_library(tmp
     assert identity["standard_library"] == platform.python_version()
     resumed = ["--num_updates", 2, "--output_dir", tmp_path / "run", "--resume", "--dry_run"]
     change_manifest(checkpoint, identity=identity | {"tokenizer": "0" * 16})
-    assert_mistake(run_recipe_alone("lm.py", *resumed), "another tokenizer: .* another one in each version of Python")
+    assert_mistake(run_recipe_alone("lm.py", *resumed), "the tokenizer differs: .* differs between versions of Python")
     change_manifest(checkpoint, identity=identity | {"tokenizer": "0" * 16, "standard_library": "3.8.2"})
     assert_mistake(run_recipe_alone("lm.py", *resumed), f"{platform.python_version()}, and the run began with 3.8.2")
     change_manifest(checkpoint, identity=identity | {"dataset": "0" * 16})  # patched, under the same number

@@ -230,7 +230,7 @@ def test_a_resume_makes_the_same_updates_and_takes_no_other_weights(mixed, place
     for number in (8, 12):
         shutil.rmtree(out / f"checkpoints/update-{number:06}")
     refused = run_recipe_alone("lm.py", *flags(place, model_dir, out, "--resume", weights=(1, 1)))
-    assert_mistake(refused, "other weights: --train_file is mixed 1:1, the checkpoint's was 7:3; give the same, or")
+    assert_mistake(refused, "the weights differ: --train_file is mixed 1:1, the checkpoint's was 7:3; pass the same")
     launch(*flags(place, model_dir, out, "--resume"))
     assert losses(out) == losses(mixed[0]) and 4 * GLOBAL_BATCH % 10
     assert losses(out)[4:] != losses(out)[:8]

@@ -101,4 +101,4 @@ def test_a_checkpoint_of_an_older_version_without_state_is_invalid(optimizer, sk
     (directory / "manifest.json").write_text(json.dumps(manifest | {"sha256": hash_of(manifest)}))
     result = run([BIN / "python", "-m", "tools.checkpoint", "list", tmp_path])
     assert result.returncode == (0 if is_sound else 1), result.stderr
-    assert ("weight/head is there without its optimizer state" in result.stdout) == (not is_sound)
+    assert ("weight/head lacks its optimizer state" in result.stdout) == (not is_sound)

@@ -91,9 +91,9 @@ def test_other_held_out_data_are_refused_or_begin_the_best_anew(functions_file, 
         [*flags, "--num_updates", 10, "--resume", "--validation_file", easy],
     ]
     result = run_specs("lm", [(run, {}) for run in runs], tmp_path, check=False)
-    assert "other held-out data: --keep_best and --patience begin anew after update 4" in result.stdout
+    assert "the held-out data differs: --keep_best and --patience start anew after update 4" in result.stdout
     assert_refused(
-        result, "other held-out data: their fingerprint is .*, the checkpoint's is .*--allow_changed validation"
+        result, "the held-out data differs: its fingerprint is .*, the checkpoint's is .*--allow_changed validation"
     )
     losses = [line["validation_loss"] for line in read_metrics(tmp_path / "run") if "validation_loss" in line]
     assert min(losses[:2]) < min(losses[2:])
@@ -163,7 +163,7 @@ def test_checkpoints_that_do_not_say_what_they_measured_are_read():
     state, told = begin_state(reader, now, [])
     assert (state.best_validation_loss, told) == (1.0, "")
     state, told = begin_state(reader, now, ["validation"])
-    assert "does not say" in told and (state.best_validation_loss, state.validation_since) == (None, 3)
+    assert "does not name" in told and (state.best_validation_loss, state.validation_since) == (None, 3)
 
 
 def test_a_base_is_known_by_its_weights(model_dir, tmp_path):

@@ -457,7 +457,7 @@ def test_other_images_of_the_same_names_and_sizes_are_other_data(tmp_path):
     run = functools.partial(run_recipe_alone, "vision.py", *given, CUDA_VISIBLE_DEVICES="")
     assert run(tmp_path / "a").returncode == 0
     result = run(tmp_path / "b", "--resume")
-    assert_mistake(result, "other training data: .*; give the same files and --image_size, or --allow_changed dataset")
+    assert_mistake(result, "the training data differs: .*; pass the same files and --image_size, or")
     path = tmp_path / "run/checkpoints/update-000001/manifest.json"
     manifest = json.loads(path.read_text())
     manifest["identity"]["dataset"] = manifest["identity"]["dataset"].partition("-")[0]

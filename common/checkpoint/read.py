@@ -36,7 +36,7 @@ def own_file(directory: Path, name: str) -> Path:
     if os.path.realpath(path) != path or not path.startswith(root + os.sep):
         raise UserError(f"{name} lies outside, or is a link")
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise UserError(f"{name} is no file")
+        raise UserError(f"{name} is not a file")
     return directory / name
 
 
@@ -57,9 +57,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return manifest
 
 
-def require(condition: bool, what: str) -> None:
+def require(condition: bool, problem: str) -> None:
     if not condition:
-        raise UserError(what)
+        raise UserError(problem)
 
 
 def is_number(value: Any, least: int = 0) -> bool:
@@ -68,7 +68,7 @@ def is_number(value: Any, least: int = 0) -> bool:
 
 def _is_total(value: Any) -> bool:
     numbers = value if isinstance(value, list) else [value]
-    return all(isinstance(one, int | float) and 0 <= one < math.inf for one in numbers)
+    return all(isinstance(number, int | float) and 0 <= number < math.inf for number in numbers)
 
 
 def _check_manifest(manifest: dict[str, Any]) -> None:
@@ -81,25 +81,25 @@ def _check_manifest(manifest: dict[str, Any]) -> None:
     require(all(text.isprintable() for text in texts), f"{MANIFEST} is malformed: a name is not printable")
     for facts in manifest["files"].values():
         digests = [facts[name] for name in DIGESTS if name in facts]
-        is_sound = is_number(facts["bytes"]) and len(digests) == 1 and isinstance(digests[0], str)
-        require(is_sound, f"{MANIFEST} is malformed: its files")
+        is_valid = is_number(facts["bytes"]) and len(digests) == 1 and isinstance(digests[0], str)
+        require(is_valid, f"{MANIFEST} is malformed: its files")
     state, identity = TrainingState.of(manifest), manifest["identity"]
-    is_sound = state.update == manifest["update"] and is_number(state.samples)
-    is_sound &= is_number(state.validation_since) and isinstance(identity.get("validation"), str | None)
-    is_sound &= is_number(state.skipped_updates) and is_number(state.skipped_in_a_row)
+    is_valid = state.update == manifest["update"] and is_number(state.samples)
+    is_valid &= is_number(state.validation_since) and isinstance(identity.get("validation"), str | None)
+    is_valid &= is_number(state.skipped_updates) and is_number(state.skipped_in_a_row)
     for loss in (state.best_validation_loss, state.validation_loss):
-        is_sound &= loss is None or isinstance(loss, float)
-    is_sound &= all(isinstance(run, str) for run in state.tracker_runs.values())
-    is_sound &= all(isinstance(value, bool | int | float) for value in manifest["scaler"].values())
-    is_sound &= all(_is_total(value) for value in state.training.values())
-    is_sound &= all(isinstance(name, str) for name in manifest.get("untrained", []))
-    is_sound &= all(isinstance(identity[name], dict) for name in ("model", "settings"))
-    is_sound &= all(isinstance(identity[name], str) for name in ("tokenizer", "dataset"))
-    require(is_sound, f"{MANIFEST} is malformed: its position, scaler or identity")
+        is_valid &= loss is None or isinstance(loss, float)
+    is_valid &= all(isinstance(run, str) for run in state.tracker_runs.values())
+    is_valid &= all(isinstance(value, bool | int | float) for value in manifest["scaler"].values())
+    is_valid &= all(_is_total(value) for value in state.training.values())
+    is_valid &= all(isinstance(name, str) for name in manifest.get("untrained", []))
+    is_valid &= all(isinstance(identity[name], dict) for name in ("model", "settings"))
+    is_valid &= all(isinstance(identity[name], str) for name in ("tokenizer", "dataset"))
+    require(is_valid, f"{MANIFEST} is malformed: its position, scaler or identity")
 
 
 def newer_line(manifest: dict[str, Any]) -> str:
-    return f"its format is {manifest['format']}, newer than this code's {FORMAT}; take the code that wrote it, or newer"
+    return f"its format is {manifest['format']}, newer than this code's {FORMAT}; use a newer version of this code"
 
 
 def find_damage(directory: Path, manifest: dict[str, Any], rank: int = 0, world: int = 1) -> str | None:
@@ -109,7 +109,7 @@ def find_damage(directory: Path, manifest: dict[str, Any], rank: int = 0, world:
         for name, facts in list(manifest["files"].items())[rank::world]:
             path = own_file(directory, name)
             if path.stat().st_size != facts["bytes"]:
-                return f"{name} has {path.stat().st_size} bytes in the place of {facts['bytes']}"
+                return f"{name} has {path.stat().st_size} bytes instead of {facts['bytes']}"
             kind = next(kind for kind in DIGESTS if kind in facts)
             with open(path, "rb") as file:
                 if hashlib.file_digest(file, DIGESTS[kind]).hexdigest() != facts[kind]:
@@ -134,7 +134,7 @@ def list_checkpoints(output_dir: Path) -> tuple[list[tuple[Path, dict[str, Any]]
             found.append((path, read_manifest(path)))
         except UserError as error:
             problems.append(f"{path}: {error}")
-    return sorted(found, key=lambda one: one[1]["update"], reverse=True), problems
+    return sorted(found, key=lambda item: item[1]["update"], reverse=True), problems
 
 
 def find_best(found: Iterable[tuple[Path, dict[str, Any]]]) -> Path | None:
@@ -144,7 +144,7 @@ def find_best(found: Iterable[tuple[Path, dict[str, Any]]]) -> Path | None:
     """
     positions = {path: manifest["position"] for path, manifest in found}
     since = max((position.get("validation_since", 0) for position in positions.values()), default=0)
-    losses = {path: one["validation_loss"] for path, one in positions.items() if one["update"] > since or not since}
+    losses = {path: at["validation_loss"] for path, at in positions.items() if at["update"] > since or not since}
     measured = [path for path, loss in losses.items() if loss is not None and math.isfinite(loss)]
     return min(measured, key=losses.__getitem__, default=None)
 
@@ -179,32 +179,32 @@ class _Range(NamedTuple):
 
     def are_rows(self, shape: tuple[int, ...]) -> bool:
         """Returns whether the columns are valid for the shape, and the range consists of full rows of these columns."""
-        is_pair = len(self.columns) == 2 and all(is_number(one) for one in self.columns)
+        is_pair = len(self.columns) == 2 and all(is_number(column) for column in self.columns)
         if len(shape) != 2 or not is_pair or not self.columns[0] < self.columns[1] <= shape[1]:
             return False
         width = self.columns[1] - self.columns[0]
         return self.first % width == 0 and self.last % width == 0
 
 
-def _fill(ranges: Iterable[tuple[int, int]], name: str, what: str) -> int:
+def _fill(ranges: Iterable[tuple[int, int]], name: str, unit: str) -> int:
     """Returns the end of contiguous ranges that begin at 0; raises UserError if there is a gap or an overlap."""
     filled = 0
     for first, last in sorted(ranges):
-        require(first == filled, f"{name} has a gap or an overlap at its {what} {min(first, filled)}")
+        require(first == filled, f"{name} has a gap or an overlap at its {unit} {min(first, filled)}")
         filled = last
     return filled
 
 
 def _check_cover(name: str, shape: tuple[int, ...], parts: list[_Range]) -> None:
     """Raises UserError unless the ranges cover a tensor of this shape, with each element once."""
-    sizes = {one.columns: math.prod(shape[:-1]) * (one.columns[1] - one.columns[0]) for one in parts}
+    sizes = {part.columns: math.prod(shape[:-1]) * (part.columns[1] - part.columns[0]) for part in parts}
     if sizes.keys() <= {WHOLE}:
         sizes = {WHOLE: math.prod(shape)}
     else:
         filled = _fill(sizes, name, "column")
         require(filled == shape[-1], f"{name} has {filled} of {shape[-1]} columns")
     for columns, elements in sizes.items():
-        filled = _fill(((one.first, one.last) for one in parts if one.columns == columns), name, "element")
+        filled = _fill(((part.first, part.last) for part in parts if part.columns == columns), name, "element")
         require(filled == elements, f"{name} has {filled} of {elements} elements")
 
 
@@ -220,7 +220,7 @@ class Reader:
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self.scalar_state: dict[str, Any] = {}
         self.scalar_dtypes: dict[str, str] = {}
-        self._where: dict[str, list[_Range]] = {}
+        self._parts: dict[str, list[_Range]] = {}
         self._open: dict[str, Any] = {}
         for number in range(manifest["world_size"]):
             name = f"rank-{number:05}"
@@ -229,7 +229,7 @@ class Reader:
             except (UserError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise UserError(f"{name}.json is malformed: {one_line(error)}") from error
         for name, (_, shape) in self.tensors.items():
-            _check_cover(name, shape, self._where[name])
+            _check_cover(name, shape, self._parts[name])
         self._require_training_state()
 
     def _require_training_state(self) -> None:
@@ -255,34 +255,34 @@ class Reader:
             trained = trained if is_lost else set()
         for name in sorted(trained):
             dtype = self.tensors[f"weight/{name}"][0]
-            require(dtype in MASTER_DTYPES, f"weight/{name} is {DTYPE_NAMES[dtype]}, where what is trained is F32")
+            require(dtype in MASTER_DTYPES, f"weight/{name} is {DTYPE_NAMES[dtype]}, but a trained weight must be F32")
             missing = sorted(every - kept.get(name, set())) if is_uniform or name not in kept else []
-            require(not missing, f"weight/{name} is there without its {', '.join(missing)}")
-            require(name in kept, f"weight/{name} is there without its optimizer state")
+            require(not missing, f"weight/{name} lacks its {', '.join(missing)}")
+            require(name in kept, f"weight/{name} lacks its optimizer state")
 
     def _add_rank(self, name: str) -> None:
         listed = self.manifest["files"]
         require({f"{name}.json", f"{name}.safetensors"} <= listed.keys(), "the manifest does not name its files")
         rank = json.loads(own_file(self.directory, f"{name}.json").read_text())
         for number, value in rank["numbers"].items():
-            require(value is None or isinstance(value, int | float), f"{number} is no number")
+            require(value is None or isinstance(value, int | float), f"{number} is not a number")
             is_step = number.startswith("optimizer.step/")
             require(not is_step or value is None or 0 <= value <= self.manifest["update"] + 1, f"{number} is {value}")
         self.ranks.append(rank)
         self.scalar_state |= rank["numbers"]
         require(set(rank.get("number_dtypes", {}).values()) <= DTYPES.keys(), "a dtype of its numbers")
         self.scalar_dtypes |= rank.get("number_dtypes", {})
-        for tensor, one in rank["tensors"].items():
-            facts = (DTYPES[one["dtype"]], tuple(one["shape"]))
-            sizes = (*facts[1], one["start"], one["elements"])
+        for tensor, entry in rank["tensors"].items():
+            facts = (DTYPES[entry["dtype"]], tuple(entry["shape"]))
+            sizes = (*facts[1], entry["start"], entry["elements"])
             require(all(is_number(size) for size in sizes), f"{tensor}: its sizes")
-            require(self.tensors.setdefault(tensor, facts) == facts, f"{tensor} is another one than in other ranks")
-            columns = tuple(one.get("columns", WHOLE))
-            where = _Range(one["start"], one["start"] + one["elements"], f"{name}.safetensors", columns)
-            require(columns == WHOLE or where.are_rows(facts[1]), f"{tensor}: its columns")
-            ranges = self._where.setdefault(tensor, [])
-            if one["elements"]:
-                ranges.append(where)
+            require(self.tensors.setdefault(tensor, facts) == facts, f"{tensor} differs between ranks")
+            columns = tuple(entry.get("columns", WHOLE))
+            part = _Range(entry["start"], entry["start"] + entry["elements"], f"{name}.safetensors", columns)
+            require(columns == WHOLE or part.are_rows(facts[1]), f"{tensor}: its columns")
+            parts = self._parts.setdefault(tensor, [])
+            if entry["elements"]:
+                parts.append(part)
 
     def check(self, rank: int = 0, world: int = 1) -> None:
         """Raises UserError if the contents of a file of this rank's share differ from its JSON."""
@@ -291,9 +291,9 @@ class Reader:
             try:
                 file = self._file(f"{name}.safetensors")
                 slices = {tensor: file.get_slice(tensor) for tensor in file.keys()}
-                found = {tensor: (one.get_dtype(), one.get_shape()) for tensor, one in slices.items()}
-                told = {tensor: (one["dtype"], [one["elements"]]) for tensor, one in facts["tensors"].items()}
-                require(found == told, f"its tensors are not those of {name}.json")
+                tensors = {tensor: (part.get_dtype(), part.get_shape()) for tensor, part in slices.items()}
+                listed = {tensor: (entry["dtype"], [entry["elements"]]) for tensor, entry in facts["tensors"].items()}
+                require(tensors == listed, f"its tensors are not those of {name}.json")
             except Exception as error:  # SafetensorError and others, depending on the header
                 raise UserError(f"{name}.safetensors is malformed: {one_line(error)}") from error
             try:
@@ -314,32 +314,32 @@ class Reader:
         dtype, shape = self.tensors[name]
         if elements is None:
             return self.read(name, 0, math.prod(shape)).view(shape)
-        if columns is None and all(one.columns == WHOLE for one in self._where[name]):
+        if columns is None and all(part.columns == WHOLE for part in self._parts[name]):
             return self._read_range(name, start, start + elements)
         width = shape[-1]
         first, last = columns or (0, width)
         # Rows that contain the range.
         top, bottom = start // (last - first), -(-(start + elements) // (last - first))
         block = torch.empty(bottom - top, width, dtype=dtype)
-        for one in self._where[name]:
-            if one.columns == WHOLE:
+        for part in self._parts[name]:
+            if part.columns == WHOLE:
                 continue
-            left, right = one.columns
-            low, high = max(one.first // (right - left), top), min(one.last // (right - left), bottom)
+            left, right = part.columns
+            low, high = max(part.first // (right - left), top), min(part.last // (right - left), bottom)
             if low < high:
-                values = self._slice(name, one, low * (right - left), high * (right - left))
+                values = self._slice(name, part, low * (right - left), high * (right - left))
                 block[low - top : high - top, left:right] = values.view(high - low, right - left)
-        if any(one.columns == WHOLE for one in self._where[name]):
+        if any(part.columns == WHOLE for part in self._parts[name]):
             block.view(-1).copy_(self._read_range(name, top * width, bottom * width))
         skipped = start - top * (last - first)
         return block[:, first:last].reshape(-1)[skipped : skipped + elements]
 
     def _read_range(self, name: str, start: int, stop: int) -> torch.Tensor:
         result, filled = torch.empty(stop - start, dtype=self.tensors[name][0]), 0
-        for one in self._where[name]:
-            low, high = max(one.first, start), min(one.last, stop)
+        for part in self._parts[name]:
+            low, high = max(part.first, start), min(part.last, stop)
             if low < high:
-                result[low - start : high - start] = self._slice(name, one, low, high)
+                result[low - start : high - start] = self._slice(name, part, low, high)
                 filled += high - low
         assert filled == stop - start, f"{self.directory}: {name} has {filled} of the elements {start} to {stop}"
         return result

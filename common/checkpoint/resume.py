@@ -77,7 +77,7 @@ def _require_seen(path: Path, manifest: dict[str, Any], ranks: Agreement) -> Non
 
     line = (
         f"--resume {path}: chosen by rank 0, and rank {ranks.rank} on host {socket.gethostname()} does not see it, or "
-        "sees another one; see that all hosts share the directory, and start again"
+        "sees a different one; make all hosts share the directory, and start again"
     )
     ranks.raise_first(None if is_soon(is_seen) else line)
 
@@ -109,7 +109,7 @@ def find_sound(ranks: Agreement, damaged: set[Path]) -> Reader:
                     print(line, file=sys.stderr, flush=True)
             return Reader(path, manifest)
         damaged.add(path)
-    reason = f"none of its {len(found) + len(problems)} is sound" if found or problems else "there is none"
+    reason = f"none of its {len(found) + len(problems)} is valid" if found or problems else "there is none"
     raise UserError(
         f"--resume: {ranks.directory} has no complete checkpoint ({reason}); name the --output_dir of the run, or "
         "start anew with --overwrite in place of --resume"
@@ -144,8 +144,8 @@ def begin_state(reader: Reader, identity: dict[str, Any], allowed: list[str]) ->
         return state, ""
     state.best_validation_loss = state.validation_loss = None
     state.evaluations_since_best, state.validation_since = 0, state.update
-    what = "other held-out data" if is_known else "the checkpoint does not say which held-out data it had"
-    return state, f"{what}: --keep_best and --patience begin anew after update {state.update}\n"
+    reason = "the held-out data differs" if is_known else "the checkpoint does not name its held-out data"
+    return state, f"{reason}: --keep_best and --patience start anew after update {state.update}\n"
 
 
 def check_is_own(reader: Reader, args: argparse.Namespace, identity: dict[str, Any], size_flags: Iterable[str]) -> None:
