@@ -31,7 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))
 
 from common.report.tracking import versions
-from common.training.micro_batch_partition import cut_global_batch, longest_of, row_work
+from common.training.micro_batch_partition import cut_global_batch
+from common.training.padding import longest_of, row_work
 
 # Samples of an update, ranks, tokens of a micro-batch.
 WORLDS = [

@@ -7,7 +7,7 @@ is killed. There, a budget is tried only if twice the memory growth of the previ
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,9 @@ from common.host_memory import left_to_all, left_to_one
 from common.peak_memory import most_resident
 from common.report.earlier_starts import read_earlier
 from common.report.records import write_run
-from common.training import token_budget
 from common.training.batching import GlobalBatch
 from common.training.optimizers import OPTIMIZERS
-from common.training.token_budget import TokenBudget
+from common.training.token_budget import TokenBudget, longest_batch
 
 MIN_SPEEDUP = 1.05  # in tokens/s, for twice the tokens
 MAX_BISECTIONS = 3
@@ -33,8 +32,10 @@ def default_tokens(device_type: str, longest: int) -> int:
     return max(longest, 1024 if device_type == "cpu" else 8192)
 
 
-def start_budget(run: Any, longest: int) -> TokenBudget:
+def start_budget(run: Any, longest: int) -> TokenBudget | None:
     """Sets `args.micro_batch_tokens` on all ranks to the first budget: the default, or the budget of a resumed run.
+
+    Returns the budget; None in a dry run, which only uses its size.
 
     run: a `common.run.Run`. longest: tokens of the longest sample.
     """
@@ -51,12 +52,13 @@ def start_budget(run: Any, longest: int) -> TokenBudget:
         can_free_more=lambda: run.checkpoints.writer.copies,
     )
     run.args.micro_batch_tokens = budget.tokens = budget.at(run.state.update)
-    if not run.args.dry_run:
-        token_budget.start(budget)
+    if run.args.dry_run:
+        return None
+    run.accelerator.token_budget = budget
     return budget
 
 
-def batches_with_oom_retry(run: Any) -> Iterator[GlobalBatch]:
+def batches_with_oom_retry(run: Any) -> Generator[GlobalBatch, None, None]:
     """Yields the trials of the budget, then the run's global batches, and retries those that ran out of memory."""
     budget, update, end = run.budget, run.state.update, run.state.end(run.args)
     if update < end:
@@ -66,7 +68,7 @@ def batches_with_oom_retry(run: Any) -> Iterator[GlobalBatch]:
         until = min([end, *(first for first, _ in budget.history if first > update)])
         for batch in run.progress.batches(run.load(range(update, until))):
             yield from budget.attempt(batch)
-            if budget.where:
+            if budget.failed_ranks:
                 _recover(run, budget, batch.update)
                 break
             update = batch.update + 1
@@ -84,14 +86,13 @@ def _trials(run: Any, budget: TokenBudget, update: int) -> Iterator[GlobalBatch]
     share = -(-run.args.global_batch_size // run.accelerator.num_processes)
     search = _Search(budget.tokens, budget.longest, share * budget.longest, budget.is_known)
     resident = psutil.Process().memory_info().rss
-    while search.tokens is not None:
+    while search.tokens:
         yield from _trial(run, budget, search.tokens)
         ran_out, no_room, seconds = _sums(run, float(budget.has_run_out), not _has_room(run, resident), budget.seconds)
         search.note(not ran_out, not no_room, seconds)
     del state
-    budget.is_trial, budget.where = False, ""
-    budget.tokens = search.best
-    budget.history[:] = [entry for entry in budget.history if entry[0] < update] + [[update, search.best]]
+    budget.is_trial, budget.failed_ranks = False, ""
+    budget.set_from(update, search.best)
     _set_tokens(run, search.best)
     run.progress.last = time.perf_counter()  # the trials are not training time
     if run.accelerator.is_main_process:
@@ -100,11 +101,10 @@ def _trials(run: Any, budget: TokenBudget, update: int) -> Iterator[GlobalBatch]
 
 
 class _Search:
-    """Search for the best budget. `tokens`: the next budget to try, None after the last; `best`: the best that fits."""
+    """Search for the best budget. `tokens`: the next budget to try, 0 after the last; `best`: the best that fits."""
 
     def __init__(self, tokens: int, longest: int, limit: int, is_known: bool):
-        self.tokens: int | None = tokens
-        self.longest, self.limit, self.is_known = longest, max(limit, longest), is_known
+        self.tokens, self.longest, self.limit, self.is_known = tokens, longest, max(limit, longest), is_known
         self.best, self.too_large, self.seconds_per_token = 0, 0, 0.0
         self.num_bisections, self.reason = 0, ""
 
@@ -119,7 +119,7 @@ class _Search:
             return
         else:
             self.best, self.seconds_per_token = tried, per_token
-        if not self.best:  # not even the first budget fits; `TokenBudget.spared` raises at the smallest
+        if not self.best:  # not even the first budget fits; `catch_out_of_memory` raises at the smallest
             self.tokens = max(self.longest, tried // 2)
         elif self.is_known:
             self._end("as in the run before")
@@ -138,22 +138,22 @@ class _Search:
             self.tokens = min(2 * tried, self.limit)
 
     def _end(self, reason: str) -> None:
-        self.tokens, self.reason = None, reason
+        self.tokens, self.reason = 0, reason
 
 
 def _trial(run: Any, budget: TokenBudget, tokens: int) -> Iterator[GlobalBatch]:
     """Yields the longest samples, twice if they are a single micro-batch, because the first run includes warm-up."""
     budget.tokens = tokens
     _set_tokens(run, tokens)
-    batch = run.loader.dataset.of_longest()
+    batch = longest_batch(run.loader.dataset)
     for _ in range(1 if len(batch.micro_batches) > 1 else 2):
         yield from budget.attempt(batch)
-        if budget.where:
+        if budget.failed_ranks:
             return
 
 
 def _set_tokens(run: Any, tokens: int) -> None:
-    """Sets the budget of the loaders; an evaluation may use twice the tokens (`batching._evaluation_batch`)."""
+    """Sets the budget of the loaders; an evaluation may use twice the tokens (`loader_sizes.evaluation_sizes`)."""
     train, held_out = run.loader.dataset, run.held_out and run.held_out.dataset
     if held_out is not None:
         held_out.micro_batch_tokens = held_out.micro_batch_tokens * tokens // train.micro_batch_tokens
@@ -181,11 +181,12 @@ def _recover(run: Any, budget: TokenBudget, update: int) -> None:
     before = budget.tokens
     is_freed = run.checkpoints.writer.free_copy()
     if not is_freed:
-        budget.halve(update)
+        budget.set_from(update, max(budget.longest, before // 2))
         _set_tokens(run, budget.tokens)
     if run.accelerator.is_main_process:
-        change = (
-            "without a copy of the state to save" if is_freed else f"{budget.tokens:,} tokens at once, not {before:,}"
-        )
-        run.progress.print(f"memory ran out on {budget.where} in update {update}, which is retried: {change}")
+        change = f"{budget.tokens:,} tokens at once, not {before:,}"
+        if is_freed:
+            change = "without a copy of the state to save"
+        failure = f"memory ran out on {budget.failed_ranks} in update {update}"
+        run.progress.print(f"{failure}, which is retried: {change}")
         write_run(run.output_dir, read_earlier(run.output_dir) | budget.to_record(run.args))

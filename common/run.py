@@ -14,7 +14,7 @@
     with run.optional_steps(): ...                    final metrics and samples; an error there prints one line
     run.finish(results, ...)                          prints the results, ends all ranks together
 
-Training state, metrics and checkpoints are managed here. Forward, backward, clipping and step are in the recipe.
+Forward, backward, clipping and step are in the recipe.
 
 A new parallelism mode is accepted in `parallel.launch`, connected in `parallel.connect` and named in
 `parallel.distributed_mode`. `models.model_setup` applies it to the model and `checkpoint.layouts` saves it.
@@ -23,13 +23,12 @@ the loss.
 """
 
 import math
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
@@ -40,16 +39,15 @@ from common.checkpoint.identity import identify
 from common.checkpoint.save import Checkpoints
 from common.checkpoint.training_state import TrainingState
 from common.errors import refuse
-from common.evaluation import Evaluations, optional_steps
+from common.evaluation import Evaluations
 from common.models import adapters, model_setup
 from common.models.load import attention_length
-from common.parallel import connect, distributed_mode, launch, launch_checks, shutdown
+from common.parallel import connect, distributed_mode, launch, launch_checks, liveness, shutdown
 from common.parallel.liveness import wait_for_all
-from common.report import flops, progress, settings, tracking
-from common.training import accumulation, token_budget
+from common.report import flops, progress, tracking
+from common.training import accumulation
 from common.training.activation_checkpointing import apply_activation_checkpointing
 from common.training.batching import Collate, GlobalBatch, Samples, make_loader
-from common.training.out_of_memory import is_out_of_memory
 from common.training.precision import weights_cast_once
 from common.training.recipe_traits import Arguments, Traits
 from common.training.stop_signals import NOTHING_TRAINED
@@ -63,6 +61,7 @@ class Run:
         held_out: after `prepare`, the loader of the held-out samples, or None. traits: properties of the recipe.
         news: values that `all_finite` summed over the ranks, besides loss and gradient norm.
         state: the training state. output_dir: output directory of the run.
+        budget: the token budget of --micro_batch_tokens auto, or None.
     """
 
     def __init__(self, args: Arguments, problems: Iterable[str] = (), **traits: Any):
@@ -74,14 +73,18 @@ class Run:
         versions.check_versions()
         self.args, self.asked, self.traits = args, launch.find_launch(), Traits(**traits)
         if args.plan is not None:
-            _hand_over(args)
-        found = argument_checks.check_arguments(args, launch.runs_on_cpu(self.asked), self.traits, self.asked.degrees)
-        refuse([*found, *launch_checks.check_launch(self.asked, args, self.traits), *problems])
+            from common import planner
+
+            refuse(argument_checks.check_plan(args))
+            planner.hand_over(args)
+        on_cpu = launch.runs_on_cpu(self.asked)
+        mistakes = argument_checks.check_arguments(args, on_cpu, self.traits, self.asked.degrees)
+        refuse([*mistakes, *launch_checks.check_launch(self.asked, args, self.traits), *problems])
         trackers = {"log_with": args.report_to or None, "project_dir": args.output_dir}
         self.accelerator = connect.make_accelerator(self.asked, args, **trackers)
         self.device, self.is_sharded = self.accelerator.device, distributed_mode.is_sharded(self.accelerator)
         self.checkpoints, self.is_stopped = Checkpoints(args, self.accelerator), False
-        self.evaluations, self.optional_steps = Evaluations(self), partial(optional_steps, self)
+        self.evaluations = Evaluations(self)
 
     def begin(
         self,
@@ -95,26 +98,34 @@ class Run:
         """Checks the data before a model is built, and with --resume finds the newest valid checkpoint.
 
         Afterwards all ranks draw the same random numbers. own_flags: names of the recipe's own flags that affect an
-        update. config: model configuration. tokenizer: transformers tokenizer, or None. model_class: an Auto class.
+        update. tokenizer: transformers tokenizer, or None. model_class: an Auto class.
 
         Raises UserError: no checkpoint to resume, one line per changed setting, or too little data or disk space.
         """
-        unknown = ", ".join(name for name in own_flags if name not in vars(self.args))
-        assert not unknown, f"run.begin names {unknown} as the recipe's own, and no flag is called so"
+        unknown = [name for name in own_flags if name not in vars(self.args)]
+        assert not unknown, f"run.begin: the recipe has no flags {unknown}"
         argument_checks.check_samples(self.args, self.traits, train_set, held_out, self.asked.degrees)
         self.make_empty = make_empty = cache(partial(adapters.empty_base, self.args, config, model_class))
         problems = model_setup.check_model(config, model_class, make_empty, self.asked.degrees)
         refuse([*problems, *launch_checks.check_layer_classes(self.asked, make_empty)])
         connect.check_space(self.asked, lambda: [p.numel() for p in make_empty().parameters()])
         identity = identify(self.args, self.accelerator, config, tokenizer, train_set, held_out, *own_flags)
-        self.resumed = self.checkpoints.find(identity, self.traits.size_flags)
-        self.state = TrainingState() if self.resumed is None else _resumed_state(self, identity)
+        self.resumed, self.state = self.checkpoints.find(identity, self.traits.size_flags), TrainingState()
+        if self.resumed is not None:
+            from common.checkpoint.resume import begin_state
+
+            self.state, line = begin_state(self.resumed, identity, self.args.allow_changed)
+            self.accelerator.print(line, end="", flush=True)
         refuse(argument_checks.check_profile(self.args, self.state.update))
         connect.seed_everything(self.args.seed)
         make_empty()  # on all ranks here, because it may draw random numbers
         self.memory_before = tracking.memory_in_use_bytes(self.device)
         shutdown.explain_error = partial(_explain, self)
-        self.prediction = _start_prediction(self)
+        self.prediction = None
+        if self.args.dry_run and self.accelerator.is_main_process:
+            from common.planner import Prediction
+
+            self.prediction = Prediction(self)
 
     def prepare(
         self,
@@ -134,7 +145,11 @@ class Run:
         apply_activation_checkpointing(model, args.activation_checkpointing, self.device)
         if args.compile:
             model.base_model.compile(dynamic=True)
-        self.budget = _start_budget(self, train_set.max_length)
+        self.budget: Any = None
+        if args.shared("micro_batch_tokens") == "auto":
+            from common.auto_micro_batch import start_budget
+
+            self.budget = start_budget(self, train_set.max_length)
         lines |= self.state.describe_patience(args)
         loader = partial(make_loader, args, accelerator, self.traits, degrees, collate, attention_length(model.config))
         self.load = partial(loader, train_set)
@@ -155,10 +170,12 @@ class Run:
         """
         self.model.train()
         if self.args.dry_run:
+            from common.run_endings import end_dry_run
+
             first = (batch for batch in islice(self.loader, 1))
             yield first
             first.close()  # also ends the data-loading processes
-            _end_dry_run(self)
+            end_dry_run(self)
         self.output_dir = argument_checks.make_output_dir(self.args, self.accelerator, self.checkpoints.ranks.share)
         self.checkpoints.ranks.output_dir = self.output_dir
         self.checkpoints.start(config, *pretrained, model=self.model, versions=tracking.versions())
@@ -176,8 +193,9 @@ class Run:
     def micro_batches(self, batch: GlobalBatch) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
         """Yields this rank's micro-batches, copied to the device one at a time; with each, whether it is the last."""
         micro_batches = batch.micro_batches[:1] if self.args.dry_run else batch.micro_batches
+        tried = self.budget.until_out_of_memory(micro_batches) if self.budget else micro_batches
         with weights_cast_once(self.args.activation_checkpointing == "none"):
-            for number, micro_batch in enumerate(token_budget.while_there_is_memory(micro_batches), start=1):
+            for number, micro_batch in enumerate(tried, start=1):
                 if not self.model.training:
                     self.evaluations.stop_if_asked()
                 yield send_to_device(micro_batch, self.device, non_blocking=True), number == len(micro_batches)
@@ -196,9 +214,9 @@ class Run:
             loss_sums: one scalar per micro-batch of this rank. grad_norm: scalar, before clipping.
             own_news: more values to sum over the ranks, with the same names and shapes on each; sums are in `news`.
         """
-        news = self.checkpoints.news(self.requests) | token_budget.news() | own_news
+        news = self.checkpoints.news(self.requests) | own_news | (self.budget.values_to_reduce() if self.budget else {})
         loss, grad_norm, self.news = accumulation.reduce_update(self.accelerator, loss_sums, grad_norm, batch, news)
-        if token_budget.learn(self.news):
+        if self.budget and self.budget.note_out_of_memory(self.news):
             return False
         is_finite, state = math.isfinite(loss) and math.isfinite(grad_norm), self.state
         state.skipped_in_a_row = 0 if is_finite else state.skipped_in_a_row + 1
@@ -213,14 +231,16 @@ class Run:
 
         Raises RuntimeError: --max_skipped_updates consecutive updates were not finite.
         """
-        if token_budget.is_repeated():
+        if self.budget and self.budget.drops_update:
             return False
         state = self.state
         if "validation_loss" in figures:
             state.measured(figures["validation_loss"])
         self.progress.update(batch, **self.record, **figures)
         if state.skipped_in_a_row == self.args.max_skipped_updates:
-            raise _not_finite(batch.update, state.skipped_in_a_row)
+            from common.run_endings import not_finite
+
+            raise not_finite(batch.update, state.skipped_in_a_row)
         self.is_stopped = self.checkpoints.update_done(state, self.model, self.optimizer, self.news)
         if is_over := state.end(self.args) < self.args.num_updates:
             self.progress.end_early(self.args.patience)
@@ -229,7 +249,9 @@ class Run:
     def end_training(self) -> dict[str, Any]:
         """Returns the results of training. Applies --load_best_at_end. Exits with status 75 after a request to stop."""
         if self.is_stopped:
-            self.evaluations.end_stopped()
+            from common.run_endings import end_stopped
+
+            end_stopped(self)
         self.results = self.progress.results()
         self.results |= self.checkpoints.best_at_end(self.state, self.model, self.optimizer)
         return self.results
@@ -246,6 +268,13 @@ class Run:
         wait_for_all()  # because collectives of a following evaluation have a time limit
         return written
 
+    def optional_steps(self) -> AbstractContextManager[None]:
+        """Context for the final metrics and samples: an error inside prints one line, and the run still finishes.
+
+        The line is also added to the results, as `error_after_training`.
+        """
+        return liveness.optional(partial(_report_missing, self))
+
     def finish(self, results: dict[str, Any], *lines: str) -> None:
         """Prints and writes the results, and ends the run on all ranks together; status 1 if it trained nothing."""
         lines += self.evaluations.close()
@@ -256,73 +285,32 @@ class Run:
         shutdown.end_run(self.accelerator, status)
 
 
-def _not_finite(update: int, count: int) -> RuntimeError:
-    message = f"update {update}: loss or gradient not finite {count} times in a row"
-    return RuntimeError(f"{message}; lower --learning_rate, or look at the data")
-
-
-# The following functions import modules that only few runs need.
-
-
-def _hand_over(args: Arguments) -> None:
-    """Replaces this process with the planner, which prints the plan of --plan."""
-    from common import planner
-
-    refuse(argument_checks.check_plan(args))
-    planner.hand_over(args)
-
-
-def _start_prediction(run: Run) -> Any:
-    """Returns the planner process that predicts the memory of a dry run, or None."""
-    if not (run.args.dry_run and run.accelerator.is_main_process):
-        return None
-    from common.planner import Prediction
-
-    return Prediction(run)
-
-
-def _end_dry_run(run: Run) -> NoReturn:
-    num_left = run.state.end(run.args) - run.state.update
-    memory = run.prediction.describe() if run.prediction else ""
-    settings.print_dry_run(run.args, run.asked, run.accelerator, num_left, memory)
-    shutdown.end_run(run.accelerator)
-    sys.exit()
-
-
-def _start_budget(run: Run, longest: int) -> Any:
-    """Returns the token budget of --micro_batch_tokens auto, or None. longest: tokens of the longest sample."""
-    if run.args.shared("micro_batch_tokens") != "auto":
-        return None
-    from common.auto_micro_batch import start_budget
-
-    return start_budget(run, longest)
-
-
-def _resumed_state(run: Run, identity: dict[str, Any]) -> TrainingState:
-    from common.checkpoint.resume import begin_state
-
-    state, line = begin_state(run.resumed, identity, run.args.allow_changed)
-    run.accelerator.print(line, end="", flush=True)
-    return state
-
-
-def _batches(run: Run) -> Iterator[GlobalBatch]:
+def _batches(run: Run) -> Generator[GlobalBatch, None, None]:
     """Returns the global batches of the run; with a token budget, also its trial batches and the batches to retry."""
-    batches = run.progress.batches(run.loader)
-    if run.budget is not None:
+    if run.budget:
         from common.auto_micro_batch import batches_with_oom_retry
 
         batches = batches_with_oom_retry(run)
-    if not run.args.profile:
-        return batches
-    from common.report import profiling
+    else:
+        batches = run.progress.batches(run.loader)
+    if run.args.profile:
+        from common.report.profiling import profiled
 
-    return profiling.profiled(run, batches)
+        batches = profiled(run, batches)
+    return batches
 
 
 def _explain(run: Run, error: BaseException) -> None:
     """Adds the flags that save memory to an out-of-memory error."""
+    from common.training.out_of_memory import is_out_of_memory
+
     if is_out_of_memory(error):
         from common import oom_message
 
         oom_message.explain(run, error)
+
+
+def _report_missing(run: Run, error: Exception) -> None:
+    from common.run_endings import report_missing
+
+    report_missing(run, error)

@@ -18,7 +18,8 @@ from common.training.batching import (
     sample_ids_of,
     updates_per_epoch,
 )
-from common.training.micro_batch_partition import cut_global_batch, longest_of, row_work
+from common.training.micro_batch_partition import cut_global_batch
+from common.training.padding import longest_of, row_work
 from common.training.process_grid import Degrees
 from common.training.recipe_traits import Traits
 

@@ -27,7 +27,8 @@ LAYERS = [
     "report",
     "checkpoint",
 ]
-LAYERS += ["argument_checks", "arguments", "evaluation", "planner", "auto_micro_batch", "oom_message", "run", "tasks"]
+LAYERS += ["argument_checks", "arguments", "run_endings", "evaluation", "planner", "auto_micro_batch", "oom_message"]
+LAYERS += ["run", "tasks"]
 LARGEST = {"file": 400, ast.ClassDef: 200, ast.FunctionDef: 60}  # lines
 
 

@@ -155,7 +155,7 @@ def test_a_run_that_dies_of_memory_says_what_would_have_helped(config, rank, tex
 def trial_outcomes(tokens, longest, limit, outcomes, is_known=False):
     """The budgets that a search tries, by what each trial finds, and the one it ends with."""
     search, tried = _Search(tokens, longest, limit, is_known), []
-    while search.tokens is not None:
+    while search.tokens:
         tried.append(search.tokens)
         search.note(*outcomes(search.tokens))
     return tried, search.best

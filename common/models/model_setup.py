@@ -13,7 +13,6 @@ from common.files import complete_or_absent
 from common.models.saved_model import ADAPTER_CONFIG
 from common.models.single_copy import has_one_copy
 from common.parallel.liveness import wait_for_all
-from common.training import token_budget
 from common.training.optimizers import inner_optimizer, wrapped_optimizers
 from common.training.precision import is_deepspeed, is_fsdp
 from common.training.process_grid import Degrees, running
@@ -88,7 +87,7 @@ def prepare(
     Raises UserError: the learning rate would not reach an optimizer that a different optimizer wraps.
     """
     made, groups, state = optimizer, optimizer.param_groups, optimizer.state
-    if has_one_copy() or running().group > 1 or token_budget.adjusting():
+    if has_one_copy() or running().group > 1 or hasattr(accelerator, "token_budget"):
         from common.models import parallel_setup
 
         prepared, optimizer = parallel_setup.prepare(accelerator, model, optimizer)

@@ -11,7 +11,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.models.single_copy import has_one_copy, holds_weights
 from common.parallel.liveness import wait_for_all
-from common.training import token_budget
 from common.training.process_grid import Degrees, running
 
 
@@ -56,7 +55,7 @@ def prepare(accelerator: Accelerator, model: PreTrainedModel, optimizer: torch.o
 
         return fsdp_loading.prepare(accelerator, model, optimizer, weights)
     wait_for_all()  # some ranks may read their data or model for a long time
-    if token_budget.adjusting():
+    if hasattr(accelerator, "token_budget"):
         return _without_ddp(accelerator, model), accelerator.prepare(optimizer)
     return accelerator.prepare(model, optimizer)
 

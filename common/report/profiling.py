@@ -23,7 +23,7 @@ import gzip
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import pairwise
@@ -37,7 +37,6 @@ from torch.profiler import profile, record_function, schedule
 from common.internals.torch import SCHEDULED_BACKWARD
 from common.report.records import read_run, write_run
 from common.training.batching import GlobalBatch
-from common.training.token_budget import is_repeated
 
 WARMUP, RECORDED = 3, 3  # updates; the profiler is on in the last warm-up update, because its start takes time
 PHASES = ("data", "forward", "backward", "optimizer", "communication", "evaluation", "checkpoint", "other")
@@ -47,11 +46,8 @@ KERNELS, LAUNCHES = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cu
 UPDATE = "ProfilerStep#"  # range name of torch.profiler, which other trace readers look for
 
 
-def profiled(run: Any, batches: Any) -> Iterator[GlobalBatch]:
-    """Yields the batches of a `common.run.Run` with --profile; records, writes and prints the updates after WARMUP.
-
-    batches: a generator of `GlobalBatch`.
-    """
+def profiled(run: Any, batches: Generator[GlobalBatch, None, None]) -> Generator[GlobalBatch, None, None]:
+    """Yields the batches of a `common.run.Run` with --profile; records, writes and prints the updates after WARMUP."""
     if run.device.type == "cpu":  # on a CPU, Kineto only reports that it starts and stops
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     steps = schedule(wait=WARMUP - 1, warmup=1, active=RECORDED, repeat=1)
@@ -63,7 +59,7 @@ def profiled(run: Any, batches: Any) -> Iterator[GlobalBatch]:
                     with record_function("data"):
                         batch = next(batches)
                     yield batch
-                    if is_repeated():  # it was not an update
+                    if run.budget and run.budget.drops_update:  # it was not an update
                         continue
                     done += 1
                     if run.device.type == "cuda":  # so that kernels belong to the update that launched them

@@ -15,7 +15,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 
-from common.training import token_budget
 from common.training.batching import GlobalBatch
 from common.training.process_grid import running
 
@@ -24,9 +23,8 @@ from common.training.process_grid import running
 def synchronize_gradients(accelerator: Accelerator, model: torch.nn.Module, now: bool):
     """Context for one micro-batch's forward and backward: gradients are reduced over the ranks only if `now`.
 
-    `accelerator.accumulate` is not used, for three reasons: it counts the steps itself, divides the loss by a fixed
-    number of steps, and ends the global batch early at the end of a data loader. Here a global batch has any number of
-    micro-batches.
+    `accelerator.accumulate` is not used, because it divides the loss by a fixed number of steps, and ends the global
+    batch early at the end of a data loader. Here a global batch has any number of micro-batches.
 
     FSDP, ZeRO-2 and ZeRO-3 reduce after each micro-batch. Otherwise every process would hold the full model's gradients
     until the last micro-batch. Under DeepSpeed the last backward also clips, and steps if the gradient is finite.
@@ -38,10 +36,10 @@ def synchronize_gradients(accelerator: Accelerator, model: torch.nn.Module, now:
     """
     accelerator.sync_gradients = now  # read by AcceleratedOptimizer.step, and passed to DeepSpeed's engine
     keeps_whole_gradients = not now and accelerator.distributed_type != DistributedType.FSDP
-    budget = token_budget.adjusting()
+    budget = getattr(accelerator, "token_budget", None)
     with (
         accelerator.no_sync(model) if keeps_whole_gradients else nullcontext(),
-        budget.spared() if budget else nullcontext(),
+        budget.catch_out_of_memory() if budget else nullcontext(),
     ):
         yield
 
@@ -49,9 +47,8 @@ def synchronize_gradients(accelerator: Accelerator, model: torch.nn.Module, now:
 def loss_scale(accelerator: Accelerator, num_targets: int) -> float:
     """Returns the factor by which a micro-batch's SUM of losses is multiplied before its backward.
 
-    The factor is (ranks that average gradients) / num_targets. 1 / num_targets turns the sum into the mean over the
-    global batch. DDP, FSDP and ZeRO average over the ranks with tokens of their own and the same weights. Their number
-    undoes this averaging.
+    1 / num_targets turns the sum into the mean over the global batch. DDP, FSDP and ZeRO average the gradients of the
+    ranks with tokens of their own and the same weights; the number of these ranks undoes this.
     """
     assert num_targets > 0, "a global batch without a target has no loss"
     assert accelerator.gradient_accumulation_steps == 1, "Accelerate would divide the loss once more"
@@ -62,37 +59,32 @@ def _widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def sum_over_ranks(accelerator: Accelerator, *figures: torch.Tensor | float) -> list[Any]:
+def sum_over_ranks(accelerator: Accelerator, first: torch.Tensor, *others: torch.Tensor | float) -> list[Any]:
     """Returns the sum of each value over the ranks, by one collective; in float64 if supported, else in float32.
 
-    Ranks that compute the same values, such as those of a tensor group, count once in total.
-
-    Args:
-        figures: numbers and tensors; the first must be a tensor on the device. Host numbers are filled into device
-            tensors, because a copy would make the host wait for the device. The host waits only once, at the end.
+    Ranks that compute the same values, such as those of a tensor group, count once in total. `first` is on the device.
+    Host numbers are filled into device tensors, because a copy would make the host wait; it waits only at the end.
 
     Returns: a float for each scalar; for any other tensor, a tensor of its shape on the host.
     """
-    device = figures[0].device
-    options = {"dtype": _widest(device), "device": device}
+    device, dtype = first.device, _widest(first.device)
     parts = [
-        figure.detach().to(**options)
-        if torch.is_tensor(figure) and figure.device == device
+        value.detach().to(device, dtype)
+        if isinstance(value, torch.Tensor) and value.device == device
         # A number on the host, such as the norm of offloaded gradients.
-        else torch.full((), float(figure), **options)
-        for figure in figures
+        else torch.full((), float(value), dtype=dtype, device=device)
+        for value in (first, *others)
     ]
     sums = accelerator.reduce(torch.cat([part.flatten() for part in parts]), reduction="sum").cpu() / running().copies
-    sums = [one.view(part.shape) for one, part in zip(sums.split([p.numel() for p in parts]), parts, strict=True)]
-    return [one if one.ndim else one.item() for one in sums]
+    shaped = zip(sums.split([part.numel() for part in parts]), parts, strict=True)
+    return [total.view(part.shape) if part.ndim else total.item() for total, part in shaped]
 
 
 def mean_losses(accelerator: Accelerator, batches: Iterable[tuple[str, int, list[torch.Tensor]]]) -> dict[str, float]:
     """Returns the mean loss over all targets of an evaluation, and per source if sources are evaluated separately.
 
-    Args:
-        batches: source, number of targets over all ranks, and this rank's loss sums of its micro-batches, for each
-            batch. The sources and their order are equal on all ranks.
+    batches: source, number of targets over all ranks, and this rank's loss sums of its micro-batches, for each batch.
+    The sources and their order are equal on all ranks.
     """
     loss_sums: dict[str, list[torch.Tensor]] = {}
     num_targets: Counter[str] = Counter()
@@ -100,9 +92,11 @@ def mean_losses(accelerator: Accelerator, batches: Iterable[tuple[str, int, list
         loss_sums.setdefault(source, []).extend(sums)
         num_targets[source] += number
     totals = sum_over_ranks(accelerator, *(torch.stack(sums).sum() for sums in loss_sums.values()))
-    figures = {"validation_loss": sum(totals) / num_targets.total()}
-    of_each = zip(loss_sums, totals, strict=True) if "" not in loss_sums else ()
-    return figures | {f"validation_loss/{source}": total / num_targets[source] for source, total in of_each}
+    metrics = {"validation_loss": sum(totals) / num_targets.total()}
+    if "" not in loss_sums:
+        for source, total in zip(loss_sums, totals, strict=True):
+            metrics[f"validation_loss/{source}"] = total / num_targets[source]
+    return metrics
 
 
 def reduce_update(
@@ -110,9 +104,9 @@ def reduce_update(
     loss_sums: list[torch.Tensor],
     grad_norm: torch.Tensor | float,
     batch: GlobalBatch,
-    news: dict[str, torch.Tensor | float],
+    values: dict[str, torch.Tensor | float],
 ) -> tuple[float, float, dict[str, Any]]:
-    """Returns the global batch's loss (mean over its targets on all ranks), its gradient norm, and the sums of `news`.
+    """Returns the loss of the global batch (mean over its targets), its gradient norm, and the sums of `values`.
 
     All values that the ranks must synchronise are in this one collective. An update has no other collective except
     those of its mode (a save, an evaluation and `--balance exact` have their own). The host waits for the device only
@@ -121,8 +115,7 @@ def reduce_update(
     Args:
         loss_sums: this rank's sums of token losses, one scalar per micro-batch.
         grad_norm: scalar, norm of the reduced gradient before clipping, equal on all ranks.
-        batch: the computed global batch.
-        news: this rank's values, with the same names and shapes on all ranks. Their sums are as in `sum_over_ranks`.
+        values: this rank's values, with the same names and shapes on all ranks. Their sums are as in `sum_over_ranks`.
 
     Raises AssertionError: the ranks counted a number of targets that differs from `batch.num_targets`, the divisor.
     """
@@ -131,12 +124,11 @@ def reduce_update(
     num_targets = sum(len(micro_batch["targets"]) for micro_batch in batch.micro_batches)
     if isinstance(grad_norm, DTensor):  # FSDP2: clipping has reduced it over the shards
         grad_norm = grad_norm.full_tensor()
-    total_loss, total_targets, norm_sum, *sums = sum_over_ranks(
-        accelerator, loss_sum, num_targets, grad_norm, *news.values()
-    )
+    totals = sum_over_ranks(accelerator, loss_sum, num_targets, grad_norm, *values.values())
+    total_loss, total_targets, norm_sum = totals[:3]
     assert total_targets == batch.num_targets, f"divided by {batch.num_targets}, but ranks saw {total_targets:.0f}"
-    news = dict(zip(news, sums, strict=True))
-    return total_loss / batch.num_targets, norm_sum * running().copies / accelerator.num_processes, news
+    mean_norm = norm_sum * running().copies / accelerator.num_processes
+    return total_loss / batch.num_targets, mean_norm, dict(zip(values, totals[3:], strict=True))
 
 
 def skip_step(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:

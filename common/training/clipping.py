@@ -6,8 +6,6 @@ import torch
 from accelerate import Accelerator
 from torch.profiler import record_function
 
-from common.training import token_budget
-
 
 @record_function("optimizer")  # its name in a trace
 def clip_gradients(accelerator: Accelerator, model: torch.nn.Module, max_norm: float) -> torch.Tensor | float:
@@ -16,7 +14,8 @@ def clip_gradients(accelerator: Accelerator, model: torch.nn.Module, max_norm: f
     If ranks have a part of each layer, partial gradients are summed first, in float32 at least: once per update, so
     that no gradient is summed twice.
     """
-    token_budget.average_gradients(accelerator, model)
+    if budget := getattr(accelerator, "token_budget", None):
+        budget.average_gradients(model)
     max_norm = max_norm or math.inf
     shares = getattr(getattr(model, "module", model), "shares", None)
     if shares is None:

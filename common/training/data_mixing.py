@@ -40,10 +40,12 @@ def order_of(weights: tuple[int, ...]) -> np.ndarray:
         for number in range(weight)
     ]
     samples.sort(reverse=True)
-    ready, order = [], []  # ready: (deadline, source) of available samples
+    ready: list[tuple[int, int]] = []  # (deadline, source) of available samples
+    order = []
     for position in range(length):
         while samples and samples[-1][0] <= position:
-            heappush(ready, samples.pop()[1:])
+            _, deadline, source = samples.pop()
+            heappush(ready, (deadline, source))
         order.append(heappop(ready)[1])
     return np.array(order, np.int64)
 

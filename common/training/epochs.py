@@ -18,5 +18,6 @@ def settle(args: argparse.Namespace, updates_per_epoch: int) -> None:
         # Rounded, because in floating point 1.1 epochs of 10 updates are slightly more than 11.
         args.num_updates = math.ceil(round(args.num_epochs * updates_per_epoch, 6))
     for name in ("eval_every", "save_every"):
-        if isinstance(every := getattr(args, name), str):
-            setattr(args, name, int(EPOCHS.fullmatch(every)[1]) * updates_per_epoch)
+        value = getattr(args, name)
+        if isinstance(value, str):  # such as "2epochs"
+            setattr(args, name, int(value.partition("epoch")[0]) * updates_per_epoch)

@@ -8,6 +8,7 @@ import io
 import os
 import pickle
 import resource
+import signal
 import traceback
 from contextlib import suppress
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from common.internals.python import handle_unsent
-from common.training.stop_signals import ignore_signals
+from common.training.stop_signals import SIGNALS
 
 ALIGNMENT = 64  # bytes, as torch aligns its own tensors
 MOST_FILES = 65536  # if the limit is infinite; with an infinite limit, some programs try each number
@@ -30,12 +31,13 @@ def hand_over(batch: Any) -> Any:
     return batch if get_worker_info() is None else _Packed(batch)
 
 
-def start_worker(number: int) -> None:
+def start_worker(_: int) -> None:
     """Prepares a data worker, as a DataLoader's worker_init_fn. If a batch cannot be sent, the worker and the run end.
 
     Without this, Python prints the error and drops the batch, and the training process waits for it indefinitely.
     """
-    ignore_signals(number)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     handle_unsent(_end_worker)
 
 

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from common.training.batching import round_up
+from common.training.padding import round_up
 from common.training.precision import autocast_dtype, without_autocast
 
 # 1 MB in float32, so that the data of a softmax's passes stays in the cache of a CPU.
 CACHED_LOGITS = 2**18
-# In bf16 on a CPU, the number of rows is a multiple of this: see batching.FEW_LENGTHS.
+# In bf16 on a CPU, the number of rows is a multiple of this: see loader_sizes.FEW_LENGTHS.
 FEW_ROWS = 64
 
 

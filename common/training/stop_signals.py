@@ -21,19 +21,23 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # again". Not 0 (finished), 1 (failed), 2 (user error), and not 128 + n (ended by a signal, nothing saved).
 STOPPED = 75
 NOTHING_TRAINED = 1  # exit status of a run that completed no update
-_early: list[int] = []  # SIGUSR1 signals before the loop
 
 
-def _note_early(number: int, _: FrameType | None) -> None:
-    _early.append(number)
+class EarlyRequest:
+    """Handler that keeps SIGUSR1 for the loop. After the loop it has no effect: the run is ending."""
+
+    is_received = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.is_received = True
 
 
 def keep_requests() -> None:
-    """Keeps SIGUSR1 for the loop; called at the start of a recipe. After the loop it has no effect: the run is ending.
+    """Keeps SIGUSR1 for the loop; called at the start of a recipe.
 
     Only SIGUSR1 is kept, which never ends a process at once. Outside the loop, SIGTERM and SIGINT end it.
     """
-    signal.signal(signal.SIGUSR1, _note_early)
+    signal.signal(signal.SIGUSR1, EarlyRequest())
 
 
 def _ignores_hangup() -> bool:
@@ -48,25 +52,22 @@ def _ignores_hangup() -> bool:
 class StopRequests:
     """A `with` block in which the signals only set `asked`. A third signal of the same kind acts as outside the block.
 
-    The death of the launcher also counts as a request: otherwise its ranks would continue alone, and nobody would see
-    or end them. If the launcher blocked a signal, as launchers/meet.py does, a signal before the block counts in the
-    block.
+    The death of the launcher also counts as a request: otherwise its ranks would continue alone. If the launcher
+    blocked a signal, as launchers/meet.py does, a signal before the block counts in the block.
     """
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}
         self.before: dict[int, Any] = {}
-        self.keeps = signal.getsignal(signal.SIGUSR1) == _note_early
 
     def __enter__(self) -> "StopRequests":
         for number in SIGNALS:
-            if number == signal.SIGHUP and _ignores_hangup():
-                continue
-            self.before[number] = signal.signal(number, self._note)
-            if self.before[number] == _note_early:
-                self.before[number] = signal.SIG_DFL
-                self.counts |= {number: 1} if _early else {}
-                _early.clear()
+            if number != signal.SIGHUP or not _ignores_hangup():
+                self.before[number] = signal.signal(number, self._note)
+        early = self.before[signal.SIGUSR1]
+        if isinstance(early, EarlyRequest) and early.is_received:
+            self.counts[signal.SIGUSR1] = 1
+            early.is_received = False
         self.blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return self
 
@@ -76,15 +77,14 @@ class StopRequests:
             signal.signal(number, handler)
         if error is not None:  # a launcher sends it when a different rank ends: this rank first reports its error
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if self.keeps:
-            keep_requests()
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.counts[number] = self.counts.get(number, 0) + 1
         again = ""
         if self.counts[number] == 2:
-            signal.signal(number, self.before[number])
-            again = "; the third one ends it at once" if self.before[number] != signal.SIG_IGN else ""
+            before = self.before[number]
+            signal.signal(number, signal.SIG_DFL if isinstance(before, EarlyRequest) else before)
+            again = "; the third one ends it at once" if before != signal.SIG_IGN else ""
         # Not print, because the signal may have interrupted a print.
         line = f"{signal.Signals(number).name}: saving and stopping{again}\n"
         with suppress(OSError):  # the same signal may have ended the reader of a pipe
@@ -92,7 +92,7 @@ class StopRequests:
 
     @property
     def asked(self) -> bool:
-        """Returns whether this rank received a request or its launcher died; the other ranks may not know."""
+        """Whether this rank received a request or its launcher died; the other ranks may not know."""
         return bool(self.counts) or launcher.has_died()
 
 
@@ -106,11 +106,7 @@ class StopVotes:
     SECONDS = 1.0
 
     def __init__(self, requests: StopRequests, sum_over_ranks: Callable[..., list[float]], num_ranks: int):
-        """Starts with a synchronisation after each micro-batch.
-
-        Args:
-            sum_over_ranks: sums each of its arguments over the ranks, without waiting for a device.
-        """
+        """sum_over_ranks: sums each of its arguments over the ranks, without waiting for a device."""
         self.requests, self.sum_over_ranks, self.num_ranks = requests, sum_over_ranks, num_ranks
         self.interval = self.left = 1  # micro-batches between two sums, and until the next sum
         self.last = time.monotonic()
@@ -126,9 +122,3 @@ class StopVotes:
         self.interval = self.left = max(1, min(2 * self.interval, fitting))
         self.last = time.monotonic()
         return num_asked > 0
-
-
-def ignore_signals(_: int) -> None:
-    """Ignores the signals, as a DataLoader's worker_init_fn: the main process stops its workers, no signal earlier."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""`--micro_batch_tokens auto`: the largest token budget that fits; halved on all ranks when memory runs out.
+"""`--micro_batch_tokens auto`: the token budget of micro-batches, halved on all ranks when memory runs out.
 
 An update whose forward or backward pass ran out of memory on any rank is retried: its gradients are dropped, the same
 samples are split into smaller micro-batches, and the RNG states are restored. So the update is the same as in a run
@@ -16,46 +16,58 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from common.training.batching import GlobalBatch
+from common.internals.torch import divide_in_place
+from common.training.batching import GlobalBatch, GlobalBatches, Samples
 from common.training.out_of_memory import is_out_of_memory
+from common.training.padding import round_up
 
-NEWS, WHO = "out_of_memory", "ranks_out_of_memory"
+NUMBER, RANK = "out_of_memory", "ranks_out_of_memory"  # names of the reduced values
+
+
+class TrialOver(Exception):
+    """Ends an evaluation in a trial after its first batch."""
 
 
 @dataclass
 class TokenBudget:
-    """The token budget of this run's micro-batches, and its values by update."""
+    """The token budget of a run's micro-batches: attribute `token_budget` of the run's `Accelerator`."""
 
     accelerator: Accelerator
     history: list[list[int]]  # pairs (first update, tokens)
     longest: int  # tokens of the longest sample: the smallest possible budget
+    is_known: bool  # taken from the resumed run
+    can_free_more: Callable[[], Any]  # whether the ranks hold memory that they can release
     tokens: int = 0  # the current budget
-    is_known: bool = False  # taken from the resumed run
     is_trial: bool = False  # the current batch is not an update
     seconds: float = 0.0  # duration of a trial's last micro-batch, forward and backward
     has_run_out: bool = False  # out of memory on this rank, in this update
-    where: str = ""  # the processes out of memory in this update; empty if none
-    can_free_more: Callable[[], bool] = lambda: False  # whether the ranks hold memory that they can release
+    failed_ranks: str = ""  # the processes out of memory in this update; empty if none
 
     def at(self, update: int) -> int:
         """Returns the budget of an update."""
         return [tokens for first, tokens in self.history if first <= update][-1]
 
+    def set_from(self, update: int, tokens: int) -> None:
+        """Sets the budget for this and later updates; all ranks make the same call."""
+        self.tokens = tokens
+        self.history[:] = [entry for entry in self.history if entry[0] < update] + [[update, tokens]]
+
     def to_record(self, args: argparse.Namespace) -> dict[str, Any]:
         """Returns the entries of run.json."""
         return {"arguments": vars(args) | {"micro_batch_tokens": "auto"}, "micro_batch_tokens": self.history}
 
-    def halve(self, update: int) -> None:
-        """Halves the budget for this and later updates; all ranks make the same call."""
-        self.tokens = max(self.longest, self.tokens // 2)
-        self.history[:] = [entry for entry in self.history if entry[0] < update] + [[update, self.tokens]]
+    @property
+    def drops_update(self) -> bool:
+        """Whether the last computed batch does not count as an update."""
+        return self.is_trial or bool(self.failed_ranks)
 
     @contextmanager
-    def spared(self) -> Iterator[None]:
+    def catch_out_of_memory(self) -> Iterator[None]:
         """Catches and records an out-of-memory error in a forward and backward.
 
         The error is raised again if neither a smaller budget nor memory to release is left.
@@ -75,123 +87,109 @@ class TokenBudget:
     def attempt(self, batch: GlobalBatch) -> Iterator[GlobalBatch]:
         """Yields the batch once; restores RNG states and fp16's loss scale if it does not count as an update."""
         device, scaler = self.accelerator.device, self.accelerator.scaler
-        stream, scale = torch.get_rng_state(), scaler and scaler.state_dict()
-        stream_of_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self.has_run_out, self.where = False, ""
+        state, scale = torch.get_rng_state(), scaler and scaler.state_dict()
+        gpu_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self.has_run_out, self.failed_ranks = False, ""
         yield batch
-        if is_repeated():
-            torch.set_rng_state(stream)
-            if stream_of_gpu is not None:
-                torch.cuda.set_rng_state(stream_of_gpu, device)
+        if self.drops_update:
+            torch.set_rng_state(state)
+            if gpu_state is not None:
+                torch.cuda.set_rng_state(gpu_state, device)
             if scaler is not None:
                 scaler.load_state_dict(scale)
 
-
-_running: TokenBudget | None = None
-
-
-def start(budget: TokenBudget) -> None:
-    """Sets the token budget of this process's run."""
-    global _running
-    _running = budget
-
-
-def adjusting() -> TokenBudget | None:
-    """Returns the token budget of this process's run; None without a budget."""
-    return _running
-
-
-def while_there_is_memory(micro_batches: list[Any]) -> Iterator[Any]:
-    """Yields an update's micro-batches until this rank runs out of memory; measures the time in a trial."""
-    for micro_batch in micro_batches:
-        start = _now()
-        yield micro_batch
-        if _running is not None:
-            if _running.has_run_out:
+    def until_out_of_memory(self, micro_batches: list[Any]) -> Iterator[Any]:
+        """Yields an update's micro-batches until this rank runs out of memory; measures the time in a trial."""
+        for micro_batch in micro_batches:
+            start = self._now()
+            yield micro_batch
+            if self.has_run_out:
                 return
-            if _running.is_trial:
-                _running.seconds = _now() - start
+            if self.is_trial:
+                self.seconds = self._now() - start
+
+    def _now(self) -> float:
+        """Returns the time in seconds; in a trial, after the device has finished."""
+        if self.is_trial and self.accelerator.device.type == "cuda":
+            torch.cuda.synchronize(self.accelerator.device)
+        return time.perf_counter()
+
+    def evaluate_longest(self, run: Any, evaluate: Callable[[Any, Any], Any], model: torch.nn.Module) -> None:
+        """Evaluates the longest held-out samples in a trial, and drops the metrics. run: a `common.run.Run`."""
+        held_out, seconds = run.held_out, self.seconds
+        if held_out is None or self.failed_ranks:
+            return
+
+        def longest() -> Iterator[GlobalBatch]:
+            yield longest_batch(held_out.dataset)
+            raise TrialOver
+
+        run.held_out = longest()
+        try:
+            with self.catch_out_of_memory():
+                evaluate(run, model)
+        except TrialOver:
+            pass
+        finally:
+            run.held_out, self.seconds = held_out, seconds
+            model.train()
+
+    def values_to_reduce(self) -> dict[str, float]:
+        """Returns the values that are summed over the ranks together with the loss of an update."""
+        return {NUMBER: self.has_run_out, RANK: self.has_run_out * self.accelerator.process_index}
+
+    def note_out_of_memory(self, reduced: dict[str, Any]) -> bool:
+        """Records which ranks ran out of memory, by the sums of `values_to_reduce`; returns `drops_update`."""
+        number, rank = reduced.pop(NUMBER), reduced.pop(RANK)
+        self.failed_ranks = "" if not number else f"process {rank:.0f}" if number == 1 else f"{number:.0f} processes"
+        return self.drops_update
+
+    def average_gradients(self, model: torch.nn.Module) -> None:
+        """Averages the gradients over the ranks, as DDP does during a backward."""
+        trained = [p for p in model.parameters() if p.requires_grad]
+        missing = [p for p in trained if p.grad is None]
+        if self.has_run_out and len(missing) == len(trained):  # fp16's loss scale needs at least one gradient
+            smallest = min(trained, key=torch.Tensor.numel)
+            smallest.grad = torch.zeros_like(smallest)
+        if self.accelerator.num_processes == 1:
+            return
+        # A rank out of memory must still join the collectives. Its sums will be dropped, so they share one buffer.
+        largest = max((p.numel() for p in missing), default=0) if self.has_run_out else 0
+        buffer = torch.zeros(largest, device=self.accelerator.device)
+        handles = []
+        for p in trained:
+            if p.grad is None and not self.has_run_out:
+                p.grad = torch.zeros_like(p)
+            gradient = buffer[: p.numel()].view_as(p) if p.grad is None else p.grad
+            handles.append(dist.all_reduce(gradient, async_op=True))
+        for handle in handles:
+            handle.wait()
+        divide_in_place([p.grad for p in trained if p.grad is not None], self.accelerator.num_processes)
 
 
-def _now() -> float:
-    """Returns the time in seconds; in a trial, after the device has finished."""
-    if _running is not None and _running.is_trial and _running.accelerator.device.type == "cuda":
-        torch.cuda.synchronize(_running.accelerator.device)
-    return time.perf_counter()
+def longest_samples(samples: Samples, number: int) -> np.ndarray:
+    """Returns the ids (number,) of the longest samples, longest first; repeated from the first if there are too few."""
+    lengths = samples.lengths(np.arange(len(samples)))
+    order = np.argsort(-lengths.reshape(len(lengths), -1).sum(1), kind="stable")
+    return np.resize(order[:number], number)
 
 
-class TrialOver(Exception):
-    """Ends an evaluation in a trial after its first batch."""
-
-
-def evaluate_longest(run: Any, evaluate: Callable[[Any, torch.nn.Module], Any], model: torch.nn.Module) -> None:
-    """Evaluates the longest held-out samples in a trial, and drops the metrics. run: a `common.run.Run`."""
-    held_out = run.held_out
-    if held_out is None or _running.where:
-        return
-
-    def longest() -> Iterator[GlobalBatch]:
-        yield held_out.dataset.of_longest()
-        raise TrialOver
-
-    run.held_out, seconds = longest(), _running.seconds
-    try:
-        with _running.spared():
-            evaluate(run, model)
-    except TrialOver:
-        pass
-    finally:
-        run.held_out, _running.seconds = held_out, seconds
-        model.train()
-
-
-def is_trial() -> bool:
-    """Returns whether the current batch is a trial of the budget."""
-    return _running is not None and _running.is_trial
-
-
-def is_repeated() -> bool:
-    """Returns whether the last computed batch does not count as an update."""
-    return _running is not None and (_running.is_trial or bool(_running.where))
-
-
-def news() -> dict[str, float]:
-    """Returns the values that are summed over the ranks together with the loss of an update."""
-    if _running is None:
-        return {}
-    return {NEWS: _running.has_run_out, WHO: _running.has_run_out * _running.accelerator.process_index}
-
-
-def learn(told: dict[str, Any]) -> bool:
-    """Records from the sums of `news` whether a rank ran out of memory; returns whether the update does not count."""
-    if _running is not None:
-        number, rank = told.pop(NEWS), told.pop(WHO)
-        _running.where = "" if not number else f"process {rank:.0f}" if number == 1 else f"{number:.0f} processes"
-    return is_repeated()
-
-
-def average_gradients(accelerator: Accelerator, model: torch.nn.Module) -> None:
-    """Averages the gradients over the ranks, as DDP does during a backward; does nothing without a budget."""
-    if _running is None:
-        return
-    trained = [p for p in model.parameters() if p.requires_grad]
-    missing = [p for p in trained if p.grad is None]
-    if _running.has_run_out and len(missing) == len(trained):  # fp16's loss scale needs at least one gradient
-        smallest = min(trained, key=torch.Tensor.numel)
-        smallest.grad = torch.zeros_like(smallest)
-    if accelerator.num_processes == 1:
-        return
-    # A rank out of memory must still join the collectives. Its sums will be dropped, so they share one buffer.
-    largest = max((p.numel() for p in missing), default=0)
-    nothing = torch.zeros(largest, device=accelerator.device) if _running.has_run_out else None
-    sums = []
-    for p in trained:
-        if p.grad is None and nothing is None:
-            p.grad = torch.zeros_like(p)
-        sent = nothing[: p.numel()].view_as(p) if p.grad is None else p.grad
-        sums.append(dist.all_reduce(sent, async_op=True))
-    for one in sums:
-        one.wait()
-    from common.internals.torch import divide_in_place
-
-    divide_in_place([p.grad for p in trained if p.grad is not None], accelerator.num_processes)
+def longest_batch(dataset: GlobalBatches) -> GlobalBatch:
+    """Returns the batch with the highest peak memory: micro-batches of the longest samples; equal on all ranks."""
+    assert dataset.micro_batch_tokens is not None
+    share = -(-dataset.global_batch_size // dataset.world_size)
+    rows = min(share, dataset.micro_batch_tokens // round_up(dataset.samples.max_length, dataset.multiple_of))
+    samples = [dataset.samples[number] for number in longest_samples(dataset.samples, max(1, rows))]
+    number = 1 if rows == share else 2  # the second runs while gradients are allocated
+    micro_batch = dataset.collate(samples)
+    return GlobalBatch(
+        update=0,
+        micro_batches=[micro_batch] * number,
+        num_samples=number * len(samples) * dataset.world_size,
+        num_targets=number * len(micro_batch["targets"]) * dataset.world_size,
+        num_tokens=0,
+        num_processed=0,
+        rank_work=torch.zeros(1),
+        sample_digest="",
+        lengths=torch.zeros(1, dtype=torch.int64),
+    )

@@ -26,10 +26,12 @@ from common.internals.torch import drop_collectives, fake_mode, replace_function
 from common.models import cpu_kernels, single_copy
 from common.parallel import failures, liveness, sequence, tensor
 from common.training.activation_checkpointing import apply_activation_checkpointing
-from common.training.batching import Collate, GlobalBatch, Samples, longest_samples, shard_tokens
+from common.training.batching import Collate, GlobalBatch, Samples
 from common.training.precision import weights_cast_once
 from common.training.process_grid import Degrees, set_running
 from common.training.recipe_traits import Traits
+from common.training.token_budget import longest_samples
+from common.training.token_rows import shard_tokens
 from tools.plan.allocation_tracer import AllocationTracer
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -24,7 +24,7 @@ from common.data.source_types import Source
 from common.data.sources import open_source
 from common.data.tokenizer import no_more_threads
 from common.errors import UserError, missing_column, shorten
-from common.training.batching import pad_rows
+from common.training.token_rows import pad_rows
 
 NUM_PACKAGES = 12  # packages of the standard library: those with the most functions
 HELD_OUT_SHARE = 1 / 5  # maximum share of a package's functions; whole files are held out

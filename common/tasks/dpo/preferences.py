@@ -30,7 +30,7 @@ from common.data.text import corpus_facts
 from common.data.token_store import TokenStore, TokenWriter, split_targets
 from common.data.tokenizer import Encoded, check_end_of_text, no_more_threads, tokenizer_identity
 from common.errors import UserError
-from common.training.batching import round_up
+from common.training.padding import round_up
 
 ANSWERS = ("chosen", "rejected")
 CONTEXT = ("system", "history", "tools")  # context of messages, in separate columns

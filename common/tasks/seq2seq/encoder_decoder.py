@@ -21,7 +21,8 @@ from common.models.load import check_model, load_config
 from common.models.model_setup import without_wrapper
 from common.parallel.distributed_mode import is_sharded
 from common.tasks.seq2seq.pairs import Pairs
-from common.training.batching import Collate, cut_global_batch
+from common.training.batching import Collate
+from common.training.micro_batch_partition import cut_global_batch
 
 # Arguments of the recipe's `Traits`.
 TRAITS = {"size_flags": ("sequence_length", "target_length"), "held_out_flags": ("generate",)}

@@ -26,7 +26,7 @@ from common.data.standard_library import derived_corpus, find_docstring
 from common.data.token_store import TokenStore, TokenWriter
 from common.data.tokenizer import no_more_threads, tokenizer_identity
 from common.errors import UserError
-from common.training.batching import pad_rows
+from common.training.token_rows import pad_rows
 
 if TYPE_CHECKING:
     from common.data.mixed import Mixed

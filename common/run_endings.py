@@ -1,0 +1,72 @@
+"""Ends of a run other than success, and the evaluation that a resumed run repeats. `run`: a `common.run.Run`."""
+
+import sys
+from typing import Any, NoReturn
+
+import torch
+
+from common.errors import with_location
+from common.parallel import shutdown
+from common.report import held_out, settings
+from common.report.records import end_unfinished
+from common.training.stop_signals import STOPPED
+
+
+def end_dry_run(run: Any) -> NoReturn:
+    """Prints the settings and the predicted memory, and ends the run."""
+    num_left = run.state.end(run.args) - run.state.update
+    memory = run.prediction.describe() if run.prediction else ""
+    settings.print_dry_run(run.args, run.asked, run.accelerator, num_left, memory)
+    shutdown.end_run(run.accelerator)
+    sys.exit()
+
+
+def not_finite(update: int, count: int) -> RuntimeError:
+    """Returns the error after `count` consecutive updates that were not finite."""
+    message = f"update {update}: loss or gradient not finite {count} times in a row"
+    return RuntimeError(f"{message}; lower --learning_rate, or look at the data")
+
+
+def save_and_stop(run: Any) -> NoReturn:
+    """Saves a checkpoint because of a request to stop after the last update, and ends the run."""
+    # With --load_best_at_end, the weights may be from a different update, and everything is saved already.
+    if not run.args.load_best_at_end:
+        run.checkpoints.save(run.state, run.model, run.optimizer, in_place=True)
+    run.checkpoints.writer.finish()
+    end_stopped(run)
+
+
+def end_stopped(run: Any) -> NoReturn:
+    """Ends a run that has saved because of a request to stop, with status 75."""
+    run.evaluations.hearing.close()
+    if run.accelerator.is_main_process:
+        update = run.state.update
+        end_unfinished(run.output_dir, f"stopped after update {update}")
+        print(f"stopped after update {update}, checkpoint written; the same command with --resume goes on")
+    shutdown.end_run(run.accelerator, STOPPED)
+    sys.exit(STOPPED)
+
+
+def repeat_evaluation(run: Any, evaluate: Any, model: torch.nn.Module) -> None:
+    """Evaluates a resumed run, if a request to stop interrupted the evaluation after its last update."""
+    state = run.state
+    if state.validation_loss is not None or not run.evaluations.is_due():
+        return
+    if state.update in (0, state.validation_since):  # the run has just begun, or the held-out set has just changed
+        return
+    metrics = run.evaluations.evaluate(evaluate, model)
+    state.measured(metrics["validation_loss"])
+    held_out.add_evaluation(run.progress, metrics)
+    run.checkpoints.last_saved = -1  # because the last checkpoint has no metrics
+    run.checkpoints.update_done(state, run.model, run.optimizer, {"asked": 0.0, "failed": 0.0, "written": 0.0})
+    if state.end(run.args) < run.args.num_updates:
+        run.progress.end_early(run.args.patience)
+        run.loader = run.load(range(0))
+
+
+def report_missing(run: Any, error: Exception) -> None:
+    """Reports an error in the final metrics or samples, in one line that is also added to the results."""
+    line = f"missing    a figure or sample of the end: {with_location(error)}; model/ and the rest are complete"
+    run.results["error_after_training"] = line
+    if not run.accelerator.is_main_process:  # the main process prints it among the last lines
+        print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,51 @@
+"""Lengths of padded samples, their work, and the cheapest split of sorted samples into micro-batches on one rank."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+
+def round_up(lengths: Any, multiple_of: int) -> Any:
+    """Returns the smallest multiple of `multiple_of` >= `lengths`, an int or an array."""
+    return -(-lengths // multiple_of) * multiple_of
+
+
+def row_work(lengths: np.ndarray, attention_length: float = math.inf) -> np.ndarray:
+    """Returns the work (n,), float64, of rows with lengths (n, columns) including padding, in tokens of a short row.
+
+    A row's attention grows with the square of its length; at `attention_length` it costs as much as all else. If a row
+    has a source and a target, the target attends to both.
+    """
+    pairs = (lengths.astype(float) ** 2).sum(1) + (lengths.prod(1) if lengths.shape[1] == 2 else 0)
+    return lengths.sum(1) + pairs / attention_length
+
+
+def longest_of(lengths: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Returns (m, columns): the maximum per column of `lengths` in each of m runs of `counts` samples; 0 if empty."""
+    longest = np.zeros((len(counts), lengths.shape[1]), np.int64)
+    filled = counts > 0
+    longest[filled] = np.maximum.reduceat(lengths, (np.cumsum(counts) - counts)[filled])
+    return longest
+
+
+def cheapest_counts(descending: np.ndarray, budget: int) -> np.ndarray:
+    """Returns the sizes of the micro-batches that minimise tokens with padding plus a fixed price per micro-batch.
+
+    No micro-batch exceeds `budget` tokens. The method is dynamic programming from the longest sample.
+    """
+    price, num_samples = budget / 16, len(descending)
+    cost, previous = np.full(num_samples + 1, np.inf), np.zeros(num_samples + 1, np.int64)
+    cost[0] = 0
+    for start, length in enumerate(descending.sum(1).tolist()):
+        longest = np.maximum.accumulate(descending[start : start + budget // length]).sum(1)
+        sizes = longest * np.arange(1, len(longest) + 1)  # of the first sample, the first two samples, ...
+        costs = cost[start] + sizes[sizes <= budget] + price
+        ends = slice(start + 1, start + 1 + len(costs))
+        better = costs < cost[ends]
+        cost[ends][better] = costs[better]
+        previous[ends][better] = start
+    stops = [num_samples]
+    while stops[-1] > 0:
+        stops.append(int(previous[stops[-1]]))
+    return np.diff(stops[::-1])
