@@ -11,7 +11,6 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from common.errors import UserError, main_logger, refuse
 from common.files import LOCK, PARTIAL, lock_output_dir, make_new_directory, remove, why_not_writable
 from common.models import adapters
-from common.parallel.launch import started_world_size
 from common.training import epochs
 from common.training.batching import Samples, updates_per_epoch
 from common.training.process_grid import Degrees
@@ -57,15 +56,6 @@ def _check_updates(args: argparse.Namespace) -> Iterator[str]:
         elif args.warmup_updates >= args.num_updates:
             yield f"--warmup_updates {args.warmup_updates} leaves nothing of {_how_long(args)}; lower it"
         yield from check_profile(args)
-
-
-def check_plan(args: argparse.Namespace) -> Iterator[str]:
-    """Yields one line per mistake in a command with --plan."""
-    if started_world_size() > 1:
-        yield "--plan is for one process, whatever it plans for: use python instead of accelerate launch"
-    for name in ("dry_run", "resume", "overwrite"):
-        if getattr(args, name):
-            yield f"--plan trains nothing; remove --{name}"
 
 
 def _settle_batch(args: Arguments, on_cpu: bool, traits: Traits, degrees: Degrees) -> list[str]:

@@ -9,15 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common.errors import UserError
+from common.errors import UserError, refuse
 from common.host_memory import left_to_all, left_to_one
+from common.parallel.launch import started_world_size
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 300  # time limit of a prediction
 # Flags of the output and the start of a run, which a plan does not use.
 LEFT_OUT = ("--output_dir", "--resume", "--overwrite", "--dry_run", "--profile", "--plan")
-LAUNCHER_VARIABLES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "PARALLELISM_", "LOCAL_", "GROUP_", "ROLE_")
-LAUNCHER_VARIABLES += ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER_VARIABLES = tuple(
+    "ACCELERATE_ FSDP_ TORCHELASTIC_ PARALLELISM_ LOCAL_ GROUP_ ROLE_ RANK WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+)
 
 
 def repeated_flags(words: list[str], left_out: tuple[str, ...] = LEFT_OUT) -> Iterator[str]:
@@ -44,11 +46,21 @@ def _start(*options: str, left_out: tuple[str, ...] = LEFT_OUT) -> dict[str, Any
     return {"args": command, "env": environment}
 
 
+def _problems(args: argparse.Namespace) -> Iterator[str]:
+    """Yields one line per mistake in a command with --plan."""
+    if started_world_size() > 1:
+        yield "--plan is for one process, whatever it plans for: use python instead of accelerate launch"
+    for name in ("dry_run", "resume", "overwrite"):
+        if getattr(args, name):
+            yield f"--plan trains nothing; remove --{name}"
+
+
 def hand_over(args: argparse.Namespace) -> NoReturn:
     """Replaces this process with the planner, which prints the plan for the machine of --plan.
 
-    Raises UserError: the planner is missing.
+    Raises UserError: one line per mistake in the command, or the planner is missing.
     """
+    refuse(_problems(args))
     # The others go into the launch command that the planner recommends.
     planner = _start("--machine", args.plan, left_out=("--plan",))
     sys.stdout.flush()

@@ -16,22 +16,20 @@
 
 Forward, backward, clipping and step are in the recipe.
 
-A new parallelism mode is accepted in `parallel.launch`, connected in `parallel.connect` and named in
-`parallel.distributed_mode`. `models.model_setup` applies it to the model and `checkpoint.layouts` saves it.
-`training.process_grid` defines the ranks that share samples. `training.accumulation` synchronises gradients and scales
-the loss.
+For a new parallelism mode, change `parallel.launch` (accepts it), `parallel.connect`, `parallel.distributed_mode` (its
+name), `models.model_setup`, `checkpoint.layouts`, `training.process_grid` and `training.accumulation`.
 """
 
 import math
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.utils import send_to_device
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from common import argument_checks, versions
@@ -56,32 +54,26 @@ from common.training.stop_signals import NOTHING_TRAINED
 class Run:
     """A run of a recipe. All ranks call its methods together, in the order of their definition.
 
-    Attributes:
-        accelerator: the `Accelerator`. device: device of this process. is_sharded: whether weights may be sharded.
-        held_out: after `prepare`, the loader of the held-out samples, or None. traits: properties of the recipe.
-        news: values that `all_finite` summed over the ranks, besides loss and gradient norm.
-        state: the training state. output_dir: output directory of the run.
-        budget: the token budget of --micro_batch_tokens auto, or None.
+    `held_out` is the loader of the held-out samples, or None. `news` contains the values that `all_finite` summed over
+    the ranks. `budget` is the token budget of --micro_batch_tokens auto, or None.
     """
 
     def __init__(self, args: Arguments, problems: Iterable[str] = (), **traits: Any):
-        """Validates the flags and the launch, and connects the processes.
+        """Validates the flags and the launch, and connects the processes. Raises UserError: one line per mistake.
 
-        problems: one line per mistake in the recipe's own flags. traits: properties in which the recipe differs from
-        lm.py (`training.recipe_traits.Traits`). Raises UserError: one line per mistake.
+        problems: mistakes in the recipe's own flags. traits: those that differ from lm.py (`training.recipe_traits`).
         """
         versions.check_versions()
         self.args, self.asked, self.traits = args, launch.find_launch(), Traits(**traits)
         if args.plan is not None:
             from common import planner
 
-            refuse(argument_checks.check_plan(args))
             planner.hand_over(args)
         on_cpu = launch.runs_on_cpu(self.asked)
         mistakes = argument_checks.check_arguments(args, on_cpu, self.traits, self.asked.degrees)
         refuse([*mistakes, *launch_checks.check_launch(self.asked, args, self.traits), *problems])
-        trackers = {"log_with": args.report_to or None, "project_dir": args.output_dir}
-        self.accelerator = connect.make_accelerator(self.asked, args, **trackers)
+        tracking_options = {"log_with": args.report_to or None, "project_dir": args.output_dir}
+        self.accelerator = connect.make_accelerator(self.asked, args, **tracking_options)
         self.device, self.is_sharded = self.accelerator.device, distributed_mode.is_sharded(self.accelerator)
         self.checkpoints, self.is_stopped = Checkpoints(args, self.accelerator), False
         self.evaluations = Evaluations(self)
@@ -98,17 +90,14 @@ class Run:
         """Checks the data before a model is built, and with --resume finds the newest valid checkpoint.
 
         Afterwards all ranks draw the same random numbers. own_flags: names of the recipe's own flags that affect an
-        update. tokenizer: transformers tokenizer, or None. model_class: an Auto class.
-
-        Raises UserError: no checkpoint to resume, one line per changed setting, or too little data or disk space.
+        update. Raises UserError: no checkpoint to resume, a changed setting, or too little data or disk space.
         """
-        unknown = [name for name in own_flags if name not in vars(self.args)]
-        assert not unknown, f"run.begin: the recipe has no flags {unknown}"
+        assert vars(self.args).keys() >= set(own_flags), f"run.begin: not all of {own_flags} are flags"
         argument_checks.check_samples(self.args, self.traits, train_set, held_out, self.asked.degrees)
-        self.make_empty = make_empty = cache(partial(adapters.empty_base, self.args, config, model_class))
-        problems = model_setup.check_model(config, model_class, make_empty, self.asked.degrees)
-        refuse([*problems, *launch_checks.check_layer_classes(self.asked, make_empty)])
-        connect.check_space(self.asked, lambda: [p.numel() for p in make_empty().parameters()])
+        self.make_empty = cache(partial(adapters.empty_base, self.args, config, model_class))
+        problems = model_setup.check_model(config, model_class, self.make_empty, self.asked.degrees)
+        refuse([*problems, *launch_checks.check_layer_classes(self.asked, self.make_empty)])
+        connect.check_space(self.asked, lambda: [p.numel() for p in self.make_empty().parameters()])
         identity = identify(self.args, self.accelerator, config, tokenizer, train_set, held_out, *own_flags)
         self.resumed, self.state = self.checkpoints.find(identity, self.traits.size_flags), TrainingState()
         if self.resumed is not None:
@@ -118,10 +107,9 @@ class Run:
             self.accelerator.print(line, end="", flush=True)
         refuse(argument_checks.check_profile(self.args, self.state.update))
         connect.seed_everything(self.args.seed)
-        make_empty()  # on all ranks here, because it may draw random numbers
+        self.make_empty()  # on all ranks here, because it may draw random numbers
         self.memory_before = tracking.memory_in_use_bytes(self.device)
         shutdown.explain_error = partial(_explain, self)
-        self.prediction = None
         if self.args.dry_run and self.accelerator.is_main_process:
             from common.planner import Prediction
 
@@ -130,18 +118,18 @@ class Run:
     def prepare(
         self,
         model: PreTrainedModel,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         collate: Collate,
         train_set: Samples,
         held_out: Samples | None,
         **lines: str,
-    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    ) -> tuple[nn.Module, Optimizer]:
         """Applies --activation_checkpointing and --compile, creates loaders, prints the summary, prepares the model.
 
-        The returned model is on the device, and wrapped, sharded or offloaded as the mode requires. Afterwards each
-        rank draws different random numbers, for dropout. lines: the recipe's own lines to print, by label.
+        The model is then on the device, and wrapped, sharded or offloaded as the mode requires. Afterwards each rank
+        draws different random numbers, for dropout. lines: the recipe's own lines of the summary, by label.
         """
-        args, accelerator, degrees = self.args, self.accelerator, self.asked.degrees
+        args, accelerator = self.args, self.accelerator
         apply_activation_checkpointing(model, args.activation_checkpointing, self.device)
         if args.compile:
             model.base_model.compile(dynamic=True)
@@ -151,10 +139,10 @@ class Run:
 
             self.budget = start_budget(self, train_set.max_length)
         lines |= self.state.describe_patience(args)
-        loader = partial(make_loader, args, accelerator, self.traits, degrees, collate, attention_length(model.config))
-        self.load = partial(loader, train_set)
+        how = self.traits, self.asked.degrees, collate, attention_length(model.config)
+        self.load = partial(make_loader, args, accelerator, *how, train_set)
         self.loader = self.load(range(self.state.update, self.state.end(args)))
-        self.held_out = held_out and loader(held_out)
+        self.held_out = make_loader(args, accelerator, *how, held_out) if held_out else None
         held_out_batches, is_rehearsal = self.held_out and self.held_out.dataset, launch.is_rehearsal(self.asked)
         tracking.print_run(args, accelerator, model, self.loader.dataset, held_out_batches, is_rehearsal, **lines)
         self.model, self.optimizer = model_setup.prepare(accelerator, model, optimizer)
@@ -163,19 +151,16 @@ class Run:
 
     @contextmanager
     def training(self, config: Any, *pretrained: Any) -> Iterator[Iterator[GlobalBatch]]:
-        """Context manager around the loop: creates the output directory, resumes a checkpoint, yields global batches.
+        """Context around the loop: creates the output directory, resumes a checkpoint, yields global batches, saves.
 
-        It saves after the last update. With --dry_run: one global batch, no checkpoint is loaded or saved, then exit.
-        config, pretrained: objects with `save_pretrained` that an exported model needs besides its weights.
+        With --dry_run: one global batch, no checkpoint is loaded or saved, then exit. config, pretrained: objects with
+        `save_pretrained` that an exported model needs besides its weights.
         """
         self.model.train()
         if self.args.dry_run:
-            from common.run_endings import end_dry_run
+            from common.run_endings import dry_run
 
-            first = (batch for batch in islice(self.loader, 1))
-            yield first
-            first.close()  # also ends the data-loading processes
-            end_dry_run(self)
+            yield from dry_run(self)
         self.output_dir = argument_checks.make_output_dir(self.args, self.accelerator, self.checkpoints.ranks.share)
         self.checkpoints.ranks.output_dir = self.output_dir
         self.checkpoints.start(config, *pretrained, model=self.model, versions=tracking.versions())
@@ -190,7 +175,7 @@ class Run:
             if not self.is_stopped:
                 self.checkpoints.training_done(self.state, self.model, self.optimizer)
 
-    def micro_batches(self, batch: GlobalBatch) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
+    def micro_batches(self, batch: GlobalBatch) -> Iterator[tuple[dict[str, Tensor], bool]]:
         """Yields this rank's micro-batches, copied to the device one at a time; with each, whether it is the last."""
         micro_batches = batch.micro_batches[:1] if self.args.dry_run else batch.micro_batches
         tried = self.budget.until_out_of_memory(micro_batches) if self.budget else micro_batches
@@ -201,18 +186,12 @@ class Run:
                 yield send_to_device(micro_batch, self.device, non_blocking=True), number == len(micro_batches)
 
     def all_finite(
-        self,
-        batch: GlobalBatch,
-        loss_sums: list[torch.Tensor],
-        grad_norm: torch.Tensor | float,
-        **own_news: torch.Tensor | float,
+        self, batch: GlobalBatch, loss_sums: list[Tensor], grad_norm: Tensor | float, **own_news: Tensor | float
     ) -> bool:
         """Returns whether loss and gradient are finite on all ranks, so that the optimizer may step; counts the update.
 
-        One collective reduces all values that the ranks must share. Also False in a budget trial and after an OOM.
-        Args:
-            loss_sums: one scalar per micro-batch of this rank. grad_norm: scalar, before clipping.
-            own_news: more values to sum over the ranks, with the same names and shapes on each; sums are in `news`.
+        Also False in a budget trial and after an OOM. loss_sums: one scalar per micro-batch of this rank. grad_norm:
+        before clipping. own_news: more values to sum into `news`, with the same names and shapes on each rank.
         """
         news = self.checkpoints.news(self.requests) | own_news | (self.budget.values_to_reduce() if self.budget else {})
         loss, grad_norm, self.news = accumulation.reduce_update(self.accelerator, loss_sums, grad_norm, batch, news)
@@ -227,10 +206,7 @@ class Run:
         return is_finite
 
     def end_update(self, batch: GlobalBatch, **figures: float) -> bool:
-        """Records the update and `figures`; saves a checkpoint if due. Returns whether the loop must end.
-
-        Raises RuntimeError: --max_skipped_updates consecutive updates were not finite.
-        """
+        """Records the update and `figures`; saves a checkpoint if due. Returns whether the loop must end."""
         if self.budget and self.budget.drops_update:
             return False
         state = self.state
@@ -238,9 +214,8 @@ class Run:
             state.measured(figures["validation_loss"])
         self.progress.update(batch, **self.record, **figures)
         if state.skipped_in_a_row == self.args.max_skipped_updates:
-            from common.run_endings import not_finite
-
-            raise not_finite(batch.update, state.skipped_in_a_row)
+            message = f"update {batch.update}: loss or gradient not finite {state.skipped_in_a_row} times in a row"
+            raise RuntimeError(f"{message}; lower --learning_rate, or look at the data")
         self.is_stopped = self.checkpoints.update_done(state, self.model, self.optimizer, self.news)
         if is_over := state.end(self.args) < self.args.num_updates:
             self.progress.end_early(self.args.patience)
@@ -252,15 +227,11 @@ class Run:
             from common.run_endings import end_stopped
 
             end_stopped(self)
-        self.results = self.progress.results()
-        self.results |= self.checkpoints.best_at_end(self.state, self.model, self.optimizer)
+        self.results = self.progress.results() | self.checkpoints.best_at_end(self.state, self.model, self.optimizer)
         return self.results
 
     def write_model(self, model_class: str, *pretrained: Any) -> PreTrainedModel | None:
-        """Writes model/, which `from_pretrained` loads, its model card, and the results so far to run.json.
-        model_class: name of the class that loads the model. pretrained: saved with the model (a tokenizer).
-        Returns the model without the mode's wrappers on the main process, None on all others.
-        """
+        """Writes model/, its card, and the results so far; returns the bare model on the main process, or None."""
         self.model_class, directory = model_class, Path(self.output_dir) / "model"
         written = model_setup.write_model(self.accelerator, self.model, directory, self.args.export_dtype, *pretrained)
         if self.accelerator.is_main_process:
@@ -269,10 +240,7 @@ class Run:
         return written
 
     def optional_steps(self) -> AbstractContextManager[None]:
-        """Context for the final metrics and samples: an error inside prints one line, and the run still finishes.
-
-        The line is also added to the results, as `error_after_training`.
-        """
+        """Context for the final metrics and samples: an error inside prints one line, and the run still finishes."""
         return liveness.optional(partial(_report_missing, self))
 
     def finish(self, results: dict[str, Any], *lines: str) -> None:

@@ -1,6 +1,8 @@
 """Ends of a run other than success, and the evaluation that a resumed run repeats. `run`: a `common.run.Run`."""
 
 import sys
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any, NoReturn
 
 import torch
@@ -12,19 +14,16 @@ from common.report.records import end_unfinished
 from common.training.stop_signals import STOPPED
 
 
-def end_dry_run(run: Any) -> NoReturn:
-    """Prints the settings and the predicted memory, and ends the run."""
+def dry_run(run: Any) -> Iterator[Iterator[Any]]:
+    """Yields the first global batch, then prints the settings and the predicted memory, and ends the run."""
+    batches = (batch for batch in islice(run.loader, 1))
+    yield batches
+    batches.close()  # also ends the data-loading processes
     num_left = run.state.end(run.args) - run.state.update
-    memory = run.prediction.describe() if run.prediction else ""
+    memory = run.prediction.describe() if run.accelerator.is_main_process else ""
     settings.print_dry_run(run.args, run.asked, run.accelerator, num_left, memory)
     shutdown.end_run(run.accelerator)
     sys.exit()
-
-
-def not_finite(update: int, count: int) -> RuntimeError:
-    """Returns the error after `count` consecutive updates that were not finite."""
-    message = f"update {update}: loss or gradient not finite {count} times in a row"
-    return RuntimeError(f"{message}; lower --learning_rate, or look at the data")
 
 
 def save_and_stop(run: Any) -> NoReturn:

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -112,7 +112,7 @@ class Progress:
             self.file.close()
         self.file = open(self.output_dir / "metrics.jsonl", "a", buffering=1)
 
-    def batches(self, loader: DataLoader) -> Iterator[GlobalBatch]:
+    def batches(self, loader: DataLoader) -> Generator[GlobalBatch, None, None]:
         """Yields the loader's global batches, and measures the time that the loop waits for each."""
         dataset: Any = loader.dataset
         self.unit = dataset.samples.unit
