@@ -90,7 +90,7 @@ def _end_interrupted() -> NoReturn:
 def _end_data_workers() -> None:
     """Kills the data workers: they ignore Python's signal to end, and Python would wait for them indefinitely.
 
-    The signals are ignored in common.training.stop_signals. After a successful run, the loader's iterator has ended the
+    The signals are ignored in common.training.handover. After a successful run, the loader's iterator has ended the
     workers. After an error, the traceback holds the iterator.
     """
     workers = multiprocessing.active_children()
