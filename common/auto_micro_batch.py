@@ -15,6 +15,7 @@ import psutil
 import torch
 from accelerate.utils import broadcast_object_list, reduce
 
+from common.checkpoint.host_copy import free_copy
 from common.host_memory import left_to_all, left_to_one
 from common.peak_memory import most_resident
 from common.report.earlier_starts import read_earlier
@@ -179,7 +180,7 @@ def _has_room(run: Any, resident: int) -> bool:
 def _recover(run: Any, budget: TokenBudget, update: int) -> None:
     """Frees the copy of a pending save, or else halves the budget, after an update that ran out of memory."""
     before = budget.tokens
-    is_freed = run.checkpoints.writer.free_copy()
+    is_freed = free_copy(run.checkpoints.writer)
     if not is_freed:
         budget.set_from(update, max(budget.longest, before // 2))
         _set_tokens(run, budget.tokens)

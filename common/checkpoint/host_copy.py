@@ -85,3 +85,15 @@ class HostCopy:
             copied = self.streams.Event()
             copied.record(self.side)
         return copied
+
+
+def free_copy(writer: Any) -> bool:
+    """Frees the copy of a `write.Writer` and disables further copies.
+
+    Returns whether there was a copy, the same on all ranks.
+    """
+    was_copied, writer.copies, writer.may_copy = writer.copies, False, False
+    if was_copied:
+        writer.finish()
+        writer.copy.free()
+    return was_copied

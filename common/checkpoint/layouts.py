@@ -44,16 +44,14 @@ class Layout:
         self.rank, self.model, self.optimizer = accelerator.process_index, without_wrapper(model), optimizer
         self.state = OptimizerState(optimizer)
         self.is_sharded = is_sharded(accelerator) or hasattr(self.model, "shares")
-        self.parts = list(self._parts(accelerator))
-
-    def _parts(self, accelerator: Accelerator) -> Iterator[Part]:
         if self.is_sharded:
             from common.checkpoint.sharded_layouts import sharded_parts
 
-            return sharded_parts(self.model, self.optimizer, self.rank)
-        named = dict(self.model.named_parameters())
-        check_known(named, self.optimizer)
-        return replicated_parts(named, self.rank, list(range(accelerator.num_processes)))
+            self.parts = list(sharded_parts(self.model, optimizer, self.rank))
+        else:
+            named = dict(self.model.named_parameters())
+            check_known(named, optimizer)
+            self.parts = list(replicated_parts(named, self.rank, list(range(accelerator.num_processes))))
 
     def _buffers(self) -> Iterator[Piece]:
         names = (name for name, _ in self.model.named_buffers(remove_duplicate=False))

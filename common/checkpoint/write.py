@@ -100,14 +100,6 @@ class Writer:
         self.ranks.together(make, only_main=True)
         return self.copies
 
-    def free_copy(self) -> bool:
-        """Frees the copy and disables further copies. Returns whether there was a copy, the same on all ranks."""
-        was_copied, self.copies, self.may_copy = self.copies, False, False
-        if was_copied:
-            self.finish()
-            self.copy.free()
-        return was_copied
-
     def _write_rank(self, partial: Path, facts: dict[str, Any], contents: list[Any], copying: Future | None) -> None:
         if copying is not None:
             copying.result().synchronize()
