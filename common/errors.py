@@ -1,6 +1,5 @@
 """UserError: a mistake the user can fix, reported in one line per problem. Other exceptions keep their traceback."""
 
-import argparse
 import logging
 import os
 import sys
@@ -13,21 +12,12 @@ from contextlib import contextmanager
 class UserError(Exception):
     """A mistake that the user can fix: one line per problem with the problem, its location and the fix.
 
-    `user_mistakes_end_here` prints the lines and ends the run with status 2. Code raises it only if it has detected the
-    mistake itself, not for exceptions that merely look like one. torch passes an exception of a data worker on as the
-    text of a traceback; only the lines of the message are kept.
+    `user_mistakes_end_here` prints the lines and ends the run with status 2.
     """
 
     def __init__(self, text: str):
-        kind = type(self)
-        super().__init__(text.rpartition(f"\n{kind.__module__}.{kind.__qualname__}: ")[2].strip())
-
-
-class CommandParser(argparse.ArgumentParser):
-    """Parser that raises a mistake in the command, or in a subcommand, as a UserError of one line."""
-
-    def error(self, message: str) -> None:
-        raise UserError(f"{message} (--help lists the flags)")
+        # torch passes an exception of a data worker as the text of a traceback, which ends with the message.
+        super().__init__(text.rpartition(f"\n{__name__}.UserError: ")[2].strip())
 
 
 def main_logger(name: str) -> logging.Logger:
@@ -70,8 +60,7 @@ def shorten(names: list[str], most: int = 12) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def missing_column(where: str, missing: list[str], columns: list[str] | tuple[str, ...]) -> str:
+def missing_column(location: str, missing: list[str], columns: list[str] | tuple[str, ...]) -> str:
     """Returns the message for missing columns."""
-    return (
-        f"{where}: no column {', '.join(missing)}; there are: {', '.join(columns) or 'none'}; name or add the right one"
-    )
+    present = ", ".join(columns) or "none"
+    return f"{location}: no column {', '.join(missing)}; there are: {present}; name or add the right one"

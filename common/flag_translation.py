@@ -1,7 +1,8 @@
 """Translates flags of well-known training scripts: the error for an unknown flag shows its equivalent here."""
 
+import difflib
 import re
-from collections.abc import Container
+from collections.abc import Collection, Container, Sequence
 
 from common.training.optimizers import OPTIMIZERS
 
@@ -254,21 +255,52 @@ def here(name: str, value: str | None = None, options: Container[str] | None = N
 
 def _carried_over(kind: str, value: str | None) -> str:
     """Returns the equivalent of a value in this repository, or the kind of value if there is none."""
-    if kind in VALUES and value is not None:
+    if value is None:
+        return kind
+    if kind in VALUES:
         return VALUES[kind].get(value, "|".join(dict.fromkeys(VALUES[kind].values())))
     if kind == "N" and value == "epoch":
         return "1epoch"
     pattern = {"N": r"\d+", "X": r"[\d.]+(e[+-]?\d+)?"}.get(kind, ".+")
-    return value if re.fullmatch(pattern, value or "") else kind
+    return value if re.fullmatch(pattern, value) else kind
+
+
+def explain_unknown(unknown: list[str], command_line: Sequence[str], flags: Collection[str]) -> list[str]:
+    """Returns one line per unknown flag, with its values. unknown: words that argparse did not recognise."""
+    names = {flag.lstrip("-"): flag for flag in flags}
+    left, groups, lines, follows = list(unknown), [], [], False
+    for word in command_line:
+        is_unknown = left[:1] == [word]
+        if is_unknown:
+            del left[0]
+            if word.startswith("--") or not follows:
+                groups.append([word])
+            else:
+                groups[-1].append(word)
+        follows = is_unknown
+    for words in groups:
+        flag, *values = [*words[0].split("=", 1), *words[1:]]
+        name, value = flag[2:].replace("-", "_"), " ".join(values)
+        if not flag.startswith("--"):
+            answer = ": it belongs to no flag (a switch, such as --resume, takes no value)"
+        elif advice := here(name, "none" if values and not value else value, flags):
+            answer = f": {advice}"
+        elif nearest := difflib.get_close_matches(name, names, n=1, cutoff=0.75):
+            answer = f": did you mean {names[nearest[0]]}?"
+        else:
+            answer = " (--help lists the flags)"
+        lines.append(f"unrecognized argument {' '.join(words)}{answer}")
+    return lines
 
 
 def table() -> list[str]:
     """Returns the rows of a Markdown table: flags of other scripts, the scripts that have them, the equivalent here."""
-    names, rows = {"N": "no_trainer", "T": "Trainer", "S": "SFTTrainer"}, {}
-    for name, (whose, _) in FLAGS.items():
-        flags, owners = rows.setdefault(here(name).removeprefix("use "), ([], []))
+    names = {"N": "no_trainer", "T": "Trainer", "S": "SFTTrainer"}
+    rows: dict[str, tuple[list[str], list[str]]] = {}
+    for name, (scripts, _) in FLAGS.items():
+        flags, owners = rows.setdefault((here(name) or "").removeprefix("use "), ([], []))
         flags.append(f"`--{name}`")
-        owners += [names[letter] for letter in whose if names[letter] not in owners]
+        owners += [names[letter] for letter in scripts if names[letter] not in owners]
     return [
         f"| {', '.join(flags)} | {', '.join(owners) or 'others'} | {answer} |"
         for answer, (flags, owners) in rows.items()

@@ -19,10 +19,8 @@ def find_launch_words(command: list[str]) -> list[str] | None:
 
 def is_launcher(command: list[str]) -> bool:
     """Returns whether a command line starts `accelerate launch` or `torchrun`."""
-    is_torchrun = any(
-        PurePath(word).name == "torchrun" or word in ("torch.distributed.run", "torch.distributed.launch")
-        for word in command
-    )
+    names = {*command, *(PurePath(word).name for word in command)}
+    is_torchrun = not names.isdisjoint({"torchrun", "torch.distributed.run", "torch.distributed.launch"})
     return is_torchrun or find_launch_words(command) is not None
 
 

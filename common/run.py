@@ -105,7 +105,7 @@ class Run:
 
             self.state, line = begin_state(self.resumed, identity, self.args.allow_changed)
             self.accelerator.print(line, end="", flush=True)
-        refuse(argument_checks.check_profile(self.args, self.state.update))
+        refuse(argument_checks.check_updates(self.args, self.state.update))
         connect.seed_everything(self.args.seed)
         self.make_empty()  # on all ranks here, because it may draw random numbers
         self.memory_before = tracking.memory_in_use_bytes(self.device)

@@ -4,13 +4,14 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
-from common.errors import main_logger, refuse
+from packaging.version import Version
 
-PACKAGES = "torch accelerate transformers tokenizers datasets bitsandbytes peft deepspeed numpy".split()
+from common.errors import main_logger
+
 # The oldest and the newest tested version. requirements.txt pins the newest.
 TESTED = {
     "torch": ("2.11.0", "2.13.0"),
@@ -35,44 +36,30 @@ logger = main_logger(__name__)
 def versions() -> dict[str, str]:
     """Returns the versions of Python and of the installed packages."""
     installed = {"python": platform.python_version()}
-    for package in PACKAGES:
+    for package in TESTED:
         with suppress(PackageNotFoundError):
             installed[package] = version(package)
     return installed
 
 
-def broken_versions(installed: Mapping[str, str]) -> Iterator[str]:
+def broken_versions(installed: dict[str, str]) -> Iterator[str]:
     """Yields one line for each version that is known not to work. installed: version of each package."""
-    from packaging.version import Version  # here because the launcher's own process does not need it
-
     for package, (oldest, name) in OLDEST.items():
         if package in installed and Version(installed[package]) < Version(oldest):
             yield f"{package} {installed[package]}: has no {name}; install {package}=={TESTED[package][-1]}"
 
 
-def untested_versions(installed: Mapping[str, str]) -> Iterator[str]:
-    """Yields each package outside the tested range, with that range. installed: version of each package."""
-    from packaging.version import Version
-
+def check_versions(installed: dict[str, str] | None = None) -> None:
+    """Warns in one line of packages outside the tested range. installed: version per package; None: `versions()`."""
+    installed, untested = installed or versions(), []
     for package, (oldest, newest) in TESTED.items():
         if package in installed:
             found = Version(installed[package])
             release = Version(found.base_version)  # without the build, such as +cpu
             if found.is_prerelease or not Version(oldest) <= release <= Version(newest):
-                yield f"{package} {found} (tested: {newest if oldest == newest else f'{oldest} to {newest}'})"
-
-
-def check_versions(installed: Mapping[str, str] | None = None) -> None:
-    """Warns in one line if packages are outside the tested range.
-
-    Args:
-        installed: version of each package; None: those that are installed.
-
-    Raises UserError: one line for each version that is known not to work.
-    """
-    installed = installed or versions()
-    refuse(broken_versions(installed))
-    if untested := list(untested_versions(installed)):
+                tested = newest if oldest == newest else f"{oldest} to {newest}"
+                untested.append(f"{package} {found} (tested: {tested})")
+    if untested:
         logger.warning("untested versions: %s; if something fails, install requirements.txt", ", ".join(untested))
 
 

@@ -38,7 +38,8 @@ from accelerate.commands import launch  # noqa: E402
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
-from common.errors import CommandParser, UserError, refuse
+from common.command_parser import CommandParser  # noqa: E402
+from common.errors import UserError, refuse  # noqa: E402
 from common.parallel.launch import Launch, parse_launch  # noqa: E402
 from common.parallel.process_checks import check_machines  # noqa: E402
 from common.parallel.rank_watch import listen, send  # noqa: E402

@@ -11,6 +11,7 @@ from quick import imported
 # From the bottom up: a folder or module of common/ imports what stands before it, and nothing that comes behind it.
 LAYERS = [
     "errors",
+    "command_parser",
     "versions",
     "internals",
     "redaction",
@@ -27,8 +28,8 @@ LAYERS = [
     "report",
     "checkpoint",
 ]
-LAYERS += ["argument_checks", "arguments", "run_endings", "evaluation", "planner", "auto_micro_batch", "oom_message"]
-LAYERS += ["run", "tasks"]
+LAYERS += ["rare_arguments", "argument_checks", "arguments", "run_endings", "evaluation", "planner"]
+LAYERS += ["auto_micro_batch", "oom_message", "run", "tasks"]
 LARGEST = {"file": 400, ast.ClassDef: 200, ast.FunctionDef: 60}  # lines
 
 

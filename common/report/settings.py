@@ -13,10 +13,10 @@ from common.redaction import redact
 from common.training.recipe_traits import given_flags
 
 # Variables that affect a run, or the locations where it reads and writes.
-PREFIXES = ("ACCELERATE_", "CUDA_", "DS_", "FSDP_", "GLOO_", "HF_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "PYTORCH_")
-PREFIXES += ("TOKENIZERS_", "TORCH", "TRANSFORMERS_", "XDG_CACHE_HOME")
-LAUNCH_SETTINGS = ("num_machines", "machine_rank", "main_process_ip", "main_process_port", "num_processes")
-LAUNCH_SETTINGS += ("mixed_precision", "use_cpu", "gpu_ids", "num_cpu_threads_per_process")
+PREFIXES = "ACCELERATE_ CUDA_ DS_ FSDP_ GLOO_ HF_ MKL_ NCCL_ NVIDIA_ OMP_ PYTORCH_ TOKENIZERS_ TORCH TRANSFORMERS_"
+PREFIXES += " XDG_CACHE_HOME"
+LAUNCH_SETTINGS = "num_machines machine_rank main_process_ip main_process_port num_processes mixed_precision use_cpu"
+LAUNCH_SETTINGS += " gpu_ids num_cpu_threads_per_process"
 
 
 def list_settings(args: argparse.Namespace, launch: Launch, accelerator: Accelerator) -> Iterator[tuple[str, Any, str]]:
@@ -33,29 +33,29 @@ def list_settings(args: argparse.Namespace, launch: Launch, accelerator: Acceler
     for name in sorted(launch.settings):
         is_fsdp = name.startswith("fsdp_") and launch.mode == "FSDP"
         is_parallel = name.startswith("parallelism_config_") and launch.settings.get("use_parallelism_config")
-        if name in LAUNCH_SETTINGS or is_fsdp or is_parallel:
+        if name in LAUNCH_SETTINGS.split() or is_fsdp or is_parallel:
             yield (name, launch.settings[name], _source(launch, name))
 
     if accelerator.deepspeed_plugin is not None:
         from common.parallel.deepspeed_files import BATCH_KEYS, flatten, read_deepspeed_config
 
         source = launch.deepspeed_config if isinstance(launch.deepspeed_config, str) else launch.source
-        asked = dict(flatten(read_deepspeed_config(launch.deepspeed_config)))
+        requested = dict(flatten(read_deepspeed_config(launch.deepspeed_config)))
         for name, value in flatten(accelerator.deepspeed_plugin.deepspeed_config):
-            if name in asked and asked[name] == value:
+            if name in requested and requested[name] == value:
                 yield (name, value, source)
-            elif name in asked and asked[name] == "auto" and name not in BATCH_KEYS:
+            elif name in requested and requested[name] == "auto" and name not in BATCH_KEYS:
                 yield (name, value, f"{source}: auto, resolved")
             else:
                 yield (name, value, "set by Accelerate or the recipe")
 
-    given = given_flags()
+    flags = given_flags()
     for name, value in vars(args).items():
-        follows = name == "num_updates" and "--num_epochs" in given
-        yield (f"--{name}", value, "flag" if f"--{name}" in given else "--num_epochs" if follows else "default")
+        default = "--num_epochs" if name == "num_updates" and "--num_epochs" in flags else "default"
+        yield (f"--{name}", value, "flag" if f"--{name}" in flags else default)
 
     for name, value in sorted(launch.environment.items()):
-        if name.startswith(PREFIXES):
+        if name.startswith(tuple(PREFIXES.split())):
             yield (name, value, "environment")
 
 
@@ -79,10 +79,5 @@ def print_dry_run(
     widths = [min(limit, max(len(row[column]) for row in rows)) for column, limit in ((0, 60), (1, 40))]
     lines = [f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows]
     done = "one forward and one backward done" if num_left else "no update is left"
-    lines = [
-        "every setting, its value, and where it comes from:",
-        *lines,
-        f"memory: {memory}",
-        f"dry run: {done}, nothing written",
-    ]
-    accelerator.print("\n".join(lines), flush=True)
+    lines = ["every setting, its value, and where it comes from:", *lines, f"memory: {memory}"]
+    accelerator.print("\n".join([*lines, f"dry run: {done}, nothing written"]), flush=True)

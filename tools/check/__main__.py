@@ -25,8 +25,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from common.command_parser import CommandParser
 from common.disk_errors import disk_line
-from common.errors import CommandParser, UserError, refuse
+from common.errors import UserError, refuse
 from common.files import why_not_writable, write_file
 from common.host_memory import available_memory
 from common.parallel import liveness, rank_watch

@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 from common.checkpoint.read import find_best, find_damage, list_checkpoints
-from common.errors import CommandParser, UserError
+from common.command_parser import CommandParser
+from common.errors import UserError
 from common.models.saved_model import EXPORT_DTYPES, loading_call
 from common.report.killed_runs import describe_killed
 from tools.checkpoint.export import export

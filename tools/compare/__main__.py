@@ -4,8 +4,9 @@ import os
 import sys
 from pathlib import Path
 
+from common.command_parser import CommandParser
 from common.disk_errors import disk_line
-from common.errors import CommandParser, UserError, refuse
+from common.errors import UserError, refuse
 from common.files import PARTIAL
 from tools.compare.page import write_page
 from tools.compare.runs import read_runs

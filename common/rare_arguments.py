@@ -1,0 +1,213 @@
+"""Flags that only some runs use: their checks, the messages about them, and the sources of text that they select."""
+
+import argparse
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+from common.data.source_types import Source
+from common.errors import UserError, main_logger, refuse
+from common.files import LOCK
+from common.training.process_grid import Degrees
+from common.training.recipe_traits import Arguments, Traits, given_flags
+
+logger = main_logger(__name__)
+MICRO_BATCHES_PER_STAGE = 4  # so that the pipeline bubble is at most a fifth of the time
+
+
+def resolve_micro_batch_size(
+    args: Arguments, on_cpu: bool, longest: int, default_tokens: int, degrees: Degrees
+) -> Iterator[str]:
+    """Sets the default micro-batch size, if none is passed; yields one line per mistake.
+
+    longest: tokens of the longest possible sample. default_tokens: default of --micro_batch_tokens.
+    """
+    world, batch_size = degrees.data, args.global_batch_size
+    if not args.micro_batch_size:
+        # The largest divisor up to the size that saturates a device, or that fills a pipeline.
+        share, most = max(1, batch_size // world), 64 if on_cpu else 256
+        if degrees.pipeline > 1:
+            most = max(1, min(share // (MICRO_BATCHES_PER_STAGE * degrees.pipeline), default_tokens // max(1, longest)))
+        args.micro_batch_size = max(size for size in range(1, min(share, most) + 1) if share % size == 0)
+    unit = args.micro_batch_size * world
+    steps, rest = divmod(batch_size, unit)
+    product = f"({args.micro_batch_size} micro x {degrees.describe()})"
+    if rest:
+        sizes = f"{steps * unit} or {(steps + 1) * unit}" if steps else f"{unit}"
+        yield (
+            f"--global_batch_size {batch_size} does not divide: {batch_size} / {product} = "
+            f"{batch_size / unit:.4g} accumulation steps; use --global_batch_size {sizes}"
+        )
+    elif steps < degrees.pipeline:
+        lower = "lower --micro_batch_size, or " if args.micro_batch_size > 1 else ""
+        yield (
+            f"--global_batch_size {batch_size} / {product} = {steps} micro-batch{'es' * (steps > 1)}, fewer than the "
+            f"{degrees.pipeline} stages, which would wait for each other; {lower}use --global_batch_size "
+            f"{MICRO_BATCHES_PER_STAGE * degrees.pipeline * unit}"
+        )
+
+
+def describe_length(args: argparse.Namespace) -> str:
+    """Returns the flag that sets the length of the run, with its value."""
+    if args.num_epochs is None:
+        return f"--num_updates {args.num_updates}"
+    return f"--num_epochs {args.num_epochs:g}, which is {args.num_updates} updates"
+
+
+def check_profile(args: argparse.Namespace, num_done: int) -> Iterator[str]:
+    """Yields a line if --profile would record nothing. num_done: number of completed updates."""
+    from common.report import profiling
+
+    needed, left = profiling.WARMUP + profiling.RECORDED, args.num_updates - num_done
+    if args.dry_run:
+        yield "--profile has no effect with --dry_run, which makes no update; take one of them out"
+    elif left < needed:
+        yield (
+            f"--profile needs {needed} updates, the last {profiling.RECORDED} of which it records, and "
+            f"{describe_length(args)} leaves {left}; raise it, or take --profile out"
+        )
+
+
+def check_combinations(args: Arguments, on_cpu: bool) -> Iterator[str]:
+    """Yields one line per mistake in flags that are off by default."""
+    if args.num_epochs is not None and "--num_updates" in given_flags():
+        yield "--num_epochs and --num_updates are two answers to one question; give one"
+    # On a CPU, `offload` is the same as `full`.
+    if not on_cpu and args.compile and args.activation_checkpointing == "offload":
+        yield "--compile has no effect on layers whose inputs --activation_checkpointing offload moves; take one out"
+    for name in args.report_to:
+        yield from _check_tracker(name)
+    yield from _check_data(args)
+    if args.keep_last < 2:
+        yield "--keep_last 1: were the only checkpoint damaged, nothing would be left; use at least 2"
+    if args.patience and not args.eval_every:
+        yield "--patience needs --eval_every N, which makes the evaluations that it counts"
+    if args.keep_best and not args.eval_every:
+        yield "--keep_best needs --eval_every N, which measures the validation loss that it compares"
+    if args.load_best_at_end and not args.keep_best:
+        yield "--load_best_at_end needs --keep_best, which keeps that checkpoint; give both"
+    if args.allow_changed and not args.resume:
+        yield "--allow_changed has no effect without --resume; take it out"
+    if args.resume and args.overwrite:
+        yield "--resume continues the run that --overwrite deletes; give one"
+    elif args.resume and os.environ.get("RANK", "0") == "0":  # the other ranks use the result of the first
+        # A running process may still write its first checkpoint: `Checkpoints.find` waits for it.
+        if not any((Path(args.output_dir) / name).exists() for name in ("checkpoints", LOCK)):
+            yield (
+                f"--resume: {args.output_dir} has no checkpoints; name the --output_dir of the run to continue, "
+                "or start anew without --resume"
+            )
+
+
+def _check_tracker(name: str) -> Iterator[str]:
+    if name == "none":
+        yield "--report_to none: take it out; without it no tracker gets the metrics"
+    elif name not in LOGGER_TYPE_TO_CLASS:
+        yield f"--report_to {name}: not one of {', '.join(LOGGER_TYPE_TO_CLASS)}"
+    elif name not in [str(tracker) for tracker in get_available_trackers()]:
+        yield f"--report_to {name}: its package is not installed; pip install {name}"
+
+
+def _check_data(args: Arguments) -> Iterator[str]:
+    if args.shared("dataset_config") and not args.dataset_name:
+        yield "--dataset_config has no effect without --dataset_name; take it out, or name the data set"
+    reads_text = "train_file" in args.shared_flags
+    if reads_text and not (args.train_file or args.validation_file or args.dataset_name):
+        for flag in sorted(given_flags()):
+            if flag.endswith("_column"):
+                yield f"{flag} has no effect without --train_file or --dataset_name; name the data, or take it out"
+    if pair := [f"--{name}" for name in ("prompt_column", "completion_column") if args.shared(name)]:
+        if args.text_column != "text" or args.shape == "blocks":
+            other = "--shape blocks" if args.text_column == "text" else f"--text_column {args.text_column}"
+            yield f"{pair[0]} and {other} are two answers to what a sample is; give one"
+
+
+def describe_occupied(path: Path, overwrite: bool, is_locked: bool) -> str | None:
+    """Returns a line if a directory with files cannot be the output directory. is_locked: by this process."""
+    if not (path / "run.json").is_file():
+        return f"--output_dir {path} is not empty and holds no run; name another directory"
+    if overwrite:
+        return None
+    from common.report.killed_runs import describe_killed
+
+    killed = describe_killed(path, is_over=is_locked)
+    return (
+        f"--output_dir {path} holds a run{f', {killed}' if killed else ''}; continue it with --resume, delete "
+        "it with --overwrite, or name another directory"
+    )
+
+
+def check_amount(args: Arguments, traits: Traits, train: Any, validation: Any) -> Iterator[str]:
+    """Yields one line per flag that needs a held-out set, if there is none, and a line if the data is too little.
+
+    Warns of other flags that have no effect without a held-out set.
+    """
+    if validation is None:
+        advice = "there are no held-out data; name some, or take it out"
+        for name in ("keep_best", "patience"):
+            if getattr(args, name):
+                yield f"--{name} has nothing to measure: {advice}"
+        for name in ("eval_every", *traits.held_out_flags):
+            if f"--{name}" in given_flags() and getattr(args, name):
+                logger.warning("--%s has no effect: %s", name, advice)
+    if len(train) < args.global_batch_size:
+        remedy = "lower it,"
+        if getattr(train, "is_stream", False):  # shorter blocks give more samples
+            remedy = "lower it, or --sequence_length,"
+        elif dropped := getattr(train, "num_dropped", 0):
+            remedy = f"lower it, raise --sequence_length ({dropped} rows have no target within it),"
+        yield (
+            f"the training data make {len(train)} samples, fewer than --global_batch_size {args.global_batch_size}; "
+            f"{remedy} or give more data"
+        )
+
+
+def warn_without_effect(args: Arguments, train: Any) -> None:
+    """Warns of intervals that are longer than the run, and of mixed files that the run does not reach."""
+    for name in ("eval_every", "save_every"):
+        if f"--{name}" in given_flags() and getattr(args, name) > args.num_updates:
+            much = f"{getattr(args, name)} updates, and {describe_length(args)} is the whole run"
+            logger.warning("--%s has no effect: it is %s; lower it, or take it out", name, much)
+    if args.patience and args.eval_every and args.patience >= (most := args.num_updates // args.eval_every):
+        logger.warning("--patience %s has no effect on a run of %s evaluations; lower it", args.patience, most)
+    if mixing := getattr(train, "mixing", None):
+        number = args.num_updates * args.global_batch_size
+        for name, count in zip(train.parts, mixing.counts(number), strict=True):
+            if not count:
+                why = "its weight is too small for one; raise it, or take the file out"
+                logger.warning("--train_file %s: none of the %s samples of this run is of it: %s", name, number, why)
+
+
+def select_sources(args: Arguments, columns: dict[str, Any]) -> tuple[Source | None, Source | None]:
+    """Returns the sources of training and held-out text for --dataset_name, --chat_template or files with weights.
+
+    None: no flag selects it. Raises UserError: one line per missing file, needless weight or exclusive flag.
+    """
+    from common.data.mixed_files import find_flag_problems, held_out_files, needless_weights, training_files
+
+    if args.shared("chat_template"):
+        from common.data.chats import read_chat_template
+
+        columns["chat_template"] = read_chat_template(args.chat_template)
+    train = training_files(args.train_file, **columns) if args.train_file else None
+    is_mixed = train is not None and bool(train.weights)
+    refuse(find_flag_problems(args) if is_mixed else [])
+    validation = held_out_files(args.validation_file, is_mixed, **columns) if args.validation_file else None
+    if args.dataset_name:
+        from common.data.hub import held_out_splits
+
+        refuse(needless_weights("--dataset_name", [args.dataset_name], "write the data to files to mix them"))
+        if args.train_file:
+            raise UserError("--train_file and --dataset_name are two answers to one question; give one")
+        train = Source(dataset_name=args.dataset_name, dataset_config=args.dataset_config, **columns)
+        if validation is None and (split := next(held_out_splits(args.dataset_name, args.dataset_config), None)):
+            validation = replace(train, split=split)
+    elif not args.train_file and "chat_template" in columns:
+        raise UserError(
+            "--chat_template has no effect without --train_file or --dataset_name; name the data, or take it out"
+        )
+    return train, validation
