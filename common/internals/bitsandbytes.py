@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from torch import nn
-
 from common.internals.library import private
 
 
@@ -20,7 +18,7 @@ def use_own_manager(optimizer: Any) -> None:
     private(GlobalOptimManager, "initialize")(optimizer.mng)
 
 
-def keep_packing(module: nn.Module) -> None:
+def keep_packing(module: Any) -> None:
     """Keeps an evaluation on a CPU from repacking a 4-bit weight, because the new format has no gradient in 0.50.
 
     Overwrites `support_avx512bf16_for_cpu` of the layer; older versions lack it, and never repack.

@@ -44,7 +44,7 @@ class Fragment(NamedTuple):
     start: int  # in the flattened parameter
 
 
-def zero12_fragment(parameter: torch.Tensor) -> Fragment | None:
+def zero12_fragment(parameter: Any) -> Fragment | None:
     """Returns the part of a parameter in this rank's partition under ZeRO-1 and 2; None if there is none.
 
     Needs `parameter._hp_mapping`; fails with AttributeError without.

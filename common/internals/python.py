@@ -30,4 +30,4 @@ def handle_unsent(handler: Callable[[BaseException, Any], None]) -> None:
 
     Overwrites `multiprocessing.queues.Queue._on_queue_feeder_error`, since Python 3.7, which drops the object.
     """
-    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(handler)
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(handler)  # type: ignore[attr-defined]  # private

@@ -37,7 +37,8 @@ def draw_weights(model: Any, module: nn.Module) -> None:
     Needs `_init_weights` of the model, which skips parameters with `_is_hf_initialized`. The public `init_weights`
     draws all weights of the model.
     """
-    for owner in (module, *module.parameters(recurse=False)):
+    owners: tuple[Any, ...] = (module, *module.parameters(recurse=False))
+    for owner in owners:
         owner._is_hf_initialized = False
     private(type(model), "_init_weights")(model, module)
 
@@ -59,11 +60,12 @@ def read_matrices_in(dtype: torch.dtype | None) -> Iterator[None]:
         names = (name for name, weight in model.named_parameters() if weight.ndim > 1)
         return {f"^{re.escape(name)}$": dtype for name in names} | plan(model, requested)
 
-    PreTrainedModel._get_dtype_plan = with_matrices
+    owner: Any = PreTrainedModel
+    owner._get_dtype_plan = with_matrices
     try:
         yield
     finally:
-        PreTrainedModel._get_dtype_plan = plan
+        owner._get_dtype_plan = plan
 
 
 @contextmanager
@@ -85,11 +87,12 @@ def keep_untied(names: list[str]) -> Iterator[None]:
             self.all_tied_weights_keys.pop(name, None)
         original(self, missing_keys=missing_keys, recompute_mapping=False)
 
-    PreTrainedModel.tie_weights = tie_others
+    owner: Any = PreTrainedModel
+    owner.tie_weights = tie_others
     try:
         yield
     finally:
-        PreTrainedModel.tie_weights = original
+        owner.tie_weights = original
 
 
 def find_file(where: Mapping[str, Any], name: str, local_files_only: bool, must_exist: bool) -> Path | None:
@@ -110,7 +113,7 @@ def find_file(where: Mapping[str, Any], name: str, local_files_only: bool, must_
         _raise_exceptions_for_missing_entries=must_exist,
         _raise_exceptions_for_connection_errors=must_exist,
     )
-    return found and Path(found)
+    return Path(found) if found else None
 
 
 def float32_modules(model: nn.Module) -> list[str]:

@@ -15,14 +15,22 @@ from common.training.optimizers import OPTIMIZERS
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # Keys at the top level of DeepSpeed's file. DeepSpeed silently ignores misspelt keys.
-TOP_KEYS = (*BATCH_KEYS, "gradient_clipping", "bf16", "fp16", "zero_optimization", "aio", "communication_data_type")
+TOP_KEYS: tuple[str, ...] = (
+    *BATCH_KEYS,
+    "gradient_clipping",
+    "bf16",
+    "fp16",
+    "zero_optimization",
+    "aio",
+    "communication_data_type",
+)
 TOP_KEYS += ("prescale_gradients", "gradient_predivide_factor", "wall_clock_breakdown", "zero_allow_untested_optimizer")
 TOP_KEYS += ("optimizer", "scheduler", "activation_checkpointing", "steps_per_print", "data_types", "torch_autocast")
 
 
 def inline_deepspeed_config(settings: dict[str, Any]) -> dict[str, Any]:
     """Returns the DeepSpeed configuration of the launcher's own settings, in the form of a file."""
-    zero = {"stage": int(settings.get("zero_stage") or 2)}
+    zero: dict[str, Any] = {"stage": int(settings.get("zero_stage") or 2)}
     for part in ("offload_optimizer", "offload_param"):
         device = settings.get(f"{part}_device") or "none"
         zero[part] = {"device": device} | ({"nvme_path": settings.get(f"{part}_nvme_path")} if device == "nvme" else {})
@@ -38,7 +46,7 @@ def launched_config(
     Args:
         args: settings of the launcher; those in `given` are from its command line, the others from `config_file`.
     """
-    config, problems = args.deepspeed_config_file or inline_deepspeed_config(vars(args)), []
+    config, problems = args.deepspeed_config_file or inline_deepspeed_config(vars(args)), list[str]()
     if args.deepspeed_config_file and config_file and "deepspeed_config_file" not in given:
         config, problems = find_deepspeed_file(args.deepspeed_config_file, config_file)
     return config, file_precision(config), problems
@@ -160,7 +168,7 @@ def _check_names(zero: dict[str, Any], left: list[str]) -> list[str]:
         return problems
     fields = {name for key, facts in DeepSpeedZeroConfig.model_fields.items() for name in (key, facts.alias) if name}
     names = [name.split(".")[1] for name in left if name.startswith("zero_optimization.")]
-    mistakes = {name: None for name in names if name not in fields}
+    mistakes: dict[str, str | None] = {name: None for name in names if name not in fields}
     try:
         DeepSpeedZeroConfig(**{key: value for key, value in zero.items() if value != "auto"})
     except ValidationError as error:

@@ -26,7 +26,12 @@ WIDTH_KEYS = tuple(
 GATHER_KEY = "stage3_gather_16bit_weights_on_model_save"
 # These have no effect here: Accelerate silences DeepSpeed's own output, and recipes supply models and loaders.
 IDLE_KEYS = ("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dataloader_drop_last")
-TRAINS_OTHERWISE = ("progressive_layer_drop", "curriculum_learning", "data_efficiency", "compression_training")
+TRAINS_OTHERWISE: tuple[str, ...] = (
+    "progressive_layer_drop",
+    "curriculum_learning",
+    "data_efficiency",
+    "compression_training",
+)
 TRAINS_OTHERWISE += ("amp", "elasticity", "eigenvalue", "quantize_training", "sparse_attention", "sparse_gradients")
 # Types of an `optimizer` section (DeepSpeed ignores their case), and the --optimizer of each type.
 OPTIMIZER_TYPES = {kind: name for name, info in OPTIMIZERS.items() for kind in info.deepspeed_types}

@@ -122,7 +122,7 @@ def parse_launch(argv: list[str], environment: dict[str, str] | None = None) -> 
             "no GPU, the same config runs on the CPU"
         )
     if config_file:
-        _read_config_file(launch, known)
+        _read_config_file(launch, config_file, known)
     if launch.mode == "DeepSpeed" or args.deepspeed_config_file:
         from common.parallel.deepspeed_files import launched_config
 
@@ -144,9 +144,9 @@ def _requested_mode(args: argparse.Namespace) -> str:
     return "DDP" if args.multi_gpu or (args.num_processes or 1) > 1 else "plain"
 
 
-def _read_config_file(launch: Launch, known: set[str]) -> None:
+def _read_config_file(launch: Launch, config_file: str, known: set[str]) -> None:
     """Reads the settings of the config file. The launcher silently accepts unknown keys within a section."""
-    for key, value in (yaml.safe_load(Path(launch.config_file).read_text()) or {}).items():
+    for key, value in (yaml.safe_load(Path(config_file).read_text()) or {}).items():
         if not isinstance(value, dict):
             launch.file_settings[key] = value
             continue
@@ -155,11 +155,11 @@ def _read_config_file(launch: Launch, known: set[str]) -> None:
             setting = name if name.startswith(prefix) else prefix + name
             launch.file_settings[setting] = entry
             if setting == STAGES and not isinstance(entry, int):
-                launch.file_problems.append(f"{launch.config_file}: {name} is {entry}; give a whole number")
+                launch.file_problems.append(f"{config_file}: {name} is {entry}; give a whole number")
             if setting not in known and setting != STAGES:
                 nearest = difflib.get_close_matches(setting, known, n=1)
                 hint = f"did you mean {nearest[0]}? Else take it out" if nearest else "take it out"
-                launch.file_problems.append(f"{launch.config_file}: {key} has the unknown key {name}; {hint}")
+                launch.file_problems.append(f"{config_file}: {key} has the unknown key {name}; {hint}")
 
 
 def mpi_variables() -> list[str]:

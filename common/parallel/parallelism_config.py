@@ -14,8 +14,8 @@ from common.training.process_grid import Degrees
 
 SPLITS = {"sp": "processes a sequence", "tp": "processes a layer", "pp": "stages of a pipeline"}
 # Settings of Accelerate's other methods to split a sequence.
-OTHERS = ("sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation")
-OTHERS += ("cp_backend", "cp_comm_strategy")
+OTHERS = {"sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation"}
+OTHERS |= {"cp_backend", "cp_comm_strategy"}
 
 
 def check_others(source: str, settings: dict[str, Any], asked: Iterable[str]) -> Iterator[str]:

@@ -105,9 +105,13 @@ class RankWatch:
             me = f"rank {rank} on host {self.host}"
             raise UserError(f"{me} does not reach rank 0 by {where} ({reason}); see rank 0's own output") from error
         # A data worker is forked with the connections, and would keep them open after this process has died.
-        os.register_at_fork(after_in_child=lambda: [connection.close() for connection in self.peers])
+        os.register_at_fork(after_in_child=self._close_all)
         self.thread = threading.Thread(target=self._listen, daemon=True, name="liveness")
         self.thread.start()
+
+    def _close_all(self) -> None:
+        for connection in self.peers:
+            connection.close()
 
     def _accept(self, timeout: float) -> None:
         token = secrets.token_hex(8)  # a stranger that connects by chance does not know it
@@ -148,7 +152,7 @@ class RankWatch:
         heard = dict.fromkeys(self.peers, now)  # time of the last message on each connection
         while self.peers or failure:
             until = next_beat if failure is None else min(next_beat, due)
-            ready = wait(list(self.peers), max(0.0, until - time.monotonic()))
+            ready: list[Any] = wait(list(self.peers), max(0.0, until - time.monotonic()))
             before, now = now, time.monotonic()
             if now - before > LATE or not liveness.in_loop:
                 heard = dict.fromkeys(self.peers, now)
@@ -205,9 +209,8 @@ class RankWatch:
                 failures.note(reason)
         self._tell({"rank": self.rank, "host": self.host, "status": status, "reason": reason})
         if self.is_failing:
-            self.thread.join(
-                3 * GRACE
-            )  # a launcher ends all ranks of its host after the first: they must print their reasons before
+            # A launcher ends all ranks of its host after the first: they must print their reasons before.
+            self.thread.join(3 * GRACE)
 
     def _end(self, message: dict[str, Any]) -> None:
         """Ends this process because of a different process; one process per host reports the reason."""
@@ -222,7 +225,7 @@ class RankWatch:
             what = "stopped answering" if message.get("is_silent") else "was lost"
             what = f"ended with {reason.splitlines()[0]}" if reason else what
             lines = [f"{who} {what} {where}; this process (rank {self.rank}) ends; see the output there"]
-        speaker = self.first_here
+        speaker: int | None = self.first_here
         if rank == self.first_here:  # this rank has reported its user error itself
             speaker = None if status == MISTAKE_STATUS else rank + 1
         failures.print_errors(lines if self.rank == speaker else [])

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
@@ -39,7 +39,7 @@ LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # mask from tokens. Found by running 100 model types of transformers 5.23 on two processes and on one process.
 OTHERS = {"camembert", "data2vec-text", "doge", "llama4_text", "roberta", "roberta-prelayernorm", "xlm-roberta"}
 OTHERS |= {"xlm-roberta-xl", "xmod"}
-_group: "dist.ProcessGroup | None" = None  # group of this process, while the model sees parts of sequences
+_group: dist.ProcessGroup | None = None  # group of this process, while the model sees parts of sequences
 
 
 def check_model(config: PreTrainedConfig, model_class: Any, degrees: Degrees) -> Iterator[str]:
@@ -100,17 +100,17 @@ def share_sequences(model: PreTrainedModel, degrees: Degrees) -> None:
     attention, mask = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]
     calls = []
 
-    def shared_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **given: Any):
+    def shared_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **given: Any):
         if _group is None:
             return attention(module, query, key, value, *args, **given)
         calls.append(module)
         num_key_heads = key.shape[1]
-        query, key, value = _to_heads(query, key, value)
+        query, key, value = _to_heads(query, key, value, _group)
         if num_key_heads % _group.size():  # keys were repeated; transformers would read the repetitions from the module
             causal = getattr(module, "is_causal", True)
             module = SimpleNamespace(is_causal=causal, num_key_value_groups=query.shape[1] // key.shape[1])
         output, _ = attention(module, query, key, value, *args, **given)
-        return _to_tokens(output), None
+        return _to_tokens(output, _group), None
 
     def whole_mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **given: Any):
         size = 1 if _group is None else _group.size()
@@ -135,9 +135,9 @@ def whole_sequences() -> None:
     _group = None
 
 
-def _exchange(parts: Tensor) -> Tensor:
+def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Exchanges (N, ...) in the group: part i goes to process i, and part j of the result comes from process j."""
-    return _AllToAll.apply(parts.contiguous(), _group)
+    return _AllToAll.apply(parts.contiguous(), group)
 
 
 class _AllToAll(torch.autograd.Function):
@@ -155,12 +155,12 @@ class _AllToAll(torch.autograd.Function):
         return returned, None
 
 
-def _to_heads(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+def _to_heads(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Converts query, key and value, each (B, H, L / N, D) with its own H and D, to (B, H / N, L, D).
 
     If N does not divide the number of key-value heads, they are repeated, as in grouped-query attention.
     """
-    size, dtype = _group.size(), autocast_dtype(query.device) or query.dtype
+    size, dtype = group.size(), autocast_dtype(query.device) or query.dtype
     num_heads = query.shape[1]
     parts, shapes = [], []
     for x in (query, key, value):
@@ -171,14 +171,14 @@ def _to_heads(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         x = x.to(dtype).reshape(batch, size, heads // size, length, width).transpose(0, 1)
         parts.append(x.flatten(1))
         shapes.append(x.shape)
-    received = _exchange(torch.cat(parts, 1)).split([part.shape[1] for part in parts], 1)
+    received = _exchange(torch.cat(parts, 1), group).split([part.shape[1] for part in parts], 1)
     whole = [x.view(shape) for x, shape in zip(received, shapes, strict=True)]  # (N, B, H / N, L / N, D)
     return [x.permute(1, 2, 0, 3, 4).flatten(2, 3) for x in whole]
 
 
-def _to_tokens(output: Tensor) -> Tensor:
+def _to_tokens(output: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Converts (B, L, H / N, D) to (B, L / N, H, D)."""
     batch, length, heads, width = output.shape
-    size = _group.size()
+    size = group.size()
     parts = output.view(batch, size, length // size, heads, width).transpose(0, 1)
-    return _exchange(parts).permute(1, 2, 0, 3, 4).flatten(2, 3)
+    return _exchange(parts, group).permute(1, 2, 0, 3, 4).flatten(2, 3)

@@ -14,6 +14,7 @@ all processes keep (Qwen3's norms of queries and keys), so accumulated gradients
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,9 +84,9 @@ def _why_not(config: PreTrainedConfig, empty_model: Callable[[], PreTrainedModel
                 yield f"has weights beside {name} of which its plan says nothing"
 
 
-def planned_modules(model: PreTrainedModel) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
+def planned_modules(model: PreTrainedModel) -> Iterator[tuple[str, tuple[Any, str]]]:
     """Yields the name of each module in the plan, with the module and its style of partition."""
-    base, plan = model.base_model, model.config.base_model_tp_plan
+    base, plan = model.base_model, model.config.base_model_tp_plan or {}
     prefix = "" if base is model else f"{model.base_model_prefix}."
     for name, module in base.named_modules():
         if style := plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)):
@@ -96,7 +97,8 @@ def _is_shared(model: PreTrainedModel, name: str, style: str, size: int) -> bool
     """Returns whether a layer computes keys or values of fewer heads than processes, so that several share a head."""
     if style != "colwise":  # each process gets all outputs
         return False
-    module, attention = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
+    module: Any = model.get_submodule(name)
+    attention: Any = model.get_submodule(name.rpartition(".")[0])
     if not hasattr(attention, "num_key_value_groups") or not hasattr(attention, "head_dim"):
         return False
     groups = model.config.num_attention_heads // attention.num_key_value_groups
@@ -148,7 +150,7 @@ class _Cutter:
             self._spread = x, _Spread.apply(x, self.group)
         return self._spread[1]
 
-    def first(self, layer: nn.Linear, gathers: bool) -> None:
+    def first(self, layer: Any, gathers: bool) -> None:
         """Partitions a layer by its outputs; with `gathers`, each process gets all outputs."""
         self.cut(layer, "weight", 0)
         self.cut(layer, "bias", 0)
@@ -161,7 +163,7 @@ class _Cutter:
 
         layer.forward = forward
 
-    def second(self, layer: nn.Linear, splits: bool) -> None:
+    def second(self, layer: Any, splits: bool) -> None:
         """Partitions a layer by its inputs and sums the outputs; with `splits`, it first splits full inputs."""
         start, stop = self.bounds(layer.in_features)
         self.cut(layer, "weight", 1)
@@ -175,7 +177,7 @@ class _Cutter:
 
         layer.forward = forward
 
-    def share_heads(self, layer: nn.Linear, attention: nn.Module) -> None:
+    def share_heads(self, layer: Any, attention: Any) -> None:
         """Shares heads of keys or values among processes, if there are fewer heads than processes.
 
         Each process keeps the full weight, and computes the head that it needs.
@@ -207,7 +209,7 @@ class _Cutter:
         self.cut(head, "bias", 0)
         head.vocabulary = (self.group, first)  # read by the loss
 
-    def _divide_embedding(self, embedding: nn.Embedding) -> None:
+    def _divide_embedding(self, embedding: Any) -> None:
         start, stop = self.bounds(embedding.num_embeddings)
         self.cut(embedding, "weight", 0)
         if embedding.padding_idx is not None:
@@ -249,13 +251,13 @@ def cut_model(model: PreTrainedModel, optimizer: torch.optim.Optimizer, degrees:
     shares = {id(p): share for p, share in cutter.new.values()}
     whole = {name: Share(tuple(p.shape), counts=cutter.rank == 0) for name, p in model.named_parameters()}
     named = {name: shares.get(id(p), whole[name]) for name, p in model.named_parameters()}
-    model.shares = Shares(cutter.group, named)
+    model.shares = Shares(cutter.group, named)  # type: ignore[assignment]  # a module accepts any attribute
 
 
 @torch.no_grad()
 def whole_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
     """Returns all full weights and buffers on the host of the main process; call it on all ranks together."""
-    shares: Shares = model.shares
+    shares: Shares = model.shares  # type: ignore[assignment]  # of `cut_model`
     names = {id(p): name for name, p in model.named_parameters()}
     whole: dict[int, Tensor] = {}  # tied weights once
     state = model.state_dict(keep_vars=True)
@@ -264,22 +266,22 @@ def whole_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
         part = x.detach().to(PartialState().device)  # also if offloaded
         part = part.full_tensor() if isinstance(part, DTensor) else part
         if share is not None and share.dim is not None:
-            part = _gather_parts(part, share, shares.group)
+            part = _gather_parts(part, share.shape, share.dim, shares.group)
         if dist.get_rank() == 0:
             whole[id(x)] = part.cpu()
     return {name: whole[id(x)] for name, x in state.items() if id(x) in whole}
 
 
-def _gather_parts(x: Tensor, share: Share, group: dist.ProcessGroup) -> Tensor:
+def _gather_parts(x: Tensor, full_shape: tuple[int, ...], dim: int, group: dist.ProcessGroup) -> Tensor:
     """Returns the full tensor, from the parts of all ranks of the group, whose sizes may differ."""
     parts = []
     for rank in range(group.size()):
-        start, stop = _bounds(share.shape[share.dim], rank, group.size())
-        shape = [stop - start if dim == share.dim else n for dim, n in enumerate(share.shape)]
+        start, stop = _bounds(full_shape[dim], rank, group.size())
+        shape = [*full_shape[:dim], stop - start, *full_shape[dim + 1 :]]
         part = x.contiguous() if rank == group.rank() else x.new_empty(shape)
         dist.broadcast(part, group=group, group_src=rank)
         parts.append(part)
-    return torch.cat(parts, share.dim)
+    return torch.cat(parts, dim)
 
 
 def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
