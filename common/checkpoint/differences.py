@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from common.checkpoint.identity import SETTINGS
-from common.models.adapters import FLAGS, with_default_alpha
+from common.models.adapters import ALPHA_PER_RANK, FLAGS
 
 
 def differences(saved: dict, now: dict, args: argparse.Namespace, size_flags: Iterable[str] = ()) -> Iterator[str]:
@@ -94,7 +94,7 @@ def _different_library(saved: dict, now: dict) -> str | None:
 
 def _different_settings(saved: dict, now: dict, allowed: list[str]) -> Iterator[str]:
     """Yields one line per setting that differs from the checkpoint."""
-    saved_settings, settings = with_default_alpha(saved["settings"]), with_default_alpha(now["settings"])
+    saved_settings, settings = _with_default_alpha(saved["settings"]), _with_default_alpha(now["settings"])
     if settings.get("head_learning_rate"):  # older runs trained a new head at the common learning rate
         saved_settings = {"head_learning_rate": saved_settings["learning_rate"]} | saved_settings
     own_flags = dict.fromkeys(sorted(now["settings"].keys() - SETTINGS.keys()), False)
@@ -115,3 +115,10 @@ def _words(value: Any) -> str:
     if value is None or value is False:
         return ""
     return " ".join(map(str, value)) if isinstance(value, list) else "set" if value is True else str(value)
+
+
+def _with_default_alpha(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings, with the default alpha if --lora_alpha is not set."""
+    if not settings.get("lora_rank"):
+        return settings
+    return settings | {"lora_alpha": settings.get("lora_alpha") or ALPHA_PER_RANK * settings["lora_rank"]}

@@ -8,11 +8,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from common.models.load import build_model
 from common.models.untrained import empty_model
-from common.training.precision import narrow_dtype
 from common.training.process_grid import Degrees
 from common.training.recipe_traits import Arguments
 
 QUANTIZED = {"nf4": "NF4 (arXiv:2305.14314), 4.13 bits per weight"}
+ALPHA_PER_RANK = 2  # default of --lora_alpha
 FLAGS = ("lora_alpha", "lora_targets", "lora_dropout", "use_dora", "use_rslora", "quantize")  # besides --lora_rank
 
 
@@ -36,13 +36,6 @@ def flags(args: Arguments) -> tuple[str, ...]:
     return ("lora_rank", *FLAGS) if is_asked(args) else ()
 
 
-def with_default_alpha(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings, with the default alpha if --lora_alpha is not set."""
-    if not settings.get("lora_rank"):
-        return settings
-    return settings | {"lora_alpha": settings.get("lora_alpha") or 2 * settings["lora_rank"]}
-
-
 def has_adapter(model: nn.Module) -> bool:
     """Returns whether an adapter is trained next to the model's frozen weights."""
     return bool(getattr(model, "peft_config", None))
@@ -50,17 +43,17 @@ def has_adapter(model: nn.Module) -> bool:
 
 def base_options(args: Arguments) -> dict[str, Any]:
     """Returns the arguments of `build_model` for the frozen base of an adapter; {} if the full model is trained."""
-    if args.shared("quantize"):
-        from common.models import quantization
+    if not is_asked(args):
+        return {}
+    from common.models import lora
 
-        return quantization.options(args.quantize)
-    return {"frozen_dtype": narrow_dtype()} if is_asked(args) else {}
+    return lora.base_options(args)
 
 
 def build_base(args: Arguments, config: PreTrainedConfig, model_class: Any = AutoModelForCausalLM) -> PreTrainedModel:
     """Returns the model that the flags select, in the precision of --quantize, with the adapter of --lora_rank if set.
 
-    Raises UserError: as `build_model` and `with_adapter`.
+    Raises UserError: as `build_model` and `lora.add_adapter`.
     """
     path, trusts_code = args.model_name_or_path, args.trust_remote_code
     return with_adapter(args, build_model(config, path, trusts_code, model_class, **base_options(args)))
@@ -77,7 +70,7 @@ def with_adapter(args: Arguments, model: PreTrainedModel, new_weights: list[str]
         return model
     from common.models import lora
 
-    return lora.add_adapter(args, with_default_alpha(vars(args))["lora_alpha"], model, new_weights)
+    return lora.add_adapter(args, args.lora_alpha or ALPHA_PER_RANK * args.lora_rank, model, new_weights)
 
 
 def number_of(weight: Any) -> int:

@@ -1,9 +1,8 @@
 """Selects the attention mask of a micro-batch on the host, so no forward pass waits for the device.
 
-transformers checks twice per micro-batch whether a plain mask is sufficient: it inspects the positions (for several
-sequences packed into a row) and the padding mask (for a row without padding). Each check waits for the device. Inside
-torch.compile the checks are impossible, so SDPA gets a materialised mask instead of its causal flag. The recipes know
-both answers at collation: rows are never packed, and a padding mask exists only if there is padding.
+transformers checks twice per micro-batch whether a plain mask is sufficient: for packed sequences and for padding. Each
+check waits for the device, and is impossible inside torch.compile. The recipes know both answers at collation: rows are
+never packed, and a padding mask exists only if there is padding.
 """
 
 from collections.abc import Callable

@@ -27,6 +27,15 @@ def check_flags(args: argparse.Namespace, degrees: Degrees) -> Iterator[str]:
         yield f"--lora_dropout {args.lora_dropout:g} is no share that leaves something; give one below 1"
 
 
+def base_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments of `build_model` for the frozen base."""
+    if args.quantize:
+        from common.models import quantization
+
+        return quantization.options(args.quantize)
+    return {"frozen_dtype": narrow_dtype()}
+
+
 def describe_frozen(args: argparse.Namespace) -> str:
     """Returns the precision of the frozen weights, to follow the precision in the run summary."""
     dtype = str(narrow_dtype() or "").removeprefix("torch.")

@@ -13,7 +13,6 @@ from common.files import complete_or_absent
 from common.models.saved_model import ADAPTER_CONFIG
 from common.models.single_copy import has_one_copy
 from common.parallel.liveness import wait_for_all
-from common.training.optimizers import inner_optimizer, wrapped_optimizers
 from common.training.precision import is_deepspeed, is_fsdp
 from common.training.process_grid import Degrees, running
 
@@ -82,8 +81,6 @@ def prepare(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Applies `accelerator.prepare` to a model that `models.load.build_model` built; call it on all ranks together.
 
-    The groups and the state stay the same objects, because an optimizer that wraps others shares them with these.
-
     Raises UserError: the learning rate would not reach an optimizer that a different optimizer wraps.
     """
     made, groups, state = optimizer, optimizer.param_groups, optimizer.state
@@ -94,16 +91,9 @@ def prepare(
     else:
         wait_for_all()  # some ranks may read their data or model for a long time
         prepared, optimizer = accelerator.prepare(model, optimizer)
-    if "param_groups" in vars(made):  # Accelerate has loaded a copy of the optimizer's state
-        for group, new in zip(groups, made.param_groups, strict=True):
-            group.update(new)
-        made.param_groups = groups
-    if (new_state := vars(made).get("state", state)) is not state:
-        state.clear()
-        state.update(new_state)
-        made.state = state
-    if "param_groups" not in vars(made) or wrapped_optimizers(inner_optimizer(optimizer)):
-        from common.training.optimizer_choice import check_rate
+    if not type(made).__module__.startswith("torch.optim."):
+        from common.training import optimizer_choice
 
-        check_rate(optimizer)
+        optimizer_choice.keep_objects(made, groups, state)
+        optimizer_choice.check_rate(optimizer)
     return prepared, optimizer

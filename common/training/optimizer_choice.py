@@ -1,6 +1,7 @@
-"""Names of suitable optimizers for messages, and the check of an optimizer that wraps others."""
+"""Names of suitable optimizers for messages, and the preparation of optimizers that wrap others."""
 
 import math
+from typing import Any
 
 import torch
 
@@ -26,6 +27,21 @@ def smaller_optimizers(name: str, is_split: bool) -> list[str]:
         and info.uses_adamw_rate
         and (info.is_elementwise or not is_split)
     ]
+
+
+def keep_objects(optimizer: Any, groups: list[dict[str, Any]], state: Any) -> None:
+    """Restores groups and state as the objects before `accelerator.prepare`, with their present content.
+
+    An optimizer that wraps others shares them with these, and Accelerate has loaded a copy of the state.
+    """
+    if vars(optimizer).get("param_groups", groups) is not groups:
+        for group, new in zip(groups, optimizer.param_groups, strict=True):
+            group.update(new)
+        optimizer.param_groups = groups
+    if (new_state := vars(optimizer).get("state", state)) is not state:
+        state.clear()
+        state.update(new_state)
+        optimizer.state = state
 
 
 def check_rate(optimizer: torch.optim.Optimizer) -> None:

@@ -8,6 +8,7 @@ weights (FSDP2) get the same result.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -138,7 +139,7 @@ def own_loss_is_cross_entropy(model: PreTrainedModel, ids: Tensor, weights: dict
 @contextmanager
 def _stubbed(backbone: nn.Module, hidden: Tensor) -> Iterator[list[tuple[tuple, dict[str, Any]]]]:
     """Makes `backbone` return `hidden` for the duration of the block, and yields the list of recorded arguments."""
-    calls = []
+    calls: list[tuple[tuple, dict[str, Any]]] = []
 
     def stub(*args, **kwargs) -> BaseModelOutputWithPast:
         calls.append((args, kwargs))
@@ -147,14 +148,8 @@ def _stubbed(backbone: nn.Module, hidden: Tensor) -> Iterator[list[tuple[tuple, 
             setattr(output, name, None)
         return output
 
-    before = backbone.__dict__.get("forward")
-    backbone.forward = stub
-    try:
+    with mock.patch.object(backbone, "forward", stub):
         yield calls
-    finally:
-        del backbone.forward
-        if before is not None:
-            backbone.forward = before
 
 
 @contextmanager
