@@ -1,4 +1,4 @@
-"""The files of an adapter directory besides those of peft."""
+"""The files of an adapter directory besides those of peft, and its description."""
 
 import copy
 import json
@@ -20,3 +20,12 @@ def write_config(config: Any, directory: Path) -> None:
         config = copy.deepcopy(config)
         config.dtype = None  # the dtype of the base's files applies, whatever the run's precision
         config.save_pretrained(directory / CONFIG)
+
+
+def describe_adapter(directory: Path) -> str:
+    """Returns a description of an adapter for a model card, from peft's config, because the flags may be unset."""
+    config = json.loads((directory / ADAPTER_CONFIG).read_text())
+    layers, new = [*config["target_modules"], *(config.get("target_parameters") or [])], config.get("modules_to_save")
+    names = [", ".join(f"`{name}`" for name in group) for group in (sorted(layers), new or [])]
+    text = f"An adapter (LoRA) of rank {config['r']} and alpha {config['lora_alpha']} on {names[0]}"
+    return text + (f", with {names[1]} trained whole" if new else "")

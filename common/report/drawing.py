@@ -1,26 +1,19 @@
-"""Starts the process that draws curves.png, so that a training process does not load matplotlib."""
+"""Draws curves.png in a separate process, so that a training process does not load matplotlib."""
 
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from common.errors import reported_in_one_line
 
-CURVES = str(Path(__file__).with_name("curves.py"))
-
 
 def start_drawing(output_dir: Path, unit: str) -> subprocess.Popen:
-    """Starts a process that writes curves.png, completely or not at all. unit: the counted unit, such as tokens."""
-    return subprocess.Popen([sys.executable, CURVES, str(output_dir), unit], stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, str(Path(__file__).with_name("curves.py")), str(output_dir), unit]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
-def finish(drawing: subprocess.Popen) -> None:
-    """Waits for the process, and prints the reason if it failed."""
-    if (problem := drawing.communicate()[1]) and drawing.returncode:
-        print(f"curves.png could not be drawn: {problem.splitlines()[-1]}", file=sys.stderr)
-
-
-def draw(output_dir: Path, unit: str, previous: subprocess.Popen | None, is_last: bool) -> subprocess.Popen | None:
+def draw(output_dir: Path, unit: str, previous: Any = None, is_last: bool = True) -> subprocess.Popen | None:
     """Starts drawing, unless the `previous` process still draws; the last time, waits for both. Returns the process."""
     if previous is not None and not is_last and previous.poll() is None:
         return previous
@@ -28,6 +21,6 @@ def draw(output_dir: Path, unit: str, previous: subprocess.Popen | None, is_last
         if previous is not None:
             previous.communicate()
         previous = start_drawing(output_dir, unit)
-        if is_last:
-            finish(previous)
+        if is_last and (problem := previous.communicate()[1]) and previous.returncode:
+            print(f"curves.png could not be drawn: {problem.splitlines()[-1]}", file=sys.stderr)
     return previous

@@ -57,8 +57,7 @@ class ModelFlops:
 def of_run(run: Any, is_rehearsal: bool) -> ModelFlops | None:
     """Returns the `ModelFlops` of a `common.run.Run` on its main process, which reports them; None on others.
 
-    The throughput of one process is measured, in a tenth of a second. On a CPU, the processes of a host share its
-    cores.
+    Measures the throughput of this process. On a CPU, the processes of a host share its cores.
     """
     if not run.accelerator.is_main_process:
         return None
@@ -76,7 +75,7 @@ def of_run(run: Any, is_rehearsal: bool) -> ModelFlops | None:
 def count(make_empty: Callable[[], Any], batches: GlobalBatches, rate: float | None = None) -> ModelFlops | None:
     """Counts the FLOPs of a model by forward passes without data at a few sample lengths.
 
-    Draws no random numbers, and leaves the model of `make_empty` unchanged. Returns None if the model needs real data.
+    Draws no random numbers, and does not change the model of `make_empty`. Returns None if the model needs real data.
     """
     samples, model = batches.samples, copy.deepcopy(make_empty()).eval()
     lengths = getattr(samples, "sequence_lengths", samples.lengths)(np.arange(min(len(samples), INSPECTED)))
@@ -110,10 +109,7 @@ def count(make_empty: Callable[[], Any], batches: GlobalBatches, rate: float | N
 
 
 def _terms(lengths: np.ndarray) -> np.ndarray:
-    """Returns the terms of the polynomial: 1, each length, and each product of two lengths.
-
-    Shapes: (samples,) or (samples, 1 or 2) to (samples, terms), float64.
-    """
+    """Returns 1, each length, and each product of two lengths: (samples,) or (samples, 1 or 2) to (samples, terms)."""
     lengths = lengths.reshape(len(lengths), -1).astype(np.float64)
     first, last = lengths.T[0], lengths.T[-1]
     others = [last, last * last, first * last] if lengths.shape[1] == 2 else []

@@ -8,7 +8,7 @@ from typing import Any
 
 from common.errors import reported_in_one_line
 from common.files import PARTIAL
-from common.report import curves, drawing
+from common.report import curves, drawing, trackers
 from common.report.records import to_json_line
 from common.report.terminal_bar import TerminalBar
 
@@ -42,8 +42,9 @@ def add_evaluation(progress: Any, metrics: dict[str, float]) -> None:
     unfinished = path.with_name(path.name + PARTIAL)
     unfinished.write_text("".join([*lines, to_json_line(record)]))
     os.replace(unfinished, path)
-    progress.open_metrics()
-    progress.log(metrics, record["update"])
+    progress.file.close()
+    progress.file = open(path, "a", buffering=1)
+    trackers.log(progress, metrics, record["update"])
     print_evaluation(progress, record)
 
 
@@ -102,4 +103,4 @@ def _describe_best(best: dict[str, Any] | None, output_dir: Path) -> str:
 def _redraw_curves(results: dict[str, Any], output_dir: Path) -> None:
     updates = curves.read(output_dir / "metrics.jsonl")
     if curves.with_end(updates, results) != updates:
-        drawing.finish(drawing.start_drawing(output_dir, results["unit"]))
+        drawing.draw(output_dir, results["unit"])

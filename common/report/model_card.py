@@ -9,7 +9,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from common.models.saved_model import ADAPTER_CONFIG, loading_call
+from common.models.saved_model import loading_call
 
 # Tags of the hub's demo widgets, by the Auto class that loads the model.
 PIPELINE_TAGS = {
@@ -55,8 +55,12 @@ def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> 
         base_model=base if base and not Path(base).expanduser().exists() else None,  # a path would not be a valid link
         tags=["accelerate", Path(run["command"][0]).name.removesuffix(".py")],
     )
-    config = json.loads((directory / (ADAPTER_CONFIG if is_adapter else "config.json")).read_text())
-    model = _describe_adapter(config) if is_adapter else f"`{config['architectures'][0]}`"
+    if is_adapter:
+        from common.models.adapter_files import describe_adapter
+
+        model = describe_adapter(directory)
+    else:
+        model = f"`{json.loads((directory / 'config.json').read_text())['architectures'][0]}`"
     origin = f"fine-tuned from `{base}`" if base else "trained from scratch"
     length = f"{results['updates']:,} updates"
     if (best := results.get("best")) and best["is_model"]:
@@ -92,13 +96,6 @@ def _metrics(run: dict[str, Any]) -> Iterator[tuple[str, str]]:
         value = run["results"].get(key)
         if value or (value is not None and key not in HIDDEN_IF_0):
             yield name, f"{value / (2**30 if key == 'peak_memory_bytes' else 1):,.6g}"
-
-
-def _describe_adapter(config: dict[str, Any]) -> str:
-    """Returns a description of an adapter from peft's config, because the flags may be unset."""
-    layers = sorted([*config["target_modules"], *(config.get("target_parameters") or [])])
-    new = f", with {_code(config['modules_to_save'])} trained whole" if config.get("modules_to_save") else ""
-    return f"An adapter (LoRA) of rank {config['r']} and alpha {config['lora_alpha']} on {_code(layers)}{new}"
 
 
 def _list(part: str, text: str) -> str:

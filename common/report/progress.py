@@ -1,13 +1,12 @@
 """Shows and records each update: lines in a log, or a bar on a terminal, and metrics.jsonl."""
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Generator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
@@ -16,7 +15,6 @@ from tqdm.auto import tqdm
 from common.errors import UserError
 from common.files import find_lost_directory
 from common.parallel import liveness
-from common.report.flops import ModelFlops
 from common.report.records import to_json_line
 from common.report.totals import Totals
 from common.report.tracking import memory_in_use_bytes, peak_memory_bytes
@@ -26,10 +24,10 @@ FEWEST_TO_DRAW = 10  # minimum number of updates for a curve
 
 
 class LogLines:
-    """Progress as lines of text on stderr, for a log file or a pipe, in which a bar would be a single endless line.
+    """Progress as lines of text on stderr, for a log file or a pipe.
 
-    It prints the first and the last update, and between them at most one line per `SECONDS` and per 1 % of the run. In
-    a long run, it prints at least one line per `SILENCE`.
+    Prints the first and the last update; between them at most one line per `SECONDS` and per 1 % of the run, but at
+    least one line per `SILENCE`.
     """
 
     SECONDS, SILENCE = 10.0, 600.0
@@ -40,9 +38,9 @@ class LogLines:
         self.first: int | None = None  # first update of this start, completed at `began`
 
     def update(self, done: int, num_tokens: float, unit: str, record: dict[str, Any], epoch: str = "") -> None:
-        """Ends an update. record: its line of metrics.jsonl. unit: what `num_tokens` counts. epoch: as text.
+        """Ends an update. record: its line of metrics.jsonl. unit: counted by `num_tokens`. epoch: as text.
 
-        Tokens per second are measured since the last line. The time left includes evaluations and saves, as so far.
+        Throughput is measured since the last line. The time left includes evaluations and saves, as so far.
         """
         now, is_first = time.perf_counter(), self.first is None
         if self.first is None:
@@ -73,44 +71,29 @@ class LogLines:
 class Progress:
     """Shows and records updates on the main process; the other ranks only measure time.
 
-    It is a context manager. `batches(...)` measures the data-loading time, `update(...)` ends an update. `work`, on the
-    main process: FLOPs of the model, or None if they cannot be counted.
+    It is a context manager. `work`: on the main process, a `flops.ModelFlops`; None if the FLOPs cannot be counted.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        output_dir: Path,
-        num_updates: int,
-        state: Any,
-        work: ModelFlops | None = None,
-    ):
+    def __init__(self, accelerator: Accelerator, output_dir: Path, num_updates: int, state: Any, work: Any = None):
         self.accelerator, self.is_main, self.state = accelerator, accelerator.is_main_process, state
         self.output_dir, self.total, self.work, self.totals = output_dir, num_updates, work, Totals(state.training)
-        self.display: Any = None  # `LogLines` or a `terminal_bar.TerminalBar`
-        self.file: TextIO | None = None
-        if self.is_main:
-            self.open_metrics()
-            if sys.stderr.isatty():
-                from common.report.terminal_bar import TerminalBar
+        # Line buffered, so that a killed run leaves complete lines.
+        self.file = open(output_dir / "metrics.jsonl", "a", buffering=1) if self.is_main else None
+        self.display: Any = None
+        if self.is_main and sys.stderr.isatty():
+            from common.report.terminal_bar import TerminalBar
 
-                self.display = TerminalBar(state.update, num_updates)
-            elif not os.environ.get("TQDM_DISABLE"):
-                self.display = LogLines(state.update, num_updates)
+            self.display = TerminalBar(state.update, num_updates)
+        elif self.is_main and not os.environ.get("TQDM_DISABLE"):
+            self.display = LogLines(state.update, num_updates)
         self.memory_at_start = memory_in_use_bytes(accelerator.device)
         self.waited = self.waited_before = 0.0
         self.last, self.seconds = time.perf_counter(), 0.0  # `seconds`: training time of this start
         self.num_updates = 0  # updates of this start
         self.unit = "tokens"
         self.per_epoch: int | None = 1  # updates per epoch; None: mixed sources, each with its own epochs
-        self.drawing: subprocess.Popen | None = None
+        self.drawing: Any = None  # the process that draws curves.png
         self.chance: Any = None  # a `chance.ChanceCheck` for samples with labels
-
-    def open_metrics(self) -> None:
-        """Opens metrics.jsonl line buffered, so that a killed run leaves complete lines."""
-        if self.file is not None:
-            self.file.close()
-        self.file = open(self.output_dir / "metrics.jsonl", "a", buffering=1)
 
     def batches(self, loader: DataLoader) -> Generator[GlobalBatch, None, None]:
         """Yields the loader's global batches, and measures the time that the loop waits for each."""
@@ -166,7 +149,10 @@ class Progress:
 
             what = f"{self.file.name} could not be written after update {record['update']}"
             raise UserError(disk_line(error, what, self.output_dir, 0, "start again with --resume")) from error
-        self.log(record, record["update"])
+        if self.accelerator.trackers:
+            from common.report.trackers import log
+
+            log(self, record, record["update"])
         if "validation_loss" in record:
             from common.report.held_out import print_evaluation
 
@@ -183,13 +169,6 @@ class Progress:
         """Prints a line, above the bar on a terminal."""
         tqdm.write(line)
         sys.stdout.flush()
-
-    def log(self, metrics: dict[str, Any], update: int) -> None:
-        """Sends metrics to the trackers of --report_to."""
-        if self.accelerator.trackers:
-            from common.report.trackers import log
-
-            log(self, metrics, update)
 
     def end_early(self, patience: int) -> None:
         """Reports that `patience` evaluations without an improvement end the updates."""

@@ -1,8 +1,7 @@
 """Training totals of a run, summed over all its starts.
 
-Each update counts once, in the start whose result the run kept. If a start is killed, the updates after its last
-checkpoint are lost and repeated; `report.earlier_starts` sums their time and tokens separately, as repeated_*. The
-totals are saved in every checkpoint. Training time is the time of updates only, without evaluations and saves.
+Each update counts once, in the start whose result the run kept; `report.earlier_starts` sums the lost updates of a
+killed start, as repeated_*. The totals are saved in every checkpoint. Training time excludes evaluations and saves.
 """
 
 import time
@@ -27,11 +26,7 @@ def pause(saved: dict[str, Any], name: str) -> Iterator[None]:
 
 
 class Totals:
-    """The totals of a run. `saved` is the dict in a checkpoint; it is empty in checkpoints of older versions.
-
-    All values are sums over updates, or seconds of pauses. In checkpoints of older versions, the seconds of the updates
-    include the pauses.
-    """
+    """The totals of a run. `saved`: sums over updates and seconds of pauses; empty in checkpoints of older versions."""
 
     def __init__(self, saved: dict[str, Any]):
         self.saved = saved
