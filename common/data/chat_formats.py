@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from common.data.column_selection import PAIR, names_decide, text_of, watched
+from common.data.column_selection import PAIR, names_decide, text_of
 from common.data.messages import history_of, with_system
 from common.data.source_types import Corpus, Row, Source
 from common.errors import UserError
@@ -32,6 +32,7 @@ def with_known_format(corpus: Corpus, source: Source, shape: str | None, has_tem
         return corpus
     column = next((name for name in ("messages", *CONVERSATIONS) if name in names), None)
     used: tuple[str, ...]
+    optional: tuple[str, ...]
     columns: tuple[str, ...]
     if column is None and set(ALPACA) <= names and not set(PAIR) <= names:
         used, optional = ALPACA, ("input", "system", "history", *(("tools",) if has_template else ()))
@@ -40,10 +41,9 @@ def with_known_format(corpus: Corpus, source: Source, shape: str | None, has_tem
         used, optional, columns, identity = (column,), ("system", "tools"), ("messages",), corpus.identity
     else:
         return corpus
-    opened = watched(corpus, used, optional)
 
     def rows(_: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
-        for row in opened.rows(used, whole_files):
+        for row in corpus.rows(used + optional, whole_files):
             if column is None:
                 values = _instructed(row, has_template)
             else:

@@ -1,7 +1,6 @@
 """Selects the columns that contain the text of a row, and checks that their values are texts."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from tqdm import tqdm
 
@@ -41,22 +40,6 @@ def check_columns(corpus: Corpus, wanted: tuple[str, ...], flags: str = "") -> N
     """Raises UserError, one line that names the `flags` to set, if a required column is missing."""
     if missing := [column for column in wanted if column not in corpus.columns]:
         raise UserError(missing_column(corpus.name, missing, corpus.columns) + (f" ({flags})" if flags else ""))
-
-
-def watched(corpus: Corpus, used: tuple[str, ...], optional: tuple[str, ...] = ()) -> Corpus:
-    """Returns the corpus, which then counts in `unused` the values of columns that are neither `used` nor `optional`.
-
-    Empty values are not counted.
-    """
-    known = (*used, *(name for name in optional if name not in used))
-
-    def rows(_: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
-        for row in corpus.rows(known, whole_files):
-            for name in row.values.keys() - known:
-                corpus.unused[name] += row.values[name] not in (None, "", [], {})
-            yield row
-
-    return replace(corpus, rows=rows)
 
 
 def text_of(row: Row, column: str) -> str:

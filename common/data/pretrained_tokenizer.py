@@ -6,8 +6,14 @@ from common.data.hub import locate_pretrained
 from common.errors import UserError, one_line
 
 
-def load(name_or_path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Loads a tokenizer from a local directory or the hub; raises UserError, one line, if that fails."""
+def load(name_or_path: str, trust_remote_code: bool, needs_end_of_text: bool) -> PreTrainedTokenizerBase:
+    """Loads a tokenizer from a local directory or the hub; without a pad token, it uses the end-of-text token to pad.
+
+    Args:
+        needs_end_of_text: False for an encoder, which needs no end-of-text token if it has a pad token.
+
+    Raises UserError, one line, if the tokenizer is not found, cannot be loaded, or has no end-of-text token.
+    """
     where, problem = locate_pretrained(name_or_path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=trust_remote_code)
@@ -17,4 +23,11 @@ def load(name_or_path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     # If its files are missing, the library returns an empty tokenizer.
     if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
         raise UserError(f"tokenizer {name_or_path}: its files are missing; save it there (tokenizer.save_pretrained)")
+    if tokenizer.eos_token_id is None and (needs_end_of_text or tokenizer.pad_token_id is None):
+        raise UserError(
+            f"the tokenizer {tokenizer.name_or_path} has no eos token to end a document or to pad with; "
+            "set eos_token in its tokenizer_config.json"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -56,10 +56,9 @@ class Corpus:
         rows: a function (wanted, whole_files) that yields Rows. The caller reports wanted columns that a row lacks.
             With `whole_files`, a .txt file or a file of the embedded corpus is one document; otherwise each line that
             is not blank, or each function, is a row.
-        classes: the class names of each column of type ClassLabel (`datasets`). A row contains the name instead of the
-            number, and None instead of -1, a hidden label.
-        unused: the number of rows with a value in each ignored column (`column_selection.watched`); 1 if the column is
-            not read at all.
+        classes: the class names of each ClassLabel column (`datasets`). A row contains the name instead of the number,
+            and None for a hidden label.
+        unused: the number of rows read with a value in a column that is not wanted; 1 for a column that is not read.
     """
 
     name: str

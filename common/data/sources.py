@@ -55,7 +55,10 @@ def open_source(source: Source) -> Corpus:
 
     def rows(wanted: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
         for path in paths:
-            yield from _read_file(path, source.text_column, wanted, whole_files, unused)
+            for row in _read_file(path, source.text_column, wanted, whole_files, unused):
+                for column in row.values.keys() - wanted:
+                    unused[column] += row.values[column] not in (None, "", [], {})
+                yield row
 
     classes = {}
     if file_type(paths[0])[0] == ".parquet":

@@ -8,8 +8,6 @@ Tokens that are not targets are stored as their bitwise complement: those of a p
 token of a stream or an example.
 """
 
-import gzip
-import lzma
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,18 +17,16 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from common.data.cache import cached
-from common.data.column_selection import batches, choose_columns, text_of, watched
+from common.data.column_selection import batches, text_of
 from common.data.source_types import Corpus, Row, Source
-from common.data.sources import open_source
 from common.data.token_store import TokenStore, TokenWriter, split_targets
 from common.data.tokenizer import (
-    check_end_of_text,
     encode_plain,
     no_more_threads,
+    open_text,
     special_tokens_around,
     tokenizer_identity,
     with_end_of_text,
-    with_messages,
 )
 from common.errors import UserError, main_logger
 
@@ -38,7 +34,6 @@ if TYPE_CHECKING:
     from common.data.mixed import Mixed
 
 logger = main_logger(__name__)
-COMPRESSED_BYTES = 64 << 20  # xz needs a minute for this size; larger held-out texts are not compressed
 
 
 def tokenize(
@@ -67,22 +62,15 @@ def tokenize(
 
         options = (tokenizer, sequence_length, shape, cache_dir, measure_compression)
         return Mixed({part.files[0]: tokenize(part, *options) for part in source.parts}, source.weights)
-    check_end_of_text(tokenizer)
     tokenizer.chat_template = source.chat_template or tokenizer.chat_template
-    opened = open_source(source)
-    corpus = with_messages(opened, source, shape, bool(tokenizer.chat_template))
-    shape, columns = choose_columns(corpus, source, shape)
-    corpus = watched(corpus, columns) if corpus is opened else corpus
+    corpus, kind, columns = open_text(source, shape, bool(tokenizer.chat_template))
     if source.chat_template and columns != ("messages",):
         logger.warning("%s: --chat_template has no effect on it, for its rows hold no messages", corpus.name)
-    arguments = (corpus, shape, columns, tokenizer, sequence_length, measure_compression)
-    directory = cached(
-        "samples",
-        [corpus.identity, shape, columns, tokenizer_identity(tokenizer), measure_compression]
-        + ([sequence_length] if shape == "examples" else []),  # blocks are split when they are read
-        lambda partial: _write_samples(partial, *arguments),
-        cache_dir,
-    )
+    identity = [corpus.identity, kind, columns, tokenizer_identity(tokenizer), measure_compression]
+    if kind == "examples":  # blocks are split when they are read
+        identity.append(sequence_length)
+    arguments = (corpus, kind, columns, tokenizer, sequence_length, measure_compression)
+    directory = cached("samples", identity, lambda partial: _write_samples(partial, *arguments), cache_dir)
     no_more_threads()
     return Samples(directory, sequence_length)
 
@@ -102,7 +90,6 @@ def _write_samples(
     """
     is_blocks, is_text = shape == "blocks", len(columns) == 1 and columns != ("messages",)
     counts = Counter(dict.fromkeys(("documents", "targets", "bytes", "truncated", "dropped", "empty", "max_length"), 0))
-    kept_text = bytearray()  # for its compressed size; up to about COMPRESSED_BYTES
     rows = batches(corpus, columns, is_blocks)
     samples: Iterator[tuple[Any, str]]
     if is_blocks:
@@ -111,13 +98,16 @@ def _write_samples(
         from common.data.examples import encode_examples
 
         samples = encode_examples(rows, columns, tokenizer, sequence_length, counts)
+    sizes: dict[str, int | None] = {"gzip_bytes": None, "xz_bytes": None}
+    if measure_compression and is_text:
+        from common.data.compressed_size import measure_sizes
+
+        samples = measure_sizes(samples, sizes)
     with TokenWriter(directory, is_blocks, target_counts=[0]) as writer:
-        for tokens, text in samples:
+        for tokens, _ in samples:
             if is_blocks and not writer.num_tokens:
                 tokens[0] = ~tokens[0]
             writer.append(tokens, target_counts=[counts["targets"]])
-            if measure_compression and is_text and len(kept_text) <= COMPRESSED_BYTES:
-                kept_text.extend(text.encode())
         if is_blocks and counts["documents"]:
             counts["targets"] = writer.num_tokens - 1
         if counts["targets"] == 0:
@@ -125,17 +115,10 @@ def _write_samples(
                 f"{corpus.name}: no sample with a target in it ({counts['dropped']} rows were empty or all prompt); "
                 "give more text, or raise --sequence_length"
             )
-        is_compressed = measure_compression and is_text and len(kept_text) <= COMPRESSED_BYTES
         # Each byte of the text belongs to exactly one target, so that the loss can be given in bits per byte.
         is_whole = is_text and not counts["truncated"] and (is_blocks or bool(special_tokens_around(tokenizer)[0]))
-        writer.finish(
-            counts,
-            **corpus_facts(corpus, columns, counts, tokenizer),
-            shape=shape,
-            whole_text=is_whole,
-            gzip_bytes=len(gzip.compress(kept_text, 9)) if is_compressed else None,
-            xz_bytes=len(lzma.compress(kept_text, preset=9)) if is_compressed else None,
-        )
+        facts = corpus_facts(corpus, columns, counts, tokenizer) | sizes
+        writer.finish(counts, **facts, shape=shape, whole_text=is_whole)
 
 
 def _encode_stream(

@@ -28,30 +28,20 @@ Encoded = tuple[list[int], list[bool], str]  # a sample's tokens, a mask of poss
 def load_tokenizer(
     name_or_path: str, trust_remote_code: bool = False, needs_end_of_text: bool = True
 ) -> PreTrainedTokenizerBase:
-    """Loads a tokenizer from a local directory or the hub; without a pad token, it uses the end-of-text token to pad.
-
-    Args:
-        needs_end_of_text: False for an encoder, which needs no end-of-text token if it has a pad token.
-
-    Raises UserError, one line, if the tokenizer is not found, cannot be loaded, or has no end-of-text token.
-    """
+    """Loads a tokenizer from a local directory or the hub; see `pretrained_tokenizer.load`."""
     from common.data.pretrained_tokenizer import load
 
-    tokenizer = load(name_or_path, trust_remote_code)
-    if needs_end_of_text or tokenizer.pad_token_id is None:
-        check_end_of_text(tokenizer)
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    return load(name_or_path, trust_remote_code, needs_end_of_text)
 
 
-def with_messages(corpus: Corpus, source: Source, shape: str | None, has_template: bool) -> Corpus:
-    """Returns the corpus, of which `chat_formats.with_known_format` has converted the columns with chats."""
-    if not CHAT_COLUMNS & set(corpus.columns):
-        return corpus
-    from common.data.chat_formats import with_known_format
+def open_text(source: Source, shape: str | None, has_template: bool) -> tuple[Corpus, str, tuple[str, ...]]:
+    """Opens a source, converts known formats of chats, and returns (corpus, shape, columns) as `choose_columns`."""
+    corpus = open_source(source)
+    if CHAT_COLUMNS & set(corpus.columns):
+        from common.data.chat_formats import with_known_format
 
-    return with_known_format(corpus, source, shape, has_template)
+        corpus = with_known_format(corpus, source, shape, has_template)
+    return corpus, *choose_columns(corpus, source, shape)
 
 
 def train_tokenizer(
@@ -76,11 +66,11 @@ def train_tokenizer(
     """
     texts = []  # per source: a corpus and its columns
     for part in source.parts or (source,):
-        corpus, wanted = open_source(part), columns
-        if wanted is None:
-            corpus = with_messages(corpus, part, None, bool(source.chat_template))
-            _, wanted = choose_columns(corpus, part, None)
-        check_columns(corpus, wanted, flags)
+        if columns is None:
+            corpus, _, wanted = open_text(part, None, bool(source.chat_template))
+        else:
+            corpus, wanted = open_source(part), columns
+            check_columns(corpus, wanted, flags)
         texts.append((corpus, wanted))
     markers = sorted(set(MARKER.findall(source.chat_template or "")) - {END_OF_TEXT})
     identity = [item for corpus, wanted in texts for item in (corpus.identity, wanted)]
@@ -135,15 +125,6 @@ def _train_bpe(
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
     )
-
-
-def check_end_of_text(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises UserError if the tokenizer has no end-of-text token."""
-    if tokenizer.eos_token_id is None:
-        raise UserError(
-            f"the tokenizer {tokenizer.name_or_path} has no eos token to end a document or to pad with; "
-            "set eos_token in its tokenizer_config.json"
-        )
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:

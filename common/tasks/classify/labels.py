@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from common.data.column_checks import unused_columns
-from common.data.column_selection import check_columns, filled_text, watched
+from common.data.column_selection import check_columns, filled_text
 from common.data.source_types import Source
 from common.data.sources import open_source
 from common.data.tokenizer import no_more_threads
@@ -52,7 +52,7 @@ def read_examples(
     text_columns = (source.text_column, pair_column) if pair_column else (source.text_column,)
     wanted = (*text_columns, label_column)
     check_columns(corpus, wanted, "--text_column, --pair_column, --label_column")
-    examples, corpus = [], watched(corpus, wanted)
+    examples = []
     for row in corpus.rows(wanted, False):
         texts = tuple(filled_text(row, column) for column in text_columns)
         if label_column not in row.values:

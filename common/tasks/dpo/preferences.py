@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.data.cache import cached
 from common.data.chats import encode_chats
-from common.data.column_selection import batches, check_columns, watched
+from common.data.column_selection import batches, check_columns
 from common.data.examples import encode_texts, mark_targets
 from common.data.messages import TRAINING_KEYS, history_of, is_wanted, messages_of, with_system
 from common.data.source_types import Corpus, Row, Source
@@ -28,7 +28,7 @@ from common.data.sources import open_source
 from common.data.standard_library import derived_corpus, find_docstring
 from common.data.text import corpus_facts
 from common.data.token_store import TokenStore, TokenWriter, split_targets
-from common.data.tokenizer import Encoded, check_end_of_text, no_more_threads, tokenizer_identity
+from common.data.tokenizer import Encoded, no_more_threads, tokenizer_identity
 from common.errors import UserError
 from common.training.padding import round_up
 
@@ -72,13 +72,11 @@ def tokenize_preferences(
     """
     if source.parts:
         raise UserError("files of preferences are not mixed by weights; take the weights out of --train_file")
-    check_end_of_text(tokenizer)
     tokenizer.chat_template = source.chat_template or tokenizer.chat_template
     corpus = open_source(source)
     if source.embedded:
         corpus = embedded_preferences(corpus, source.text_column)
     columns = _columns_of(corpus)
-    corpus = watched(corpus, columns, CONTEXT if "prompt" in columns else (*CONTEXT, *PROMPTS))
     directory = cached(
         "preferences",
         [corpus.identity, columns, tokenizer_identity(tokenizer), length],
@@ -202,7 +200,7 @@ def _write(
     """
     counts = Counter(dict.fromkeys(("pairs", "truncated", "dropped", "empty", "max_length"), 0))
     with TokenWriter(directory, targets=[]) as writer:
-        for batch in batches(corpus, columns):
+        for batch in batches(corpus, columns + (CONTEXT if "prompt" in columns else CONTEXT + PROMPTS)):
             for row in batch:
                 _check_row(row, columns)
                 corpus.unused.update(_unsaid_prompts(row, columns))

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.data.cache import cached
 from common.data.column_checks import unused_columns
-from common.data.column_selection import batches, check_columns, filled_text, watched
+from common.data.column_selection import batches, check_columns, filled_text
 from common.data.source_types import Corpus, Source
 from common.data.sources import open_source
 from common.data.standard_library import derived_corpus, find_docstring
@@ -64,7 +64,6 @@ def tokenize_pairs(
     if source.embedded:
         corpus = docstring_corpus(corpus, source.text_column, columns)
     check_columns(corpus, columns, "--source_column, --target_column")
-    corpus = watched(corpus, columns)
     lengths = (source_length, target_length)
     directory = cached(
         "pairs",
