@@ -52,10 +52,9 @@ def cache_path(kind: str, identity: list[Any], cache_dir: str | Path | None = No
 
 
 def _only_one(directory: Path) -> AbstractContextManager:
-    """Acquires the lock of a cache directory; raises UserError if the cache cannot be written.
+    """Acquires the lock of a cache directory, because a collective would time out while rank 0 tokenises for hours.
 
-    A collective would time out while rank 0 tokenises for hours. The operating system releases the lock of a process
-    that dies.
+    Raises UserError if the cache cannot be written.
     """
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)

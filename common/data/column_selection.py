@@ -17,7 +17,7 @@ def names_decide(source: Source, shape: str | None) -> bool:
 
 
 def choose_columns(corpus: Corpus, source: Source, shape: str | None) -> tuple[str, tuple[str, ...]]:
-    """Returns (shape, columns): messages, else prompt and completion, else text; blocks or a column can be requested.
+    """Returns (shape, columns): messages, else prompt and completion, else text, unless something else was requested.
 
     Raises UserError if a required column is missing.
     """
@@ -63,10 +63,7 @@ def filled_text(row: Row, column: str) -> str:
 
 
 def utf8_length(text: str, where: str) -> int:
-    """Returns the length in UTF-8 bytes.
-
-    Raises UserError for half a surrogate pair: JSON escapes can contain it, but no tokenizer accepts it.
-    """
+    """Returns the length in UTF-8 bytes; raises UserError for half a surrogate pair, which JSON escapes can contain."""
     try:
         return len(text.encode())
     except UnicodeEncodeError as error:

@@ -1,6 +1,8 @@
 """Reads compressed files with all their members and frames; a truncated file is an error."""
 
 import io
+import lzma
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -22,15 +24,18 @@ def can_unpack(compression: str) -> bool:
 def open_compressed(path: str) -> Iterator[IO[bytes]]:
     """Opens a compressed file for reading its contents.
 
-    Reading raises EOFError if the file is truncated.
+    Reading raises EOFError if the file is truncated, and OSError if it is corrupted.
     """
     compression = file_type(path)[1]
     with open(path, "rb") as raw:
         if compression == "zstd":
             yield io.BufferedReader(_ZstandardFrames(raw), PIECE_BYTES)
-        else:
-            with compr[compression](raw, mode="rb") as file:
+            return
+        with compr[compression](raw, mode="rb") as file:
+            try:
                 yield file
+            except (zlib.error, lzma.LZMAError) as error:
+                raise OSError(str(error)) from error
 
 
 class _ZstandardFrames(io.RawIOBase):

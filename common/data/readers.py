@@ -40,9 +40,7 @@ def open_binary(path: str) -> AbstractContextManager[IO[bytes]]:
 
 
 def decode(path: str, size: int | None = None) -> Iterator[str]:
-    """Yields the text of a file by lines with line ends, or in pieces of about `size` bytes that end at a line end.
-
-    A line ends only at b"\\n": str.splitlines would also split at U+2028 or a form feed.
+    """Yields the lines of a file with their ends (b"\\n" only), or pieces of about `size` bytes that end at a line end.
 
     Raises UserError if the file is not UTF-8.
     """
@@ -56,10 +54,8 @@ def decode(path: str, size: int | None = None) -> Iterator[str]:
                 text = decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as error:  # error.object: the rest of the previous piece, and this piece
                 offset = position - len(error.object) + error.start
-                byte = f"0x{error.object[error.start]:02x}, {error.reason}"
-                raise UserError(
-                    f"{path}: not UTF-8 at byte offset {offset} ({byte}); save the file as UTF-8"
-                ) from error
+                place = f"{offset} (0x{error.object[error.start]:02x}, {error.reason})"
+                raise UserError(f"{path}: not UTF-8 at byte offset {place}; save the file as UTF-8") from error
             if text:
                 yield text
 
@@ -76,14 +72,12 @@ def read_pieces(path: str, text_column: str) -> Iterator[Row]:
 
 
 def read_lines(path: str, text_column: str) -> Iterator[Row]:
-    """Yields a row per line that is not blank."""
     for number, line in enumerate(decode(path), 1):
         if line.strip():
             yield Row(f"{path}, line {number}", {text_column: line.rstrip("\r\n")})
 
 
 def read_json_lines(path: str) -> Iterator[Row]:
-    """Yields an object per line that is not blank; raises UserError for anything else."""
     for number, line in enumerate(decode(path), 1):
         if not line.strip():
             continue
@@ -96,7 +90,6 @@ def read_json_lines(path: str) -> Iterator[Row]:
 
 
 def check_object(values: Any, where: str) -> dict[str, Any]:
-    """Returns the values if they are an object; otherwise raises UserError."""
     if not isinstance(values, dict):
         raise UserError(f'{where}: is a {type(values).__name__}, not an object; write {{"column": value, ...}}')
     return values

@@ -3,12 +3,10 @@
     corpus = open_source(Source(files=("books/*.txt.gz",)))
     for row in corpus.rows(("text",), True): ...
 
-Everything is read as a stream. JSON Lines and CSV are not read with `datasets.load_dataset`, which guesses types (the
-string "2020-01-01" becomes a datetime, the CSV field "003" becomes 3) and does not report the location of an error.
+JSON Lines and CSV are not read with `datasets.load_dataset`, which guesses types (the string "2020-01-01" becomes a
+datetime, the CSV field "003" becomes 3) and does not report the location of an error.
 """
 
-import lzma
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,10 +28,7 @@ def check_sources(*sources: Source | None) -> None:
 
 
 def open_source(source: Source) -> Corpus:
-    """Opens a source and reads its first row.
-
-    Raises UserError if the source cannot be read.
-    """
+    """Opens a source and reads its first row; raises UserError if it cannot be read."""
     if source.dataset_name:
         from common.data.dataset_source import list_folder, open_dataset
 
@@ -47,8 +42,8 @@ def open_source(source: Source) -> Corpus:
         return open_embedded(source)
     paths = list(dict.fromkeys(path for pattern in source.files for path in expand(pattern)))  # globs may overlap
     # Path, size and time instead of the contents: hashing 1 TB takes longer than many training runs.
-    stats = [(str(Path(path).resolve()), Path(path).stat()) for path in paths]
-    identity = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+    stats = [(path.resolve(), path.stat()) for path in map(Path, paths)]
+    identity = [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
     name = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
     unused: Counter[str] = Counter()
     columns = tuple(next(_read_file(paths[0], source.text_column, None, True, unused)).values)
@@ -71,13 +66,7 @@ def open_source(source: Source) -> Corpus:
 def _read_file(
     path: str, text_column: str, wanted: tuple[str, ...] | None, whole_files: bool, unused: Counter[str]
 ) -> Iterator[Row]:
-    """Yields the rows of a file; see Corpus.rows and Corpus.unused.
-
-    Args:
-        wanted: the columns to read from a Parquet file; None: all columns.
-
-    Raises UserError if the file cannot be read or has no rows.
-    """
+    """Yields the rows of a file, with all its columns if `wanted` is None; raises UserError if there are none."""
     extension = file_type(path)[0]
     if extension == ".txt":
         reader = read_pieces(path, text_column) if whole_files else read_lines(path, text_column)
@@ -91,7 +80,7 @@ def _read_file(
     try:
         for row in reader:
             yield row
-    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+    except (EOFError, OSError) as error:
         raise UserError(f"{path}: cannot be read or unpacked ({one_line(error)}); replace it") from error
     if row is None:
         raise UserError(f"{path}: the file holds no row; leave it out or fill it")

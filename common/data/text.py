@@ -46,14 +46,12 @@ def tokenize(
 ) -> "Samples | Mixed":
     """Tokenises a source once and opens the result; if many processes call this, one works and the others wait.
 
-    A chat template of the source replaces the tokenizer's.
-
     Args:
         sequence_length: maximum number of input tokens per sample.
         shape: "blocks" concatenates the documents and splits the stream: every token except the very first is a target
             once. "examples" makes one sample of each row, truncated to sequence_length. None means examples if the
             columns are `messages` or `prompt` and `completion`, otherwise blocks.
-        measure_compression: for held-out text: save its size after gzip -9 and xz -9, if it is at most 64 MiB.
+        measure_compression: save the text's size after gzip -9 and xz -9, if it is at most 64 MiB.
 
     Raises UserError with file and location if something cannot be read or yields no sample.
     """
@@ -84,10 +82,7 @@ def _write_samples(
     sequence_length: int,
     measure_compression: bool,
 ) -> None:
-    """Fills a store: a stream for blocks; for examples also the column target_counts, a running sum.
-
-    Raises UserError if no sample has a target.
-    """
+    """Fills a store: a stream for blocks; for examples also the column target_counts, a running sum."""
     is_blocks, is_text = shape == "blocks", len(columns) == 1 and columns != ("messages",)
     counts = Counter(dict.fromkeys(("documents", "targets", "bytes", "truncated", "dropped", "empty", "max_length"), 0))
     rows = batches(corpus, columns, is_blocks)
