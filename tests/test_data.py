@@ -29,9 +29,10 @@ from common.arguments import text_sources
 from common.data import cache as cache_module
 from common.data import readers
 from common.data import text as text_module
+from common.data.python_functions import python_functions
 from common.data.source_types import Source
 from common.data.sources import check_sources, open_source
-from common.data.standard_library import embedded_files, python_functions
+from common.data.standard_library import embedded_files
 from common.data.text import Samples, tokenize
 from common.errors import UserError
 from common.training.recipe_traits import Arguments
@@ -315,13 +316,13 @@ def test_an_unwritable_cache_is_one_line(tokenizer, tmp_path):
 
 PEAK = """
 import os, resource, sys
-from common.data import column_selection, text
+from common.data import row_texts, text
 from transformers import PreTrainedTokenizerFast
 
 tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])
 for name, batch in (("small", None), ("large", None), ("large", 1 << 40)):
     if (child := os.fork()) == 0:  # a fresh peak for each, and the libraries are imported once
-        column_selection.BATCH_CHARACTERS = batch or column_selection.BATCH_CHARACTERS
+        row_texts.BATCH_CHARACTERS = batch or row_texts.BATCH_CHARACTERS
         source = text.Source(files=(f"{sys.argv[2]}/{name}.jsonl",))
         text.tokenize(source, tokenizer, 512, "blocks", f"{sys.argv[2]}/cache-{batch}")
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, flush=True)

@@ -13,8 +13,8 @@ from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from common.data.column_selection import utf8_length
 from common.data.messages import Chat, Message, arguments_of, function_names, read_chat, with_json_arguments
+from common.data.row_texts import utf8_length
 from common.data.source_types import Row
 from common.data.tokenizer import Encoded, encode_plain
 from common.errors import UserError, one_line

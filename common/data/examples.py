@@ -7,7 +7,7 @@ from itertools import chain
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from common.data.column_selection import text_of
+from common.data.row_texts import text_of
 from common.data.source_types import Row
 from common.data.tokenizer import Encoded, encode_plain, special_tokens_around, with_end_of_text
 

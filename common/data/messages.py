@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from typing import Any, NamedTuple
 
-from common.data.column_selection import text_of
+from common.data.row_texts import text_of
 from common.data.source_types import Row
 from common.errors import UserError
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from common.data.readers import read_json_lines, read_lines, read_pieces
 from common.data.source_types import FILE_TYPES, Corpus, Row, Source, expand, file_type
 from common.errors import UserError, one_line, refuse
 
@@ -67,6 +66,8 @@ def _read_file(
     path: str, text_column: str, wanted: tuple[str, ...] | None, whole_files: bool, unused: Counter[str]
 ) -> Iterator[Row]:
     """Yields the rows of a file, with all its columns if `wanted` is None; raises UserError if there are none."""
+    from common.data.readers import read_json_lines, read_lines, read_pieces  # the embedded corpus does not need them
+
     extension = file_type(path)[0]
     if extension == ".txt":
         reader = read_pieces(path, text_column) if whole_files else read_lines(path, text_column)

@@ -1,16 +1,12 @@
 """The source code of Python's standard library as a text corpus, available without files and network."""
 
-import ast
 import hashlib
 import json
 import os
 import sys
 import sysconfig
-import textwrap
 import tokenize as python_tokenize
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -39,7 +35,9 @@ def open_embedded(source: Source) -> Corpus:
         if whole_files:
             yield from (Row(name, {source.text_column: text}) for name, text in _read_texts(files))
             return
-        directory = cached("functions", identity, lambda partial: _write_functions(partial, files))
+        from common.data.python_functions import write_functions
+
+        directory = cached("functions", identity, lambda partial: write_functions(partial, _read_texts(files)))
         with open(directory / "functions.jsonl", encoding="utf-8") as file:
             for name, function in map(json.loads, file):
                 yield Row(name, {source.text_column: function})
@@ -56,17 +54,6 @@ def _read_texts(files: tuple[tuple[str, Path], ...]) -> Iterator[tuple[str, str]
         except (SyntaxError, UnicodeDecodeError):
             continue
         yield name, text
-
-
-def _write_functions(directory: Path, files: tuple[tuple[str, Path], ...]) -> None:
-    """Writes functions.jsonl with the file name and the source of each function; finding them takes seconds."""
-    with open(directory / "functions.jsonl", "w", encoding="utf-8") as out:
-        for name, text in _read_texts(files):
-            try:
-                functions = list(python_functions(text))
-            except SyntaxError:  # a few files are templates, which do not parse
-                continue
-            out.writelines(json.dumps([name, function]) + "\n" for function in functions)
 
 
 @cache
@@ -98,64 +85,6 @@ def embedded_files(part: str) -> tuple[tuple[str, Path], ...]:
             if held_out == (part == "validation"):
                 files.append((relative.as_posix(), path))
     return tuple(sorted(files))
-
-
-def python_functions(text: str) -> Iterator[str]:
-    """Yields the source of each outermost function and method of a Python file, with decorators, without indentation.
-
-    Lines are sliced because ast.get_source_segment splits all lines of the file again for every function.
-
-    Raises SyntaxError if the text is not valid Python.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # hides warnings on invalid escapes in third-party code
-        tree = ast.parse(text)
-    lines = text.split("\n")  # str.splitlines would also split at form feeds, which line numbers do not count
-
-    def visit(node: ast.AST) -> Iterator[str]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-                first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
-                yield textwrap.dedent("\n".join(lines[first - 1 : child.end_lineno])) + "\n"
-            elif not isinstance(child, ast.expr):
-                yield from visit(child)
-
-    yield from visit(tree)
-
-
-def find_docstring(function: str) -> tuple[str, int, int] | None:
-    """Returns (docstring, its first line, the line after it), with lines from 0; None if there is no docstring.
-
-    It also returns None if no line of code follows the docstring, or the function cannot be parsed.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # hides warnings on invalid escapes in third-party code
-        try:
-            node = ast.parse(function).body[0]
-        except SyntaxError:  # indented text in a string prevented dedenting
-            return None
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return None
-    docstring, statements = ast.get_docstring(node, clean=False), node.body
-    if not docstring or len(statements) == 1 or statements[0].end_lineno == statements[1].lineno:
-        return None
-    return docstring, statements[0].lineno - 1, statements[0].end_lineno or 0
-
-
-def derived_corpus(
-    corpus: Corpus, text_column: str, columns: tuple[str, ...], values_of: Callable[[str], tuple[str, ...] | None]
-) -> Corpus:
-    """Returns a corpus with these columns, whose values `values_of` derives from the source of each function.
-
-    Functions for which `values_of` returns None are omitted.
-    """
-
-    def rows(wanted: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
-        for row in corpus.rows((text_column,), False):
-            if values := values_of(row.values[text_column]):
-                yield Row(row.where, dict(zip(columns, values, strict=True)))
-
-    return replace(corpus, columns=columns, rows=rows)
 
 
 def write_files(directory: str) -> None:

@@ -8,8 +8,6 @@ Tokens that are not targets are stored as their bitwise complement: those of a p
 token of a stream or an example.
 """
 
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +15,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from common.data.cache import cached
-from common.data.column_selection import batches, text_of
-from common.data.source_types import Corpus, Row, Source
-from common.data.token_store import TokenStore, TokenWriter, split_targets
-from common.data.tokenizer import (
-    encode_plain,
-    no_more_threads,
-    open_text,
-    special_tokens_around,
-    tokenizer_identity,
-    with_end_of_text,
-)
-from common.errors import UserError, main_logger
+from common.data.source_types import Source
+from common.data.token_store import TokenStore, split_targets
+from common.data.tokenizer import no_more_threads, open_text, tokenizer_identity
+from common.errors import main_logger
 
 if TYPE_CHECKING:
     from common.data.mixed import Mixed
@@ -73,92 +63,10 @@ def tokenize(
     return Samples(directory, sequence_length)
 
 
-def _write_samples(
-    directory: Path,
-    corpus: Corpus,
-    shape: str,
-    columns: tuple[str, ...],
-    tokenizer: PreTrainedTokenizerBase,
-    sequence_length: int,
-    measure_compression: bool,
-) -> None:
-    """Fills a store: a stream for blocks; for examples also the column target_counts, a running sum."""
-    is_blocks, is_text = shape == "blocks", len(columns) == 1 and columns != ("messages",)
-    counts = Counter(dict.fromkeys(("documents", "targets", "bytes", "truncated", "dropped", "empty", "max_length"), 0))
-    rows = batches(corpus, columns, is_blocks)
-    samples: Iterator[tuple[Any, str]]
-    if is_blocks:
-        samples = _encode_stream(rows, columns[0], tokenizer, counts)
-    else:
-        from common.data.examples import encode_examples
+def _write_samples(directory: Path, *arguments: Any) -> None:
+    from common.data.sample_writing import write_samples
 
-        samples = encode_examples(rows, columns, tokenizer, sequence_length, counts)
-    sizes: dict[str, int | None] = {"gzip_bytes": None, "xz_bytes": None}
-    if measure_compression and is_text:
-        from common.data.compressed_size import measure_sizes
-
-        samples = measure_sizes(samples, sizes)
-    with TokenWriter(directory, is_blocks, target_counts=[0]) as writer:
-        for tokens, _ in samples:
-            if is_blocks and not writer.num_tokens:
-                tokens[0] = ~tokens[0]
-            writer.append(tokens, target_counts=[counts["targets"]])
-        if is_blocks and counts["documents"]:
-            counts["targets"] = writer.num_tokens - 1
-        if counts["targets"] == 0:
-            raise UserError(
-                f"{corpus.name}: no sample with a target in it ({counts['dropped']} rows were empty or all prompt); "
-                "give more text, or raise --sequence_length"
-            )
-        # Each byte of the text belongs to exactly one target, so that the loss can be given in bits per byte.
-        is_whole = is_text and not counts["truncated"] and (is_blocks or bool(special_tokens_around(tokenizer)[0]))
-        facts = corpus_facts(corpus, columns, counts, tokenizer) | sizes
-        writer.finish(counts, **facts, shape=shape, whole_text=is_whole)
-
-
-def _encode_stream(
-    rows: Iterator[list[Row]], column: str, tokenizer: PreTrainedTokenizerBase, counts: Counter
-) -> Iterator[tuple[list[int], str]]:
-    """Yields (tokens, text) pieces of the document stream, each encoded as by `tokenizer(document)`, then eos.
-
-    If the tokenizer adds nothing or eos before a document, the eos of the previous document takes this role.
-    """
-    begin, end = special_tokens_around(tokenizer)
-    end = with_end_of_text(end, tokenizer.eos_token_id)
-    inside = False  # the previous row's document continues in this row
-    if begin[:1] in ([], [tokenizer.eos_token_id]):
-        begin = begin[1:]
-        yield [tokenizer.eos_token_id], ""
-    for batch in rows:
-        texts = [text_of(row, column) for row in batch]
-        for row, text, ids in zip(batch, texts, encode_plain(tokenizer, texts)["input_ids"], strict=True):
-            if not text and not inside and not row.continues:
-                counts["dropped"] += 1
-                continue
-            yield (ids if inside else begin + ids) + ([] if row.continues else end), text
-            inside = row.continues
-            counts["bytes"] += len(text.encode())
-            counts["documents"] += not row.continues
-
-
-def corpus_facts(
-    corpus: Corpus, columns: tuple[str, ...], counts: Counter, tokenizer: PreTrainedTokenizerBase, *notes: str
-) -> dict[str, Any]:
-    """Returns the metadata to save with the tokens of a corpus, with the notes that are not empty.
-
-    Raises UserError, one line, if there are conversations and no answer contains a target.
-    """
-    end_tokens, lines = [tokenizer.eos_token_id], list(filter(None, notes))
-    if counts["chats"]:
-        from common.data.chat_notes import chat_notes
-
-        end_tokens = [token for token, _ in counts.most_common() if isinstance(token, int)]
-        lines = chat_notes(corpus.name, counts) + lines
-    if any(corpus.unused.values()):
-        from common.data.column_checks import unused_columns
-
-        lines.append(unused_columns(corpus))
-    return {"name": corpus.name, "columns": columns, "notes": lines, "end_tokens": end_tokens}
+    write_samples(directory, *arguments)
 
 
 class Samples(TokenStore):

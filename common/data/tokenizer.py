@@ -4,22 +4,19 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from common.data.cache import cached
-from common.data.column_selection import check_columns, choose_columns, text_of, utf8_length
-from common.data.source_types import Corpus, Row, Source
+from common.data.column_selection import check_columns, choose_columns
+from common.data.source_types import Corpus, Source
 from common.data.sources import open_source
 from common.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 MARKER = re.compile(r"<\|\w+\|>")  # marks a turn in most chat templates
-TOKENIZER_BYTES = 200_000_000  # maximum size of a tokenizer's training text
 # Columns that `chat_formats` converts to messages, or to a prompt and a completion.
 CHAT_COLUMNS = {"messages", "conversations", "conversation", "instruction"}
 Encoded = tuple[list[int], list[bool], str]  # a sample's tokens, a mask of possible targets, its text
@@ -74,57 +71,16 @@ def train_tokenizer(
         texts.append((corpus, wanted))
     markers = sorted(set(MARKER.findall(source.chat_template or "")) - {END_OF_TEXT})
     identity = [item for corpus, wanted in texts for item in (corpus.identity, wanted)]
-    directory = cached(
-        "tokenizer",
-        [*identity, vocab_size, *markers],
-        lambda partial: _train_bpe(texts, vocab_size, markers).save_pretrained(partial),
-        cache_dir,
-    )
+
+    def train(directory: Path) -> None:
+        from common.data.tokenizer_training import train_bpe
+
+        train_bpe(texts, vocab_size, [END_OF_TEXT, *markers]).save_pretrained(directory)
+
+    directory = cached("tokenizer", [*identity, vocab_size, *markers], train, cache_dir)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     tokenizer.chat_template = source.chat_template
     return tokenizer
-
-
-def _texts_of(row: Row, columns: tuple[str, ...]) -> list[str]:
-    """Returns the texts in the columns of a row; for messages, their contents."""
-    if "messages" not in columns and not any(isinstance(row.values.get(column), list) for column in columns):
-        return [text_of(row, column) for column in columns]
-    from common.data.messages import texts_of
-
-    return texts_of(row, columns)
-
-
-def _train_bpe(
-    sources: list[tuple[Corpus, tuple[str, ...]]], vocab_size: int, markers: list[str]
-) -> PreTrainedTokenizerFast:
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT, *markers],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # all 256 bytes, in a fixed order
-        show_progress=False,
-    )
-
-    def texts() -> Iterator[str]:
-        for corpus, columns in sources:
-            left = TOKENIZER_BYTES / len(sources)
-            for row in corpus.rows(columns, True):
-                for text in _texts_of(row, columns):
-                    left -= utf8_length(text, row.where)
-                    # The library collects 256 items before it processes them, so each item is kept small.
-                    yield from (text[start : start + 65536] for start in range(0, len(text), 65536))
-                if left < 0:
-                    break
-
-    bpe.train_from_iterator(texts(), trainer)
-    bpe.post_processor = processors.TemplateProcessing(
-        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, bpe.token_to_id(END_OF_TEXT))]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
-    )
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:

@@ -1,0 +1,54 @@
+"""Reads the texts of rows in batches, and checks that they are texts."""
+
+from collections.abc import Iterator
+
+from tqdm import tqdm
+
+from common.data.source_types import Corpus, Row
+from common.errors import UserError, missing_column
+
+BATCH_CHARACTERS = 1 << 20  # text per tokenizer call, which needs about 100 bytes per token meanwhile
+
+
+def text_of(row: Row, column: str) -> str:
+    """Returns a row's text; raises UserError if the column is missing or its value is not a valid string."""
+    if column not in row.values:
+        raise UserError(missing_column(row.where, [column], tuple(row.values)))
+    text = row.values[column]
+    if not isinstance(text, str):
+        kind = "null" if text is None else f"of type {type(text).__name__}"
+        raise UserError(f"{row.where}: column {column} is {kind}, not a string; mend or remove the row")
+    utf8_length(text, row.where)
+    return text
+
+
+def filled_text(row: Row, column: str) -> str:
+    """Returns the same as `text_of`, but raises UserError for an empty text too."""
+    text = text_of(row, column)
+    if not text.strip():
+        raise UserError(f"{row.where}: column {column} is an empty text; fill it or remove the row")
+    return text
+
+
+def utf8_length(text: str, where: str) -> int:
+    """Returns the length in UTF-8 bytes; raises UserError for half a surrogate pair, which JSON escapes can contain."""
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        half = f"U+{ord(text[error.start]):04X}"
+        raise UserError(f"{where}: half a surrogate pair ({half}) is not text; mend or remove the row") from error
+
+
+def batches(corpus: Corpus, columns: tuple[str, ...], whole_files: bool = False) -> Iterator[list[Row]]:
+    """Yields rows in batches of bounded text size, so that memory use does not depend on their length or number."""
+    batch, size = [], 0
+    with tqdm(desc=f"tokenising {corpus.name}", unit="B", unit_scale=True, disable=None) as bar:  # None: on terminals
+        for row in corpus.rows(columns, whole_files):
+            batch.append(row)
+            size += sum(len(value) if isinstance(value, str) else len(str(value)) for value in row.values.values())
+            if size >= BATCH_CHARACTERS or len(batch) == 4096:
+                yield batch
+                bar.update(size)
+                batch, size = [], 0
+        if batch:
+            yield batch
