@@ -36,7 +36,7 @@ from common.errors import UserError
 from common.parallel import failures, liveness
 from common.parallel.failures import LOST_STATUS, MISTAKE_STATUS
 from common.parallel.rank_store import RankStore
-from common.training.process_grid import stage_of
+from common.training.process_grid import running
 
 GRACE = 1.0  # seconds until it is known whether an error occurs on all ranks, or is the result of a dead rank
 BEAT = 1.0  # seconds between two heartbeats
@@ -218,7 +218,9 @@ class RankWatch:
         if self.rank == 0:
             self._tell(message | {"status": LOST_STATUS} if status != MISTAKE_STATUS else message)
         where = failures.describe_place()
-        who = f"rank {rank}{stage_of(rank)} on host {host}"
+        grid = running()
+        stage = f" (stage {grid.stage(rank) + 1} of {grid.pipeline})" if grid.pipeline > 1 else ""
+        who = f"rank {rank}{stage} on host {host}"
         if status == MISTAKE_STATUS:
             lines = [f"{who}: {line}" for line in reason.splitlines()]
         else:

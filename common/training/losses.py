@@ -1,10 +1,9 @@
 """The sum of a language model's token losses, without its full logits.
 
 Logits are the largest tensor of a training step: 8 x 1024 positions over a vocabulary of 128,000 use 4 GB in float32,
-and cross-entropy needs several such tensors. `sum_token_losses(model)` makes a transformers causal LM compute its loss
-over a few hundred rows at a time. Some models apply more than a matmul between their last hidden state and their
-logits. Therefore the model's behaviour is first measured on random numbers. A model that cannot be reproduced keeps its
-own logits.
+and cross-entropy needs several such tensors. `sum_token_losses(model)` computes the loss over a few hundred rows at a
+time. The relation of last hidden state and logits is first measured on random numbers; a model whose logits cannot be
+reproduced keeps its own.
 """
 
 import inspect

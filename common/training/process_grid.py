@@ -101,10 +101,3 @@ def set_running(degrees: Degrees) -> None:
 def running() -> Degrees:
     """Returns the process grid of this process's run; by default, data parallelism over all ranks."""
     return _running or Degrees(PartialState().num_processes)
-
-
-def stage_of(rank: int) -> str:
-    """Returns the pipeline stage of a rank, in parentheses for a message; empty without a pipeline."""
-    if _running is None or _running.pipeline == 1:
-        return ""
-    return f" (stage {_running.stage(rank) + 1} of {_running.pipeline})"
