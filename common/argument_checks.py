@@ -9,7 +9,6 @@ from accelerate import Accelerator
 from common.errors import UserError, refuse
 from common.files import LOCK, PARTIAL, lock_output_dir, make_new_directory, remove, why_not_writable
 from common.models import adapters
-from common.training import epochs
 from common.training.batching import Samples, updates_per_epoch
 from common.training.process_grid import Degrees
 from common.training.recipe_traits import Arguments, Traits, given_flags
@@ -117,7 +116,9 @@ def check_samples(
             f"use at least {-(-longest // num_parts)}, or a lower --sequence_length"
         )
     refuse(problems)
-    if epochs.are_asked(args):
+    if any(isinstance(value, str) for value in (args.eval_every, args.save_every)) or args.num_epochs is not None:
+        from common.training import epochs
+
         epochs.settle(args, updates_per_epoch(len(train), args.global_batch_size, args.drop_last_window))
         refuse(check_updates(args))
     if args.eval_every or "--save_every" in given_flags() or getattr(train, "mixing", None):

@@ -21,7 +21,6 @@ from common.internals.python import HelpFormatter, flags_of
 from common.models.adapters import QUANTIZED
 from common.models.saved_model import EXPORT_DTYPES
 from common.training.activation_checkpointing import ACTIVATION_CHECKPOINTING
-from common.training.epochs import EPOCHS
 from common.training.optimizers import OPTIMIZERS, SCHEDULES, optimizers_help
 from common.training.recipe_traits import Arguments
 
@@ -107,6 +106,8 @@ def positive_or_auto(text: str) -> int | str:
 
 def updates_or_epochs(text: str) -> int | str:
     """argparse type: an integer of at least 0, or whole epochs, such as "1epoch", as text until `epochs.settle`."""
+    from common.training.epochs import EPOCHS
+
     if EPOCHS.fullmatch(text):
         return text
     return _number(_digits, lambda number: True, "a whole number from 0 on, nor such as 1epoch")(text)

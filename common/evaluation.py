@@ -43,10 +43,7 @@ class Evaluations:
             self.hearing = hearing.pop_all()
 
     def close(self) -> tuple[str, ...]:
-        """Ends the handling of requests to stop; call it after the last evaluation. A request up to now stops the run.
-
-        Returns lines about the results of --metric, to print.
-        """
+        """Ends the handling of requests to stop, after the last evaluation; returns lines about --metric, to print."""
         self.stop_if_asked(now=True)
         self.votes = None
         self.hearing.close()
@@ -80,21 +77,16 @@ class Evaluations:
             return evaluate(self.run, model)
 
     def repeat(self, evaluate: Evaluate, model: torch.nn.Module) -> None:
-        """Repeats the evaluation that a request to stop interrupted, if any, before the first update of a resumed run.
-
-        Its metrics are written to the last line of metrics.jsonl and to the checkpoint, as without the interruption.
-        """
+        """Repeats the evaluation that a request to stop interrupted, if any, when a run is resumed."""
         if self.run.resumed is not None and not self.run.args.dry_run:
             from common.run_endings import repeat_evaluation
 
             repeat_evaluation(self.run, evaluate, model)
 
     def load_metrics(self, held_out: Any, kind: type, num_labels: int = 0) -> None:
-        """Loads the modules of --metric, before a model is built or a file is written.
+        """Loads the modules of --metric. Raises UserError: no held-out samples, or one line per unusable module.
 
         kind: int if the recipe predicts one of `num_labels` labels, float for numbers, str for texts.
-
-        Raises UserError: there are no held-out samples, or one line per unusable module.
         """
         if not self.run.args.metric:
             return
@@ -105,20 +97,16 @@ class Evaluations:
         self.metrics = Metrics(self.run.args, kind, num_labels)
 
     def compute_metrics(self, predictions: Any, references: Any) -> dict[str, Any]:
-        """Returns the results of --metric on all ranks, {} without --metric; `close` returns their lines.
-
-        predictions, references: numbers or texts of all held-out samples, (N,), the same on all ranks.
-        """
+        """Returns the results of --metric from all held-out samples, (N,), on all ranks; {} without --metric."""
         if self.metrics is None:
             return {}
         results, self.lines = self.metrics.compute(predictions, references)
         return results
 
     def stop_if_asked(self, now: bool = False) -> None:
-        """Handles a request to stop between two micro-batches of an evaluation. now: synchronises the ranks first.
+        """Ends the run if a stop is requested; `now`: synchronises the ranks first.
 
-        Raises EvaluationStopped: in an evaluation after an update, which must still be recorded. Otherwise, the run
-        ends.
+        Raises EvaluationStopped: in an evaluation after an update, which must still be recorded.
         """
         if self.votes is None or not self.votes.are_for_stop(now):
             return

@@ -47,7 +47,10 @@ def end_stopped(run: Any) -> NoReturn:
 
 
 def repeat_evaluation(run: Any, evaluate: Any, model: torch.nn.Module) -> None:
-    """Evaluates a resumed run, if a request to stop interrupted the evaluation after its last update."""
+    """Evaluates a resumed run, if a request to stop interrupted the evaluation after its last update.
+
+    The metrics are written to the last line of metrics.jsonl and to the checkpoint, as without the interruption.
+    """
     state = run.state
     if state.validation_loss is not None or not run.evaluations.is_due():
         return

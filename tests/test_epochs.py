@@ -50,10 +50,8 @@ def losses(out):
 def test_epochs_are_updates(asked, updates):
     """Rounded up; 1.1 x 10 is a little above 11 in floats. Control: what is told in updates stays."""
     args = argparse.Namespace(num_epochs=asked, eval_every="2epochs", save_every=7, num_updates=None)
-    assert epochs.are_asked(args)
     epochs.settle(args, 10)
     assert (args.num_updates, args.eval_every, args.save_every) == (updates, 20, 7)
-    assert not epochs.are_asked(argparse.Namespace(num_epochs=None, eval_every=0, save_every=7))
 
 
 def test_what_is_told_in_updates_is_settled_before_the_data_are_known():

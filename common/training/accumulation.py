@@ -24,15 +24,12 @@ def synchronize_gradients(accelerator: Accelerator, model: torch.nn.Module, now:
     """Context for one micro-batch's forward and backward: gradients are reduced over the ranks only if `now`.
 
     `accelerator.accumulate` is not used, because it divides the loss by a fixed number of steps, and ends the global
-    batch early at the end of a data loader. Here a global batch has any number of micro-batches.
-
-    FSDP, ZeRO-2 and ZeRO-3 reduce after each micro-batch. Otherwise every process would hold the full model's gradients
-    until the last micro-batch. Under DeepSpeed the last backward also clips, and steps if the gradient is finite.
-    `clip_gradients` then only returns the norm, and the optimizer's `step` and `zero_grad` do nothing.
+    batch early at the end of a data loader. FSDP, ZeRO-2 and ZeRO-3 reduce after each micro-batch. Otherwise every
+    process would hold the full model's gradients until the last micro-batch. Under DeepSpeed the last backward also
+    clips and steps: `clip_gradients` then only returns the norm, and the optimizer's `step` does nothing.
 
     With --micro_batch_tokens auto, nothing is reduced here (`token_budget`), and an out-of-memory error ends here.
-    Afterwards only the loop's `loss_sum` holds activations. Therefore the loop sets it to None at the start of each
-    update.
+    Only the loop's `loss_sum` still holds activations; therefore the loop sets it to None before each update.
     """
     accelerator.sync_gradients = now  # read by AcceleratedOptimizer.step, and passed to DeepSpeed's engine
     keeps_whole_gradients = not now and accelerator.distributed_type != DistributedType.FSDP
@@ -108,16 +105,13 @@ def reduce_update(
 ) -> tuple[float, float, dict[str, Any]]:
     """Returns the loss of the global batch (mean over its targets), its gradient norm, and the sums of `values`.
 
-    All values that the ranks must synchronise are in this one collective. An update has no other collective except
-    those of its mode (a save, an evaluation and `--balance exact` have their own). The host waits for the device only
-    here. Each value is a separate element, so a non-finite loss does not affect the others.
+    All values that the ranks must synchronise are in this one collective. The host waits for the device only here. Each
+    value is a separate element, so a non-finite loss does not affect the others.
 
     Args:
         loss_sums: this rank's sums of token losses, one scalar per micro-batch.
         grad_norm: scalar, norm of the reduced gradient before clipping, equal on all ranks.
         values: this rank's values, with the same names and shapes on all ranks. Their sums are as in `sum_over_ranks`.
-
-    Raises AssertionError: the ranks counted a number of targets that differs from `batch.num_targets`, the divisor.
     """
     sums = loss_sums or [torch.zeros((), device=accelerator.device)]  # empty if the first micro-batch ran out of memory
     loss_sum = torch.stack(sums).sum(dtype=_widest(accelerator.device))

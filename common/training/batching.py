@@ -73,9 +73,8 @@ class GlobalBatch(NamedTuple):
 def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
     """Returns the images of `index` (int64, values in [0, size)) under a pseudo-random permutation of range(size).
 
-    The permutation is a Feistel network over the smallest power of four >= `size`. It walks along the cycle until the
-    value is in the range (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). It uses constant memory
-    for a dataset of any size, and does not depend on any library's RNG.
+    A Feistel network over the smallest power of four >= `size`, which walks along the cycle until the value is in the
+    range (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). It needs no table and no library's RNG.
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     half, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)

@@ -7,11 +7,6 @@ import re
 EPOCHS = re.compile(r"([1-9]\d*)epochs?")
 
 
-def are_asked(args: argparse.Namespace) -> bool:
-    """Returns whether a flag counts in epochs, so that the number of updates depends on the data."""
-    return args.num_epochs is not None or any(isinstance(every, str) for every in (args.eval_every, args.save_every))
-
-
 def settle(args: argparse.Namespace, updates_per_epoch: int) -> None:
     """Converts the flags that count in epochs to updates, in place; a partial update counts as a full update."""
     if args.num_epochs is not None:

@@ -17,8 +17,7 @@ from common import launcher
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
-# Exit status of a run that was stopped on request and can be continued with --resume: EX_TEMPFAIL of sysexits.h, "try
-# again". Not 0 (finished), 1 (failed), 2 (user error), and not 128 + n (ended by a signal, nothing saved).
+# Exit status of a run that stopped on request, to be continued with --resume: EX_TEMPFAIL of sysexits.h, "try again".
 STOPPED = 75
 NOTHING_TRAINED = 1  # exit status of a run that completed no update
 
@@ -33,10 +32,7 @@ class EarlyRequest:
 
 
 def keep_requests() -> None:
-    """Keeps SIGUSR1 for the loop; called at the start of a recipe.
-
-    Only SIGUSR1 is kept, which never ends a process at once. Outside the loop, SIGTERM and SIGINT end it.
-    """
+    """Keeps SIGUSR1 for the loop; called at the start of a recipe. Outside the loop, SIGTERM and SIGINT end it."""
     signal.signal(signal.SIGUSR1, EarlyRequest())
 
 
@@ -97,10 +93,9 @@ class StopRequests:
 
 
 class StopVotes:
-    """Synchronises stop requests between the micro-batches of an evaluation; all ranks make the same calls.
+    """Sums the stop requests of all ranks about once per `SECONDS`, between the micro-batches of an evaluation.
 
-    The ranks sum their requests about once per `SECONDS`. The number of micro-batches between two sums follows from
-    values that all ranks have.
+    The number of micro-batches between two sums follows from values that all ranks have.
     """
 
     SECONDS = 1.0
