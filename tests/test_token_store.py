@@ -18,8 +18,7 @@ from conftest import ROOT, TEXTS, source_of
 from common.data.cache import cached
 from common.data.examples import mark_targets
 from common.data.text import tokenize
-from common.data.token_store import TokenStore, split_targets
-from common.data.token_writer import TokenWriter
+from common.data.token_store import TokenStore, TokenWriter, split_targets
 from common.tasks.dpo.preferences import tokenize_preferences
 from common.tasks.seq2seq.pairs import tokenize_pairs
 
@@ -184,7 +183,7 @@ import itertools, sys
 from collections import Counter
 from pathlib import Path
 from common.data.cache import cached
-from common.data.token_writer import TokenWriter
+from common.data.token_store import TokenWriter
 
 def write(directory):
     with TokenWriter(directory) as writer:

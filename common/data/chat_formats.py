@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from common.data.column_selection import PAIR, names_decide
 from common.data.messages import history_of, with_system
 from common.data.row_texts import text_of
 from common.data.source_types import Corpus, Row, Source
+from common.data.sources import PAIR, names_decide
 from common.errors import UserError
 
 CONVERSATIONS = ("conversations", "conversation")  # column names of ShareGPT

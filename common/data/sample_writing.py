@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.data.row_texts import batches, text_of
 from common.data.source_types import Corpus, Row
-from common.data.token_writer import TokenWriter
+from common.data.token_store import TokenWriter
 from common.data.tokenizer import encode_plain, special_tokens_around, with_end_of_text
 from common.errors import UserError
 

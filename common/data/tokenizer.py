@@ -10,9 +10,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from common.data.cache import cached
-from common.data.column_selection import check_columns, choose_columns
 from common.data.source_types import Corpus, Source
-from common.data.sources import open_source
+from common.data.sources import check_columns, choose_columns, open_source
 from common.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"

@@ -20,16 +20,14 @@ from transformers import PreTrainedTokenizerBase
 
 from common.data.cache import cached
 from common.data.chats import encode_chats
-from common.data.column_selection import check_columns
 from common.data.examples import encode_texts, mark_targets
 from common.data.messages import TRAINING_KEYS, history_of, is_wanted, messages_of, with_system
 from common.data.python_functions import derived_corpus, find_docstring
 from common.data.row_texts import batches
 from common.data.sample_writing import corpus_facts
 from common.data.source_types import Corpus, Row, Source
-from common.data.sources import open_source
-from common.data.token_store import TokenStore, split_targets
-from common.data.token_writer import TokenWriter
+from common.data.sources import check_columns, open_source
+from common.data.token_store import TokenStore, TokenWriter, split_targets
 from common.data.tokenizer import Encoded, no_more_threads, tokenizer_identity
 from common.errors import UserError
 from common.training.padding import round_up

@@ -19,13 +19,11 @@ from transformers import PreTrainedTokenizerBase
 
 from common.data.cache import cached
 from common.data.column_checks import unused_columns
-from common.data.column_selection import check_columns
 from common.data.python_functions import derived_corpus, find_docstring
 from common.data.row_texts import batches, filled_text
 from common.data.source_types import Corpus, Source
-from common.data.sources import open_source
-from common.data.token_store import TokenStore
-from common.data.token_writer import TokenWriter
+from common.data.sources import check_columns, open_source
+from common.data.token_store import TokenStore, TokenWriter
 from common.data.tokenizer import no_more_threads, tokenizer_identity
 from common.errors import UserError
 from common.training.token_rows import pad_rows
