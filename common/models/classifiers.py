@@ -11,9 +11,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import UserError, shorten
 from common.internals.transformers_uncommon import draw_weights
+from common.models.decisions import decided_once
 from common.models.load import build_model
 from common.models.model_setup import without_wrapper
-from common.models.single_copy import are_imagined, decided_once
+from common.models.single_copy import are_imagined
 from common.models.zero3 import gathered
 from common.training.batching import Collate, Samples
 from common.training.recipe_traits import Arguments

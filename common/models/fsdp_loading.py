@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import distribute_tensor
 
-from common.models.single_copy import decided_once
+from common.models.decisions import decided_once
 
 
 def prepare(

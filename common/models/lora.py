@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from common.errors import UserError
-from common.models import single_copy
+from common.models.decisions import decided_once
 from common.training.precision import is_deepspeed, is_fsdp, narrow_dtype
 from common.training.process_grid import Degrees
 
@@ -60,7 +60,7 @@ def add_adapter(
 
     new = sorted({name.rpartition(".")[0] for name in new_weights or ()})
     if new_weights is not None:
-        new = single_copy.decided_once(lambda: new)  # by the ranks that have read the files
+        new = decided_once(lambda: new)  # by the ranks that have read the files
     modules, parameters = _targets(args, model, new)
     if args.quantize and any(_is_of_experts(*one) for one in model.named_parameters()):
         raise UserError(

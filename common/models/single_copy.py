@@ -1,13 +1,8 @@
-"""Selects the processes that build the weights: all, or with FSDP2 only the main process, which decides for all."""
-
-from collections.abc import Callable
-from typing import Any
+"""Selects the processes that build the weights: all, or with FSDP2 only the main process."""
 
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
-from accelerate.utils import broadcast_object_list
 
-from common.parallel.liveness import wait_for_all
 from common.training.precision import is_fsdp
 
 _are_imagined = False
@@ -32,12 +27,3 @@ def has_one_copy() -> bool:
 def holds_weights() -> bool:
     """Returns whether a model that this process builds has weights; otherwise it is on the `meta` device."""
     return not _are_imagined and (not has_one_copy() or PartialState().is_main_process)
-
-
-def decided_once(decide: Callable[[], Any]) -> Any:
-    """Returns the result of `decide`; if only the main process has the weights, its result on all ranks."""
-    if not has_one_copy():
-        return decide()
-    decided = [decide() if holds_weights() else None]
-    wait_for_all()  # the main process may read the weights for a long time
-    return broadcast_object_list(decided)[0]

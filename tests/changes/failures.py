@@ -16,7 +16,7 @@ from changes import RANK, after, before, before_reduce, change
 from common import argument_checks, run
 from common.checkpoint import resume, shared_files
 from common.data import text
-from common.models import model_setup, parallel_setup, single_copy
+from common.models import decisions, model_setup, parallel_setup
 from common.parallel import failures, liveness, rank_store, rank_watch, sharding, shutdown
 from common.report import records, settings, trackers, tracking
 from common.report.progress import Progress
@@ -152,7 +152,7 @@ def late(at):
 
 def no_wait(_):
     """Ranks meet in collectives only."""
-    for module in (shutdown, resume, shared_files, model_setup, parallel_setup, single_copy, run):
+    for module in (shutdown, resume, shared_files, model_setup, parallel_setup, decisions, run):
         change(module, "wait_for_all", lambda: None)
 
 

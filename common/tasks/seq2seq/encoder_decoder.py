@@ -15,8 +15,8 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedMode
 from common.data.source_types import Source
 from common.data.tokenizer import load_tokenizer, train_tokenizer
 from common.errors import UserError, refuse
-from common.models import single_copy
 from common.models.adapters import has_adapter
+from common.models.decisions import decided_once
 from common.models.load import check_model, load_config
 from common.models.model_setup import without_wrapper
 from common.parallel.distributed_mode import is_sharded
@@ -149,7 +149,7 @@ def prepare_encoder_decoder(model: PreTrainedModel) -> PreTrainedModel:
             )
     shared, modules = model.get_input_embeddings(), list(model.named_modules())
     # Only a process with real weights knows whether the checkpoint has separate weights.
-    twins = single_copy.decided_once(
+    twins = decided_once(
         lambda: [name for name, one in modules if isinstance(one, torch.nn.Embedding) and one.weight is shared.weight]
     )
     for parent, _, name in (twin.rpartition(".") for twin in twins):
