@@ -66,7 +66,7 @@ def _resolve_batch(args: Arguments, on_cpu: bool, traits: Traits, degrees: Degre
     tokens, longest = args.micro_batch_tokens if traits.lengths_vary else None, traits.longest_sample(args)
     default_tokens = max(1024 if on_cpu else 8192, -(-longest // degrees.sequence))
     if args.micro_batch_size and tokens:
-        return ["--micro_batch_size and --micro_batch_tokens are two answers to one question; give one"]
+        return ["--micro_batch_size and --micro_batch_tokens are mutually exclusive; pass only one"]
     if args.micro_batch_size or not tokens and (degrees.pipeline > 1 or not traits.lengths_vary):
         from common.rare_arguments import resolve_micro_batch_size
 
@@ -101,22 +101,15 @@ def check_samples(
 
     Raises UserError: one line per problem.
     """
-    problems: list[str] = []
-    needs_held_out = any(getattr(args, name) for name in ("eval_every", *traits.held_out_flags))
-    if len(train) < args.global_batch_size or (validation is None and needs_held_out):
-        from common.rare_arguments import check_amount
-
-        problems += check_amount(args, traits, train, validation)
     longest = max(train.max_length, validation.max_length if validation else 0)
-    tokens, num_parts = args.micro_batch_tokens if traits.lengths_vary else None, degrees.sequence
-    if tokens not in (None, "auto") and tokens * num_parts < longest:
-        shared = f" in {num_parts} parts" if num_parts > 1 else ""
-        problems.append(
-            f"--micro_batch_tokens {tokens} does not hold the longest sample of {longest} tokens{shared}; "
-            f"use at least {-(-longest // num_parts)}, or a lower --sequence_length"
-        )
-    refuse(problems)
-    if any(isinstance(value, str) for value in (args.eval_every, args.save_every)) or args.num_epochs is not None:
+    tokens = args.micro_batch_tokens if traits.lengths_vary else None
+    is_too_long = tokens not in (None, "auto") and tokens * degrees.sequence < longest
+    lacks_held_out = validation is None and any(getattr(args, name) for name in ("eval_every", *traits.held_out_flags))
+    if is_too_long or lacks_held_out or len(train) < args.global_batch_size:
+        from common.rare_arguments import explain_samples
+
+        refuse(explain_samples(args, traits, train, validation, longest if is_too_long else 0, degrees.sequence))
+    if args.num_epochs is not None or any(isinstance(every, str) for every in (args.eval_every, args.save_every)):
         from common.training import epochs
 
         epochs.settle(args, updates_per_epoch(len(train), args.global_batch_size, args.drop_last_window))

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from common.checkpoint.identity import CHANGEABLE
-from common.errors import UserError
 from common.internals.python import HelpFormatter, flags_of
 from common.models.adapters import QUANTIZED
 from common.models.saved_model import EXPORT_DTYPES
@@ -28,12 +27,8 @@ if TYPE_CHECKING:
     from common.data.source_types import Source
 
 # Keywords of --metric, for recipes whose predictions can be compared with held-out targets.
-METRIC: dict[str, Any] = {
-    "nargs": "+",
-    "default": [],
-    "metavar": "NAME_OR_PATH",
-    "help": "modules of the package evaluate, for the end: .py files, directories, hub names; or f1:average=macro",
-}
+ABOUT_METRIC = "modules of the package evaluate, for the end: .py files, directories, hub names; or f1:average=macro"
+METRIC = {"nargs": "+", "default": [], "metavar": "NAME_OR_PATH", "help": ABOUT_METRIC}
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -68,12 +63,12 @@ class ArgumentParser(argparse.ArgumentParser):
 
         if "ignored explicit argument" in message:
             flag = message.split(":")[0].removeprefix("argument ")
-            exit_with_mistakes([f"{flag} is a switch and takes no value: give it alone, or take it out"])
+            exit_with_mistakes([f"{flag} is a switch and takes no value; pass only the flag, or remove it"])
         exit_with_mistakes([f"{message} (--help lists the flags)"])
 
 
-def _number(convert: Callable[[str], Any], is_valid: Callable[[Any], bool], description: str) -> Callable[[str], Any]:
-    """Returns an argparse type: a number that `is_valid` accepts. description: ends the message "TEXT is not ..."."""
+def _number(description: str, convert: Callable[[str], Any], is_valid: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """Returns an argparse type: a number that `is_valid` accepts. description: for the error message."""
 
     def parse(text: str) -> Any:
         with suppress(ValueError):
@@ -91,26 +86,20 @@ def _digits(text: str) -> int:
     return int(text)
 
 
-positive = _number(_digits, lambda number: number > 0, "a whole number above 0")
-not_negative = _number(_digits, lambda number: True, "a whole number from 0 on")
-not_negative_float = _number(float, lambda number: 0 <= number < float("inf"), "a finite number from 0 on")
-positive_float = _number(float, lambda number: 0 < number < float("inf"), "a finite number above 0")
-# numpy's limit is twice that, and ranks add their number.
-seed = _number(_digits, lambda number: number <= 2**31, f"a whole number from 0 to {2**31}")
-
-
-def positive_or_auto(text: str) -> int | str:
-    """argparse type: an integer of at least 1, or "auto"."""
-    return text if text == "auto" else positive(text)
-
-
-def updates_or_epochs(text: str) -> int | str:
-    """argparse type: an integer of at least 0, or whole epochs, such as "1epoch", as text until `epochs.settle`."""
+def _updates_or_epochs(text: str) -> int | str:
+    """Returns an integer >= 0, or whole epochs, such as "1epoch", as text until `epochs.settle`."""
     from common.training.epochs import EPOCHS
 
-    if EPOCHS.fullmatch(text):
-        return text
-    return _number(_digits, lambda number: True, "a whole number from 0 on, nor such as 1epoch")(text)
+    return text if EPOCHS.fullmatch(text) else _digits(text)
+
+
+positive = _number("an integer > 0", _digits, lambda number: number > 0)
+not_negative = _number("an integer >= 0", _digits, lambda number: True)
+updates_or_epochs = _number("an integer >= 0, nor such as 1epoch", _updates_or_epochs, lambda number: True)
+positive_float = _number("a finite number > 0", float, lambda number: 0 < number < float("inf"))
+not_negative_float = _number("a finite number >= 0", float, lambda number: 0 <= number < float("inf"))
+# numpy's limit is twice that, and ranks add their number.
+seed = _number(f"an integer from 0 to {2**31}", _digits, lambda number: number <= 2**31)
 
 
 def one_of(table: dict, first: str = "") -> dict[str, Any]:
@@ -182,7 +171,7 @@ def _add_batch(parser: ArgumentParser, lengths_vary: bool) -> None:
         about = "maximum tokens per micro-batch, padding included; replaces --micro_batch_size\n"
         about += "(default: 1024 on CPU, 8192 on GPU, at least one sample);\n"
         about += "auto: the largest budget that fits and gains, halved if memory runs out"
-        add("--micro_batch_tokens", about, type=positive_or_auto, metavar="T")
+        add("--micro_batch_tokens", about, type=lambda text: text if text == "auto" else positive(text), metavar="T")
     add("--drop_last_window", "drop the incomplete last batch of an epoch", action="store_true")
     about = "data-loading processes per rank (default: 2 with a GPU, 0 without)"
     add("--num_workers", about, type=not_negative, metavar="W")
@@ -195,8 +184,7 @@ def _add_optimizer(parser: ArgumentParser) -> None:
     add("--weight_decay", "weight decay of matrices and embeddings", type=not_negative_float, default=0.1)
     add("--warmup_updates", "number of warm-up updates (default: a twentieth of the run)", type=not_negative)
     add("--lr_schedule", default="cosine", **one_of(SCHEDULES))
-    about = "maximum gradient norm for clipping; 0: no clipping"
-    add("--max_grad_norm", about, type=not_negative_float, default=1.0)
+    add("--max_grad_norm", "maximum gradient norm for clipping; 0: no clipping", type=not_negative_float, default=1.0)
     about = "updates with a non-finite loss or gradient are skipped; fail after N consecutive skips"
     add("--max_skipped_updates", about, type=positive, default=20)
 
@@ -283,7 +271,7 @@ def choose_model(
     fine_tuning_rate: learning rate of a pretrained model (see `default_rate`).
     """
     if args.model_config and args.model_name_or_path:
-        parser.error("--model_config and --model_name_or_path are two answers to one question; give one")
+        parser.error("--model_config and --model_name_or_path are mutually exclusive; pass only one")
     if not args.model_name_or_path:
         args.model_config = args.model_config or next(iter(model_configs))
         args.learning_rate = args.learning_rate or model_configs[args.model_config][-1]
@@ -315,10 +303,7 @@ def text_sources(args: Arguments) -> "tuple[Source, Source | None]":
         train, validation = Source(embedded="train"), validation or Source(embedded="validation")
     check_sources(train, validation)
     if train.text_column != "text":
-        from common.data.source_problems import have_no_columns
+        from common.rare_arguments import check_text_column
 
-        if have_no_columns(train, validation):
-            raise UserError(
-                f"--text_column {train.text_column} has no effect on .txt files, which have no columns; take it out"
-            )
+        check_text_column(train, validation)
     return train, validation

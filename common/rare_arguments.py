@@ -64,36 +64,36 @@ def check_profile(args: argparse.Namespace, num_done: int) -> Iterator[str]:
 
     needed, left = profiling.WARMUP + profiling.RECORDED, args.num_updates - num_done
     if args.dry_run:
-        yield "--profile has no effect with --dry_run, which makes no update; take one of them out"
+        yield "--profile has no effect with --dry_run, which makes no update; remove one of them"
     elif left < needed:
         yield (
             f"--profile needs {needed} updates, the last {profiling.RECORDED} of which it records, and "
-            f"{describe_length(args)} leaves {left}; raise it, or take --profile out"
+            f"{describe_length(args)} leaves {left}; raise it, or remove --profile"
         )
 
 
 def check_combinations(args: Arguments, on_cpu: bool) -> Iterator[str]:
     """Yields one line per mistake in flags that are off by default."""
     if args.num_epochs is not None and "--num_updates" in given_flags():
-        yield "--num_epochs and --num_updates are two answers to one question; give one"
+        yield "--num_epochs and --num_updates are mutually exclusive; pass only one"
     # On a CPU, `offload` is the same as `full`.
     if not on_cpu and args.compile and args.activation_checkpointing == "offload":
-        yield "--compile has no effect on layers whose inputs --activation_checkpointing offload moves; take one out"
+        yield "--compile has no effect on layers whose inputs --activation_checkpointing offload moves; remove one"
     for name in args.report_to:
         yield from _check_tracker(name)
     yield from _check_data(args)
     if args.keep_last < 2:
-        yield "--keep_last 1: were the only checkpoint damaged, nothing would be left; use at least 2"
+        yield "--keep_last 1: a single checkpoint leaves no fallback if it is damaged; use at least 2"
     if args.patience and not args.eval_every:
         yield "--patience needs --eval_every N, which makes the evaluations that it counts"
     if args.keep_best and not args.eval_every:
         yield "--keep_best needs --eval_every N, which measures the validation loss that it compares"
     if args.load_best_at_end and not args.keep_best:
-        yield "--load_best_at_end needs --keep_best, which keeps that checkpoint; give both"
+        yield "--load_best_at_end needs --keep_best, which keeps that checkpoint; pass both"
     if args.allow_changed and not args.resume:
-        yield "--allow_changed has no effect without --resume; take it out"
+        yield "--allow_changed has no effect without --resume; remove it"
     if args.resume and args.overwrite:
-        yield "--resume continues the run that --overwrite deletes; give one"
+        yield "--resume continues the run that --overwrite deletes; pass only one"
     elif args.resume and os.environ.get("RANK", "0") == "0":  # the other ranks use the result of the first
         # A running process may still write its first checkpoint: `Checkpoints.find` waits for it.
         if not any((Path(args.output_dir) / name).exists() for name in ("checkpoints", LOCK)):
@@ -105,7 +105,7 @@ def check_combinations(args: Arguments, on_cpu: bool) -> Iterator[str]:
 
 def _check_tracker(name: str) -> Iterator[str]:
     if name == "none":
-        yield "--report_to none: take it out; without it no tracker gets the metrics"
+        yield "--report_to none: remove it; without it no tracker gets the metrics"
     elif name not in LOGGER_TYPE_TO_CLASS:
         yield f"--report_to {name}: not one of {', '.join(LOGGER_TYPE_TO_CLASS)}"
     elif name not in [str(tracker) for tracker in get_available_trackers()]:
@@ -114,16 +114,16 @@ def _check_tracker(name: str) -> Iterator[str]:
 
 def _check_data(args: Arguments) -> Iterator[str]:
     if args.shared("dataset_config") and not args.dataset_name:
-        yield "--dataset_config has no effect without --dataset_name; take it out, or name the data set"
+        yield "--dataset_config has no effect without --dataset_name; remove it, or name the dataset"
     reads_text = "train_file" in args.shared_flags
     if reads_text and not (args.train_file or args.validation_file or args.dataset_name):
         for flag in sorted(given_flags()):
             if flag.endswith("_column"):
-                yield f"{flag} has no effect without --train_file or --dataset_name; name the data, or take it out"
+                yield f"{flag} has no effect without --train_file or --dataset_name; name the data, or remove it"
     if pair := [f"--{name}" for name in ("prompt_column", "completion_column") if args.shared(name)]:
         if args.text_column != "text" or args.shape == "blocks":
             other = "--shape blocks" if args.text_column == "text" else f"--text_column {args.text_column}"
-            yield f"{pair[0]} and {other} are two answers to what a sample is; give one"
+            yield f"{pair[0]} and {other} are mutually exclusive; pass only one"
 
 
 def describe_occupied(path: Path, overwrite: bool, is_locked: bool) -> str | None:
@@ -141,13 +141,16 @@ def describe_occupied(path: Path, overwrite: bool, is_locked: bool) -> str | Non
     )
 
 
-def check_amount(args: Arguments, traits: Traits, train: Any, validation: Any) -> Iterator[str]:
-    """Yields one line per flag that needs a held-out set, if there is none, and a line if the data is too little.
+def explain_samples(
+    args: Arguments, traits: Traits, train: Any, validation: Any, too_long: int, num_parts: int
+) -> Iterator[str]:
+    """Yields one line per problem of the samples: no held-out set, too few samples, or a sample that is too long.
 
-    Warns of other flags that have no effect without a held-out set.
+    Warns of flags that have no effect without a held-out set.
+    too_long: tokens of a sample that does not fit a micro-batch, or 0. num_parts: ranks that share a sample.
     """
     if validation is None:
-        advice = "there are no held-out data; name some, or take it out"
+        advice = "there are no held-out data; name some, or remove it"
         for name in ("keep_best", "patience"):
             if getattr(args, name):
                 yield f"--{name} has nothing to measure: {advice}"
@@ -164,6 +167,12 @@ def check_amount(args: Arguments, traits: Traits, train: Any, validation: Any) -
             f"the training data make {len(train)} samples, fewer than --global_batch_size {args.global_batch_size}; "
             f"{remedy} or give more data"
         )
+    if too_long:
+        parts = f" in {num_parts} parts" if num_parts > 1 else ""
+        yield (
+            f"--micro_batch_tokens {args.micro_batch_tokens} does not hold the longest sample of {too_long} tokens"
+            f"{parts}; use at least {-(-too_long // num_parts)}, or a lower --sequence_length"
+        )
 
 
 def warn_without_effect(args: Arguments, train: Any) -> None:
@@ -171,14 +180,14 @@ def warn_without_effect(args: Arguments, train: Any) -> None:
     for name in ("eval_every", "save_every"):
         if f"--{name}" in given_flags() and getattr(args, name) > args.num_updates:
             much = f"{getattr(args, name)} updates, and {describe_length(args)} is the whole run"
-            logger.warning("--%s has no effect: it is %s; lower it, or take it out", name, much)
+            logger.warning("--%s has no effect: it is %s; lower it, or remove it", name, much)
     if args.patience and args.eval_every and args.patience >= (most := args.num_updates // args.eval_every):
         logger.warning("--patience %s has no effect on a run of %s evaluations; lower it", args.patience, most)
     if mixing := getattr(train, "mixing", None):
         number = args.num_updates * args.global_batch_size
         for name, count in zip(train.parts, mixing.counts(number), strict=True):
             if not count:
-                why = "its weight is too small for one; raise it, or take the file out"
+                why = "its weight is too small for one; raise it, or remove the file"
                 logger.warning("--train_file %s: none of the %s samples of this run is of it: %s", name, number, why)
 
 
@@ -202,12 +211,22 @@ def select_sources(args: Arguments, columns: dict[str, Any]) -> tuple[Source | N
 
         refuse(needless_weights("--dataset_name", [args.dataset_name], "write the data to files to mix them"))
         if args.train_file:
-            raise UserError("--train_file and --dataset_name are two answers to one question; give one")
+            raise UserError("--train_file and --dataset_name are mutually exclusive; pass only one")
         train = Source(dataset_name=args.dataset_name, dataset_config=args.dataset_config, **columns)
         if validation is None and (split := next(held_out_splits(args.dataset_name, args.dataset_config), None)):
             validation = replace(train, split=split)
     elif not args.train_file and "chat_template" in columns:
         raise UserError(
-            "--chat_template has no effect without --train_file or --dataset_name; name the data, or take it out"
+            "--chat_template has no effect without --train_file or --dataset_name; name the data, or remove it"
         )
     return train, validation
+
+
+def check_text_column(train: Source, validation: Source | None) -> None:
+    """Raises UserError if --text_column is passed for data without columns."""
+    from common.data.source_problems import have_no_columns
+
+    if have_no_columns(train, validation):
+        raise UserError(
+            f"--text_column {train.text_column} has no effect on .txt files, which have no columns; remove it"
+        )

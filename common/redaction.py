@@ -2,9 +2,6 @@
 
 import os
 import re
-import sys
-import traceback
-from types import TracebackType
 from typing import Any
 
 HIDDEN = "(not shown)"
@@ -48,8 +45,3 @@ def redact(value: Any) -> Any:
     for pattern, replacement in PATTERNS.items():
         value = re.sub(pattern, replacement, value)
     return value
-
-
-def print_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Prints a traceback without secrets, as `sys.excepthook`. Libraries include full addresses in their errors."""
-    sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))

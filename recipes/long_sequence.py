@@ -62,7 +62,7 @@ def parse_arguments():
     group.add_argument("--mlp_rows", type=arguments.not_negative, metavar="R", help=about)
     args = parser.parse_args()
     if args.architecture and args.model_name_or_path:
-        parser.error("--architecture and --model_name_or_path are two answers to one question; give one")
+        parser.error("--architecture and --model_name_or_path are mutually exclusive; pass only one")
     return args
 
 

@@ -311,7 +311,7 @@ def test_a_longer_run_keeps_the_warm_up_that_it_began_with(functions_file, model
 
 def test_nothing_to_resume_is_refused(functions_file, model_dir, tmp_path):
     arguments = flags(functions_file, model_dir, tmp_path / "none", "--resume", "--keep_last", 1)
-    patterns = ["none has no checkpoints; name the --output_dir of the run", "--keep_last 1: were the only checkpoint"]
+    patterns = ["none has no checkpoints; name the --output_dir of the run", "--keep_last 1: a single checkpoint"]
     result = run([*launch_command("cpu"), "recipes/lm.py", *arguments])
     assert_refused(result, *patterns, lines=2)
     assert not (tmp_path / "none").exists()

@@ -108,7 +108,7 @@ def test_values_are_carried_over_where_they_mean_the_same(given, monkeypatch, ca
 
 def test_a_switch_with_a_value_is_told_as_one(monkeypatch, capsys):
     told = refusal(["--use_dora=True"], monkeypatch, capsys)
-    assert told == "error: --use_dora is a switch and takes no value: give it alone, or take it out"
+    assert told == "error: --use_dora is a switch and takes no value; pass only the flag, or remove it"
 
 
 def test_of_several_each_has_a_line_of_its_own(monkeypatch, capsys):

@@ -206,7 +206,7 @@ MISTAKES = {
     "--architecture transformer --segments 4": "--segments 4 is for a recurrent network",
     "--architecture transformer --hidden_size 33": "--hidden_size 33: .* needs an even one; use 32 or 34",
     "--segments many": "'many' is not",
-    "--architecture gru --model_name_or_path m": "two answers to one question",
+    "--architecture gru --model_name_or_path m": "mutually exclusive",
 }
 
 

@@ -320,7 +320,7 @@ def test_a_source_of_which_a_run_takes_nothing_is_named(place, monkeypatch, capl
         check_samples(args, Traits(), module.load_data(args)[2], None, Degrees(1))
         assert [record.getMessage() for record in caplog.records] == warned * [
             f"--train_file {place / 'code.jsonl'}: none of the 16 samples of this run is of it: its weight is too "
-            "small for one; raise it, or take the file out"
+            "small for one; raise it, or remove the file"
         ]
 
 

@@ -6,8 +6,10 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from types import TracebackType
 from typing import NoReturn
 
 from common.disk_errors import explain_disk_error
@@ -39,7 +41,13 @@ def end_failed(error: BaseException, explain: Callable[[BaseException], None] | 
     if isinstance(error, SystemExit) and not error.code:
         liveness.leave()
     else:
+        sys.excepthook = _print_exception
         leave(redact(f"{type(error).__name__}: {error}"))
+
+
+def _print_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Prints a traceback without secrets. Libraries include full addresses in their errors."""
+    sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))
 
 
 def exit_with_mistakes(problems: list[str]) -> NoReturn:
