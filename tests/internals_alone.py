@@ -131,7 +131,10 @@ def try_zero(directory):
 
 
 def try_builds():
+    import cpuinfo
     from deepspeed.accelerator import get_accelerator
+
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # a builder asks several times, for a second or more
 
     builder = get_accelerator().create_op_builder("CPUAdamBuilder")
     before = "-g" in builder.cxx_args()

@@ -183,7 +183,7 @@ def test_what_accelerate_config_writes_is_taken(stage, offload, tmp_path, monkey
     assert check_launch(launch, recipe_arguments(*FLAGS), Traits()) == []
     launch.gradient_accumulation_steps = "5"
     (problem,) = check_launch(launch, recipe_arguments(*FLAGS), Traits())
-    assert "to 5; take it out" in problem and "16 / (--micro_batch_size 2 x 2 processes) = 4" in problem
+    assert "to 5; remove it" in problem and "16 / (--micro_batch_size 2 x 2 processes) = 4" in problem
 
 
 SAME = {
@@ -242,13 +242,13 @@ def test_numbers_of_updates_contradict_epochs():
         params = {"warmup_num_steps": value, "total_num_steps": value}
         config = {"zero_optimization": {"stage": 2}, "scheduler": {"params": params}}
         problems = check_deepspeed(config, args, "bf16", degrees=Degrees(2))
-        assert len(problems) == number and all("is 40, but --num_epochs says how long" in one for one in problems)
+        assert len(problems) == number and all("is 40, but --num_epochs sets the length" in one for one in problems)
 
 
 CONTRADICTIONS = {
     "learning rate": (
         {"optimizer": {"params": {"lr": 3e-5}}},
-        "params.lr is 3e-05, but --learning_rate is 0.001; give",
+        "params.lr is 3e-05, but --learning_rate is 0.001; pass",
     ),
     "decay": ({"optimizer": {"params": {"weight_decay": 0}}}, "weight_decay is 0, but --weight_decay is 0.1"),
     "betas": (
@@ -256,42 +256,54 @@ CONTRADICTIONS = {
         r"betas is \[0.9, 0.999\], but .*adamw is \[0.9, 0.95",
     ),
     "no AdamW": ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "adam_w_mode is false, but that"),
-    "Lamb": ({"optimizer": {"type": "Lamb"}}, "optimizer.type is Lamb, but --optimizer is adamw; take"),
-    "SGD": ({"optimizer": {"type": "SGD"}}, "optimizer.type is SGD, but --optimizer is adamw; give --optimizer sgd"),
+    "Lamb": ({"optimizer": {"type": "Lamb"}}, "optimizer.type is Lamb, but --optimizer is adamw; remove"),
+    "SGD": ({"optimizer": {"type": "SGD"}}, "optimizer.type is SGD, but --optimizer is adamw; pass --optimizer sgd"),
     "unknown": ({"optimizer": {"params": {"freeze_step": 9}}}, "freeze_step is 9, which has no flag here"),
     "warm-up": ({"scheduler": {"params": {"warmup_num_steps": 3}}}, "steps is 3, but --warmup_updates is 2"),
     "length": ({"scheduler": {"params": {"total_num_steps": 41}}}, "total_num_steps is 41, but --num_updates is 40"),
     "log warm-up": ({"scheduler": {"params": {"warmup_type": "log"}}}, 'warmup_type is "log", but .* is "linear"'),
-    "OneCycle": ({"scheduler": {"type": "OneCycle"}}, "scheduler.type is OneCycle, which --lr_schedule has not"),
+    "OneCycle": (
+        {"scheduler": {"type": "OneCycle"}},
+        "scheduler.type is OneCycle, which --lr_schedule does not support",
+    ),
     "batch": (
         {"train_batch_size": 8},
-        "train_batch_size is 8, but --global_batch_size is 16; give --global_batch_size 8",
+        "train_batch_size is 8, but --global_batch_size is 16; pass --global_batch_size 8",
     ),
-    "micro-batch": ({"train_micro_batch_size_per_gpu": 3}, "gpu is 3, but --micro_batch_size is 2; give"),
-    "steps": ({"gradient_accumulation_steps": 2}, r"is 2; .* 16 / \(--micro_batch_size 2 x 2 processes\) = 4; take"),
-    "off": ({"bf16": {"enabled": False}}, "bf16.enabled is false, but --mixed_precision is bf16; take .*bf16 out, or"),
+    "micro-batch": ({"train_micro_batch_size_per_gpu": 3}, "gpu is 3, but --micro_batch_size is 2; pass"),
+    "steps": ({"gradient_accumulation_steps": 2}, r"is 2; .* 16 / \(--micro_batch_size 2 x 2 processes\) = 4; remove"),
+    "off": ({"bf16": {"enabled": False}}, "bf16.enabled is false, but --mixed_precision is bf16; remove .*bf16, or"),
     "fp16": (
         {"fp16": {"enabled": True}},
         "fp16.enabled is true, but .* is bf16; .* launch with --mixed_precision fp16",
     ),
     "off, in its old name": ({"bfloat16": {"enabled": False}}, "bf16.enabled is false, but --mixed_precision is bf16"),
-    "sums in bf16": ({"data_types": {"grad_accum_dtype": "bf16"}}, 'grad_accum_dtype "bf16" would sum in another'),
-    "masters": ({"bf16": {"bf16_master_weights_and_grads": True}}, "take out bf16.bf16_master_weights_and_grads"),
-    "amp": ({"amp": {"enabled": True}}, "take out its section amp"),
+    "sums in bf16": (
+        {"data_types": {"grad_accum_dtype": "bf16"}},
+        'grad_accum_dtype "bf16" would sum in a precision other',
+    ),
+    "masters": ({"bf16": {"bf16_master_weights_and_grads": True}}, "remove bf16.bf16_master_weights_and_grads"),
+    "amp": ({"amp": {"enabled": True}}, "remove its section amp"),
     "auto, misspelt": ({"zero_optimization": {"stage": 2, "reduce_bucket_sise": "auto"}}, "did you mean reduce_bucket"),
-    "sent in bf16": ({"communication_data_type": "bf16"}, 'communication_data_type "bf16" would sum in another'),
-    "autocast": ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast would compute in another"),
+    "sent in bf16": (
+        {"communication_data_type": "bf16"},
+        'communication_data_type "bf16" would sum in a precision other',
+    ),
+    "autocast": (
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        "torch_autocast would compute in a precision other",
+    ),
     "clipping": ({"gradient_clipping": 0.25}, "gradient_clipping is 0.25, but --max_grad_norm is 0.5"),
-    "a tracker": ({"tensorboard": {"enabled": True}}, "take out its section tensorboard: --report_to"),
-    "prescaled": ({"prescale_gradients": True}, "take out prescale_gradients"),
-    "tensor parallel": ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel is 2; take it out"),
+    "a tracker": ({"tensorboard": {"enabled": True}}, "remove its section tensorboard: --report_to"),
+    "prescaled": ({"prescale_gradients": True}, "remove prescale_gradients"),
+    "tensor parallel": ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel is 2; remove it"),
     "misspelt": ({"gradient_cliping": 1.0}, "knows no key gradient_cliping; did you mean gradient_clipping"),
     "misspelt below": (
         {"zero_optimization": {"stage": 2, "ofload_optimizer": {"device": "cpu"}}},
-        "zero_optimization.ofload_optimizer is not a setting that DeepSpeed takes; did you mean offload_optimizer",
+        "zero_optimization.ofload_optimizer is not a setting of DeepSpeed; did you mean offload_optimizer",
     ),
     "wrong type": ({"zero_optimization": {"stage": "two"}}, "zero_optimization.stage is not a setting"),
-    "of the past": ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "cpu_offload is of the past"),
+    "of the past": ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "cpu_offload is outdated"),
     "stage 0": ({"zero_optimization": {"stage": 0}}, "stage is 0, which shards nothing"),
     "weights at stage 2": (
         {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
@@ -315,7 +327,7 @@ def test_numbers_where_tokens_cut_the_batch_are_refused():
     args = recipe_arguments("--global_batch_size", 16)
     config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
     problems = check_deepspeed(config, args, "no", degrees=Degrees(2))
-    assert len(problems) == 2 and "--micro_batch_tokens 1024 cuts the batch; give --micro_batch_size 2" in problems[0]
+    assert len(problems) == 2 and "--micro_batch_tokens 1024 splits the batch; pass --micro_batch_size 2" in problems[0]
     assert "it follows from --global_batch_size 16 in --micro_batch_tokens 1024" in problems[1]
     assert check_deepspeed(config | {"gradient_accumulation_steps": 1}, args, "no", Degrees(2)) == problems[:1]
 
@@ -325,7 +337,7 @@ def test_a_yaml_that_repeats_what_its_deepspeed_file_says_is_refused(tmp_path):
     path = write_yaml(tmp_path / "c.yaml", deepspeed_config=section)
     launch = parse_launch(["--config_file", str(path), "recipes/lm.py"], environment={})
     assert any(
-        f"{path}: zero_stage beside ds_configs/zero3.json" in line
+        f"{path}: zero_stage next to ds_configs/zero3.json" in line
         for line in check_launch(launch, recipe_arguments(), Traits())
     )
 

@@ -109,10 +109,10 @@ CASES = {
     "zero2 with use_cpu": Case("zero2", changes={"use_cpu": True}, runs=("DeepSpeed", 2, FLOAT32)),
     "ZeRO without a file of its own": Case("zero2", changes=INLINE_ZERO, runs=("DeepSpeed", 2, FLOAT32)),
     "a flag that the DeepSpeed file makes void": Case(
-        "zero3", ("--zero_stage", 1), refused="--zero_stage 1 beside ds_configs/zero3.json"
+        "zero3", ("--zero_stage", 1), refused="--zero_stage 1 next to ds_configs/zero3.json"
     ),
     "clipping in a flag of the launcher": Case(
-        "zero1", ("--gradient_clipping", 0.05), refused="--gradient_clipping 0.05 beside ds_configs/zero1.json"
+        "zero1", ("--gradient_clipping", 0.05), refused="--gradient_clipping 0.05 next to ds_configs/zero1.json"
     ),
     # What a mode cannot take of the recipe's flags, or of the machine
     "Adafactor on FSDP's shards": Case(
@@ -132,7 +132,7 @@ CASES = {
         "zero3_offload_cpu", flags=("--optimizer", "adamw8bit"), refused="DeepSpeed runs only adamw"
     ),
     "files in a directory that is not there": Case(
-        "zero3_offload_nvme", refused="offload_optimizer.nvme_path /local_nvme: is no directory"
+        "zero3_offload_nvme", refused="offload_optimizer.nvme_path /local_nvme: is not a directory"
     ),
     # Mixed and mistaken settings
     "processes of another launch in the environment": Case(

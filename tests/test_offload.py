@@ -48,7 +48,7 @@ def test_buffers_of_weights_in_files_hold_the_largest_parameter(tmp_path):
     size_nvme_buffers(settled.config, lambda: sizes, 2)
     assert settled.config["zero_optimization"]["offload_param"]["buffer_size"] == 64128 * 4096
     config["zero_optimization"]["offload_param"]["buffer_size"] = 1e8
-    with pytest.raises(UserError, match="buffer_size is 100000000, .* has 262668288 elements; take it out"):
+    with pytest.raises(UserError, match="buffer_size is 100000000, .* has 262668288 elements; remove it"):
         size_nvme_buffers(config, lambda: sizes, 2)
     size_nvme_buffers(config, lambda: sizes, 8)
     # The name that DeepSpeed's documentation has for another setting, and its code does not read.

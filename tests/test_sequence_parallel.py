@@ -89,7 +89,12 @@ LONG |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 CAUSAL = AutoModelForCausalLM
 REFUSED = {
     "heads": (LlamaConfig(**LLAMA), CAUSAL, 3, "3 does not divide the model.s 4 .* heads; use one of 1, 2, 4"),
-    "state": (MambaConfig(), CAUSAL, 2, "mamba passes something .* beside attention in its layers of linear_attention"),
+    "state": (
+        MambaConfig(),
+        CAUSAL,
+        2,
+        "mamba passes something .* outside of attention in its layers of linear_attention",
+    ),
     "layers": (Qwen3NextConfig(), CAUSAL, 2, "qwen3_next passes something .* layers of linear_attention"),
     "attention": (BloomConfig(), CAUSAL, 2, "bloom does not ask for its attention by transformers"),
     "positions": (RobertaConfig(is_decoder=True), CAUSAL, 2, "roberta finds positions or masks by itself"),

@@ -124,7 +124,7 @@ REFUSED = {
     "no plan": (GPT2Config(**SIZES), 2, "gpt2 has no plan in transformers of which layers can be cut"),
     "experts": (MixtralConfig(**LLAMA), 2, "mixtral asks for a way of cutting that no recipe has .moe_tp_experts"),
     "images": (Gemma3Config(), 2, "gemma3 has no plan"),
-    "weights beside": (ApertusConfig(**LLAMA), 2, "has weights beside model.layers.0.mlp.up_proj of which its plan"),
+    "weights beside": (ApertusConfig(**LLAMA), 2, "has weights next to model.layers.0.mlp.up_proj that its plan"),
 }
 
 

@@ -203,5 +203,5 @@ def test_the_budget_is_found_under_an_enforced_limit(text, tmp_path):
 @pytest.mark.parametrize("config", ["fsdp2", "zero2", "tensor_parallel"])
 def test_where_processes_share_a_forward_it_is_refused(config, text, tmp_path):
     result = launch(*flags(text, tmp_path / "run"), config=config, check=False)
-    assert_refused(result, rf"--micro_batch_tokens auto: in .*{config}.yaml the processes share each forward")
+    assert_refused(result, rf"--micro_batch_tokens auto: in .*{config}.yaml the processes communicate in each forward")
     assert not (tmp_path / "run").exists()

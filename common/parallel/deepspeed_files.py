@@ -85,9 +85,9 @@ def read_deepspeed_config(config: str | dict[str, Any]) -> dict[str, Any]:
             "or to the folder of the config file"
         ) from error
     except ValueError as error:
-        raise UserError(f"{config}: not JSON ({error}); mend the file") from error
+        raise UserError(f"{config}: not JSON ({error}); fix the file") from error
     if not isinstance(settings, dict):
-        raise UserError(f"{config}: not a JSON object; mend the file")
+        raise UserError(f"{config}: not a JSON object; fix the file")
     return settings
 
 
@@ -132,14 +132,14 @@ def check_zero(where: str, zero: Any, left: list[str], optimizer: str) -> Iterat
     devices = offload_devices(zero)
     yield from check_optimizer(zero, optimizer)
     if devices["offload_param"] != "none" and stage in (1, 2):
-        yield f"{where}: offload_param has no effect at stage {stage}; take it out, or set stage 3"
+        yield f"{where}: offload_param has no effect at stage {stage}; remove it, or set stage 3"
     for part, device in devices.items():
         if device != "nvme":
             continue
         path = zero[part].get("nvme_path")
-        reason = why_not_writable(path) if path and os.path.isdir(path) else "is no directory"
+        reason = why_not_writable(path) if path and os.path.isdir(path) else "is not a directory"
         if reason:
-            yield f"{where}: {part}.nvme_path {path}: {reason}; make it, or name another"
+            yield f"{where}: {part}.nvme_path {path}: {reason}; create it, or set a different path"
 
 
 def check_optimizer(zero: dict[str, Any], optimizer: str) -> Iterator[str]:
@@ -161,9 +161,7 @@ def _check_names(zero: dict[str, Any], left: list[str]) -> list[str]:
     from pydantic import ValidationError
 
     old = {"cpu_offload": "offload_optimizer", "cpu_offload_params": "offload_param"}
-    problems = [
-        f'{name} is of the past; write "{new}": {{"device": "cpu"}}' for name, new in old.items() if name in zero
-    ]
+    problems = [f'{name} is outdated; write "{new}": {{"device": "cpu"}}' for name, new in old.items() if name in zero]
     if problems:
         return problems
     fields = {name for key, facts in DeepSpeedZeroConfig.model_fields.items() for name in (key, facts.alias) if name}
@@ -177,10 +175,10 @@ def _check_names(zero: dict[str, Any], left: list[str]) -> list[str]:
             mistakes[".".join(map(str, mistake["loc"]))] = None if is_unknown else mistake["msg"]
     for name, reason in mistakes.items():
         nearest = difflib.get_close_matches(name, fields, n=1)
-        hint = f"; did you mean {nearest[0]}?" if nearest else "; take it out"
+        hint = f"; did you mean {nearest[0]}?" if nearest else "; remove it"
         hint = f"; {name} belongs at the top of the file" if name in TOP_KEYS else hint
-        hint = f": {reason}; mend it" if reason else hint
-        problems.append(f"{name} is not a setting that DeepSpeed takes{hint}")
+        hint = f": {reason}; fix it" if reason else hint
+        problems.append(f"{name} is not a setting of DeepSpeed{hint}")
     return problems
 
 

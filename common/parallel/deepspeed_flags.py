@@ -111,10 +111,10 @@ def _contradictions(given: dict[str, Any], prefix: str, runs: dict[str, tuple[st
         if not _is_given(value):
             continue
         if name not in runs:
-            yield f"{prefix}{name} is {json.dumps(value)}, which has no flag here; take it out"
+            yield f"{prefix}{name} is {json.dumps(value)}, which has no flag here; remove it"
         elif value != runs[name][1]:
             flag, ours = runs[name]
-            remedy = f"give {flag} {json.dumps(value)}, or take it out" if flag.startswith("--") else "take it out"
+            remedy = f"pass {flag} {json.dumps(value)}, or remove it" if flag.startswith("--") else "remove it"
             yield f"{prefix}{name} is {json.dumps(value)}, but {flag} is {json.dumps(ours)}; {remedy}"
 
 
@@ -130,8 +130,8 @@ def _settle_batch(settled: Settled, args: argparse.Namespace, degrees: Degrees) 
         if not _is_given(value):
             settled.filled.append(f"{key} (--{flag} {ours})")
         elif flag == "micro_batch_tokens":
-            remedy = f"give --micro_batch_size {value}, or take it out"
-            settled.problems.append(f"{key} is {value}, but --{flag} {ours} cuts the batch; {remedy}")
+            remedy = f"pass --micro_batch_size {value}, or remove it"
+            settled.problems.append(f"{key} is {value}, but --{flag} {ours} splits the batch; {remedy}")
         else:
             settled.problems += _contradictions({key: value}, "", {key: (f"--{flag}", ours)})
     key = "gradient_accumulation_steps"
@@ -140,7 +140,7 @@ def _settle_batch(settled: Settled, args: argparse.Namespace, degrees: Degrees) 
     if not _is_given(value) or value == 1:  # 1 is the default, which `accelerate config` writes by itself
         settled.filled.append(f"{key} ({arithmetic})")
     elif value != steps:
-        settled.problems.append(f"{key} is {value}; it follows from {arithmetic}; take it out")
+        settled.problems.append(f"{key} is {value}; it follows from {arithmetic}; remove it")
 
 
 def accumulation_steps(args: argparse.Namespace, degrees: Degrees) -> tuple[float | None, str]:
@@ -159,7 +159,7 @@ def _settle_optimizer(settled: Settled, args: argparse.Namespace) -> None:
     kind = given.get("type")
     ours = OPTIMIZER_TYPES.get(str(kind).lower())
     if _is_given(kind) and ours != args.optimizer:
-        remedy = f"give --optimizer {ours}, or take the section out" if ours else "take the section out"
+        remedy = f"pass --optimizer {ours}, or remove the section" if ours else "remove the section"
         settled.problems.append(f"optimizer.type is {kind}, but --optimizer is {args.optimizer}; {remedy}")
         return
     fixed = OPTIMIZERS[args.optimizer].deepspeed_params
@@ -177,7 +177,7 @@ def _settle_scheduler(settled: Settled, args: argparse.Namespace) -> None:
         return
     kind = given.get("type")
     if _is_given(kind) and kind not in SCHEDULER_TYPES:
-        settled.problems.append(f"scheduler.type is {kind}, which --lr_schedule has not; take the section out")
+        settled.problems.append(f"scheduler.type is {kind}, which --lr_schedule does not support; remove the section")
         return
     # The recipes' warm-up is linear from 0.
     fixed = {"warmup_min_lr": 0, "warmup_min_ratio": 0, "warmup_type": "linear", "cos_min_ratio": COSINE_FLOOR}
@@ -191,7 +191,7 @@ def _settle_scheduler(settled: Settled, args: argparse.Namespace) -> None:
         for name in ("total_num_steps", "warmup_num_steps"):
             if _is_given(params.get(name)) and (name == "total_num_steps" or args.warmup_updates is None):
                 said = f"scheduler.params.{name} is {json.dumps(params.pop(name))}"
-                settled.problems.append(f"{said}, but --num_epochs says how long the run is; take it out")
+                settled.problems.append(f"{said}, but --num_epochs sets the length of the run; remove it")
     if args.warmup_updates is None:  # not known yet
         params["warmup_num_steps"] = "auto"
         warmup = (
@@ -205,7 +205,7 @@ def _settle_precision(settled: Settled, mixed_precision: str, export_dtype: str 
     config = settled.config
     if mixed_precision != "no" and export_dtype == "float32":
         settled.problems.append(
-            f"DeepSpeed keeps the weights of model/ in {mixed_precision}, not in --export_dtype float32; take it out: "
+            f"DeepSpeed keeps the weights of model/ in {mixed_precision}, not in --export_dtype float32; remove it: "
             "python -m tools.checkpoint export makes a model of the float32 weights of a checkpoint"
         )
     if "bfloat16" in config:  # its old name, which Accelerate does not know
@@ -214,7 +214,7 @@ def _settle_precision(settled: Settled, mixed_precision: str, export_dtype: str 
         section, is_on = section_of(config, name), mixed_precision == name
         enabled = section.get("enabled")
         if _is_given(enabled) and bool(enabled) != is_on:
-            remedy = f"take its section {name} out, or launch with --mixed_precision {name if enabled else 'no'}"
+            remedy = f"remove its section {name}, or launch with --mixed_precision {name if enabled else 'no'}"
             settled.problems.append(
                 f"{name}.enabled is {json.dumps(enabled)}, but --mixed_precision is {mixed_precision}; {remedy}"
             )
@@ -222,7 +222,7 @@ def _settle_precision(settled: Settled, mixed_precision: str, export_dtype: str 
             settled.filled.append(f"{name} (--mixed_precision {mixed_precision})")
         for key, value in section.items():
             if key.endswith(("master_weights_and_grads", "optimizer_states")) and value is True:
-                settled.problems.append(f"take out {name}.{key}: master weights and moments are float32")
+                settled.problems.append(f"remove {name}.{key}: master weights and moments are float32")
         if section:
             section["enabled"] = is_on
         else:
@@ -255,27 +255,27 @@ def _settle_others(settled: Settled) -> None:
         value = config.pop(name, None)
         is_on = value.get("enabled", True) if isinstance(value, dict) else value
         if is_on not in (None, False, "auto"):
-            problems.append(f"take out its section {name}: it would train on something else than the recipe gives")
+            problems.append(f"remove its section {name}: it would change what the recipe trains")
         elif value is not None:
             idle.append(name)
     for name in ("tensorboard", "wandb", "csv_monitor", "comet"):
         if section_of(config, name).get("enabled"):
-            problems.append(f"take out its section {name}: --report_to is what runs")
+            problems.append(f"remove its section {name}: --report_to selects the tracker")
     precision = {name: config[name] for name in ("data_types", "communication_data_type") if config.get(name)}
     for name, value in flatten(precision):
         is_sum = name in ("data_types.grad_accum_dtype", "communication_data_type")
-        does = "sum in another precision than float32" if is_sum else "compute in another precision than the launch's"
+        does = "sum in a precision other than float32" if is_sum else "compute in a precision other than the launch's"
         if value and value != "auto" and not (is_sum and value in ("fp32", "float32")):
-            problems.append(f"{name} {json.dumps(value)} would {does}; take it out")
+            problems.append(f"{name} {json.dumps(value)} would {does}; remove it")
     if section_of(config, "torch_autocast").get("enabled"):
-        problems.append("torch_autocast would compute in another precision than the launch's; take it out")
+        problems.append("torch_autocast would compute in a precision other than the launch's; remove it")
     if config.get("prescale_gradients") or config.get("gradient_predivide_factor", 1) != 1:
-        problems.append("take out prescale_gradients and gradient_predivide_factor: the recipe divides by the targets")
+        problems.append("remove prescale_gradients and gradient_predivide_factor: the recipe divides by the targets")
     degrees = {"tensor_parallel": section_of(config, "tensor_parallel").get("autotp_size", 1)}
     degrees["sequence_parallel_size"] = config.get("sequence_parallel_size", 1)
     for name, degree in degrees.items():
         if degree not in (0, 1):
-            problems.append(f"{name} is {degree}; take it out: each process of a recipe takes samples of its own")
+            problems.append(f"{name} is {degree}; remove it: each process of a recipe has its own samples")
 
 
 def _take_auto(settings: dict[str, Any], prefix: str = "") -> Iterator[str]:

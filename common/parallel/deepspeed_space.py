@@ -63,6 +63,6 @@ def size_nvme_buffers(config: dict[str, Any], parameter_sizes: Callable[[], list
     if given < needed:
         raise UserError(
             f"offload_param.buffer_size is {given:.0f}, but a process's share of the largest parameter has {needed} "
-            "elements; take it out: it follows from the model"
+            "elements; remove it: it follows from the model"
         )
     return True

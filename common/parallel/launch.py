@@ -118,8 +118,8 @@ def parse_launch(argv: list[str], environment: dict[str, str] | None = None) -> 
     dropped = {args.use_fsdp: "FSDP", args.use_deepspeed: "DeepSpeed", args.multi_gpu: "DDP"}.get(True)
     if args.cpu and dropped:
         launch.file_problems.append(
-            f"--cpu makes the launcher drop {dropped}, which {config_file} asks for; take the flag out: where there is "
-            "no GPU, the same config runs on the CPU"
+            f"--cpu makes the launcher drop {dropped}, which {config_file} requests; remove the flag: without a GPU, "
+            "the same config runs on the CPU"
         )
     if config_file:
         _read_config_file(launch, config_file, known)
@@ -158,7 +158,7 @@ def _read_config_file(launch: Launch, config_file: str, known: set[str]) -> None
                 launch.file_problems.append(f"{config_file}: {name} is {entry}; give a whole number")
             if setting not in known and setting != STAGES:
                 nearest = difflib.get_close_matches(setting, known, n=1)
-                hint = f"did you mean {nearest[0]}? Else take it out" if nearest else "take it out"
+                hint = f"did you mean {nearest[0]}? Otherwise remove it" if nearest else "remove it"
                 launch.file_problems.append(f"{config_file}: {key} has the unknown key {name}; {hint}")
 
 

@@ -57,5 +57,5 @@ def check_requested(launch: Launch, args: Arguments, traits: Traits) -> list[str
 
         problems += mode_checks.check_requested(launch, args, traits)
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
-        problems.append("the launch turns on torch.compile (dynamo_backend); take it out and use --compile")
+        problems.append("the launch turns on torch.compile (dynamo_backend); remove it and use --compile")
     return problems

@@ -18,7 +18,7 @@ def check_requested(launch: Launch, args: Arguments, traits: Traits) -> list[str
     problems: list[str] = []
     if launch.mode not in ("plain", "DDP", "FSDP", "DeepSpeed"):
         problems.append(
-            f"{launch.source} asks for {launch.mode}, which no recipe runs; take a file of accelerate_configs/"
+            f"{launch.source} asks for {launch.mode}, which no recipe runs; use a file of accelerate_configs/"
         )
     if launch.mode == "FSDP":
         problems += check_fsdp(launch.source, launch.settings, args.optimizer)
@@ -36,7 +36,7 @@ def check_requested(launch: Launch, args: Arguments, traits: Traits) -> list[str
     if args.shared("quantize") and launch.mode in ("FSDP", "DeepSpeed"):
         problems.append(
             f"--quantize {args.quantize}: weights in 4 bits are for one process and for DDP, and {launch.source} asks "
-            f"for {launch.mode}: take multi_gpu.yaml or single_gpu.yaml, or leave --quantize out"
+            f"for {launch.mode}: take multi_gpu.yaml or single_gpu.yaml, or remove --quantize"
         )
     return problems
 
@@ -62,7 +62,7 @@ def check_fsdp(source: str, settings: dict[str, Any], optimizer: str) -> Iterato
         yield f"{source} asks for FSDP {version}; set fsdp_version: 2, which the recipes are tested with"
     if str(settings.get("fsdp_activation_checkpointing")).lower() == "true":
         yield (
-            f"{source} sets fsdp_activation_checkpointing; take it out and use --activation_checkpointing full, which "
+            f"{source} sets fsdp_activation_checkpointing; remove it and use --activation_checkpointing full, which "
             "works in every mode"
         )
 
@@ -105,11 +105,11 @@ def check_deepspeed_flags(launch: Launch) -> Iterator[str]:
     for name in sorted(DEEPSPEED_FLAGS):
         if name in launch.given:
             yield (
-                f"--{name} {launch.settings[name]} beside {file}: what the file says runs; take the flag out, or name "
-                "another file with --deepspeed_config_file"
+                f"--{name} {launch.settings[name]} next to {file}: the file overrides it; remove the flag, or set "
+                "a different file with --deepspeed_config_file"
             )
         elif name in launch.file_settings:
-            yield f"{launch.config_file}: {name} beside {file}: what that file says runs; take one out"
+            yield f"{launch.config_file}: {name} next to {file}: the latter overrides it; remove one of them"
     if "ACCELERATE_GRADIENT_CLIPPING" in launch.environment:
         yield "ACCELERATE_GRADIENT_CLIPPING in the environment has no effect; unset it, use --max_grad_norm"
 
@@ -130,8 +130,8 @@ def _check_budget(launch: Launch, args: Arguments, traits: Traits) -> Iterator[s
     is_alone = launch.mode in ("plain", "DDP") and launch.degrees.data == launch.num_processes
     if traits.lengths_vary and args.micro_batch_tokens == "auto" and not is_alone:
         yield (
-            f"--micro_batch_tokens auto: in {launch.source} the processes share each forward, and if memory ran out in "
-            "one, the others would wait for it for ever; give a number (--plan names the largest that fits)"
+            f"--micro_batch_tokens auto: in {launch.source} the processes communicate in each forward pass, so the "
+            "others would hang if one ran out of memory; pass a number (--plan prints the largest that fits)"
         )
 
 
@@ -151,6 +151,6 @@ def _check_accumulation(launch: Launch, args: Arguments) -> list[str]:
         allowed.append(f"{known_steps:g}")
     for source, steps in ((launch.source, launch.gradient_accumulation_steps), ("the environment", in_environment)):
         if steps not in allowed:
-            what = f"{source} sets gradient_accumulation_steps to {steps}"
-            return [f"{what}; take it out: accumulation follows from {arithmetic}"]
+            setting = f"{source} sets gradient_accumulation_steps to {steps}"
+            return [f"{setting}; remove it: accumulation follows from {arithmetic}"]
     return []

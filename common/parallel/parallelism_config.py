@@ -25,7 +25,7 @@ def check_others(source: str, settings: dict[str, Any], asked: Iterable[str]) ->
             yield f"--{name} has no effect without a parallelism_config in the file; take sequence_parallel.yaml"
         return
     for name in sorted({f"parallelism_config_{name}" for name in OTHERS} & set(asked)):
-        yield f"{source} sets {name}, which has no effect on how the recipes share a sequence; take it out"
+        yield f"{source} sets {name}, which has no effect on how the recipes share a sequence; remove it"
 
 
 def check_sizes(source: str, sizes: dict[str, int], mode: str, num_processes: int) -> Iterator[str]:
@@ -66,7 +66,7 @@ def check_sizes(source: str, sizes: dict[str, int], mode: str, num_processes: in
     elif mode != "FSDP" and (replicate, shard) != (1, 1):
         yield (
             f"{source} sets parallelism_config_dp_replicate_size {replicate} and parallelism_config_dp_shard_size "
-            f"{shard}, which have no effect without FSDP; take them out"
+            f"{shard}, which have no effect without FSDP; remove them"
         )
     elif num_processes % shared:
         near = max(1, num_processes // shared) * shared

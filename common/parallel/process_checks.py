@@ -26,7 +26,7 @@ def check_processes(launch: Launch) -> list[str]:
         return []
     if launch.num_machines > 1:
         return [
-            f"{launch.source} asks on machine {launch.machine_rank} for {processes} processes in all, but {world} "
+            f"{launch.source} asks on machine {launch.machine_rank} for {processes} processes in total, but {world} "
             "started; give the same --num_processes, the total, on every machine"
         ]
     return [

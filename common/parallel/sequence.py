@@ -68,7 +68,7 @@ def _why_not(config: PreTrainedConfig) -> str | None:
     others = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
     if others or is_recurrent(kind):
         where = f" in its layers of {', '.join(others)}" if others else ""
-        return f"passes something from token to token beside attention{where}"
+        return f"passes something from token to token outside of attention{where}"
     if not supports_sdpa(kind) or not kind.is_backend_compatible():
         return "does not ask for its attention by transformers' interface, or not for SDPA's"
     if "position_ids" not in inspect.signature(kind.forward).parameters or config.model_type in OTHERS:
@@ -78,7 +78,7 @@ def _why_not(config: PreTrainedConfig) -> str | None:
     if getattr(text, "use_bidirectional_attention", False) or getattr(text, "layerdrop", 0):
         return "attends to what comes later, or drops layers by chance"
     if not isinstance(getattr(text, "num_attention_heads", None), int):
-        return "does not say how many attention heads a layer has"
+        return "does not define the number of attention heads per layer"
     return None
 
 

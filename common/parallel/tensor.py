@@ -81,7 +81,7 @@ def _why_not(config: PreTrainedConfig, empty_model: Callable[[], PreTrainedModel
             around = model.get_submodule(name.rpartition(".")[0])
             known = {id(p) for one, _ in styles.values() for p in one.parameters()}
             if any(id(p) not in known for p in around.parameters()):
-                yield f"has weights beside {name} of which its plan says nothing"
+                yield f"has weights next to {name} that its plan does not mention"
 
 
 def planned_modules(model: PreTrainedModel) -> Iterator[tuple[str, tuple[Any, str]]]:
