@@ -49,7 +49,7 @@ def _savings(run: Any) -> Iterator[tuple[float, str]]:
     The estimate: weights and gradients use 4 bytes per parameter, and the optimizer its state. The rest of the peak is
     activations. With recomputation, the fractions `KEPT` of the activations remain.
     """
-    args, launch, model = run.args, run.asked, getattr(run, "model", None)
+    args, launch, model = run.args, run.launch_config, getattr(run, "model", None)
     model = without_wrapper(model) if model is not None else run.make_empty()
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

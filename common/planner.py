@@ -74,7 +74,7 @@ class Prediction:
     """
 
     def __init__(self, run: Any):
-        launch = run.asked
+        launch = run.launch_config
         question = {
             "words": launch.command[2:],  # after `accelerate launch`
             "mode": launch.mode,

@@ -64,16 +64,16 @@ class Run:
         problems: mistakes in the recipe's own flags. traits: those that differ from lm.py (`training.recipe_traits`).
         """
         versions.check_versions()
-        self.args, self.asked, self.traits = args, launch.find_launch(), Traits(**traits)
+        self.args, self.launch_config, self.traits = args, launch.find_launch(), Traits(**traits)
         if args.plan is not None:
             from common import planner
 
             planner.hand_over(args)
-        on_cpu = launch.runs_on_cpu(self.asked)
-        mistakes = argument_checks.check_arguments(args, on_cpu, self.traits, self.asked.degrees)
-        refuse([*mistakes, *launch_checks.check_launch(self.asked, args, self.traits), *problems])
+        on_cpu = launch.runs_on_cpu(self.launch_config)
+        mistakes = argument_checks.check_arguments(args, on_cpu, self.traits, self.launch_config.degrees)
+        refuse([*mistakes, *launch_checks.check_launch(self.launch_config, args, self.traits), *problems])
         tracking_options = {"log_with": args.report_to or None, "project_dir": args.output_dir}
-        self.accelerator = connect.make_accelerator(self.asked, args, **tracking_options)
+        self.accelerator = connect.make_accelerator(self.launch_config, args, **tracking_options)
         self.device, self.is_sharded = self.accelerator.device, distributed_mode.is_sharded(self.accelerator)
         self.checkpoints, self.is_stopped = Checkpoints(args, self.accelerator), False
         self.evaluations = Evaluations(self)
@@ -93,11 +93,11 @@ class Run:
         update. Raises UserError: no checkpoint to resume, a changed setting, or too little data or disk space.
         """
         assert vars(self.args).keys() >= set(own_flags), f"run.begin: not all of {own_flags} are flags"
-        argument_checks.check_samples(self.args, self.traits, train_set, held_out, self.asked.degrees)
+        argument_checks.check_samples(self.args, self.traits, train_set, held_out, self.launch_config.degrees)
         self.make_empty = cache(partial(adapters.empty_base, self.args, config, model_class))
-        problems = model_setup.check_model(config, model_class, self.make_empty, self.asked.degrees)
-        refuse([*problems, *launch_checks.check_layer_classes(self.asked, self.make_empty)])
-        connect.check_space(self.asked, lambda: [p.numel() for p in self.make_empty().parameters()])
+        problems = model_setup.check_model(config, model_class, self.make_empty, self.launch_config.degrees)
+        refuse([*problems, *launch_checks.check_layer_classes(self.launch_config, self.make_empty)])
+        connect.check_space(self.launch_config, lambda: [p.numel() for p in self.make_empty().parameters()])
         identity = identify(self.args, self.accelerator, config, tokenizer, train_set, held_out, *own_flags)
         self.resumed, self.state = self.checkpoints.find(identity, self.traits.size_flags), TrainingState()
         if self.resumed is not None:
@@ -139,12 +139,12 @@ class Run:
 
             self.budget = start_budget(self, train_set.max_length)
         lines |= self.state.describe_patience(args)
-        how = self.traits, self.asked.degrees, collate, attention_length(model.config)
-        self.load = partial(make_loader, args, accelerator, *how, train_set)
+        options = self.traits, self.launch_config.degrees, collate, attention_length(model.config)
+        self.load = partial(make_loader, args, accelerator, *options, train_set)
         self.loader = self.load(range(self.state.update, self.state.end(args)))
-        self.held_out = make_loader(args, accelerator, *how, held_out) if held_out else None
-        held_out_batches, is_rehearsal = self.held_out and self.held_out.dataset, launch.is_rehearsal(self.asked)
-        tracking.print_run(args, accelerator, model, self.loader.dataset, held_out_batches, is_rehearsal, **lines)
+        self.held_out = make_loader(args, accelerator, *options, held_out) if held_out else None
+        train, evaluated = self.loader.dataset, self.held_out and self.held_out.dataset
+        tracking.print_run(args, accelerator, model, train, evaluated, launch.is_rehearsal(self.launch_config), **lines)
         self.model, self.optimizer = model_setup.prepare(accelerator, model, optimizer)
         connect.seed_everything(args.seed, accelerator)
         return self.model, self.optimizer
@@ -166,7 +166,7 @@ class Run:
         self.checkpoints.start(config, *pretrained, model=self.model, versions=tracking.versions())
         tracking.start_run(self, config)
         self.checkpoints.resume(self.resumed, self.model, self.optimizer)  # last, because it restores the RNG states
-        work = flops.of_run(self, launch.is_rehearsal(self.asked))
+        work = flops.of_run(self, launch.is_rehearsal(self.launch_config))
         self.progress = progress.Progress(self.accelerator, self.output_dir, self.args.num_updates, self.state, work)
         with self.progress, self.evaluations.hear() as self.requests:
             batches = _batches(self)

@@ -21,7 +21,7 @@ def dry_run(run: Any) -> Iterator[Iterator[Any]]:
     batches.close()  # also ends the data-loading processes
     num_left = run.state.end(run.args) - run.state.update
     memory = run.prediction.describe() if run.accelerator.is_main_process else ""
-    settings.print_dry_run(run.args, run.asked, run.accelerator, num_left, memory)
+    settings.print_dry_run(run.args, run.launch_config, run.accelerator, num_left, memory)
     shutdown.end_run(run.accelerator)
     sys.exit()
 

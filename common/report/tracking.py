@@ -48,7 +48,7 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
     if accelerator.is_main_process:
         samples, held_out = run.loader.dataset.samples, run.held_out and run.held_out.dataset.samples
         is_mixed, is_separate = hasattr(samples, "mixing"), hasattr(held_out, "mixing")
-        launcher = run.asked.command or ["python"] * (accelerator.num_processes == 1)
+        launcher = run.launch_config.command or ["python"] * (accelerator.num_processes == 1)
         device = accelerator.device.type
         metadata = {
             "arguments": vars(args),

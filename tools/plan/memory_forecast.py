@@ -149,7 +149,7 @@ def predict_peak(
 
     Raises UserError: the recipe cannot be traced. Raises InTraceProcess in a process that traces it.
     """
-    args, launch = run.args, run.asked
+    args, launch = run.args, run.launch_config
     model, device = measure_model(make_empty()), "cpu" if question["device"] == "cpu" else "cuda"
     mode = parse_mode(launch, launch.source, run.traits)
     forecaster = Forecaster(Tracer(run, config, samples, held_out), model, device)

@@ -36,14 +36,14 @@ class PlannedRun:
     def __init__(self, args: Arguments, problems: Iterable[str] = (), **traits: Any):
         self.args, self.machine, self.traits = args, None, Traits(**traits)
         if "machine" in self.question:
-            self.asked = Launch(use_cpu=True, mode="plain", num_processes=1, mixed_precision="no")
+            self.launch_config = Launch(use_cpu=True, mode="plain", num_processes=1, mixed_precision="no")
             here = self.question.get("here")
             self.machine = hardware.Machine(**here) if here else hardware.parse_machine(self.question["machine"])
             on_cpu = self.machine.kind == "cpu"
         else:
-            self.asked, on_cpu = _asked_launch(self.question), self.question["device"] == "cpu"
+            self.launch_config, on_cpu = _asked_launch(self.question), self.question["device"] == "cpu"
         args.resume = args.overwrite = args.dry_run = False
-        degrees = self.asked.degrees
+        degrees = self.launch_config.degrees
         refuse([*argument_checks.check_arguments(args, on_cpu, self.traits, degrees), *problems])
         self.accelerator = Accelerator(cpu=True)
         self.device, self.is_sharded = self.accelerator.device, False
@@ -66,7 +66,7 @@ class PlannedRun:
         model_class: Any = AutoModelForCausalLM,
     ) -> None:
         """Prints the plan or the prediction, and exits; returns in a process that traces an update."""
-        argument_checks.check_samples(self.args, self.traits, train_set, held_out, self.asked.degrees)
+        argument_checks.check_samples(self.args, self.traits, train_set, held_out, self.launch_config.degrees)
         make_empty = cache(partial(adapters.empty_base, self.args, config, model_class))
         connect.seed_everything(self.args.seed)
         if self.args.shared("micro_batch_tokens") == "auto":
