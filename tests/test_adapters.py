@@ -49,7 +49,7 @@ from transformers import (
 
 from common.checkpoint.read import list_checkpoints
 from common.errors import UserError
-from common.models import adapters
+from common.models import adapters, lora
 from common.models.adapters import base_options, build_base, with_adapter
 from common.models.classifiers import build_classifier
 from common.models.load import build_model, load_config
@@ -75,7 +75,7 @@ def test_embeddings_of_a_frozen_base_take_what_their_model_gives_them(monkeypatc
     """OPT's of positions takes a mask and a length. Without 16 bits they are as they were."""
     config = OPTConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, ffn_dim=48)
     for dtype in (None, torch.bfloat16):
-        monkeypatch.setattr(adapters, "narrow_dtype", lambda dtype=dtype: dtype)
+        monkeypatch.setattr(lora, "narrow_dtype", lambda dtype=dtype: dtype)
         model = adapters.with_adapter(asked(), OPTForCausalLM(config))
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
             assert model(torch.arange(2, 9)[None]).logits.isfinite().all()
@@ -84,7 +84,7 @@ def test_embeddings_of_a_frozen_base_take_what_their_model_gives_them(monkeypatc
 @pytest.mark.parametrize("saved", [torch.bfloat16, torch.float32])
 def test_a_frozen_base_never_exists_in_float32(tmp_path, monkeypatch, saved):
     """Its matrices come from the files in 16 bits, as they would be cast. Control: a base to be trained is float32."""
-    monkeypatch.setattr(adapters, "narrow_dtype", lambda: torch.bfloat16)
+    monkeypatch.setattr(lora, "narrow_dtype", lambda: torch.bfloat16)
     tiny(saved).save_pretrained(tmp_path)
     config = load_config(str(tmp_path))
     read = build_model(config, str(tmp_path), **base_options(asked()))
