@@ -70,8 +70,8 @@ def _messages(row: Row, column: str) -> list[dict[str, Any]]:
             continue
         who, content = turn.get("from"), turn.get("value")
         if who not in ROLES or not isinstance(content, str):
-            found = f"a turn from {who!r}" if who not in ROLES else f"a turn of {who} whose value is no text"
-            raise UserError(f"{row.where}: column {column} has {found}; known are {', '.join(ROLES)}; mend the row")
+            problem = f"a turn from {who!r}" if who not in ROLES else f"a turn of {who} whose value is no text"
+            raise UserError(f"{row.where}: column {column} has {problem}; known are {', '.join(ROLES)}; mend the row")
         others = {key: value for key, value in turn.items() if key not in ("from", "value", "role")}
         messages.append({"role": ROLES[who]} | others | {"content": content})
     return messages

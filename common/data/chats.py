@@ -78,7 +78,7 @@ def encode_chats(
         for start, end in spans:
             turn = (starts >= start) & (starts < end)
             is_target |= turn
-            tokens = [ids[place] for place in np.flatnonzero(turn)]
+            tokens = [ids[index] for index in np.flatnonzero(turn)]
             # Many templates end a turn with a line break.
             while tokens and not str(tokenizer.decode(tokens[-1:])).strip():
                 tokens.pop()
@@ -127,28 +127,28 @@ def _count_answers(chat: Chat, text: str, starts: np.ndarray, ends: np.ndarray, 
     Args:
         starts, ends: character offsets of the targets.
     """
-    place = 0
+    position = 0
     for message, is_learned in zip(chat.messages, chat.is_learned, strict=True):
         pieces = [piece for piece in (str(message.get("content") or "").strip(), *function_names(message)) if piece]
         if not (is_learned and pieces):
             continue
         counts["answers"] += 1
-        learned = [_learned_part(text, piece, place, starts, ends) for piece in pieces]
-        place = max(place, *(end for end, _ in learned))
+        learned = [_learned_part(text, piece, position, starts, ends) for piece in pieces]
+        position = max(position, *(end for end, _ in learned))
         shares = [share for piece, (_, share) in zip(pieces, learned, strict=True) if piece in text]
         counts["lost" if not any(shares) else "partly"] += any(share < 1 / 2 for share in shares)
 
 
-def _learned_part(text: str, piece: str, place: int, starts: np.ndarray, ends: np.ndarray) -> tuple[int, float]:
-    """Returns (end, share of targets) of the first occurrence after `place` with a target; (0, 0) if there is none."""
-    while (following := int(np.searchsorted(ends, place, side="right"))) < len(ends):
-        at = text.find(piece, max(place, int(starts[following]) - len(piece) + 1))
+def _learned_part(text: str, piece: str, position: int, starts: np.ndarray, ends: np.ndarray) -> tuple[int, float]:
+    """Returns (end, share of targets) of the first occurrence after `position` with a target, or (0, 0)."""
+    while (following := int(np.searchsorted(ends, position, side="right"))) < len(ends):
+        at = text.find(piece, max(position, int(starts[following]) - len(piece) + 1))
         if at < 0:
             break
         lengths = np.minimum(ends, at + len(piece)) - np.maximum(starts, at)
         if covered := int(lengths[lengths > 0].sum()):
             return at + len(piece), covered / len("".join(piece.split()))
-        place = at + 1
+        position = at + 1
     return 0, 0.0
 
 
@@ -175,12 +175,12 @@ def _write(chat: Chat, tokenizer: PreTrainedTokenizerBase, counts: Counter) -> t
         utf8_length(text, chat.where)
         return text, spans[0] if spans else []
 
-    chat, text, spans = _as_the_template_takes_it(chat, render)
+    chat, text, spans = _render_with_arguments(chat, render)
     _count_unwritten(chat, text, render, counts)
     return text, (_marked_turns if marks else _added_turns)(chat, text, spans, render, cannot)
 
 
-def _as_the_template_takes_it(chat: Chat, render: Render) -> tuple[Chat, str, Spans]:
+def _render_with_arguments(chat: Chat, render: Render) -> tuple[Chat, str, Spans]:
     """Returns (chat, text, spans); tool call arguments are objects, or JSON strings if the template needs text."""
     arguments = arguments_of(chat.messages)
     if not arguments:
@@ -194,7 +194,7 @@ def _as_the_template_takes_it(chat: Chat, render: Render) -> tuple[Chat, str, Sp
         except UserError:
             raise error from None
     # Without a JSON filter, Jinja writes an object in Python syntax.
-    if any(str(one) in text and str(one) != json.dumps(one, ensure_ascii=False) for one in arguments):
+    if any(str(value) in text and str(value) != json.dumps(value, ensure_ascii=False) for value in arguments):
         return as_json, *render(as_json.messages)
     return chat, text, spans
 
@@ -265,11 +265,11 @@ def _count_unwritten(chat: Chat, text: str, render: Render, counts: Counter) -> 
     for key, numbers in places.items():
         unwritten = numbers
         if not is_unwritten(numbers, key):
-            unwritten = [one for one in numbers if is_unwritten([one], key)] if len(numbers) > 1 else []
+            unwritten = [number for number in numbers if is_unwritten([number], key)] if len(numbers) > 1 else []
         counts["unwritten", key, "messages"] += len(unwritten)
         if key != "content":
             continue
-        counts["lost"] += sum(chat.is_learned[one] for one in unwritten)
+        counts["lost"] += sum(chat.is_learned[number] for number in unwritten)
         # The template omits a part of the content, such as the text before </think>.
         for number in set(numbers) - set(unwritten):
             message = chat.messages[number]

@@ -42,9 +42,9 @@ def locate(name: str, repo_type: str) -> Place:
             return [path.is_dir(), _local_problem(path, repo_type), None, is_offline()]
         return [False, *_ask_hub(name, repo_type), is_offline()]
 
-    *found, offline = decided_by_main(f"{repo_type} {name}", find)
+    *fields, offline = decided_by_main(f"{repo_type} {name}", find)
     set_offline(offline)
-    place = Place(*found)
+    place = Place(*fields)
     if not is_soon(lambda: path.is_dir() == place.is_here):
         seen, other = ("a directory", "none") if place.is_here else ("no directory", "one")
         raise UserError(f"{name}: rank 0 sees {seen} of this name, and here is {other}; give one that all hosts have")
@@ -160,8 +160,8 @@ def held_out_splits(name: str, config: str | None) -> Iterator[str]:
                 return list(get_dataset_split_names(name, config, revision=place.revision))
         return []  # also for a single split that was saved by itself
 
-    found = decided_by_main(f"splits of {name}", splits)
-    yield from (split for split in ("validation", "test") if split in found)
+    available = decided_by_main(f"splits of {name}", splits)
+    yield from (split for split in ("validation", "test") if split in available)
 
 
 def load_split(name: str, config: str | None, split: str) -> Any:
@@ -185,8 +185,8 @@ def load_split(name: str, config: str | None, split: str) -> Any:
             data = load_dataset(str(path) if is_here else name, config, split=split, revision=revision)
     except Exception as error:
         what = "what save_to_disk wrote" if saved else f"the files of the directory for split {split}"
-        told = f"{what} cannot be read ({one_line(error.__cause__ or error)}); mend or replace them"
-        raise UserError(f"--dataset_name {name}: {told if is_here else problem or one_line(error)}") from error
+        reason = f"{what} cannot be read ({one_line(error.__cause__ or error)}); mend or replace them"
+        raise UserError(f"--dataset_name {name}: {reason if is_here else problem or one_line(error)}") from error
     if not isinstance(data, Dataset):
         if split not in data:
             raise UserError(f"--dataset_name {name}: no split {split}; there are: {', '.join(data)}; name one of them")

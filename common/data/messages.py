@@ -40,7 +40,7 @@ def read_chat(row: Row, column: str, counts: Counter) -> Chat:
         said = is_wanted(message, f"{row.where}: column {column}")
         is_learned.append(message["role"] == "assistant" and said is not False)
         counts["learned in vain"] += bool(said) and message["role"] != "assistant"
-    plain = [{key: one for key, one in message.items() if key not in TRAINING_KEYS} for message in messages]
+    plain = [{key: value for key, value in message.items() if key not in TRAINING_KEYS} for message in messages]
     return Chat(row.where, plain, is_learned, _tools_of(row, counts))
 
 
@@ -49,13 +49,13 @@ def is_wanted(message: Message, where: str) -> bool | None:
 
     Raises UserError if a mark is neither 0 nor 1, or if marks contradict each other.
     """
-    found = {key: message[key] for key in TRAINING_KEYS if key in message}
-    told = f"{where} has a message of {message['role']} with " + " and ".join(f"{k} {v!r}" for k, v in found.items())
-    if any(value not in (0, 1) for value in found.values()):
-        raise UserError(f"{told}; only 0 (context) and 1 (learned) are known: write one of them, or remove the key")
-    if len(set(map(bool, found.values()))) > 1:
-        raise UserError(f"{told}, which contradict each other; keep one of them")
-    return bool(next(iter(found.values()))) if found else None
+    marks = {key: message[key] for key in TRAINING_KEYS if key in message}
+    text = f"{where} has a message of {message['role']} with " + " and ".join(f"{k} {v!r}" for k, v in marks.items())
+    if any(value not in (0, 1) for value in marks.values()):
+        raise UserError(f"{text}; only 0 (context) and 1 (learned) are known: write one of them, or remove the key")
+    if len(set(map(bool, marks.values()))) > 1:
+        raise UserError(f"{text}, which contradict each other; keep one of them")
+    return bool(next(iter(marks.values()))) if marks else None
 
 
 def messages_of(row: Row, column: str = "messages", counts: Counter | None = None) -> list[Message]:
@@ -72,7 +72,7 @@ def messages_of(row: Row, column: str = "messages", counts: Counter | None = Non
         {key: _without_nulls(value, counts) for key, value in message.items() if value is not None}
         for message in messages
     ]
-    if empty := next((one for one in present if one.keys() - TRAINING_KEYS == {"role"}), None):
+    if empty := next((message for message in present if message.keys() - TRAINING_KEYS == {"role"}), None):
         raise UserError(f"{row.where}: column {column} has a message of {empty['role']} without content; mend the row")
     return [message | _joined(message, f"{row.where}: column {column}") | _called(message) for message in present]
 
@@ -80,10 +80,10 @@ def messages_of(row: Row, column: str = "messages", counts: Counter | None = Non
 def _without_nulls(value: Any, counts: Counter | None) -> Any:
     """Returns a value without null-valued keys of objects, at any depth; `counts` counts the removed keys."""
     if isinstance(value, list):
-        return [_without_nulls(one, counts) for one in value]
+        return [_without_nulls(item, counts) for item in value]
     if not isinstance(value, dict):
         return value
-    kept = {key: _without_nulls(one, counts) for key, one in value.items() if one is not None}
+    kept = {key: _without_nulls(item, counts) for key, item in value.items() if item is not None}
     if counts is not None:
         counts["nulls"] += len(value) - len(kept)
     return kept
@@ -137,7 +137,7 @@ def arguments_of(messages: list[Message]) -> list[dict[str, Any]]:
     """Returns the arguments of all tool calls that are objects."""
     calls = (call for message in messages for call in message.get("tool_calls") or () if isinstance(call, dict))
     functions = (call["function"] if isinstance(call.get("function"), dict) else call for call in calls)
-    return [one["arguments"] for one in functions if isinstance(one.get("arguments"), dict)]
+    return [call["arguments"] for call in functions if isinstance(call.get("arguments"), dict)]
 
 
 def with_json_arguments(messages: list[Message]) -> list[Message]:
@@ -145,12 +145,12 @@ def with_json_arguments(messages: list[Message]) -> list[Message]:
 
     def write(value: Any) -> Any:
         if isinstance(value, list):
-            return [write(one) for one in value]
+            return [write(item) for item in value]
         if not isinstance(value, dict):
             return value
         return {
-            key: json.dumps(one, ensure_ascii=False) if key == "arguments" and isinstance(one, dict) else write(one)
-            for key, one in value.items()
+            key: json.dumps(item, ensure_ascii=False) if key == "arguments" and isinstance(item, dict) else write(item)
+            for key, item in value.items()
         }
 
     return [
@@ -164,7 +164,7 @@ def function_names(message: Message) -> list[str]:
     calls = message.get("tool_calls")
     calls = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
     functions = (call["function"] if isinstance(call.get("function"), dict) else call for call in calls)
-    return [one["name"] for one in functions if isinstance(one.get("name"), str)]
+    return [call["name"] for call in functions if isinstance(call.get("name"), str)]
 
 
 def _tools_of(row: Row, counts: Counter) -> list[dict[str, Any]] | None:
@@ -202,11 +202,12 @@ def history_of(row: Row) -> list[Message]:
     """
     rounds = _from_json(row.values.get("history"), list) or []  # in CSV it is JSON
     if not isinstance(rounds, list) or not all(
-        isinstance(one, list | tuple) and len(one) == 2 and all(isinstance(text, str) for text in one) for one in rounds
+        isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+        for pair in rounds
     ):
         raise UserError(f"{row.where}: column history is not a list of pairs, [question, answer]; mend the row")
     roles = ("user", "assistant")
-    return [{"role": role, "content": text} for one in rounds for role, text in zip(roles, one, strict=True)]
+    return [{"role": role, "content": text} for pair in rounds for role, text in zip(roles, pair, strict=True)]
 
 
 def texts_of(row: Row, columns: tuple[str, ...]) -> list[str]:

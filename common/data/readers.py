@@ -54,8 +54,8 @@ def decode(path: str, size: int | None = None) -> Iterator[str]:
                 text = decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as error:  # error.object: the rest of the previous piece, and this piece
                 offset = position - len(error.object) + error.start
-                place = f"{offset} (0x{error.object[error.start]:02x}, {error.reason})"
-                raise UserError(f"{path}: not UTF-8 at byte offset {place}; save the file as UTF-8") from error
+                location = f"{offset} (0x{error.object[error.start]:02x}, {error.reason})"
+                raise UserError(f"{path}: not UTF-8 at byte offset {location}; save the file as UTF-8") from error
             if text:
                 yield text
 
