@@ -103,18 +103,17 @@ def print_run(
     stages: Any = getattr(model, "pipeline_stages", None)
     if stages is not None:  # this process holds a single stage
         total, trainable = stages.num_parameters
-    batch = f"{args.global_batch_size} in micro-batches of up to {args.micro_batch_tokens} tokens a process, "
-    batch += f"accumulated as each global batch needs, x {degrees.describe()}"
     if args.micro_batch_size:
         steps = args.global_batch_size // (args.micro_batch_size * degrees.data)
-        batch = (
-            f"{args.global_batch_size} = {args.micro_batch_size} micro x {steps} accumulation x {degrees.describe()}"
-        )
+        batch = f"{args.global_batch_size} = {args.micro_batch_size} micro x {steps} accumulation"
+    else:
+        batch = f"{args.global_batch_size} in micro-batches of up to {args.micro_batch_tokens} tokens a process, "
+        batch += "accumulated as each global batch needs,"
     grid = {}
     if degrees.data < world:
         from common.report.grid import describe_grid
 
-        grid = describe_grid(degrees, len(first.micro_batches), args.micro_batch_tokens)
+        grid = describe_grid(degrees, len(first.micro_batches), args.shared("micro_batch_tokens"))
     updates, mean_targets = _describe_length(args, train)
     targets = f"{mean_targets:,.0f} an update on average; the first: "
     targets += f"{first.num_targets:,} in {len(first.micro_batches)} micro-steps on each process"
@@ -134,7 +133,7 @@ def print_run(
         + (", a rehearsal of its GPUs" if rehearsal else ""),
         **grid,
         "optimizer": f"{args.optimizer}, learning rate {args.learning_rate:g}, {args.lr_schedule}",
-        "batch": batch,
+        "batch": f"{batch} x {degrees.describe()}",
         "targets": targets,
         "updates": updates,
         "data": train.samples.describe(),
