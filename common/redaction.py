@@ -23,10 +23,6 @@ def is_secret(name: str) -> bool:
     return name.upper().endswith(NAMES)
 
 
-def _names_secret(flag: Any) -> bool:
-    return isinstance(flag, str) and re.search(r"^--(?!.*per_token)[^= ]+$", flag) is not None and is_secret(flag)
-
-
 def redact(value: Any) -> Any:
     """Returns the same text, list or dict without secrets: known formats, and values of secret variables."""
     if isinstance(value, dict):
@@ -35,8 +31,9 @@ def redact(value: Any) -> Any:
             for name, item in value.items()  # numbers are not secrets, such as experts_per_token
         }
     if isinstance(value, list | tuple):
-        flags = ["", *value]  # in a command, the word after --hf_token is a secret
-        return [HIDDEN if _names_secret(flag) else redact(item) for flag, item in zip(flags, value, strict=False)]
+        # In a command, the word after --hf_token is a secret.
+        hides_next = [re.match(r"--(?!.*per_token)[^= ]+$", str(flag)) and is_secret(str(flag)) for flag in value]
+        return [HIDDEN if hide else redact(item) for hide, item in zip([False, *hides_next], value, strict=False)]
     if not isinstance(value, str):
         return value
     for name, secret in os.environ.items():
