@@ -202,7 +202,7 @@ def test_sharded_processes_evaluate_with_the_statistics_that_are_saved(data, tmp
     changes = {"run": {}, "own": {"no_broadcast": 1}}
     runs = [(flags(data, tmp_path / name, *more), change) for name, change in changes.items()]
     result = run_specs("vision", runs, tmp_path, "fsdp2", "--mixed_precision", "no")
-    assert "WARNING: it sees a global batch in 2 parts" in result.stdout
+    assert "WARNING: a global batch is split into 2 parts" in result.stdout
 
     def figures(name):
         return results_of(tmp_path / name)["validation_loss"], measure(tmp_path / name, data / "validation")[0]

@@ -21,21 +21,20 @@ NORMS = {
 
 def use_group_norm(model: nn.Module) -> None:
     """Replaces batch norm by group norm with 16 channels per group (Wu and He, 2018, arXiv:1803.08494), in place."""
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, nn.BatchNorm2d):
-                channels = child.num_features
-                setattr(module, name, nn.GroupNorm(math.gcd(channels, max(1, channels // 16)), channels))
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.BatchNorm2d):
+            channels = module.num_features
+            model.set_submodule(name, nn.GroupNorm(math.gcd(channels, max(1, channels // 16)), channels))
 
 
-def settle_norm(args: argparse.Namespace, model: nn.Module) -> None:
+def resolve_norm(args: argparse.Namespace, model: nn.Module) -> None:
     """Sets `args.norm` according to the model, and the resulting `args.drop_last_window`.
 
-    Raises UserError, one line, if --norm has no effect on the model, or a micro-batch is too small for it.
+    Raises UserError if --norm has no effect on the model, or a micro-batch is too small for it.
     """
     if not any(isinstance(module, BATCH_NORMS) for module in model.modules()):
         if args.norm in ("batch", "sync_batch"):
-            raise UserError(f"--norm {args.norm}: {type(model).__name__} has no batch norm; take it out")
+            raise UserError(f"--norm {args.norm}: {type(model).__name__} has no batch norm; remove it")
         return
     args.norm = args.norm or "batch"
     if args.micro_batch_size == 1 and args.norm == "batch":
@@ -46,17 +45,12 @@ def settle_norm(args: argparse.Namespace, model: nn.Module) -> None:
 
 
 def describe_norm(args: argparse.Namespace, world_size: int) -> dict[str, str]:
-    """Returns a line on the effect of batch norm on the update, for `common.report.tracking.print_run`.
-
-    Without batch norm, the result is empty.
-    """
+    """Returns a line for the run summary on the effect of batch norm on the update; empty without batch norm."""
     if args.norm not in ("batch", "sync_batch"):
         return {}
     at_once = args.micro_batch_size * (world_size if args.norm == "sync_batch" else 1)
     text = f"{args.norm}, over {at_once} images at once; an epoch's short last global batch is dropped"
     if at_once < args.global_batch_size:
-        shares = args.global_batch_size // at_once
-        text += (
-            f"\n{'':>10}  WARNING: it sees a global batch in {shares} parts; cut otherwise, the update is another one"
-        )
+        parts = args.global_batch_size // at_once
+        text += f"\n{'':>10}  WARNING: a global batch is split into {parts} parts; a different split changes the update"
     return {"norm": text}

@@ -21,13 +21,13 @@ from common.internals.datasets import content_hash
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 DIGITS = "scikit-learn's digits"
-NUM_LOOKED_AT = 1000  # images decoded before the run, to find size, channels, mean and corrupted images
+NUM_SAMPLED = 1000  # images decoded before the run, to find size, channels, mean and corrupted images
 NUM_HELD_OUT_DIGITS = 360  # a fifth: the last images, by different writers than the first images
 
 
 @dataclass(frozen=True)
 class Images:
-    """Images that have been found but not decoded, with their classes."""
+    """Images that are not decoded yet, with their classes."""
 
     name: str  # for messages
     fingerprint: str  # equal if all images and labels are equal
@@ -40,10 +40,7 @@ class Images:
 
 
 def find(args: argparse.Namespace) -> tuple[Images, Images | None]:
-    """Returns training and held-out images as selected by the flags; without flags, scikit-learn's digits.
-
-    Raises UserError, one line per problem, if the images are missing or do not form classes.
-    """
+    """Returns the training and held-out images that the flags select; the default is scikit-learn's digits."""
     if not (args.train_dir or args.dataset_name):
         return digits("train"), digits("validation")
     validation = folder(args.validation_dir) if args.validation_dir else None
@@ -63,49 +60,45 @@ def folder(directory: str) -> Images:
     drops the other classes. A copy of the folder gets a different fingerprint. It takes 8 s for 3,000 images at every
     start, compared with 0.3 s here.
 
-    Raises UserError with a line for each class without an image, or if the folder is not such a dataset.
+    Raises UserError: one line per problem.
     """
     root = Path(directory).expanduser()
     if not root.is_dir():
-        raise UserError(f"{directory}: no such directory; it should have one subfolder a class")
+        raise UserError(f"{directory}: no such directory; it should have one subfolder per class")
     others = list(root.iterdir())
     classes = sorted(path.name for path in others if path.is_dir() and not path.name.startswith("."))
     if not classes:
-        raise UserError(f"{directory}: has no subfolder; put the images of each class into one of its own")
-    paths, labels, problems = [], [], []
+        raise UserError(f"{directory}: has no subfolder; put the images of each class into a subfolder")
+    images: list[Path] = []
+    labels: list[int] = []
+    problems = []
     for label, name in enumerate(classes):
-        images, rest = [], []
-        for path in sorted((root / name).rglob("*")):
-            (images if path.suffix.lower() in SUFFIXES else rest).append(path)
-        if not images:
-            problems.append(
-                f"{root / name}: the class has no image ({' '.join(SUFFIXES)}); fill the folder or remove it"
-            )
-        paths += images
-        others += rest
-        labels += [label] * len(images)
+        files = sorted((root / name).rglob("*"))
+        found = [path for path in files if path.suffix.lower() in SUFFIXES]
+        if not found:
+            problems.append(f"{root / name}: the class has no image ({' '.join(SUFFIXES)}); add images or remove it")
+        images += found
+        labels += [label] * len(found)
+        others += [path for path in files if path.suffix.lower() not in SUFFIXES]
     refuse(problems)
-    stats = [(path.relative_to(root).as_posix(), path.stat()) for path in paths]
-    fingerprint = fingerprint_of([[name, stat.st_size] for name, stat in stats])
-    names, labels = [str(path) for path in paths], np.array(labels, np.int64)
-    contents, others = partial(_hash_beginnings, names), _visible_files(root, others)
-    unused = f"files not used: {shorten(others)}" if others else ""
+    fingerprint = fingerprint_of([[path.relative_to(root).as_posix(), path.stat().st_size] for path in images])
+    names = [str(path) for path in images]
+    relative = [path.relative_to(root) for path in sorted(others) if path.is_file()]
+    visible = [path.as_posix() for path in relative if not any(part.startswith(".") for part in path.parts)]
     return Images(
-        directory, fingerprint, tuple(classes), labels, names.__getitem__, names.__getitem__, contents, unused
+        directory,
+        fingerprint,
+        tuple(classes),
+        np.array(labels, np.int64),
+        names.__getitem__,
+        names.__getitem__,
+        partial(_hash_beginnings, names),
+        f"files not used: {shorten(visible)}" if visible else "",
     )
 
 
-def _visible_files(root: Path, paths: list[Path]) -> list[str]:
-    """Returns the files among the paths, relative to the root, without hidden files and files in hidden folders."""
-    names = (path.relative_to(root) for path in sorted(paths) if path.is_file())
-    return [name.as_posix() for name in names if not any(part.startswith(".") for part in name.parts)]
-
-
 def _hash_beginnings(paths: list[str]) -> str:
-    """Returns a hyphen and a hash of the beginnings of up to a thousand files; a copy of the dataset has the same hash.
-
-    Reading a large dataset in full takes longer than many runs.
-    """
+    """Returns a hyphen and a hash of the beginnings of up to 1000 files, because reading all takes too long."""
     digest = hashlib.blake2b(digest_size=8)
     for number in evenly_spaced(len(paths)):
         with suppress(OSError), open(paths[number], "rb") as file:  # decoding reports it
@@ -116,34 +109,32 @@ def _hash_beginnings(paths: list[str]) -> str:
 def hub(name: str, config: str | None, split: str, label_column: str | None = None) -> Images:
     """Returns a split of a dataset on the hub, or of a directory that `save_to_disk` of `datasets` wrote.
 
-    The images are in its first image column. The classes are in `label_column`, or by default in the first ClassLabel
-    column. Hidden labels stay -1.
-
-    Raises UserError, one line, if the dataset is missing or has no such columns.
+    The images are in its first image column, the classes in `label_column` (default: the first ClassLabel column).
+    Hidden labels stay -1. Raises UserError if the dataset is missing or has no such columns.
     """
     import datasets
 
-    where = f"{name}[{split}]"
+    title = f"{name}[{split}]"
     data = load_split(name, config, split)
     features = data.features
     images = [column for column, feature in features.items() if isinstance(feature, datasets.Image)]
     labels = [column for column, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
     if not images:
-        raise UserError(f"{where}: no column holds images; there are: {', '.join(features)}; take another one")
+        raise UserError(f"{title}: no column has images; there are: {', '.join(features)}; use a different dataset")
     if label_column is None and not labels:
-        raise UserError(f"{where}: no column of classes; name it with --label_column; there are: {', '.join(features)}")
+        raise UserError(f"{title}: no column of classes; name it with --label_column; there are: {', '.join(features)}")
     column = label_column or labels[0]
     if column not in features:
-        raise UserError(f"{where}: no column {column}; there are: {', '.join(features)}; name one of them")
+        raise UserError(f"{title}: no column {column}; there are: {', '.join(features)}; name one of them")
     kind = features[column]
     if not getattr(kind, "dtype", "").startswith(("string", "large_string", "int", "uint", "bool")):
         raise UserError(
-            f"{where}: column {column} holds no classes (names or whole numbers); name another --label_column; "
+            f"{title}: column {column} has no classes (names or integers); pass a different --label_column; "
             f"there are: {', '.join(features)}"
         )
     values = list(data[column])
     if None in values:
-        raise UserError(f"{where}, row {values.index(None)}: column {column} is null; mend or remove the row")
+        raise UserError(f"{title}, row {values.index(None)}: column {column} is null; fix or remove the row")
     if column in labels:
         classes, numbers = tuple(kind.names), np.array(values, np.int64)
     else:
@@ -156,22 +147,13 @@ def hub(name: str, config: str | None, split: str, label_column: str | None = No
         image = encoded[index][images[0]]
         return io.BytesIO(image["bytes"]) if image["bytes"] is not None else image["path"]
 
-    return Images(
-        where,
-        fingerprint_of([content_hash(data), column]),
-        classes,
-        numbers,
-        read,
-        lambda index: f"{where}, row {index}",
-        unused=f"columns not used: {shorten(others)}" if others else "",
-    )
+    unused = f"columns not used: {shorten(others)}" if others else ""
+    fingerprint = fingerprint_of([content_hash(data), column])
+    return Images(title, fingerprint, classes, numbers, read, lambda index: f"{title}, row {index}", unused=unused)
 
 
 def held_out(name: str, config: str | None, label_column: str | None = None) -> Images | None:
-    """Returns the split of a dataset for evaluation: validation, else test, else None.
-
-    A split with only hidden labels is skipped.
-    """
+    """Returns the split for evaluation: validation, else test, else None; splits without labels are skipped."""
     for split in held_out_splits(name, config):
         images = hub(name, config, split, label_column)
         if (images.labels >= 0).any():
@@ -181,26 +163,28 @@ def held_out(name: str, config: str | None, label_column: str | None = None) -> 
 
 
 def check_labels(images: Images) -> None:
-    """Raises UserError, one line, if a label is hidden."""
+    """Raises UserError if a label is hidden."""
     if (images.labels < 0).any():
         first = int((images.labels < 0).argmax())
-        raise UserError(f"{images.where(first)}: its label is hidden (-1); remove such rows, or name another data set")
+        raise UserError(
+            f"{images.where(first)}: its label is hidden (-1); remove such rows, or use a different dataset"
+        )
 
 
 def digits(part: str) -> Images:
     """Returns scikit-learn's 1,797 digits of 8 x 8 pixels, which it includes; `part` is "train" or "validation"."""
     # Reads the data file directly, because importing scikit-learn (`sklearn.datasets.load_digits`) takes a second.
-    (package,) = importlib.util.find_spec("sklearn").submodule_search_locations
-    rows = np.loadtxt(Path(package) / "datasets/data/digits.csv.gz", delimiter=",")
+    spec = importlib.util.find_spec("sklearn")
+    assert spec is not None and spec.origin is not None, "scikit-learn is installed"
+    rows = np.loadtxt(Path(spec.origin).parent / "datasets/data/digits.csv.gz", delimiter=",")
     rows = rows[:-NUM_HELD_OUT_DIGITS] if part == "train" else rows[-NUM_HELD_OUT_DIGITS:]
     pixels = np.round(rows[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     labels = rows[:, -1].astype(np.int64)
     name = f"{DIGITS}, {part}"
-    classes = tuple(str(digit) for digit in range(10))
+    classes = tuple("0123456789")
     fingerprint = hashlib.blake2b(pixels.tobytes() + labels.tobytes(), digest_size=8).hexdigest()
-    return Images(
-        name, fingerprint, classes, labels, lambda i: Image.fromarray(pixels[i]), lambda i: f"{name}, image {i}"
-    )
+    read = lambda i: Image.fromarray(pixels[i])  # noqa: E731
+    return Images(name, fingerprint, classes, labels, read, lambda i: f"{name}, image {i}")
 
 
 def check_classes(train: Images, validation: Images | None) -> Images | None:
@@ -228,8 +212,8 @@ def with_classes(images: Images, classes: tuple[str, ...]) -> Images:
 
 
 def evenly_spaced(count: int) -> list[int]:
-    """Returns the indices, below `count`, of up to 1000 evenly spaced images to read before a run."""
-    return np.unique(np.linspace(0, count - 1, NUM_LOOKED_AT).astype(int)).tolist()
+    """Returns up to 1000 evenly spaced indices below `count`."""
+    return np.unique(np.linspace(0, count - 1, NUM_SAMPLED).astype(int)).tolist()
 
 
 def fingerprint_of(facts: Any) -> str:
@@ -241,9 +225,8 @@ def open_image(images: Images, index: int, size: tuple[int, int] | None = None) 
     """Returns a decoded image of mode L (gray) or RGB, rotated according to its EXIF data, with transparency on white.
 
     Args:
-        size: height and width to which it will be scaled. A JPEG is then decoded at a half, a quarter or an eighth of
-            its size, but at least at twice this size. This needs little time and memory, and yields nearly the same
-            pixels.
+        size: height and width to which it will be scaled. To save time and memory, a JPEG is then decoded at a
+            fraction of its size, but at least at twice this size; the pixels are nearly the same.
 
     Raises UserError if it cannot be read or decoded, or has more than 8 bits per channel.
     """

@@ -20,18 +20,13 @@ LUMA = (0.299, 0.587, 0.114)  # weights of ITU-R 601, with which PIL also conver
 
 
 def in_channels_of(config: PreTrainedConfig, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Returns the images, converted to gray if they have three channels but the model has a single channel.
-
-    transformers' pipelines always pass three channels.
-    """
+    """Returns the images, as gray for a model with one channel, because transformers' pipelines always pass three."""
     if config.num_channels == pixel_values.shape[1] or pixel_values.shape[1] != len(LUMA):
         return pixel_values
     return torch.einsum("nchw,c->nhw", pixel_values, pixel_values.new_tensor(LUMA)).unsqueeze(1)
 
 
 class ConvNetConfig(PreTrainedConfig):
-    """The configuration of a `ConvNet`."""
-
     model_type = "mnist_convnet"
     turns_rgb_gray = True  # see in_channels_of
 
@@ -45,7 +40,7 @@ class ConvNet(PreTrainedModel):
     """The ConvNet of the MNIST guides: two 3 x 3 convolutions, max pooling, a hidden layer. It has no norm layer."""
 
     config_class, main_input_name, base_model_prefix = ConvNetConfig, "pixel_values", "features"
-    _no_split_modules = []  # FSDP2 shards it as one layer
+    _no_split_modules: list[str] = []  # FSDP2 shards it as one layer
 
     def __init__(self, config: ConvNetConfig):
         super().__init__(config)
@@ -62,14 +57,14 @@ class ConvNet(PreTrainedModel):
             nn.ReLU(),
             nn.Dropout(2 * config.dropout),
         )
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)  # type: ignore[arg-type]  # never None
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()  # as in torch; the initialisation of transformers is for language models
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()  # as in torch; the initialisation of transformers is for language models
 
-    def get_input_embeddings(self) -> None:
+    def get_input_embeddings(self) -> None:  # type: ignore[override]  # there are none
         return None
 
     def forward(self, pixel_values: torch.Tensor) -> ImageClassifierOutput:
@@ -79,17 +74,11 @@ class ConvNet(PreTrainedModel):
 
 
 class NormResNetConfig(ResNetConfig):
-    """The configuration of a `NormResNet`.
-
-    Attributes:
-        norm: "group" or "batch".
-        small_images: the first convolution does not reduce the resolution.
-    """
-
     model_type = "norm_resnet"
     turns_rgb_gray = True
-    norm: str = "group"
-    small_images: bool = False
+
+    norm: str = "group"  # or "batch"
+    small_images: bool = False  # True: the first convolution does not reduce the resolution
 
 
 class NormResNet(ResNetForImageClassification):
@@ -103,7 +92,7 @@ class NormResNet(ResNetForImageClassification):
     def __init__(self, config: NormResNetConfig):
         super().__init__(config)
         if config.small_images:
-            stem = self.resnet.embedder
+            stem: Any = self.resnet.embedder
             stem.embedder.convolution = nn.Conv2d(config.num_channels, config.embedding_size, 3, padding=1, bias=False)
             stem.pooler = nn.Identity()
         if config.norm == "group":
@@ -113,7 +102,7 @@ class NormResNet(ResNetForImageClassification):
     def forward(self, pixel_values: torch.Tensor, **kwargs: Any) -> ImageClassifierOutput:
         return super().forward(in_channels_of(self.config, pixel_values), **kwargs)
 
-    def get_input_embeddings(self) -> None:
+    def get_input_embeddings(self) -> None:  # type: ignore[override]  # there are none
         return None
 
 

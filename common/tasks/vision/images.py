@@ -6,8 +6,7 @@
     collate = partial(collate_images, preprocessing=preprocessing)
 
 An image is decoded when its global batch is built, on the DataLoader's workers if there are any. Its augmentation is a
-function of (seed, epoch, index of the image). Therefore the update depends neither on the number of ranks and
-micro-batches nor on the point at which a run resumed.
+function of (seed, epoch, index of the image), so that the update is the same for any split and after a resume.
 """
 
 import copy
@@ -18,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,7 +38,6 @@ AUGMENTATIONS = {
     "crop": "RandomResizedCrop of torchvision",
     "rand": "RandAugment of torchvision",
 }
-NEEDS_TORCHVISION = ("crop", "rand")
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Preprocessing:
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Writes the file for `AutoImageProcessor.from_pretrained`, so that the saved model gets the same pixels."""
-        copies = 3 // len(self.mean) if self.takes_rgb else 1  # models of this project convert three channels to one
+        repeats = 3 // len(self.mean) if self.takes_rgb else 1  # models of this project convert three channels to one
         settings = {
             "image_processor_type": "ViTImageProcessor",  # the basic processor: resize, rescale, normalise
             "do_convert_rgb": self.takes_rgb,
@@ -64,8 +63,8 @@ class Preprocessing:
             "do_rescale": True,
             "rescale_factor": 1 / 255,
             "do_normalize": True,
-            "image_mean": list(self.mean) * copies,
-            "image_std": list(self.std) * copies,
+            "image_mean": list(self.mean) * repeats,
+            "image_std": list(self.std) * repeats,
         }
         Path(directory, "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
@@ -76,10 +75,11 @@ def linear_accuracy(train: Images, validation: Images) -> float | None:
         return None
     from sklearn.linear_model import LogisticRegression
 
-    x, held_out = (
-        np.stack([np.asarray(one.read(i)).ravel() / 255 for i in range(len(one.labels))]) for one in (train, validation)
-    )
-    return float(LogisticRegression(max_iter=1000).fit(x, train.labels).score(held_out, validation.labels))
+    def pixels(images: Images) -> np.ndarray:
+        return np.stack([np.asarray(images.read(i)).ravel() / 255 for i in range(len(images.labels))])
+
+    model = LogisticRegression(max_iter=1000).fit(pixels(train), train.labels)
+    return float(model.score(pixels(validation), validation.labels))
 
 
 def preprocess(images: Images, size: tuple[int, int] | None = None, channels: int | None = None) -> Preprocessing:
@@ -89,21 +89,21 @@ def preprocess(images: Images, size: tuple[int, int] | None = None, channels: in
         size: height and width to which all images are scaled; None: the common size of all images.
         channels: 1 or 3; None: 1 if all images are gray, otherwise 3.
 
-    Raises UserError if the images have different sizes and no size is set, or if an image cannot be decoded. It is also
-    raised if the images have colours but the model has one channel.
+    Raises UserError if the images have different sizes and no size is set, an image cannot be decoded, or the images
+    have colours but the model has one channel.
     """
-    looked_at = evenly_spaced(len(images.labels))
+    sampled = evenly_spaced(len(images.labels))
     totals, all_gray = np.zeros((2, 3)), True
-    for number in looked_at:  # one at a time, because a thousand large images do not fit in memory
+    for number in sampled:  # one at a time, because a thousand large images do not fit in memory
         image = open_image(images, number, size)
-        if number == looked_at[0]:
+        if number == sampled[0]:
             height, width = size or (image.height, image.width)
         if size is None and image.size != (width, height):
-            raise UserError(_sizes_differ(images, number, image, (width, height), images.where(looked_at[0])))
+            raise UserError(_sizes_differ(images, number, image, (width, height), images.where(sampled[0])))
         if channels == 1 and image.mode != "L":  # AutoImageProcessor would not convert it to gray
             raise UserError(
-                f"{images.where(number)}: has colours, but the model takes gray images; save them gray, or take a "
-                "model of 3 channels"
+                f"{images.where(number)}: has colours, but the model takes gray images; save them gray, or use a "
+                "model with 3 channels"
             )
         all_gray = all_gray and image.mode == "L"
         colours = 1 if all_gray else 3  # the three channels of a gray image are equal
@@ -111,7 +111,7 @@ def preprocess(images: Images, size: tuple[int, int] | None = None, channels: in
         totals += pixels.mean(1), np.square(pixels).mean(1)
     channels = channels or (1 if all_gray else 3)
     totals = totals[:, :channels]
-    mean, square = totals / len(looked_at)
+    mean, square = totals / len(sampled)
     std = np.sqrt(np.maximum(square - mean * mean, 1e-6))  # avoids amplifying a constant channel
     return Preprocessing(height, width, tuple(mean.tolist()), tuple(std.tolist()), is_scaled=size is not None)
 
@@ -119,29 +119,27 @@ def preprocess(images: Images, size: tuple[int, int] | None = None, channels: in
 def preprocess_for(
     name_or_path: str, config: PreTrainedConfig, images: Images, size: tuple[int, int] | None = None
 ) -> Preprocessing:
-    """Returns the same as `preprocess`, but with the settings of a pretrained model if it has them.
-
-    The settings are size, channels, mean and standard deviation.
+    """Returns the same as `preprocess`, but with the pretrained model's own size, channels, mean and deviation.
 
     Raises UserError if the model requires a fixed image size that differs from `size`.
     """
     try:
-        where, _ = locate_pretrained(name_or_path)
-        settings, _ = ImageProcessingMixin.get_image_processor_dict(**where)
+        location, _ = locate_pretrained(name_or_path)
+        settings, _ = ImageProcessingMixin.get_image_processor_dict(**location)
     except OSError:  # the model has no such file
         settings = {}
     sides = getattr(config, "image_size", None) or settings.get("size")
     if isinstance(sides, dict):
         sides = sides.get("height") or sides.get("shortest_edge"), sides.get("width") or sides.get("shortest_edge")
-    sides = (sides, sides) if isinstance(sides, int) else sides and tuple(sides)
-    if size and size != sides and getattr(config, "image_size", None):
+    own_size: Any = (sides, sides) if isinstance(sides, int) else sides and tuple(sides)
+    if size and size != own_size and getattr(config, "image_size", None):
         raise UserError(
-            f"--image_size {size[0]}: --model_name_or_path {name_or_path} takes images of {sides[1]} x {sides[0]}; "
-            "leave it out"
+            f"--image_size {size[0]}: --model_name_or_path {name_or_path} takes images of {own_size[1]} x "
+            f"{own_size[0]}; remove it"
         )
     channels = getattr(config, "num_channels", 3)
     takes_rgb = channels == 3 or getattr(config, "turns_rgb_gray", False)
-    own = replace(preprocess(images, size or sides, channels), takes_rgb=takes_rgb)
+    own = replace(preprocess(images, size or own_size, channels), takes_rgb=takes_rgb)
     mean, std = (values and values[:channels] for values in (settings.get("image_mean"), settings.get("image_std")))
     if not settings.get("do_normalize", True):
         mean, std = (0.0,) * len(own.mean), (1.0,) * len(own.mean)
@@ -170,8 +168,8 @@ def check_augmentations(names: Iterable[str]) -> Iterator[str]:
     """Yields one line for each augmentation that is not available."""
     names = list(names)
     if "none" in names and len(names) > 1:
-        yield f"--augment {' '.join(names)}: none, and others; take out one or the other"
-    if needs := [name for name in names if name in NEEDS_TORCHVISION]:
+        yield f"--augment {' '.join(names)}: none, and others; remove either"
+    if needs := [name for name in names if name in ("crop", "rand")]:
         try:
             import torchvision.transforms  # noqa: F401
         except Exception as error:  # missing, or built for a different torch
@@ -202,10 +200,7 @@ class ImageSamples:
 
     @property
     def fingerprint(self) -> str:
-        """A hash that is equal if all images and labels are equal.
-
-        For many files, it reads the beginnings of a thousand of them.
-        """
+        """A hash that is equal if all images and labels are equal; of files, only some beginnings are compared."""
         return fingerprint_of([self.images.fingerprint, self.images.classes, self.shape]) + self.images.contents()
 
     def of_epoch(self, epoch: int) -> "ImageSamples":
@@ -244,14 +239,10 @@ class ImageSamples:
     def describe(self) -> str:
         """Returns the description of the images for the run summary."""
         channels, height, width = self.shape
-        colours = "gray" if channels == 1 else "RGB"
-        num_classes = len(self.images.classes)
-        augmented = f", augmented: {', '.join(self.augment)}" if self.augment else ""
-        unused = f"; {self.images.unused}" if self.images.unused else ""
-        return (
-            f"{self.images.name}: {len(self):,} images, {width} x {height} {colours}, {num_classes} classes{augmented}"
-            f"{unused}"
-        )
+        line = f"{self.images.name}: {len(self):,} images, {width} x {height} {'gray' if channels == 1 else 'RGB'}"
+        line += f", {len(self.images.classes)} classes"
+        line += f", augmented: {', '.join(self.augment)}" if self.augment else ""
+        return line + (f"; {self.images.unused}" if self.images.unused else "")
 
 
 @contextmanager
