@@ -313,7 +313,7 @@ def test_two_texts_are_told_apart(files, encoder):
     decoded = [tokenizer.decode(ids[types_ == number]) for number in (0, 1)]
     assert decoded[0].startswith("[CLS]") and examples[5].texts[0].startswith(decoded[0][5:-5])
     assert examples[5].texts[1].startswith(decoded[1][:-5])
-    assert samples.max_length == 64 and "cut at 64" in samples.describe()
+    assert samples.max_length == 64 and "truncated at 64" in samples.describe()
 
 
 def test_cut_texts_are_counted_with_a_tokenizer_in_python_too():
@@ -393,7 +393,7 @@ def test_numbers_come_before_names_that_are_sorted_as_text(tmp_path):
 @pytest.mark.parametrize("values", [[0.0, 1.0], [0.5, 1.5]], ids=["classes", "numbers"])
 def test_a_label_that_is_no_finite_number_is_named(values, missing, kind, tmp_path):
     source = write_labels(tmp_path / f"a.{kind}", [*values * 5, missing])
-    with pytest.raises(UserError, match=r"a.\w+, (line|row) 1[12]: .*label.* (nan|inf|'-?nan'|-?inf|'-?inf').*; mend"):
+    with pytest.raises(UserError, match=r"a.\w+, (line|row) 1[12]: .*label.* (nan|inf|'-?nan'|-?inf|'-?inf').*; fix"):
         _, examples, _ = labels.read_examples(source, None, "label")
         labels.encode_labels(examples, None if labels.is_regression(examples) else labels.label_names(examples))
     source = write_labels(tmp_path / f"a.{kind}", values * 5)  # the control
@@ -418,7 +418,7 @@ MISTAKES = {
     "own": ("".join(f'{{"text": "a", "label": {n}}}\n' for n in range(9)), ["each of the 9 rows", "--task regression"]),
     "unlearned": (
         '{"text": "a", "label": "x"}\n{"text": "b", "label": "y"}\n' * 20,
-        [r"held_out.csv, line \d+: the label '\w+' is none that is learned \(x, y\)"],
+        [r"held_out.csv, line \d+: the label '\w+' does not occur in the training data \(x, y\)"],
     ),
     "numbers": (
         '{"text": "a", "label": 0.5}\n{"text": "b", "label": "n/a"}\n',

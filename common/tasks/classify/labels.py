@@ -42,9 +42,7 @@ class Example(NamedTuple):
 def read_examples(
     source: Source, pair_column: str | None, label_column: str
 ) -> tuple[str, list[Example], list[str] | None]:
-    """Returns a source's name with its unused columns, its rows, and the class names in the order of their numbers.
-
-    The class names are None if the data does not number its classes.
+    """Returns a source's name with its unused columns, its rows, and its class names by number, if it numbers them.
 
     Raises UserError with file and row for a missing column, text or label.
     """
@@ -57,12 +55,16 @@ def read_examples(
         texts = tuple(filled_text(row, column) for column in text_columns)
         if label_column not in row.values:
             raise UserError(missing_column(row.where, [label_column], tuple(row.values)))
-        label = row.values[label_column]
-        is_missing = label in (None, "") or (isinstance(label, float) and not math.isfinite(label))
-        if is_missing or not isinstance(label, str | int | float):
-            found = "null" if label in (None, "") else label if is_missing else f"of type {type(label).__name__}"
+        label, problem = row.values[label_column], None
+        if label in (None, ""):
+            problem = "null"
+        elif not isinstance(label, str | int | float):
+            problem = f"of type {type(label).__name__}"
+        elif isinstance(label, float) and not math.isfinite(label):
+            problem = str(label)
+        if problem:
             raise UserError(
-                f"{row.where}: column {label_column} is {found}, not a name or a number; mend or remove the row"
+                f"{row.where}: column {label_column} is {problem}, not a name or a number; fix or remove the row"
             )
         examples.append(Example(row.where, texts, label))
     unused = unused_columns(corpus)
@@ -87,19 +89,13 @@ def _number(label: Any) -> float | None:
     return number if abs(number) <= float(np.finfo(np.float32).max) else None
 
 
-def _is_not_finite(name: str) -> bool:
-    """Returns whether a label is the text nan or inf, which is how CSV files store a missing number."""
-    return name.strip().lstrip("+-").lower() in ("nan", "inf", "infinity")
-
-
 def is_regression(examples: list[Example]) -> bool:
     """Returns whether the labels are numbers, some of them fractional: 3.8, but not 0 and 1.
 
     Up to a tenth of the labels may be other texts ("n/a", "3,8"), which `encode_labels` then reports.
     """
     numbers = [_number(example.label) for example in examples]
-    few_others = numbers.count(None) <= len(numbers) / 10
-    return few_others and any(number is not None and number % 1 for number in numbers)
+    return numbers.count(None) <= len(numbers) / 10 and any(number is not None and number % 1 for number in numbers)
 
 
 def _name(label: Any) -> str:
@@ -114,21 +110,23 @@ def label_names(examples: list[Example]) -> list[str]:
     names, nan is a name.
     """
     names = {_name(example.label) for example in examples}
-    missing = {name for name in names if _is_not_finite(name)}
+    # CSV files store a missing number as one of these texts.
+    missing = {name for name in names if name.strip().lstrip("+-").lower() in ("nan", "inf", "infinity")}
     if missing < names and missing and all(_number(name) is not None for name in names - missing):
-        where, label = next((example.where, example.label) for example in examples if example.label in missing)
+        example = next(example for example in examples if example.label in missing)
         raise UserError(
-            f"{where}: the label {label!r} is not a finite number, as the others are; mend or remove the row"
+            f"{example.where}: the label {example.label!r} is not a finite number, as the others are; fix or remove "
+            "the row"
         )
     if len(names) == 1:
         raise UserError(
-            f"all {len(examples)} rows have the label {names.pop()!r}; a classifier needs two or more: name another "
-            "--label_column, or give all the data"
+            f"all {len(examples)} rows have the label {names.pop()!r}; a classifier needs at least two: pass a "
+            "different --label_column, or all the data"
         )
     if len(names) == len(examples) > 2:
         raise UserError(
-            f"each of the {len(examples)} rows has a label of its own, such as {examples[0].label!r}; name another "
-            "--label_column, or give --task regression"
+            f"each of the {len(examples)} rows has a different label, such as {examples[0].label!r}; pass a different "
+            "--label_column, or --task regression"
         )
     return sorted(names, key=_by_number)
 
@@ -143,42 +141,45 @@ def encode_labels(examples: list[Example], names: list[str] | None) -> np.ndarra
         if None in numbers:
             example = examples[numbers.index(None)]
             raise UserError(
-                f"{example.where}: the label {example.label!r} is not a finite number; mend the row, or give "
+                f"{example.where}: the label {example.label!r} is not a finite number; fix the row, or pass "
                 "--task classification"
             )
         return np.array(numbers, np.float32)
     index = {name: number for number, name in enumerate(names)}
+    targets = []
     for example in examples:
-        if _name(example.label) not in index:
+        if (name := _name(example.label)) not in index:
             raise UserError(
-                f"{example.where}: the label {example.label!r} is none that is learned ({shorten(names)}); mend or "
-                "remove the row, or add such rows to the training data"
+                f"{example.where}: the label {example.label!r} does not occur in the training data ({shorten(names)}); "
+                "fix or remove the row, or add such rows to the training data"
             )
-    return np.array([index[_name(example.label)] for example in examples], np.int64)
+        targets.append(index[name])
+    return np.array(targets, np.int64)
 
 
 def read_packages() -> tuple[list[Example], list[Example]]:
     """Returns (training, held-out) examples: functions of the standard library, each labelled with its package.
 
-    Functions of the same file are often similar, so whole files are held out. The split is the same on every machine
-    with the same Python.
+    Functions of the same file are often similar, so whole files are held out.
     """
-    packages = defaultdict(lambda: defaultdict(list))
+    packages: dict[str, dict[str, list[Example]]] = defaultdict(lambda: defaultdict(list))
     for part in ("train", "validation"):
         for row in open_source(Source(embedded=part)).rows(("text",), False):
             package, inside, _ = row.where.partition("/")
             if inside:
-                example = Example(row.where, (row.values["text"],), package)
-                packages[package][row.where].append(example)
+                packages[package][row.where].append(Example(row.where, (row.values["text"],), package))
     sizes = {name: sum(map(len, files.values())) for name, files in packages.items() if len(files) >= 5}
-    train, held_out = [], []
+    train: list[Example] = []
+    held_out: list[Example] = []
     for package in sorted(sizes, key=lambda name: (-sizes[name], name))[:NUM_PACKAGES]:
         left = sizes[package] * HELD_OUT_SHARE
         for file in sorted(packages[package], key=lambda name: hashlib.blake2b(name.encode()).digest()):
             functions = packages[package][file]
-            is_held_out = len(functions) <= left
-            (held_out if is_held_out else train).extend(functions)
-            left -= len(functions) * is_held_out
+            if len(functions) <= left:
+                held_out += functions
+                left -= len(functions)
+            else:
+                train += functions
     return train, held_out
 
 
@@ -199,40 +200,39 @@ class LabelledTexts:
         tokenizer: PreTrainedTokenizerBase,
         sequence_length: int,
     ) -> None:
-        self.name, self.targets, self.sequence_length = name, targets, sequence_length
+        self.name, self.sequence_length = name, sequence_length
+        self.labels = targets  # class indices, or the numbers of a regression
         ids, types, lengths, self.num_truncated = [], [], [0], 0
+        limit = {"truncation": True, "max_length": sequence_length}
         for start in range(0, len(examples), TOKENISED_AT_ONCE):
             texts = zip(*(example.texts for example in examples[start : start + TOKENISED_AT_ONCE]), strict=True)
             columns = list(map(list, texts))
-            encoded = tokenizer(
-                *columns,
-                truncation=True,
-                max_length=sequence_length,
-                return_token_type_ids=True,
-                return_attention_mask=False,
-            )
+            encoded = tokenizer(*columns, **limit, return_token_type_ids=True, return_attention_mask=False)
             for text_ids, text_types in zip(encoded["input_ids"], encoded["token_type_ids"], strict=True):
                 # A decoder's tokenizer returns no tokens for a text of unknown characters only.
                 ids.append(np.array(text_ids or [tokenizer.pad_token_id], np.int32))
                 types.append(np.array(text_types or [0], np.int8))
                 lengths.append(len(ids[-1]))
             if encoded.encodings is None:  # a tokenizer in Python (ByT5) does not report truncation
-                whole = tokenizer(*columns, return_attention_mask=False, verbose=False)["input_ids"]
-                self.num_truncated += sum(len(text) > sequence_length for text in whole)
+                full = tokenizer(*columns, return_attention_mask=False, verbose=False)["input_ids"]
+                self.num_truncated += sum(len(text) > sequence_length for text in full)
             else:
                 self.num_truncated += sum(bool(text.overflowing) for text in encoded.encodings)
         self._ids, self._types = np.concatenate(ids), np.concatenate(types)
         self._offsets = np.cumsum(lengths)
-        self.num_target_tokens = len(targets)  # one per text
-        self.max_length = max(lengths)
+        digest = hashlib.blake2b(digest_size=10)
+        for array in (self._ids, self._types, self._offsets, targets):
+            digest.update(array.tobytes())
+        self.fingerprint = digest.hexdigest()  # equal if all samples are equal
+        self.num_target_tokens, self.max_length = len(targets), max(lengths)
         no_more_threads()
 
     def __len__(self) -> int:
-        return len(self.targets)
+        return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray, int | float]:
         part = slice(self._offsets[index], self._offsets[index + 1])
-        return self._ids[part].astype(np.int64), self._types[part].astype(np.int64), self.targets[index].item()
+        return self._ids[part].astype(np.int64), self._types[part].astype(np.int64), self.labels[index].item()
 
     def dummy_sample(self) -> tuple[np.ndarray, np.ndarray, None]:
         """Returns the shortest text without its target, in full, because some models require its special tokens."""
@@ -246,24 +246,11 @@ class LabelledTexts:
         """Returns 1 for each text, int64."""
         return np.ones(len(ids), np.int64)
 
-    @property
-    def labels(self) -> np.ndarray:
-        """Class indices, or the numbers of a regression."""
-        return self.targets
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash that is equal if all samples are equal."""
-        digest = hashlib.blake2b(digest_size=10)
-        for array in (self._ids, self._types, self._offsets, self.targets):
-            digest.update(array.tobytes())
-        return digest.hexdigest()
-
     def describe(self) -> str:
         """Returns the description of the samples for the run summary, on one line."""
-        line = f"{self.name}: {len(self):,} texts of {len(self._ids) / len(self):,.0f} tokens on average, at most "
-        line += f"{self.max_length}"
-        return line + (f"; {self.num_truncated:,} cut at {self.sequence_length}" if self.num_truncated else "")
+        line = f"{self.name}: {len(self):,} texts of {len(self._ids) / len(self):,.0f} tokens on average"
+        line += f", at most {self.max_length}"
+        return line + (f"; {self.num_truncated:,} truncated at {self.sequence_length}" if self.num_truncated else "")
 
 
 def check_length(
@@ -272,15 +259,13 @@ def check_length(
     """Returns one line if the tokenizer cannot truncate texts to this length, or reports a shorter maximum."""
     num_special = tokenizer.num_special_tokens_to_add(pair=is_pair)
     if sequence_length <= num_special:
-        return [f"--sequence_length {sequence_length} holds no text beside {num_special} special tokens; raise it"]
+        return [f"--sequence_length {sequence_length} is too short for text and {num_special} special tokens; raise it"]
     longest = tokenizer.model_max_length
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
     # In RoBERTa, this maximum is two less than the positions. A far smaller maximum is only the length that a
     # classifier was trained with, which may be raised.
     if positions - 8 <= longest < min(sequence_length, positions):
-        return [
-            f"--sequence_length {sequence_length} is beyond the {longest} tokens of the tokenizer; use at most that"
-        ]
+        return [f"--sequence_length {sequence_length} exceeds the tokenizer's {longest} tokens; lower it"]
     return []
 
 
@@ -300,20 +285,19 @@ def collate_texts(
     """Pads texts on the right into one micro-batch.
 
     Returns:
-        `input_ids` (B, L).
-        `attention_mask` and `token_type_ids` (B, L), if they are in `inputs`; the mask only if there is padding.
-        `targets` (N,), int64 for labels and float32 for numbers.
-        `target_rows` (N,), the rows of their texts: all rows except dummy samples.
+        `input_ids` (B, L); `attention_mask` and `token_type_ids` (B, L), if they are in `inputs`, the mask only if
+            there is padding.
+        `targets` (N,), and `target_rows` (N,), the rows of their texts: all rows except dummy samples.
     """
     ids, types, targets = zip(*samples, strict=True)
     pad = partial(pad_rows, multiple_of=multiple_of)
     tensors = {
         "input_ids": pad(list(map(torch.from_numpy, ids)), padding_value=pad_token_id),
         "token_type_ids": pad(list(map(torch.from_numpy, types))),
+        "attention_mask": pad([torch.ones(len(row), dtype=torch.int64) for row in ids]),
     }
-    attention_mask = pad([torch.ones(len(one), dtype=torch.int64) for one in ids])
-    if not attention_mask.all():
-        tensors["attention_mask"] = attention_mask
+    if tensors["attention_mask"].all():
+        del tensors["attention_mask"]
     rows = [row for row, target in enumerate(targets) if target is not None]
     return {name: tensors[name] for name in ("input_ids", *inputs) if name in tensors} | {
         "targets": torch.tensor([targets[row] for row in rows], dtype=target_dtype),

@@ -9,9 +9,9 @@ import numpy as np
 def score(losses: dict[str, float], predictions: np.ndarray, targets: np.ndarray) -> dict[str, float]:
     """Returns the losses with the metrics of predictions (N,): classification for int targets, otherwise regression.
 
-    Classification: accuracy; macro_f1, the unweighted mean of the F1 over every label that occurs in the targets or the
-    predictions; majority_share, the accuracy of always predicting the most frequent label.
-    Regression: r2, the share of explained variance (0 for always predicting the mean); pearson, Pearson's r.
+    Classification: accuracy; macro_f1, the mean F1 of every label in targets or predictions; majority_share, the
+    accuracy of always predicting the most frequent label. Regression: r2 (0 for always predicting the mean); Pearson's
+    r.
     """
     # scikit-learn's functions are used because the modules of `evaluate` that call them are downloaded: they need a
     # network and --trust_remote_code. --metric computes those in addition.
@@ -40,10 +40,8 @@ def describe_scores(results: dict[str, float]) -> list[str]:
         return [f"R2 {results['r2']:.3f} (0: always the mean), Pearson {results['pearson']:.3f}"]
     if "accuracy" not in results:
         return []
-    line = (
-        f"accuracy {results['accuracy']:.1%}, macro-F1 {results['macro_f1']:.1%}; always the most frequent label: "
-        f"accuracy {results['majority_share']:.1%}"
-    )
+    line = f"accuracy {results['accuracy']:.1%}, macro-F1 {results['macro_f1']:.1%}"
+    line += f"; always the most frequent label: accuracy {results['majority_share']:.1%}"
     if "tfidf_accuracy" in results:
         line += f"; TF-IDF and logistic regression on {results['tfidf_texts']:,} texts: {results['tfidf_accuracy']:.1%}"
         line += f" of {results['tfidf_held_out_texts']:,}"

@@ -14,19 +14,20 @@ MOST_ROWS, MOST_ANSWERS, MOST_WEIGHTS, MOST_TOKENS, MOST_ITERATIONS = 10_000, 50
 def measure(train: Samples, held_out: Samples, num_labels: int, seed: int) -> dict[str, float]:
     """Returns the held-out accuracy of the baseline, and the number of texts in its training and evaluation.
 
-    The baseline reads the tokens of the model, at most the first `MOST_TOKENS` of a text, and a random subset if there
-    are many texts. The result is empty if the training texts have a single label. The run's RNG states do not change.
+    It reads the model's tokens, the first `MOST_TOKENS` of a text, and a random subset of many texts. The result is
+    empty if the training texts have a single label. The run's RNG states do not change.
     """
     from sklearn.exceptions import ConvergenceWarning  # imported here because it takes seconds
     from sklearn.feature_extraction.text import TfidfTransformer
     from sklearn.linear_model import LogisticRegression
 
     rng, most_rows = np.random.default_rng(seed), min(MOST_ROWS, max(MOST_ANSWERS // num_labels, 1))
-    (texts, labels), (held_out_texts, expected) = (_read(one, most_rows, rng) for one in (train, held_out))
+    texts, labels = _read(train, most_rows, rng)
+    held_out_texts, expected = _read(held_out, most_rows, rng)
     if len(np.unique(labels)) < 2:
         return {}
-    size = max(max(int(ids.max()) for ids in one) for one in (texts, held_out_texts)) + 1
-    counts, held_out_counts = (_count(one, size) for one in (texts, held_out_texts))
+    size = max(int(ids.max()) for ids in [*texts, *held_out_texts]) + 1
+    counts, held_out_counts = _count(texts, size), _count(held_out_texts, size)
     kept = np.argsort(-counts.getnnz(axis=0), kind="stable")[: max(MOST_WEIGHTS // num_labels, 1)]
     weigh, model = TfidfTransformer(sublinear_tf=True), LogisticRegression(C=10, max_iter=MOST_ITERATIONS)
     with warnings.catch_warnings():
@@ -40,8 +41,8 @@ def _read(samples: Samples, most: int, rng: np.random.Generator) -> tuple[list[n
     """Returns token ids and labels of all samples, or of `most` random samples."""
     total = len(samples)
     rows = np.arange(total) if total <= most else np.sort(rng.choice(total, most, replace=False))
-    read = [samples[int(row)] for row in rows]
-    return [ids[:MOST_TOKENS] for ids, *_ in read], np.array([target for *_, target in read])
+    selected = [samples[int(row)] for row in rows]
+    return [ids[:MOST_TOKENS] for ids, *_ in selected], np.array([target for *_, target in selected])
 
 
 def _count(texts: list[np.ndarray], size: int) -> csr_matrix:

@@ -1,6 +1,5 @@
 """Prepares data, labels and model of a text classifier according to the flags."""
 
-import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,7 +21,9 @@ from common.tasks.classify.labels import (
     read_examples,
     read_packages,
 )
+from common.training.batching import Samples
 from common.training.fine_tuning_rate import default_rate
+from common.training.recipe_traits import Arguments
 
 if TYPE_CHECKING:
     from common.data.mixed import Mixed
@@ -41,7 +42,7 @@ SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediat
 
 
 class Rows(NamedTuple):
-    """The rows of each source, by its name; the weights of mixed sources, as in `Source`; the names for messages."""
+    """The rows of each source by its name, the weights of mixed sources as in `Source`, and the names for messages."""
 
     sources: dict[str, list[Example]]
     weights: tuple[int, ...] = ()
@@ -52,17 +53,16 @@ class Rows(NamedTuple):
         return [row for rows in self.sources.values() for row in rows]
 
 
-def _read(args: argparse.Namespace, source: Source) -> tuple[Rows, list[str] | None]:
-    """Returns the rows of a source and its class names from `read_examples`; for mixed sources, only if these agree."""
-    read = [read_examples(part, args.pair_column, args.label_column) for part in source.parts or (source,)]
-    names = [part.files[0] for part in source.parts] or [read[0][0]]
-    classes = [one for _, _, one in read]
-    sources = {name: rows for name, (_, rows, _) in zip(names, read, strict=True)}
-    rows = Rows(sources, source.weights, tuple(title for title, _, _ in read))
-    return rows, classes[0] if all(one == classes[0] for one in classes) else None
+def _read(args: Arguments, source: Source) -> tuple[Rows, list[str] | None]:
+    """Returns the rows of a source, and its class names if all mixed sources have the same."""
+    parts = [read_examples(part, args.pair_column, args.label_column) for part in source.parts or (source,)]
+    titles, examples, classes = zip(*parts, strict=True)
+    names = [part.files[0] for part in source.parts] or titles
+    rows = Rows(dict(zip(names, examples, strict=True)), source.weights, titles)
+    return rows, classes[0] if all(names == classes[0] for names in classes) else None
 
 
-def fine_tuning_rate(args: argparse.Namespace) -> float:
+def fine_tuning_rate(args: Arguments) -> float:
     """Returns the learning rate for full fine-tuning of --model_name_or_path: the wider the model, the lower the rate.
 
     Raises UserError if the model does not exist.
@@ -73,7 +73,7 @@ def fine_tuning_rate(args: argparse.Namespace) -> float:
     return float(f"{rate:.1g}")
 
 
-def describe_rate(args: argparse.Namespace) -> dict[str, str]:
+def describe_rate(args: Arguments) -> dict[str, str]:
     """Returns a line for the run summary on a pretrained model's default learning rate, if the run uses it."""
     if not args.model_name_or_path:
         return {}
@@ -81,40 +81,36 @@ def describe_rate(args: argparse.Namespace) -> dict[str, str]:
     return {"rate": f"{default:g} by default: {RATE_RULE}"} if args.learning_rate == default else {}
 
 
-def check_arguments(args: argparse.Namespace) -> Iterator[str]:
+def check_arguments(args: Arguments) -> Iterator[str]:
     """Yields one line for each flag that has no effect."""
     if args.new_head and not args.model_name_or_path:
-        yield "--new_head has no effect without --model_name_or_path; take it out, or name the model"
+        yield "--new_head has no effect without --model_name_or_path; remove it, or name the model"
     if args.validation_file and not (args.train_file or args.dataset_name):
         yield "--validation_file needs --train_file or --dataset_name; name the training data"
 
 
 def read_rows(
-    args: argparse.Namespace, source: Source, held_out_source: Source | None
+    args: Arguments, source: Source, held_out_source: Source | None
 ) -> tuple[Rows, Rows | None, list[str] | None, list[str] | None]:
-    """Reads all rows and determines the labels.
+    """Returns the training rows, the held-out rows or None, the labels, and the class names by number.
 
-    Returns:
-        The training rows.
-        The held-out rows, or None.
-        The labels, or None for a regression.
-        The class names in the order of their numbers if the data numbers its classes, else None.
+    The labels are None for a regression, and the class names if the data does not number its classes.
     """
-    classes, held_out = None, None
+    held_out: Rows | None
     if source.embedded:
-        packages = zip(("functions of the standard library", "functions of other files"), read_packages(), strict=True)
-        train, held_out = (Rows({name: rows}) for name, rows in packages)
+        examples, others = read_packages()
+        train, classes = Rows({"functions of the standard library": examples}), None
+        held_out = Rows({"functions of other files": others})
     else:
         train, classes = _read(args, source)
-        if held_out_source:
-            held_out, _ = _read(args, held_out_source)
+        held_out = _read(args, held_out_source)[0] if held_out_source else None
     rows = train.all()
     task = args.task or ("regression" if not classes and is_regression(rows) else "classification")
     return train, held_out, label_names(rows) if task == "classification" else None, classes
 
 
 def choose_model(
-    args: argparse.Namespace,
+    args: Arguments,
     sizes: dict[str, tuple],
     source: Source,
     names: list[str] | None,
@@ -127,8 +123,7 @@ def choose_model(
         source: the training text, on which a new tokenizer is trained.
         names, classes: the labels and class names that `read_rows` returns.
 
-    Raises UserError if the model's head has different labels, or with one line per reason why the texts do not fit the
-    model.
+    Raises UserError if the model's head has different labels, or the texts do not fit the model.
     """
     if args.model_name_or_path:
         config = load_config(args.model_name_or_path, args.trust_remote_code, AutoModelForSequenceClassification)
@@ -138,7 +133,7 @@ def choose_model(
         resolve_head_rate(args, is_new=args.new_head or not has_head)
     else:
         resolve_head_rate(args, is_new=False)
-        *shape, vocabulary = sizes[args.model_config][:5]
+        *numbers, vocabulary = sizes[args.model_config][:5]
         tokenizer = train_tokenizer(source, vocabulary)
         tokenizer.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]"})
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -146,20 +141,19 @@ def choose_model(
             pair="[CLS] $A [SEP] $B:1 [SEP]:1",
             special_tokens=[("[CLS]", tokenizer.cls_token_id), ("[SEP]", tokenizer.sep_token_id)],
         )
-        shape = dict(zip(SHAPE, shape, strict=True), vocab_size=len(tokenizer))
+        shape = dict(zip(SHAPE, numbers, strict=True), vocab_size=len(tokenizer))
         config = BertConfig(**shape, max_position_embeddings=max(512, args.sequence_length))
     set_labels(config, names, args.label_column, tokenizer.pad_token_id)
-    is_pair = args.pair_column is not None
     problems = check_model(config, tokenizer, args.sequence_length)
-    refuse([*problems, *check_length(config, tokenizer, args.sequence_length, is_pair)])
+    refuse([*problems, *check_length(config, tokenizer, args.sequence_length, args.pair_column is not None)])
     return config, tokenizer, names
 
 
 def label(
     rows: Rows, names: list[str] | None, tokenizer: PreTrainedTokenizerBase, sequence_length: int
-) -> "LabelledTexts | Mixed":
+) -> "Samples | Mixed":
     """Returns rows as tokenised samples; targets are indices into `names`, or the labels themselves without names."""
-    parts = {
+    parts: dict[str, Samples] = {
         name: LabelledTexts(title, examples, encode_labels(examples, names), tokenizer, sequence_length)
         for (name, examples), title in zip(rows.sources.items(), rows.titles or rows.sources, strict=True)
     }
@@ -171,7 +165,7 @@ def label(
 
 
 def describe_task(
-    args: argparse.Namespace, names: list[str] | None, head: list[str], head_learning_rate: float | None
+    args: Arguments, names: list[str] | None, head: list[str], head_learning_rate: float | None
 ) -> dict[str, str]:
     """Returns the lines on loss, labels, rate and head for the run summary."""
     lines = {"loss": "squared error", "labels": "numbers"}
