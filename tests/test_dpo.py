@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.data.chats import CHATML
 from common.errors import UserError
-from common.tasks.dpo.preferences import Pair, collate_preferences, part_answers, split_body, tokenize_preferences
+from common.tasks.dpo.preferences import Pair, collate_preferences, mask_common_start, split_body, tokenize_preferences
 from common.tasks.dpo.reference import of_answers
 from common.training.linear_cross_entropy import linear_cross_entropy
 from common.training.losses import sum_token_losses
@@ -112,8 +112,8 @@ def test_pairs_of_texts_and_of_messages(tokenizer, cache, tmp_path):
         ({**good, "chosen": [user, mute]}, "column chosen has a message of assistant without content"),
         ({**good, "chosen": [user]}, "chosen does not end with a message of the assistant"),
         ({"chosen": [], "rejected": []}, "chosen does not end with a message of the assistant"),
-        ({**good, "chosen": [other, *said[0]]}, "chosen and rejected part before an answer of the assistant"),
-        ({**good, "chosen": [*good["rejected"], user, *said[0]]}, "chosen and rejected part before an answer"),
+        ({**good, "chosen": [other, *said[0]]}, "chosen and rejected differ before an answer of the assistant"),
+        ({**good, "chosen": [*good["rejected"], user, *said[0]]}, "chosen and rejected differ before an answer"),
     ):
         first = good | {name: "hello" for name in bad if name == "prompt"}
         for number, rows in enumerate(([bad], [first if isinstance(bad["chosen"], list) else bad, bad])):
@@ -158,7 +158,7 @@ def test_loss_and_gradients_are_the_formulas(family):
 
     def stored(prompt, *answers):
         pair = [(prompt + answer, [False] * len(prompt) + [True] * len(answer)) for answer in answers]
-        return part_answers(*pair, 32)[0]
+        return mask_common_start(*pair, 32)[0]
 
     pairs = [Pair(tuple(stored(*one)), number, np.zeros(2)) for number, one in enumerate(triples)]
     micro_batch = collate_preferences(pairs, 0, beta=BETA) | {"target_beta": torch.tensor(BETA, dtype=torch.float64)}

@@ -139,7 +139,7 @@ def test_samples_are_what_the_tokenizer_makes_of_the_columns(files, tokenizer):
     assert (pairs.lengths(np.arange(40)) == lengths).all() and pairs.max_length == lengths.sum(1).max()
     assert (pairs.num_targets(np.arange(40)) == lengths[:, 1]).all() and pairs.num_target_tokens == lengths[:, 1].sum()
     sources_cut = sum(len(tokenizer(row["source"])["input_ids"]) > 64 for row in rows)
-    assert sources_cut and f"{sources_cut} sources cut at 64" in pairs.describe()
+    assert sources_cut and f"{sources_cut} sources truncated at 64" in pairs.describe()
 
 
 def test_a_tokenizer_that_ends_no_target_gets_its_eos_there(files):
@@ -341,9 +341,9 @@ MODEL_MISTAKES = {
     ("gpt2", ""): "gpt2 has no encoder-decoder in transformers; take a model of another type",
     ("no_start", ""): "no decoder_start_token_id",
     ("bart", "--sequence_length 97"): "--sequence_length 97 is beyond the model's 96 positions",
-    ("bart", "--target_length 97"): "--target_length 97 is beyond the model's 96 positions",
-    ("bart", "--sequence_length 1"): "--sequence_length 1 holds no text beside special tokens; use at least 2",
-    ("bart", "--target_length 1"): "--target_length 1 holds no text beside special tokens; use at least 2",
+    ("bart", "--target_length 97"): "--target_length 97 exceeds the model's 96 positions",
+    ("bart", "--sequence_length 1"): "--sequence_length 1 is too short for text and special tokens; use at least 2",
+    ("bart", "--target_length 1"): "--target_length 1 is too short for text and special tokens; use at least 2",
     ("bart", "--source_column text"): "no column text; there are: source, target",
 }
 

@@ -3,9 +3,8 @@
     pairs = tokenize_preferences(Source(files=("train.jsonl",)), tokenizer, length=512)
     micro_batch = collate_preferences([pairs[0], pairs[1]], tokenizer.pad_token_id, beta=0.1)
 
-Pairs are tokenised once into the cache. The targets are the tokens of the answers, starting at the first difference.
-Before it, both sequences have the same tokens and the same log-probabilities. These cancel because the loss contains
-only differences.
+The targets are the tokens of the answers, starting at the first difference. Before it, both sequences have the same
+log-probabilities, which cancel because the loss contains only differences.
 """
 
 from collections import Counter
@@ -39,13 +38,11 @@ PROMPTS = ("instruction", "question", "query", "problem", "input")  # names of t
 
 def columns_of(source: Source) -> tuple[str, ...] | None:
     """Returns the columns with text to train a tokenizer on; None for the embedded corpus, which has its own."""
-    if source.embedded:
-        return None
-    return _columns_of(open_source(source))
+    return None if source.embedded else _columns_of(open_source(source))
 
 
 def _columns_of(corpus: Corpus) -> tuple[str, ...]:
-    """Returns the columns of prompt and answers; raises UserError if an answer column is missing."""
+    """Returns the columns of prompt and answers."""
     check_columns(corpus, ANSWERS)
     return tuple(name for name in ("prompt", *ANSWERS) if name in corpus.columns)
 
@@ -57,11 +54,11 @@ def tokenize_preferences(
     reference: str = "",
     cache_dir: str | Path | None = None,
 ) -> "Preferences":
-    """Tokenises the rows of a source once and opens the result; of several processes, one works and the others wait.
+    """Tokenises the rows of a source once into the cache and opens the result.
 
     A row has `chosen` and `rejected`, which are two texts or two lists of messages. They begin with their prompt, or
     the prompt is in the column `prompt`. Messages are written by the chat template. In the embedded corpus, the prompt
-    is the signature and docstring of a function. Its body is chosen, and the body's lines in reverse order are
+    is the signature and docstring of a function, its body is chosen, and the body's lines in reverse order are
     rejected. Pairs without a differing token within `length` are skipped.
 
     Args:
@@ -71,7 +68,7 @@ def tokenize_preferences(
     Raises UserError with file and location if something cannot be read or yields no sample.
     """
     if source.parts:
-        raise UserError("files of preferences are not mixed by weights; take the weights out of --train_file")
+        raise UserError("files of preferences cannot be mixed by weights; remove the weights from --train_file")
     tokenizer.chat_template = source.chat_template or tokenizer.chat_template
     corpus = open_source(source)
     if source.embedded:
@@ -99,20 +96,24 @@ def embedded_preferences(corpus: Corpus, text_column: str) -> Corpus:
 
 def split_body(function: str) -> tuple[str, str] | None:
     """Returns (a function's lines up to the end of its docstring, its body), or None if it has no docstring."""
-    if not (found := find_docstring(function)):
+    if not (docstring := find_docstring(function)):
         return None
-    lines, end = function.split("\n"), found[-1]
+    lines, end = function.split("\n"), docstring[-1]
     return "\n".join(lines[:end]) + "\n", "\n".join(lines[end:])
 
 
 def _check_row(row: Row, columns: tuple[str, ...]) -> None:
     """Raises UserError if texts and messages are mixed, or the messages are not two answers to the same prompt."""
-    values = {name: row.values.get(name) for name in columns}
+    values: dict[str, Any] = {name: row.values.get(name) for name in columns}
     lists, texts = ([name for name in columns if isinstance(values[name], list) is kind] for kind in (True, False))
     if not lists and row.values.get("prompt") and "prompt" not in columns:
         raise UserError(f"{row.where}: has a prompt, and the first row has none; give all rows one, or none")
     if not lists:
-        _check_context(row)
+        if given := [name for name in CONTEXT if row.values.get(name)]:  # they require messages
+            raise UserError(
+                f"{row.where}: {', '.join(given)} cannot be put before a prompt that is a text; write prompt, chosen "
+                'and rejected as messages, [{"role": "user", "content": ...}]'
+            )
         return
     if set(ANSWERS) & set(texts):
         raise UserError(
@@ -122,54 +123,43 @@ def _check_row(row: Row, columns: tuple[str, ...]) -> None:
     answers = [messages_of(row, name) for name in ANSWERS]
     for name, messages in zip(ANSWERS, answers, strict=True):
         if not messages or messages[-1]["role"] != "assistant":
-            raise UserError(f"{row.where}: {name} does not end with a message of the assistant; mend or remove the row")
-        said = [str(one.get("content")).strip() for one in messages if one["role"] == "user"]
-        if isinstance(values.get("prompt"), str) and values["prompt"].strip() not in said:
+            raise UserError(f"{row.where}: {name} does not end with a message of the assistant; fix or remove the row")
+        questions = [str(message.get("content")).strip() for message in messages if message["role"] == "user"]
+        if isinstance(values.get("prompt"), str) and values["prompt"].strip() not in questions:
             raise UserError(
                 f"{row.where}: prompt is a text that no user's message of {name} has; write it as messages, "
                 'as [{"role": "user", "content": ...}]'
             )
-    parting, parted = next(((n, both) for n, both in enumerate(zip_longest(*answers)) if both[0] != both[1]), (0, None))
-    if parted and any(one is None or one["role"] != "assistant" for one in parted):
+    first, differing = next(((n, both) for n, both in enumerate(zip_longest(*answers)) if both[0] != both[1]), (0, ()))
+    if any(message is None or message["role"] != "assistant" for message in differing):
         raise UserError(
-            f"{row.where}: chosen and rejected part before an answer of the assistant; give both the same prompt, or "
+            f"{row.where}: chosen and rejected differ before an answer of the assistant; give both the same prompt, or "
             "remove the row"
         )
     for name, messages in zip(ANSWERS, answers, strict=True):
-        if any(is_wanted(one, f"{row.where}: column {name}") is False for one in messages[parting:]):
+        if any(is_wanted(message, f"{row.where}: column {name}") is False for message in messages[first:]):
             raise UserError(
                 f"{row.where}: {name} has an answer of weight 0, but all of an answer is compared; remove its "
-                f"{' or '.join(key for key in TRAINING_KEYS if any(key in one for one in messages))}"
+                f"{' or '.join(key for key in TRAINING_KEYS if any(key in message for message in messages))}"
             )
 
 
-def _check_context(row: Row) -> None:
-    """Raises UserError if the answers are texts but the row has context columns, which require messages."""
-    if given := [name for name in CONTEXT if row.values.get(name)]:
-        raise UserError(
-            f"{row.where}: {', '.join(given)} cannot be put before a prompt that is a text; write prompt, chosen and "
-            'rejected as messages, [{"role": "user", "content": ...}]'
-        )
-
-
-def _unsaid_prompts(row: Row, columns: tuple[str, ...]) -> list[str]:
+def _missing_prompts(row: Row, columns: tuple[str, ...]) -> list[str]:
     """Returns the columns with a prompt in other datasets, if their text is missing from answers without a prompt.
 
     Raises UserError if no prompt remains.
     """
     chosen = row.values[ANSWERS[0]]
     is_chat = isinstance(chosen, list)
-    said = "\n".join(str(one.get("content")) for one in chosen) if is_chat else str(chosen)
+    content = "\n".join(str(message.get("content")) for message in chosen) if is_chat else str(chosen)
     texts = {name: row.values.get(name) for name in PROMPTS if "prompt" not in columns}
-    unsaid = [
-        name for name, text in texts.items() if isinstance(text, str) and text.strip() and text.strip() not in said
-    ]
-    if unsaid and not (is_chat and any(one["role"] == "user" for one in chosen)):
+    missing = [name for name, text in texts.items() if isinstance(text, str) and text.strip() not in content]
+    if missing and not (is_chat and any(message["role"] == "user" for message in chosen)):
         raise UserError(
-            f"{row.where}: there is no prompt, and chosen does not contain the text of column {unsaid[0]}; name that "
+            f"{row.where}: there is no prompt, and chosen does not contain the text of column {missing[0]}; name that "
             "column prompt, or write its text in chosen and rejected"
         )
-    return unsaid
+    return missing
 
 
 def _encode(
@@ -182,34 +172,30 @@ def _encode(
     for row in batch:
         messages = messages_of(row, answer)
         # If the prompt is text, the messages contain it too. If it consists of messages, only some datasets repeat it.
-        given = messages_of(row, "prompt") if isinstance(row.values.get("prompt"), list) else []
-        is_said = messages[: len(given)] == given
-        messages = messages if is_said else given + messages
+        prompt = messages_of(row, "prompt") if isinstance(row.values.get("prompt"), list) else []
+        messages = messages if messages[: len(prompt)] == prompt else prompt + messages
         first = messages[:1] if messages[0]["role"] in ("system", "developer") else []
-        whole = with_system(row, [*first, *history_of(row), *messages[len(first) :]])
-        rows.append(row._replace(values={answer: whole, "tools": row.values.get("tools")}))
+        chat = with_system(row, [*first, *history_of(row), *messages[len(first) :]])
+        rows.append(row._replace(values={answer: chat, "tools": row.values.get("tools")}))
     return encode_chats(rows, tokenizer, counts, answer)
 
 
 def _write(
     directory: Path, corpus: Corpus, columns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase, sequence_length: int
 ) -> None:
-    """Fills a store with rows of (chosen, rejected); the column `targets` counts the targets of each.
-
-    Raises UserError if no pair remains.
-    """
+    """Fills a store with rows of (chosen, rejected); the column `targets` counts the targets of each."""
     counts = Counter(dict.fromkeys(("pairs", "truncated", "dropped", "empty", "max_length"), 0))
     with TokenWriter(directory, targets=[]) as writer:
         for batch in batches(corpus, columns + (CONTEXT if "prompt" in columns else CONTEXT + PROMPTS)):
             for row in batch:
                 _check_row(row, columns)
-                corpus.unused.update(_unsaid_prompts(row, columns))
+                corpus.unused.update(_missing_prompts(row, columns))
             both = [_encode(batch, columns, answer, tokenizer, counts) for answer in ANSWERS]
             for chosen, rejected in zip(*both, strict=True):
                 if chosen[0][:1] != rejected[0][:1]:  # a first token has no prediction, so it cannot count
                     eos = tokenizer.eos_token_id
                     chosen, rejected = (([eos, *ids], [False, *mask]) for ids, mask, _ in (chosen, rejected))
-                pair, num_cut, is_early = part_answers(chosen[:2], rejected[:2], sequence_length)
+                pair, num_cut, is_early = mask_common_start(chosen[:2], rejected[:2], sequence_length)
                 counts["part early"] += is_early
                 num_targets = [int((stored >= 0).sum()) for stored in pair]
                 if not any(num_targets):
@@ -222,14 +208,14 @@ def _write(
         if not counts["pairs"]:
             raise UserError(
                 f"{corpus.name}: no pair of answers that differ within --sequence_length {sequence_length} "
-                f"({counts['dropped']} rows); give other data, or raise it"
+                f"({counts['dropped']} rows); use different data, or raise it"
             )
-        early = f"{counts['part early']:,} pairs part before their answers: what differs there is not compared"
+        early = f"{counts['part early']:,} pairs differ before their answers: those tokens are not compared"
         early *= bool(counts["part early"])
         writer.finish(counts, **corpus_facts(corpus, columns, counts, tokenizer, early))
 
 
-def part_answers(
+def mask_common_start(
     chosen: tuple[list[int], list[bool]], rejected: tuple[list[int], list[bool]], sequence_length: int
 ) -> tuple[list[np.ndarray], int, bool]:
     """Returns both sequences as stored, int32, with targets starting at the first difference.
@@ -267,9 +253,9 @@ class Preferences(TokenStore):
         self.end_tokens = meta["end_tokens"]
         self.fingerprint = f"{meta['content']}-{sequence_length}"  # equal if all pairs are equal
         self.identity = {"reference": reference}  # identifies a run, in addition to its data
-        self.take_reference(values)
+        self.set_reference(values)
 
-    def take_reference(self, path: Path | None) -> None:
+    def set_reference(self, path: Path | None) -> None:
         """Sets the .npy file, (pairs, 2), from which samples get their log-probabilities; None: they are zeros."""
         self._values = path
         self._reference = None if path is None else np.load(path, mmap_mode="r")
@@ -279,8 +265,8 @@ class Preferences(TokenStore):
 
     def __getitem__(self, index: int) -> Pair:
         answers = tuple(map(np.array, self.row(index).values()))
-        known = np.zeros(2, np.float32) if self._reference is None else np.array(self._reference[index])
-        return Pair(answers, int(index), known)
+        reference = np.zeros(2, np.float32) if self._reference is None else np.array(self._reference[index])
+        return Pair(answers, int(index), reference)
 
     def dummy_sample(self) -> Pair:
         """Returns a sample of one token without a pair."""
@@ -288,7 +274,7 @@ class Preferences(TokenStore):
         return Pair((pair.answers[0][:1],), None, pair.reference)
 
     def sequence_lengths(self, ids: np.ndarray) -> np.ndarray:
-        """Returns the input tokens of both sequences of these pairs, int64 (2 n,), without reading a token."""
+        """Returns the input tokens of both sequences of these pairs, int64 (2 n,)."""
         return super().lengths(ids).ravel() - 1
 
     def lengths(self, ids: np.ndarray) -> np.ndarray:
@@ -308,8 +294,8 @@ class Preferences(TokenStore):
         meta = self.meta
         line = f"{meta['name']} ({', '.join(meta['columns'])}): {len(self):,} pairs, a prompt with an answer "
         line += f"{meta['tokens'] / len(self) / 2 - 1:,.0f} tokens on average, at most {meta['max_length']}"
-        line += f"; {meta['truncated']:,} answers cut at {self.sequence_length}" if meta["truncated"] else ""
-        line += f"; {meta['dropped']:,} left out, which do not differ within that length" if meta["dropped"] else ""
+        line += f"; {meta['truncated']:,} answers truncated at {self.sequence_length}" if meta["truncated"] else ""
+        line += f"; {meta['dropped']:,} skipped, which do not differ within that length" if meta["dropped"] else ""
         line += f"; {meta['empty']:,} answers are empty: only their end counts" if meta["empty"] else ""
         return f"\n{'':12}".join([line, *meta["notes"]])
 
@@ -319,7 +305,7 @@ def collate_preferences(
 ) -> dict[str, torch.Tensor]:
     """Pads P pairs on the right into one micro-batch; chosen and rejected answers alternate in adjacent rows.
 
-    The two rows of a pair together have a multiple of `multiple_of` tokens, because lengths are counted per pair.
+    The two rows of a pair together have a multiple of `multiple_of` tokens.
 
     Returns (integers are int64):
         `input_ids` (2 P, L).
@@ -331,24 +317,24 @@ def collate_preferences(
     real = [sample for sample in samples if sample.number is not None]
     length = round_up(max(1, *(len(stored) - 1 for stored in rows)), max(1, multiple_of // 2))
     input_ids = np.full((len(rows), length), pad_token_id, np.int64)
-    tokens, places = [], []
+    tokens, predicting_rows = [], []
     for number, stored in enumerate(rows):
         ids, targets, predicted = split_targets(stored)
         input_ids[number, : max(1, len(ids) - 1)] = ids[: max(1, len(ids) - 1)]
         tokens.append(targets)
-        places.append(number * length + predicted)
-    ends = np.cumsum([0, *(len(one) for one in tokens)])
-    which = np.full((2 * len(real), max(map(len, tokens))), ends[-1])
-    for number, row in enumerate(which):
-        row[: len(tokens[number])] = np.arange(ends[number], ends[number + 1])
+        predicting_rows.append(number * length + predicted)
+    offsets = np.cumsum([0, *map(len, tokens)])
+    places = np.full((2 * len(real), max(map(len, tokens))), offsets[-1])
+    for number, row in enumerate(places):
+        row[: len(tokens[number])] = np.arange(offsets[number], offsets[number + 1])
     micro_batch = {
         "input_ids": input_ids,
         "targets": np.ones(len(real), np.float32),
         "target_tokens": np.concatenate(tokens),
-        "target_rows": np.concatenate(places),
-        "target_places": which,
+        "target_rows": np.concatenate(predicting_rows),
+        "target_places": places,
         "target_pairs": np.array([sample.number for sample in real], np.int64),
-        "target_reference": np.array([one.reference for one in real], samples[0].reference.dtype).reshape(-1, 2),
+        "target_reference": np.array([sample.reference for sample in real], samples[0].reference.dtype).reshape(-1, 2),
     }
-    micro_batch = {name: torch.from_numpy(one) for name, one in micro_batch.items()}
-    return micro_batch | {"target_beta": torch.tensor(beta)}
+    tensors = {name: torch.from_numpy(array) for name, array in micro_batch.items()}
+    return tensors | {"target_beta": torch.tensor(beta)}

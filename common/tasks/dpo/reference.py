@@ -1,7 +1,7 @@
 """The DPO reference: the initial model's log-probabilities of each pair, computed once.
 
-They are kept in the cache, so that no second model is in memory. They equal the model's own values before its first
-update: they use the run's mode and precision, without dropout.
+They are cached, so that no second model is in memory. They use the run's mode and precision, without dropout, and so
+equal the model's own values before its first update.
 """
 
 import argparse
@@ -27,7 +27,7 @@ FILE = "reference.npy"
 
 
 def identify_reference(args: argparse.Namespace) -> str:
-    """Returns the reference's identity: a hash of its files, a hub name with its commit, or a model size and a seed."""
+    """Returns the identity of the reference: a hash of its files, a hub name and commit, or a model size and a seed."""
     if not args.model_name_or_path:
         return f"{args.model_config}, seed {args.seed}"
     return identify_pretrained(args.model_name_or_path)
@@ -53,16 +53,12 @@ def describe_rewards(results: dict[str, Any]) -> list[str]:
     """Returns a line on the held-out pairs, if there are any."""
     if "margin" not in results:
         return []
-    reward = f"the chosen answer has the higher reward in {results['accuracy']:.1%} of the held-out pairs"
-    return [f"{reward}, by {results['margin']:.4f} on average over all"]
+    line = f"the chosen answer has the higher reward in {results['accuracy']:.1%} of the held-out pairs"
+    return [f"{line}, by {results['margin']:.4f} on average over all"]
 
 
 def add_reference(run: Any, model: nn.Module) -> None:
-    """Adds reference log-probabilities to the training and held-out pairs; call it before loading a checkpoint.
-
-    Args:
-        run: a `common.run.Run` after `prepare`.
-    """
+    """Adds reference log-probabilities to all pairs of a prepared `Run`; call it before loading a checkpoint."""
     args = run.args
     if single_copy.are_imagined() or args.dry_run:
         return
@@ -77,53 +73,50 @@ def add_reference(run: Any, model: nn.Module) -> None:
 
 
 def _add(run: Any, model: nn.Module, what: str, loader: Any, order: list[int]) -> None:
-    """Computes the reference of a loader's pairs, or loads it from the cache, and sets it.
-
-    Raises UserError if the cached reference differs from that of rank 0.
-    """
-    accelerator, samples, started = run.accelerator, loader.dataset.samples, time.perf_counter()
-    identity = [samples.fingerprint, samples.identity, order, *_identity(run)]
+    """Computes the reference of a loader's pairs, or loads it from the cache, and sets it."""
+    args, accelerator, samples, started = run.args, run.accelerator, loader.dataset.samples, time.perf_counter()
+    # The frozen base of an adapter may have fewer bits than the master weights of full fine-tuning.
+    base = [adapters.is_asked(args), args.shared("quantize")]
+    computed_by = [
+        running_mode(accelerator),
+        accelerator.device.type,
+        *base,
+        torch.__version__,
+        transformers.__version__,
+    ]
+    precision = [accelerator.mixed_precision, str(torch.get_default_dtype())]
+    identity = [samples.fingerprint, samples.identity, order, *precision, *computed_by]
     is_missing = torch.tensor(not (cache_path("reference", identity) / FILE).is_file(), device=run.device)
-    values = None
+    values: Any = None
     if accelerator.reduce(is_missing.long(), reduction="sum"):  # all ranks participate, or none
         values = _compute(run, model, loader)
     directory = cached("reference", identity, lambda partial: np.save(partial / FILE, values))
     if decided_by_main(f"reference of {what}", lambda: hash_files(directory)) != hash_files(directory):
-        raise UserError(f"{directory}: another reference than rank 0's; remove it on all hosts, and start again")
-    samples.take_reference(directory / FILE)
+        raise UserError(f"{directory}: differs from rank 0's reference; remove it on all hosts, and start again")
+    samples.set_reference(directory / FILE)
     if values is not None:
         seconds = time.perf_counter() - started
         number = np.count_nonzero(~np.isnan(values[:, 0]))
         accelerator.print(f"reference: log-probabilities of {number:,} {what} pairs, in {seconds:.0f} s", flush=True)
 
 
-def _identity(run: Any) -> list[Any]:
-    """Returns everything besides the pairs that determines the values."""
-    accelerator, args = run.accelerator, run.args
-    precision = [accelerator.mixed_precision, str(torch.get_default_dtype())]
-    # The frozen base of an adapter may have fewer bits than the master weights of full fine-tuning.
-    base = [adapters.is_asked(args), args.shared("quantize")]
-    computed_by = [running_mode(accelerator), accelerator.device.type, *base]
-    return [*precision, *computed_by, torch.__version__, transformers.__version__]
-
-
 @torch.no_grad()
 def _compute(run: Any, model: nn.Module, loader: Any) -> np.ndarray:
     """Returns the reference (pairs, 2) on all ranks; each computes its share. Pairs not in the loader are NaN."""
     model.eval()
-    numbers, values, num_pairs = [], [], 0
+    own_numbers, own_values, num_pairs = [], [], 0
     hidden = None if run.accelerator.is_main_process else True  # None: shown only on a terminal
     for batch in tqdm(loader, desc="reference", unit="batch", disable=hidden):
         num_pairs += batch.num_samples
         for micro_batch, _ in run.micro_batches(batch):
-            values.append(of_answers(model, micro_batch, lambda answers: answers))
-            numbers.append(micro_batch["target_pairs"])
+            own_values.append(of_answers(model, micro_batch, lambda answers: answers))
+            own_numbers.append(micro_batch["target_pairs"])
     model.train()
     gather, pad = run.accelerator.gather, run.accelerator.pad_across_processes
-    numbers = gather(pad(torch.cat(numbers), pad_index=-1)).cpu().numpy()  # the ranks had shares of different sizes
-    values = gather(pad(torch.cat(values))).cpu().numpy()[numbers >= 0]
+    numbers = gather(pad(torch.cat(own_numbers), pad_index=-1)).cpu().numpy()  # the shares have different sizes
+    values = gather(pad(torch.cat(own_values))).cpu().numpy()[numbers >= 0]
     numbers, first = np.unique(numbers[numbers >= 0], return_index=True)  # ranks that share a layer have the same pairs
-    assert len(numbers) == num_pairs, "each pair is to have its reference"
-    whole = np.full((len(loader.dataset.samples), 2), np.nan, values.dtype)
-    whole[numbers] = values[first]
-    return whole
+    assert len(numbers) == num_pairs, "each pair has a reference"
+    reference = np.full((len(loader.dataset.samples), 2), np.nan, values.dtype)
+    reference[numbers] = values[first]
+    return reference

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from common.training.micro_batch_partition import cut_global_batch
 TRAITS = {"size_flags": ("sequence_length", "target_length"), "held_out_flags": ("generate",)}
 SHAPE = ("num_layers", "d_model", "num_heads", "d_kv", "d_ff")
 TOKENIZERS = {
-    "bpe": "trained on your text, of the vocabulary that the size has",
+    "bpe": "trained on your text, with the vocabulary size of --model_config",
     "bytes": "each byte is a token; for short texts, spelling and numbers",
 }
 
@@ -36,9 +37,9 @@ TOKENIZERS = {
 def check_arguments(args: argparse.Namespace) -> Iterator[str]:
     """Yields one line for each flag that has no effect."""
     if args.tokenizer and args.model_name_or_path:
-        yield "--tokenizer is for models from scratch, a pretrained one has its own; take it out"
+        yield "--tokenizer is for models from scratch, a pretrained model has its own; remove it"
     if args.metric and not args.generate:
-        yield "--metric compares the texts that --generate N writes, and N is 0; raise it, or take --metric out"
+        yield "--metric compares the texts that --generate N writes, and N is 0; raise it, or remove --metric"
     if args.validation_file and not (args.train_file or args.dataset_name):
         yield "--validation_file needs --train_file or --dataset_name; name the training data"
 
@@ -49,26 +50,25 @@ def choose_model(
     """Returns configuration and tokenizer of a pretrained model, or of a T5 model from scratch.
 
     Args:
-        sizes: sizes of models from scratch: layers of each stack, width, heads, width per head, MLP width, vocabulary,
-            ...
+        sizes: of models from scratch: layers of each stack, width, heads, width per head, MLP width, vocabulary, ...
         source: the training text; a new tokenizer is trained on its `columns`.
 
     Raises UserError with one line per reason why the lengths do not fit the model.
     """
+    config: Any
     if args.model_name_or_path:
         config = load_config(args.model_name_or_path, args.trust_remote_code, AutoModelForSeq2SeqLM)
         tokenizer = load_tokenizer(args.model_name_or_path, args.trust_remote_code)
-        refuse(_check_lengths(config, tokenizer, args))
-        return config, tokenizer
-    *shape, vocabulary = sizes[args.model_config][:6]
-    vocabulary = 257 if args.tokenizer == "bytes" else vocabulary  # the 256 byte values and the end of a text
-    columns = None if source.embedded else columns
-    tokenizer = train_tokenizer(source, vocabulary, columns=columns, flags="--source_column, --target_column")
-    end = (tokenizer.eos_token, tokenizer.eos_token_id)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {end[0]}", special_tokens=[end])
-    shape = dict(zip(SHAPE, shape, strict=True), vocab_size=vocabulary, feed_forward_proj="gated-gelu")
-    tokens = {"eos_token_id": end[1], "pad_token_id": tokenizer.pad_token_id}
-    config = T5Config(**shape, **tokens, decoder_start_token_id=tokenizer.pad_token_id)
+    else:
+        *numbers, vocabulary = sizes[args.model_config][:6]
+        vocabulary = 257 if args.tokenizer == "bytes" else vocabulary  # the 256 byte values and the end of a text
+        text_columns = None if source.embedded else columns
+        tokenizer = train_tokenizer(source, vocabulary, columns=text_columns, flags="--source_column, --target_column")
+        end = (tokenizer.eos_token, tokenizer.eos_token_id)
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {end[0]}", special_tokens=[end])
+        shape: Any = dict(zip(SHAPE, numbers, strict=True), vocab_size=vocabulary, feed_forward_proj="gated-gelu")
+        shape |= {"eos_token_id": end[1], "pad_token_id": tokenizer.pad_token_id}
+        config = T5Config(**shape | {"decoder_start_token_id": tokenizer.pad_token_id})
     refuse(_check_lengths(config, tokenizer, args))
     return config, tokenizer
 
@@ -80,13 +80,13 @@ def _check_lengths(
     yield from check_model(config, tokenizer, args.sequence_length)
     positions = getattr(config, "max_position_embeddings", None)
     if positions and 0 < positions < args.target_length:
-        yield f"--target_length {args.target_length} is beyond the model's {positions} positions; lower it"
+        yield f"--target_length {args.target_length} exceeds the model's {positions} positions; lower it"
     num_special = tokenizer.num_special_tokens_to_add()
     for flag, least in (("sequence_length", num_special + 1), ("target_length", max(1, num_special) + 1)):
-        if vars(args)[flag] < least:  # only special tokens, such as the end token
-            yield f"--{flag} {vars(args)[flag]} holds no text beside special tokens; use at least {least}"
+        if vars(args)[flag] < least:
+            yield f"--{flag} {vars(args)[flag]} is too short for text and special tokens; use at least {least}"
     if getattr(config, "decoder_start_token_id", None) is None:
-        yield "the model's config.json has no decoder_start_token_id, with which targets begin; put it in"
+        yield "the model's config.json has no decoder_start_token_id, with which targets begin; add it"
 
 
 @torch.no_grad()
@@ -100,24 +100,23 @@ def write_targets(
 ) -> dict[int, list[int]]:
     """Generates targets greedily for --generate evenly spaced samples; returns {sample: tokens} on all ranks.
 
-    The samples are partitioned among the ranks in the same way as a global batch, by the maximum length that they could
-    reach.
+    The samples are partitioned among the ranks like a global batch, by the maximum length that they could reach.
     """
     ids = np.unique(np.linspace(0, len(samples) - 1, min(args.generate, len(samples))).astype(int))
     lengths = np.maximum(samples.lengths(ids), [0, args.target_length])
     budget = args.micro_batch_tokens and max(args.micro_batch_tokens, int(lengths.sum(1).max()))
     model.eval()
-    model = without_wrapper(model)
-    register_fsdp_forward_method(model, "generate")  # all-gathers weights sharded by FSDP2; no effect without FSDP2
-    written = []
-    cut = cut_global_batch(lengths, accelerator.num_processes, args.micro_batch_size, budget)
-    for positions in cut[accelerator.process_index]:
+    generator: Any = without_wrapper(model)
+    register_fsdp_forward_method(generator, "generate")  # all-gathers weights sharded by FSDP2; else no effect
+    written: list[tuple[int, list[int]]] = []
+    shares = cut_global_batch(lengths, accelerator.num_processes, args.micro_batch_size, budget)
+    for positions in shares[accelerator.process_index]:
         # If weights are sharded, every rank must participate in every step, hence dummy samples and synced_gpus.
         micro_batch = collate([samples[i] for i in ids[positions]] or [samples.dummy_sample()])
         batch = send_to_device(micro_batch, accelerator.device)
         # generate() calls the encoder separately; with an adapter, its weights have two precisions.
-        with accelerator.autocast() if has_adapter(model) else nullcontext():
-            tokens = model.generate(
+        with accelerator.autocast() if has_adapter(generator) else nullcontext():
+            tokens = generator.generate(
                 batch["input_ids"],
                 attention_mask=batch.get("attention_mask", torch.ones_like(batch["input_ids"])),
                 max_new_tokens=args.target_length,
@@ -141,17 +140,15 @@ def prepare_encoder_decoder(model: PreTrainedModel) -> PreTrainedModel:
 
     Raises UserError if the model starts its targets differently from `collate_pairs` (mBART: with their language).
     """
-    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
-        labels, start = torch.arange(2, 6), model.config.decoder_start_token_id
-        if model.prepare_decoder_input_ids_from_labels(labels.unsqueeze(0))[0].tolist() != [start, 2, 3, 4]:
-            raise UserError(
-                f"{type(model).__name__} does not begin all targets with its decoder_start_token_id; take another model"
-            )
+    if callable(shift := getattr(model, "prepare_decoder_input_ids_from_labels", None)):
+        if shift(torch.arange(2, 6).unsqueeze(0))[0].tolist() != [model.config.decoder_start_token_id, 2, 3, 4]:
+            name = type(model).__name__
+            raise UserError(f"{name} does not begin all targets with its decoder_start_token_id; use a different model")
     shared, modules = model.get_input_embeddings(), list(model.named_modules())
     # Only a process with real weights knows whether the checkpoint has separate weights.
     twins = decided_once(
-        lambda: [name for name, one in modules if isinstance(one, torch.nn.Embedding) and one.weight is shared.weight]
+        lambda: [name for name, m in modules if isinstance(m, torch.nn.Embedding) and m.weight is shared.weight]
     )
-    for parent, _, name in (twin.rpartition(".") for twin in twins):
-        setattr(model.get_submodule(parent), name, shared)
+    for twin in twins:
+        model.set_submodule(twin, shared)
     return model

@@ -1,10 +1,7 @@
 """Turns pairs of texts into samples of an encoder-decoder model: it reads a source and is trained on a target.
 
-    pairs = tokenize_pairs(Source(files=("train.jsonl",)), ("source", "target"), tokenizer, 512, 128)
-    source, target = pairs[0]
-    micro_batch = collate_pairs([pairs[0], pairs[1]], tokenizer.pad_token_id, config.decoder_start_token_id)
-
-Pairs are tokenised once into the cache.
+pairs = tokenize_pairs(Source(files=("train.jsonl",)), ("source", "target"), tokenizer, 512, 128)
+micro_batch = collate_pairs([pairs[0], pairs[1]], tokenizer.pad_token_id, config.decoder_start_token_id)
 """
 
 import inspect
@@ -42,7 +39,7 @@ def tokenize_pairs(
     target_length: int,
     cache_dir: str | Path | None = None,
 ) -> "Pairs | Mixed":
-    """Tokenises the rows of a source once and opens the result; of several processes, one works and the others wait.
+    """Tokenises the rows of a source once into the cache and opens the result.
 
     The tokenizer adds its special tokens. If a target then has no eos token, it is appended, because otherwise the
     model would never stop.
@@ -50,16 +47,15 @@ def tokenize_pairs(
     Args:
         columns: the columns of source and target. In the embedded corpus, the source is a function without its
             docstring, and the target is the first line of the docstring.
-        source_length, target_length: maximum number of tokens, including special tokens; longer texts are truncated at
-            the end.
+        source_length, target_length: maximum number of tokens, including special tokens; longer texts are truncated.
 
     Raises UserError with file and location if something cannot be read, or a source or target is empty.
     """
     if source.parts:
-        how = (columns, tokenizer, source_length, target_length, cache_dir)
         from common.data.mixed import Mixed
 
-        return Mixed({part.files[0]: tokenize_pairs(part, *how) for part in source.parts}, source.weights)
+        options = (columns, tokenizer, source_length, target_length, cache_dir)
+        return Mixed({part.files[0]: tokenize_pairs(part, *options) for part in source.parts}, source.weights)
     corpus = open_source(source)
     if source.embedded:
         corpus = docstring_corpus(corpus, source.text_column, columns)
@@ -96,8 +92,8 @@ def _encode(
 
     def tokens(texts: list[str], **options: Any) -> list[list[int]]:
         # Some models (Marian) have a separate vocabulary for the target language.
-        given = {"text_target" if is_target else "text": texts}
-        return tokenizer(**given, return_attention_mask=False, verbose=False, **options)["input_ids"]
+        options |= {"text_target" if is_target else "text": texts, "return_attention_mask": False, "verbose": False}
+        return tokenizer(**options)["input_ids"]
 
     eos = tokenizer.eos_token_id
     ids, num_cut = tokens(texts), 0
@@ -117,10 +113,7 @@ def _write_pairs(
     tokenizer: PreTrainedTokenizerBase,
     lengths: tuple[int, int],
 ) -> None:
-    """Fills a store with rows of (source, target).
-
-    Raises UserError if there is no pair, or a text is empty or yields no token.
-    """
+    """Fills a store with rows of (source, target)."""
     counts: Counter[str] = Counter()
     with TokenWriter(directory) as writer:
         for batch in batches(corpus, columns):
@@ -133,12 +126,12 @@ def _write_pairs(
                 encoded.append(ids)
             for row, source, target in zip(batch, *encoded, strict=True):
                 if not source:
-                    raise UserError(f"{row.where}: column {columns[0]} makes no token; mend or remove the row")
+                    raise UserError(f"{row.where}: column {columns[0]} yields no token; fix or remove the row")
                 writer.append(source, target)
                 counts["pairs"] += 1
                 counts["max_length"] = max(counts["max_length"], len(source) + len(target))
         if not counts["pairs"]:
-            raise UserError(f"{corpus.name}: no pair of {' and '.join(columns)} in it; give other data")
+            raise UserError(f"{corpus.name}: contains no pair of {' and '.join(columns)}; use different data")
         unused = unused_columns(corpus)
         writer.finish(counts, name=corpus.name, columns=columns, lengths=lengths, unused=unused)
 
@@ -149,7 +142,7 @@ Pair = tuple[np.ndarray, np.ndarray]
 class Pairs(TokenStore):
     """Memory-mapped pairs, `batching.Samples`. Item i is (source, target), int64 (length,) each, including eos.
 
-    `lengths` contains both lengths of a pair, because its work depends on source and target together.
+    `lengths` returns both lengths of a pair, because its work depends on source and target together.
     """
 
     unit = "tokens"
@@ -183,7 +176,7 @@ class Pairs(TokenStore):
         line += f"; {self.num_target_tokens:,} targets"
         for name, length in zip(NAMES, meta["lengths"], strict=True):
             if meta[f"{name}s_cut"]:
-                line += f"; {meta[f'{name}s_cut']:,} {name}s cut at {length}"
+                line += f"; {meta[f'{name}s_cut']:,} {name}s truncated at {length}"
         return line + (f"\n{'':12}{meta['unused']}" if meta["unused"] else "")
 
 

@@ -15,16 +15,16 @@ def score_targets(
 ) -> tuple[dict[str, Any], list[str], list[str], list[str]]:
     """Scores the texts that a model generated for some of `samples`.
 
-    There are two baselines. The first always answers with the most frequent target of the (first 100,000) training
-    pairs. The second copies the first tokens of each source, up to the mean length of a training target.
+    One baseline always answers with the most frequent target of the (first 100,000) training pairs. The other copies
+    the first tokens of each source, up to the mean length of a training target.
 
-    Returns: metrics (chrF, 0 to 100, of the texts and both baselines, and the share of exact matches); lines to print;
-        the generated texts; and their targets, as decoded by the tokenizer.
+    Returns: metrics (chrF, 0 to 100, and the share of exact matches); lines to print; the generated texts; their
+        targets, as decoded by the tokenizer.
     """
     from sacrebleu.metrics import CHRF  # imported here because only recipes that generate text need it
 
     def texts(sequences: Iterable[Any]) -> list[str]:
-        return [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in sequences]
+        return [str(tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in sequences]
 
     def chrf(answers: list[str]) -> float:
         return CHRF().corpus_score(answers, [targets]).score
@@ -34,20 +34,19 @@ def score_targets(
     counts = Counter(train[index][1].tobytes() for index in range(min(len(train), 100_000)))
     frequent = texts([np.frombuffer(counts.most_common(1)[0][0], np.int64)])
     num_copied = train.num_target_tokens // len(train)
-    figures = {
+    examples = [{"target": pair[0], "written": pair[1]} for pair in list(zip(targets, answers, strict=True))[-4:]]
+    metrics = {
         "num_generated": len(written),
         "chrf": chrf(answers),
         "exact": sum(answer == target for answer, target in zip(answers, targets, strict=True)) / len(written),
         "chrf_of_most_frequent_target": chrf(frequent * len(pairs)),
         "chrf_of_copied_source": chrf(texts(source[:num_copied] for source, _ in pairs)),
-        "examples": [
-            {"target": target, "written": answer} for target, answer in list(zip(targets, answers, strict=True))[-4:]
-        ],
+        "examples": examples,
     }
     lines = [
-        f"\nchrF of {len(written)} held-out targets, written greedily: {figures['chrf']:.1f}, {figures['exact']:.1%} "
-        f"of them exact; of always {frequent[0]!r}: {figures['chrf_of_most_frequent_target']:.1f}; of the first "
-        f"{num_copied} tokens of each source: {figures['chrf_of_copied_source']:.1f}"
+        f"\nchrF of {len(written)} held-out targets, written greedily: {metrics['chrf']:.1f}, {metrics['exact']:.1%} "
+        f"of them exact; of always {frequent[0]!r}: {metrics['chrf_of_most_frequent_target']:.1f}; of the first "
+        f"{num_copied} tokens of each source: {metrics['chrf_of_copied_source']:.1f}"
     ]
-    lines += [f"{name:>11}  {text}" for one in figures["examples"] for name, text in one.items()]
-    return figures, lines, answers, targets
+    lines += [f"{name:>11}  {text}" for example in examples for name, text in example.items()]
+    return metrics, lines, answers, targets
