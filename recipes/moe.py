@@ -59,7 +59,7 @@ def parse_arguments():
     group.add_argument("--balance_strength", type=arguments.positive_float, help=about)
     args = parser.parse_args()
     arguments.choose_model(parser, args, MODEL_CONFIGS, fine_tuning_rate=2e-5)
-    moe_model.settle_mixture(parser, args, MODEL_CONFIGS.get(args.model_config))
+    moe_model.resolve_mixture(parser, args, MODEL_CONFIGS.get(args.model_config))
     return args
 
 

@@ -3,11 +3,8 @@
 The usual balancing loss of a layer is E x sum over the experts of (share of the tokens) x (mean probability): a product
 of two means. Computed per micro-batch, it is not a sum over tokens, so the update would depend on the split of its
 global batch. Here the counts cover the whole global batch on all ranks. A token counts if its next token is a target,
-which excludes padding and dummy samples.
-
-`exact` is the mean of the layers' losses. It differs from the loss that transformers would compute over the whole
-batch: transformers averages over all layers before the product, so that an expert's excess in one layer can cancel a
-deficit in a different layer.
+which excludes padding and dummy samples. `exact` is the mean of the layers' losses, while transformers averages over
+all layers before the product, so that an expert's excess in one layer can cancel a deficit in a different layer.
 """
 
 import inspect
@@ -35,7 +32,12 @@ BALANCE = {
     "global batch is cut",
     "none": "the routers are left alone",
 }
-UPCYCLED = ("llama", "mistral")  # model types that can be up-cycled
+UPCYCLED = ("llama", "mistral")  # model types that can be up-cycled, and the settings that they share with ERNIE
+UPCYCLED_SETTINGS = (
+    "vocab_size num_hidden_layers hidden_size num_attention_heads num_key_value_heads intermediate_size hidden_act "
+    "max_position_embeddings initializer_range rms_norm_eps tie_word_embeddings rope_parameters bos_token_id "
+    "eos_token_id pad_token_id"
+)
 BIAS_NAME = "e_score_correction_bias"  # its name in every model of transformers that has such a bias
 CHOICE_NAMES = ("top_k_index", "router_indices")  # argument with the chosen experts; GPT-OSS uses the second name
 
@@ -45,8 +47,8 @@ class Layer:
     """A sparse layer: its router chooses `top_k` of `num_experts` for each token."""
 
     block: nn.Module
-    router: nn.Module
-    experts: nn.Module
+    router: Any
+    experts: Any
     choice: str  # argument of `experts` with the chosen experts of each token: int64 (tokens, top_k)
     bias_holder: nn.Module | None  # module with BIAS_NAME
     num_experts: int
@@ -65,23 +67,24 @@ def find_layers(model: PreTrainedModel) -> list[Layer]:
 
     Raises UserError for a mixture whose experts are different.
     """
-    recorded = getattr(model, "can_record_outputs", {}).get("router_logits")
+    recorded: Any = getattr(model, "can_record_outputs", {}).get("router_logits")
+    if not recorded:
+        return []
     config, layers = model.config.get_text_config(), []
-    for block in model.modules() if recorded else ():
-        children = (child.get_base_layer() if hasattr(child, "get_base_layer") else child for child in block.children())
-        experts = next((child for child in children if _choice(child)), None)  # ignores adapter wrappers
-        if experts is None:
-            continue
+    for block in model.modules():
         router = next((m for m in block.modules() if isinstance(m, recorded.target_class)), None)
-        if router is None:
-            continue
         holder = next((m for m in block.modules() if hasattr(m, BIAS_NAME)), None)
-        sizes = (experts.num_experts, config.num_experts_per_tok)
-        layers.append(Layer(block, router, experts, _choice(experts), holder, *sizes))
-    if recorded and not layers:
+        child: Any
+        for child in block.children():
+            experts = child.get_base_layer() if hasattr(child, "get_base_layer") else child  # an adapter's wrapper
+            if router is not None and (choice := _choice(experts)):
+                sizes = (experts.num_experts, config.num_experts_per_tok)
+                layers.append(Layer(block, router, experts, choice, holder, *sizes))
+                break
+    if not layers:
         raise UserError(
-            f"{type(model).__name__}: its experts are not one module that is called with the choice of each token, so "
-            "nothing can be counted or balanced; take another mixture, such as a Mixtral, or recipes/lm.py"
+            f"{type(model).__name__}: its experts are not a single module that is called with the choice of each "
+            "token, so they cannot be counted or balanced; use a different mixture, such as a Mixtral, or recipes/lm.py"
         )
     return layers
 
@@ -92,12 +95,16 @@ def _choice(module: nn.Module) -> str | None:
     return next((name for name in CHOICE_NAMES if name in accepted), None)
 
 
+def _num_elements(module: nn.Module) -> int:
+    return sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
+
+
 def count_active(layers: list[Layer], total: int) -> int:
     """Returns the number of parameters, out of `total`, that are used for a token."""
-    sizes = [sum(getattr(p, "ds_numel", p.numel()) for p in layer.experts.parameters()) for layer in layers]
-    return total - sum(
-        size - size * layer.top_k // layer.num_experts for layer, size in zip(layers, sizes, strict=True)
-    )
+    for layer in layers:
+        size = _num_elements(layer.experts)
+        total -= size - size * layer.top_k // layer.num_experts
+    return total
 
 
 def check_routers(model: PreTrainedModel, balance: str) -> None:
@@ -105,15 +112,15 @@ def check_routers(model: PreTrainedModel, balance: str) -> None:
     layers = find_layers(model)
     if not layers:
         raise UserError(
-            f"{type(model).__name__} is a dense model, without experts: give it some with --upcycle, or train it with "
+            f"{type(model).__name__} is a dense model, without experts: add experts with --upcycle, or train it with "
             "recipes/lm.py"
         )
-    without = next((layer for layer in layers if layer.bias_holder is None), None)
-    if balance == "bias" and without is not None:
-        raise UserError(
-            f"--balance bias: {type(without.router).__name__} has no {BIAS_NAME} for its model to keep; use --balance "
-            "exact, usual or none"
-        )
+    for layer in layers:
+        if balance == "bias" and layer.bias_holder is None:
+            raise UserError(
+                f"--balance bias: {type(layer.router).__name__} has no {BIAS_NAME} that its model would save; use "
+                "--balance exact, usual or none"
+            )
 
 
 class Routing:
@@ -128,8 +135,8 @@ class Routing:
         self.counts: dict[bool, Tensor] = {}  # int64 (layers, experts), on this rank, by is_training
         self.shares: Tensor | None = None  # `exact`: token shares in the global batch, (layers, experts)
         self.listening = False
-        self.logits: list[Tensor | None] = [None] * len(self.layers)  # (tokens, experts), from the last forward
-        self.chosen: list[Tensor | None] = [None] * len(self.layers)  # (tokens, top_k)
+        self.logits: dict[int, Tensor] = {}  # (tokens, experts) by layer, during a forward
+        self.chosen: dict[int, Tensor] = {}  # (tokens, top_k) by layer, during a forward
         for index, layer in enumerate(self.layers):
             if layer.bias_holder is not None:
                 _make_buffer(layer.bias_holder)
@@ -141,17 +148,19 @@ class Routing:
         """Returns lines for the run summary."""
         if not self.layers:
             return {"experts": "none: a dense model"}
-        layer, total = self.layers[0], sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+        layer, total = self.layers[0], _num_elements(model)
         experts = f"{layer.num_experts} in each of {len(self.layers)} layers, {layer.top_k} of them for a token: "
         experts += f"{count_active(self.layers, total):,} of {total:,} parameters are active"
-        strength = {"bias": "step", "none": ""}.get(self.balance, "factor")
-        approximate = "; approximate: it depends on how a global batch is cut" * (self.balance == "usual")
-        balance = self.balance + (f", {strength} {self.strength:g}" if strength else "") + approximate
+        balance = self.balance
+        if balance != "none":
+            balance += f", {'step' if balance == 'bias' else 'factor'} {self.strength:g}"
+        if self.balance == "usual":
+            balance += "; approximate: it depends on the split of a global batch"
         return {"experts": experts, "balance": balance}
 
     def _listen(self, model: PreTrainedModel, index: int, layer: Layer) -> None:
         """Registers hooks that store a layer's logits and chosen experts during a forward with targets."""
-        recorded = model.can_record_outputs["router_logits"]
+        recorded: Any = model.can_record_outputs["router_logits"]
         parameters = list(inspect.signature(layer.experts.forward).parameters)
 
         # The hooks only store tensors. Activation checkpointing reruns the layers without listening, so a computation
@@ -169,7 +178,7 @@ class Routing:
 
     def _wrap(self, model: PreTrainedModel) -> None:
         """Wraps the model's forward: counts the chosen experts and adds the balancing gradient."""
-        original = model.forward.__func__
+        original = model.forward.__func__  # type: ignore[attr-defined]  # the method of `sum_token_losses`
 
         def forward(model, *args, targets=None, target_rows=None, only_count=False, **kwargs):
             if targets is None:
@@ -178,38 +187,39 @@ class Routing:
             self.listening = True
             try:
                 loss = original(model, *args, targets=targets[kept], target_rows=target_rows[kept], **kwargs)
-            except Exception:  # after an OOM: the stored tensors keep activations alive
-                self.logits, self.chosen = [None] * len(self.layers), [None] * len(self.layers)
-                raise
-            finally:
+                self._count(target_rows, model.training)
+                if torch.is_grad_enabled() and self.balance in ("exact", "usual"):
+                    auxiliary = self.strength * self._loss_sum(target_rows).to(loss.dtype)
+                    loss = loss + (auxiliary - auxiliary.detach())
+                return loss
+            finally:  # after an OOM too, because the stored tensors keep activations alive
                 self.listening = False
-            self._count(target_rows, model.training)
-            if torch.is_grad_enabled() and self.balance in ("exact", "usual"):
-                auxiliary = self.strength * self._loss_sum(target_rows).to(loss.dtype)
-                loss = loss + (auxiliary - auxiliary.detach())
-            self.logits, self.chosen = [None] * len(self.layers), [None] * len(self.layers)
-            return loss
+                self.logits.clear()
+                self.chosen.clear()
 
-        forward.__signature__ = inspect.signature(original)
-        model.forward = types.MethodType(forward, model)  # as in sum_token_losses
+        forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]  # `inspect` reads it
+        model.forward = types.MethodType(forward, model)
 
     @torch.no_grad()
     def _count(self, rows: Tensor, training: bool) -> None:
         """Adds the number of tokens per layer and expert to the counts."""
         counts = []
-        for layer, chosen in zip(self.layers, self.chosen, strict=True):
-            chosen = chosen[rows].flatten()
+        for index, layer in enumerate(self.layers):
+            chosen = self.chosen[index][rows].flatten()
             counts.append(chosen.new_zeros(layer.num_experts).scatter_add_(0, chosen, torch.ones_like(chosen)))
-        self.counts[training] = self.counts.get(training, 0) + torch.stack(counts)
+        self.counts[training] = torch.stack(counts) + self.counts.get(training, 0)
 
     def _loss_sum(self, rows: Tensor) -> Tensor:
         """Returns the balancing loss of a micro-batch, times its targets; it uses the softmax of the logits."""
-        logits = [x[rows].to(torch.promote_types(x.dtype, torch.float32)) for x in self.logits]
+        logits = [self.logits[index][rows] for index in range(len(self.layers))]
+        logits = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in logits]
         if self.balance == "usual":
             if not len(rows):
-                return sum(x.sum() for x in logits)  # 0, with a gradient, so that every rank can reduce
-            layer = self.layers[0]
-            return load_balancing_loss_func(tuple(logits), layer.num_experts, layer.top_k) / layer.top_k * len(rows)
+                return torch.stack([x.sum() for x in logits]).sum()  # 0, with a gradient, so that every rank can reduce
+            layer, stacked = self.layers[0], tuple(logits)
+            loss: Any = load_balancing_loss_func(stacked, layer.num_experts, layer.top_k)  # type: ignore[arg-type]  # all
+            return loss / layer.top_k * len(rows)
+        assert self.shares is not None, "begin_update has counted the tokens"
         probabilities = [x.softmax(-1).sum(0) for x in logits]
         terms = torch.stack(probabilities) * self.shares  # (layers, experts): a sum over tokens, equal for any split
         return terms.sum(1).mean() * terms.shape[1]
@@ -241,8 +251,8 @@ class Routing:
         if not self.layers:
             return {}
         if True not in self.counts:  # OOM in the first forward
-            layer, number = self.layers[0], len(self.layers)
-            self.counts[True] = torch.zeros(number, layer.num_experts, dtype=int, device=layer.router.weight.device)
+            layer, shape = self.layers[0], (len(self.layers), self.layers[0].num_experts)
+            self.counts[True] = torch.zeros(shape, dtype=torch.int64, device=layer.router.weight.device)
         return {"expert_counts": self.counts[True]}
 
     @torch.no_grad()
@@ -260,25 +270,22 @@ class Routing:
             steps = steps.to(bias.dtype).to(bias.device, non_blocking=True)  # one copy, without waiting for the device
             for layer, step in zip(self.layers, steps, strict=True):
                 layer.bias.add_(step.view_as(layer.bias))
-        return _figures(counts)
+        return _load_metrics(counts)
 
     def report(self, accelerator: Accelerator) -> dict[str, Any]:
-        """Returns each layer's token shares per expert and their metrics, over the held-out set.
-
-        Without a held-out set, they are those of the last global batch.
-        """
+        """Returns each layer's token shares per expert, and metrics, for the held-out set or the last global batch."""
         if not self.layers:
             return {}
         counts = accelerator.reduce(self.counts[False if False in self.counts else True], reduction="sum")
         shares = counts.double() / counts.sum(1, keepdim=True)
-        return {"expert_shares": shares.tolist()} | _figures(counts)
+        return {"expert_shares": shares.tolist()} | _load_metrics(counts)
 
 
-def _figures(counts: Tensor) -> dict[str, float]:
-    """Returns the metrics of token counts (layers, experts).
+def _load_metrics(counts: Tensor) -> dict[str, float]:
+    """Returns metrics of token counts (layers, experts).
 
-    `busiest_expert` is the load of a layer's most loaded expert relative to an equal share, averaged over layers.
-    `dead_experts` is the number of experts without tokens.
+    `busiest_expert` is the highest load in a layer relative to an equal share, averaged over layers. `dead_experts` is
+    the number of experts without tokens.
     """
     busiest = (counts.amax(1) / counts.double().mean(1)).mean().item()
     return {"busiest_expert": busiest, "dead_experts": int((counts == 0).sum())}
@@ -290,10 +297,10 @@ def describe_results(results: dict[str, Any]) -> list[str]:
     if not shares:
         return []
     total = sum(len(row) for row in shares)
-    where = "held-out" if "validation_loss" in results else "last global batch's"
+    tokens = "held-out" if "validation_loss" in results else "last global batch's"
     lines = [
-        f"experts: the busiest of a layer gets {results['busiest_expert']:.2f} times its equal share of the {where} "
-        f"tokens; {results['dead_experts']} of {total} get none"
+        f"experts: the most loaded of a layer gets {results['busiest_expert']:.2f} times its equal share of the "
+        f"{tokens} tokens; {results['dead_experts']} of {total} get none"
     ]
     if total <= 256:
         for number, row in enumerate(shares):
@@ -306,8 +313,8 @@ def moe_config(shape: dict[str, Any], num_experts: int, top_k: int, expert_width
 
     `shape` contains the values of the dense model, an Ernie4_5Config.
     """
-    experts = dict(moe_num_experts=num_experts, moe_k=top_k, moe_intermediate_size=expert_width)
-    return Ernie4_5_MoeConfig(**shape, **experts, moe_num_shared_experts=0, moe_layer_start_index=0)
+    experts = {"moe_num_experts": num_experts, "moe_k": top_k, "moe_intermediate_size": expert_width}
+    return Ernie4_5_MoeConfig(**shape | experts | {"moe_num_shared_experts": 0, "moe_layer_start_index": 0})
 
 
 def upcycled_config(dense: PreTrainedConfig, num_experts: int, top_k: int) -> Ernie4_5_MoeConfig:
@@ -317,17 +324,14 @@ def upcycled_config(dense: PreTrainedConfig, num_experts: int, top_k: int) -> Er
     """
     name = f"--upcycle: --model_name_or_path is a {dense.model_type}"
     if hasattr(dense.get_text_config(), "num_experts_per_tok"):
-        raise UserError(f"{name}, a mixture of experts already; take --upcycle out")
+        raise UserError(f"{name}, a mixture of experts already; remove --upcycle")
     if dense.model_type not in UPCYCLED:
-        raise UserError(f"{name}, which is not one of {', '.join(UPCYCLED)}; take one of these")
+        raise UserError(f"{name}, which is not supported; use one of {', '.join(UPCYCLED)}")
     if getattr(dense, "attention_bias", False) or getattr(dense, "mlp_bias", False):
-        raise UserError(f"{name} with biases, for which the mixture has no place; take one without")
+        raise UserError(f"{name} with biases, which the mixture does not have; use a model without biases")
     if getattr(dense, "sliding_window", None):
-        raise UserError(f"{name} with a sliding window, which the mixture does not have; take one without")
-    names = "vocab_size num_hidden_layers hidden_size num_attention_heads num_key_value_heads intermediate_size"
-    names += " hidden_act max_position_embeddings initializer_range rms_norm_eps tie_word_embeddings rope_parameters"
-    names += " bos_token_id eos_token_id pad_token_id"
-    shape = {name: getattr(dense, name) for name in names.split()}
+        raise UserError(f"{name} with a sliding window, which the mixture does not have; use a model without it")
+    shape = {name: getattr(dense, name) for name in UPCYCLED_SETTINGS.split()}
     shape["head_dim"] = getattr(dense, "head_dim", None) or dense.hidden_size // dense.num_attention_heads
     return moe_config(shape, num_experts, top_k, dense.intermediate_size)
 
@@ -372,10 +376,9 @@ def _make_buffer(holder: nn.Module) -> None:
 
 
 def gather_whole_blocks(accelerator: Accelerator, layers: list[Layer]) -> None:
-    """Makes ZeRO-3 all-gather a sparse block's weights together, independent of the experts that a rank's tokens use.
+    """Makes ZeRO-3 all-gather a sparse block's weights together; call it before `accelerator.prepare`.
 
-    Otherwise, if experts are separate modules, only some ranks would all-gather an expert, and all would wait
-    indefinitely. Call it before `accelerator.prepare`.
+    Otherwise, if experts are separate modules, only some ranks would all-gather an expert, and all would hang.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED and layers:
         names = sorted({type(layer.block).__name__ for layer in layers})
