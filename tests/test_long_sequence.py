@@ -169,8 +169,8 @@ def test_a_run_ends_with_figures_that_are_right(functions_file, tmp_path):
     """The printed lines; the loss against one of the exported model's own logits; the checkpoint's export."""
     out = tmp_path / "first"
     result = launch(*flags(functions_file, out, "--save_every", 4), script=RECIPE)
-    assert "17 segments, computed again in backward; the gradient of the whole sequence" in result.stdout
-    assert "precision  float32, whatever the launch asks for" in result.stdout
+    assert "17 segments, recomputed in backward; the gradient of the full sequence" in result.stdout
+    assert "precision  float32, independent of the launch" in result.stdout
     assert "common.tasks.long_sequence.recurrent.RecurrentLM.from_pretrained loads it)" in result.stdout
     command = [sys.executable, "-m", "tools.checkpoint", "export", out / "checkpoints/update-000004", tmp_path / "m"]
     assert run(command).returncode == 0
@@ -196,15 +196,15 @@ def test_a_run_ends_with_figures_that_are_right(functions_file, tmp_path):
 
 
 MISTAKES = {
-    "--segments 20 --levels 2": "make 400 segments, more than there are steps in --sequence_length 300",
+    "--segments 20 --levels 2": "make 400 segments, more than the steps of --sequence_length 300",
     "--segments 4 --truncate 8": "--segments has no effect with --truncate",
     "--levels 2 --segments none": "--levels has no effect without --segments",
-    "--truncate 300": "--truncate 300 cuts nothing of --sequence_length 300",
+    "--truncate 300": "--truncate 300 truncates nothing of --sequence_length 300",
     "--activation_checkpointing full": "--activation_checkpointing full is for a transformer",
     "--compile": "--compile is for a transformer",
     "--mlp_rows 8": "--mlp_rows is for a transformer",
     "--architecture transformer --segments 4": "--segments 4 is for a recurrent network",
-    "--architecture transformer --hidden_size 33": "--hidden_size 33: .* needs an even one; use 32 or 34",
+    "--architecture transformer --hidden_size 33": "--hidden_size 33: .* needs an even size; use 32 or 34",
     "--segments many": "'many' is not",
     "--architecture gru --model_name_or_path m": "mutually exclusive",
 }
@@ -223,10 +223,10 @@ def test_segments_are_those_of_the_longest_sample(tmp_path):
     (tmp_path / "short.txt").write_text("abc")
     given = flags(tmp_path / "short.txt", tmp_path / "run", "--global_batch_size", 1, "--dry_run")
     result = run_recipe_alone("long_sequence.py", *given)
-    assert result.returncode == 0 and "2 segments, computed" in result.stdout, result.stderr
+    assert result.returncode == 0 and "2 segments, recomputed" in result.stdout, result.stderr
     result = run_recipe_alone("long_sequence.py", *given, "--segments", 5)
-    assert_mistake(result, "5 segments, more than there are steps in the longest sample, of 4 tokens")
-    assert_mistake(run_recipe_alone("long_sequence.py", *given, "--truncate", 4), "cuts nothing of the longest sample")
+    assert_mistake(result, "5 segments, more than the steps of the longest sample, of 4 tokens")
+    assert_mistake(run_recipe_alone("long_sequence.py", *given, "--truncate", 4), "truncates nothing of the longest")
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -1,6 +1,8 @@
 """Chooses the model for sequences too long for memory, and its computation in pieces."""
 
 import argparse
+from collections.abc import Iterator
+from typing import Any
 
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -23,59 +25,60 @@ MLP_ROWS = 1024
 FINE_TUNING_SHARE = 0.1  # learning rate of a pretrained model, as a share of that from scratch
 
 
-def choose_defaults(args: argparse.Namespace, architecture: str) -> None:
-    """Sets default values of the flags that depend on the architecture.
-
-    Raises UserError with one line for each flag that has no effect on it, and if the sequence cannot be split as
-    requested.
-    """
+def _resolve_flags(args: argparse.Namespace, architecture: str) -> Iterator[str]:
+    """Sets default values of the flags that depend on the architecture; yields a line per flag without effect."""
     sequence_length, hidden_size, num_layers, rate = ARCHITECTURES[architecture]
     args.sequence_length = args.sequence_length or sequence_length
     args.learning_rate = args.learning_rate or (rate * FINE_TUNING_SHARE if args.model_name_or_path else rate)
-    sizes = {"--hidden_size": args.hidden_size, "--num_layers": args.num_layers}
-    recurrent = {"--segments": args.segments, "--levels": args.levels, "--truncate": args.truncate}
     if args.model_name_or_path:
-        useless, why = sizes, "a pretrained model has its own"
+        for name in ("hidden_size", "num_layers"):
+            if value := vars(args)[name]:
+                yield f"--{name} {value}: a pretrained model has its own; remove it"
     else:
-        useless, why = {}, ""
         args.hidden_size, args.num_layers = args.hidden_size or hidden_size, args.num_layers or num_layers
-    problems = [f"{flag} {value}: {why}; take it out" for flag, value in useless.items() if value]
-    if architecture == "transformer":
-        why = "is for a recurrent network; a transformer takes --activation_checkpointing and --mlp_rows"
-        problems += [f"{flag} {value} {why}" for flag, value in recurrent.items() if value]
-        if not args.model_name_or_path and args.hidden_size % 2:
-            size = args.hidden_size
-            near = f"{size - 1} or {size + 1}" if size > 1 else "2"
-            problems.append(f"--hidden_size {size}: a transformer from scratch needs an even one; use {near}")
-    else:
-        useless = {"--mlp_rows": args.mlp_rows is not None, "--compile": args.compile}
-        useless[f"--activation_checkpointing {args.activation_checkpointing}"] = args.activation_checkpointing != "none"
-        why = "is for a transformer; a recurrent network takes --segments and --levels"
-        problems += [f"{flag} {why}" for flag, given in useless.items() if given]
-        problems += _check_segments(args, args.sequence_length, f"--sequence_length {args.sequence_length}")
-    refuse(problems)
+    if architecture != "transformer":
+        why = "is for a transformer; a recurrent network uses --segments and --levels"
+        if args.mlp_rows is not None:
+            yield f"--mlp_rows {why}"
+        if args.compile:
+            yield f"--compile {why}"
+        if args.activation_checkpointing != "none":
+            yield f"--activation_checkpointing {args.activation_checkpointing} {why}"
+        yield from _resolve_segments(args, args.sequence_length, f"--sequence_length {args.sequence_length}")
+        return
+    for name in ("segments", "levels", "truncate"):
+        if value := vars(args)[name]:
+            yield (
+                f"--{name} {value} is for a recurrent network; a transformer uses --activation_checkpointing and "
+                "--mlp_rows"
+            )
+    if not args.model_name_or_path and args.hidden_size % 2:
+        size = args.hidden_size
+        near = f"{size - 1} or {size + 1}" if size > 1 else "2"
+        yield f"--hidden_size {size}: a transformer from scratch needs an even size; use {near}"
 
 
-def _check_segments(args: argparse.Namespace, length: int, what: str) -> list[str]:
-    """Sets defaults of --segments and --levels; returns a line for each conflict with other flags or the length."""
+def _resolve_segments(args: argparse.Namespace, length: int, subject: str) -> Iterator[str]:
+    """Sets defaults of --segments and --levels; yields a line for each conflict with other flags or the length."""
     if args.truncate:
-        problems = [
-            f"--{name} has no effect with --truncate; give one" for name in ("segments", "levels") if vars(args)[name]
-        ]
+        for name in ("segments", "levels"):
+            if vars(args)[name]:
+                yield f"--{name} has no effect with --truncate; pass only one"
         if args.truncate >= length:
-            problems.append(f"--truncate {args.truncate} cuts nothing of {what}; lower it")
-        return problems
+            yield f"--truncate {args.truncate} truncates nothing of {subject}; lower it"
+        return
     args.segments = args.segments or "sqrt"
     if args.segments == "none":
-        return ["--levels has no effect without --segments; take it out"] if args.levels else []
+        if args.levels:
+            yield "--levels has no effect without --segments; remove it"
+        return
     args.levels = args.levels or 1
-    most = 1 if args.segments == "sqrt" else args.segments**args.levels
-    if most <= length:
-        return []
-    return [
-        f"--segments {args.segments} --levels {args.levels} make {most:,} segments, more than there are steps in "
-        f"{what}; use fewer"
-    ]
+    number = 1 if args.segments == "sqrt" else args.segments**args.levels
+    if number > length:
+        yield (
+            f"--segments {args.segments} --levels {args.levels} make {number:,} segments, more than the steps of "
+            f"{subject}; use fewer"
+        )
 
 
 def choose_model(args: argparse.Namespace, source: Source) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
@@ -85,9 +88,9 @@ def choose_model(args: argparse.Namespace, source: Source) -> tuple[PreTrainedCo
     """
     if args.model_name_or_path:
         config = load_config(args.model_name_or_path, args.trust_remote_code)
-        choose_defaults(args, getattr(config, "cell", "transformer"))
+        refuse(_resolve_flags(args, getattr(config, "cell", "transformer")))
         return config, load_tokenizer(args.model_name_or_path, args.trust_remote_code)
-    choose_defaults(args, args.architecture or "lstm")
+    refuse(_resolve_flags(args, args.architecture or "lstm"))
     tokenizer = train_tokenizer(source, BYTES, columns=(source.text_column,), flags="--text_column")
     return make_config(args, tokenizer), tokenizer
 
@@ -95,26 +98,20 @@ def choose_model(args: argparse.Namespace, source: Source) -> tuple[PreTrainedCo
 def check_segments(args: argparse.Namespace, config: PreTrainedConfig, max_length: int) -> None:
     """Raises UserError if a recurrent network's longest sample has fewer tokens than the requested segments."""
     if isinstance(config, RecurrentConfig):
-        refuse(_check_segments(args, max_length, f"the longest sample, of {max_length:,} tokens"))
+        refuse(_resolve_segments(args, max_length, f"the longest sample, of {max_length:,} tokens"))
 
 
 def make_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """Returns the configuration of a model from scratch."""
-    sizes = {"vocab_size": BYTES, "hidden_size": args.hidden_size, "num_hidden_layers": args.num_layers}
+    sizes: Any = {"vocab_size": BYTES, "hidden_size": args.hidden_size, "num_hidden_layers": args.num_layers}
     if args.architecture != "transformer":
         return RecurrentConfig(cell=args.architecture or "lstm", **sizes)
-    # Heads are 64 wide or slightly more. The width per head must be even, because rotary positions rotate pairs of
-    # values.
-    most = max(1, args.hidden_size // 64)
-    num_heads = max(number for number in range(1, most + 1) if args.hidden_size % (2 * number) == 0)
-    return LlamaConfig(
-        **sizes,
-        num_attention_heads=num_heads,
-        intermediate_size=4 * args.hidden_size,
-        max_position_embeddings=args.sequence_length,
-        tie_word_embeddings=True,
-        **special_token_ids(tokenizer),
-    )
+    # Heads are 64 wide or slightly more. The width per head is even, because rotary positions rotate pairs of values.
+    limit = max(1, args.hidden_size // 64)
+    num_heads = max(number for number in range(1, limit + 1) if args.hidden_size % (2 * number) == 0)
+    sizes |= {"num_attention_heads": num_heads, "intermediate_size": 4 * args.hidden_size}
+    sizes |= {"max_position_embeddings": args.sequence_length, "tie_word_embeddings": True}
+    return LlamaConfig(**sizes | special_token_ids(tokenizer))
 
 
 def sum_losses_in_pieces(model: PreTrainedModel, args: argparse.Namespace, length: int) -> str:
@@ -123,25 +120,24 @@ def sum_losses_in_pieces(model: PreTrainedModel, args: argparse.Namespace, lengt
     Args:
         length: number of tokens of the longest sample.
 
-    Returns: a line that describes the pieces.
-
-    Raises UserError if --mlp_rows is set but the model has no layers with an `mlp`.
+    Returns a line that describes the pieces. Raises UserError if --mlp_rows is set but the model has no layers with an
+    `mlp`.
     """
     if not isinstance(model, RecurrentLM):
         rows = MLP_ROWS if args.mlp_rows is None else args.mlp_rows
-        how, num_tiled = losses.sum_token_losses(model), tile_mlps(model, rows) if rows else 0
+        line, num_tiled = losses.sum_token_losses(model), tile_mlps(model, rows) if rows else 0
         if num_tiled:
-            return f"{how}; {num_tiled} MLPs, {rows} rows at once"
+            return f"{line}; {num_tiled} MLPs, {rows} rows at once"
         if args.mlp_rows:
             name = type(model).__name__
-            raise UserError(f"--mlp_rows {rows}: {name} has no layers with an mlp; take --mlp_rows out")
-        return f"{how}; MLPs in one piece"
+            raise UserError(f"--mlp_rows {rows}: {name} has no layers with an mlp; remove --mlp_rows")
+        return f"{line}; MLPs in one piece"
     model.truncate = args.truncate
     if args.truncate:
-        return f"gradient TRUNCATED after {args.truncate:,} bytes: NOT the gradient of the whole sequence"
+        return f"gradient TRUNCATED after {args.truncate:,} bytes: NOT the gradient of the full sequence"
     if args.segments == "none":
-        return "every step kept for backward; the gradient of the whole sequence"
+        return "every step kept for backward; the gradient of the full sequence"
     model.segments, model.levels = args.segments, args.levels
     count = pieces_of(length, args.segments, args.levels)
-    cut = " x ".join([f"{count:,}"] * args.levels)
-    return f"{cut} segments, computed again in backward; the gradient of the whole sequence"
+    counts = " x ".join([f"{count:,}"] * args.levels)
+    return f"{counts} segments, recomputed in backward; the gradient of the full sequence"

@@ -9,8 +9,10 @@ the full sequence; a truncated gradient differs from it.
 """
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from common.training.precision import without_autocast
 
 CELLS = {"lstm": nn.LSTM, "gru": nn.GRU}
-State = tuple[Tensor, ...]  # each (layers, B, width): two tensors for an LSTM, one for a GRU
+State = Sequence[Tensor]  # each (layers, B, width): two tensors for an LSTM, one for a GRU
 
 
 class RecurrentConfig(PreTrainedConfig):
@@ -38,9 +40,8 @@ class RecurrentConfig(PreTrainedConfig):
 class RecurrentWeights(nn.Module):
     """All weights of a `RecurrentLM`: embedding, LSTM or GRU, output layer; its forward returns float32 copies.
 
-    It copies the weights because those that FSDP or ZeRO-3 all-gathers for a forward are freed before backward
-    recomputes a segment. The copies are float32 (or float64) because DeepSpeed and FSDP provide weights in bf16 or
-    fp16.
+    Copies, because weights that FSDP or ZeRO-3 all-gathers for a forward are freed before backward recomputes a
+    segment. In float32 (or float64), because DeepSpeed and FSDP provide weights in bf16 or fp16.
     """
 
     def __init__(self, config: RecurrentConfig) -> None:
@@ -66,14 +67,14 @@ class RecurrentLM(PreTrainedModel):
 
     `forward(input_ids)` returns logits (B, L, vocabulary). With `targets` (N,) and `target_rows` (N,) from
     `collate_tokens`, it returns the SUM of the losses in nats. The three attributes below determine the tensors saved
-    for backward: the logits and outputs of at most one piece, unless `levels` is 0.
+    for backward.
 
-    Recurrence and loss are computed in float32 in every launch precision. bf16 has only 8 bits of precision, too few
-    for a state carried over 100,000 steps.
+    Recurrence and loss are computed in float32 in every launch precision, because the 8 bits of bf16 are too few for a
+    state carried over 100,000 steps.
     """
 
     config_class = RecurrentConfig
-    own_precision = "float32, whatever the launch asks for"
+    own_precision = "float32, independent of the launch"
     _no_split_modules = ["RecurrentWeights"]  # the modules that FSDP all-gathers as a unit
 
     segments: int | str = "sqrt"  # number of segments of the sequence, and of each segment at the next level
@@ -88,30 +89,29 @@ class RecurrentLM(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Does nothing: the modules keep their own initialisation."""
 
-    def get_input_embeddings(self) -> None:
-        """Returns None, because FSDP would wrap the embedding separately."""
+    def get_input_embeddings(self) -> None:  # type: ignore[override]  # FSDP would wrap the embedding separately
+        """Returns None."""
 
     def get_output_embeddings(self) -> None:
         """Returns None, because FSDP would wrap the output layer separately."""
 
-    def forward(self, input_ids: Tensor, targets: Tensor | None = None, target_rows: Tensor | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, targets: Tensor | None = None, target_rows: Any = None) -> Tensor:
         with without_autocast(input_ids.device):
             weights = self.weights()
             state = self._first_state(input_ids, weights[0].dtype)
             if targets is None:
                 return self._walk(weights, state, input_ids)[0]
             # int32 saves memory, because segments do not shorten this tensor of the sequence's length.
-            where = torch.full((input_ids.numel(),), -100, dtype=torch.int32, device=input_ids.device)
-            where = where.index_copy_(0, target_rows, targets.int()).view_as(input_ids)
-            piece, length = partial(self._piece, input_ids, where), input_ids.shape[1]
+            labels = torch.full((input_ids.numel(),), -100, dtype=torch.int32, device=input_ids.device)
+            labels = labels.index_copy_(0, target_rows, targets.int()).view_as(input_ids)
+            piece, length = partial(self._piece, input_ids, labels), input_ids.shape[1]
             if not self.truncate:
                 count = pieces_of(length, self.segments, self.levels)
                 return sum_over_segments(piece, state, 0, length, count, self.levels, weights)[-1]
-            loss_sum = 0
+            loss_sum: Any = 0
             for start in range(0, length, self.truncate):
-                state = tuple(part.detach() for part in state)
                 end = min(start + self.truncate, length)
-                *state, loss = sum_over_segments(piece, state, start, end, 1, 1, weights)
+                *state, loss = sum_over_segments(piece, [s.detach() for s in state], start, end, 1, 1, weights)
                 loss_sum = loss_sum + loss
             return loss_sum
 
@@ -121,12 +121,12 @@ class RecurrentLM(PreTrainedModel):
         return (zeros(), zeros()) if self.config.cell == "lstm" else (zeros(),)
 
     def _piece(
-        self, input_ids: Tensor, targets: Tensor, weights: tuple[Tensor, ...], state: State, start: int, end: int
+        self, input_ids: Tensor, labels: Tensor, weights: tuple[Tensor, ...], state: State, start: int, end: int
     ) -> tuple[Tensor, ...]:
         """Returns the state after the steps from `start` to `end`, and the sum of their losses."""
         logits, state = self._walk(weights, state, input_ids[:, start:end])
         logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-        loss = F.cross_entropy(logits, targets[:, start:end].flatten().long(), reduction="sum")
+        loss = F.cross_entropy(logits, labels[:, start:end].flatten().long(), reduction="sum")
         return *state, loss
 
     def _walk(self, weights: tuple[Tensor, ...], state: State, input_ids: Tensor) -> tuple[Tensor, State]:
@@ -135,7 +135,7 @@ class RecurrentLM(PreTrainedModel):
         embedded = F.embedding(input_ids, embedding)
         settings = (True, self.config.num_hidden_layers, 0.0, self.training, False, True)  # arguments as in nn.LSTM
         if self.config.cell == "lstm":
-            output, *state = torch.lstm(embedded, state, recurrent, *settings)
+            output, *state = torch.lstm(embedded, list(state), recurrent, *settings)
         else:
             output, *state = torch.gru(embedded, state[0], recurrent, *settings)
         return F.linear(output, head, bias), state
@@ -169,15 +169,15 @@ def sum_over_segments(
     """
     if levels == 0:
         return piece(weights, state, start, end)
-    loss_sum = 0
-    edges = [start + (end - start) * number // count for number in range(count + 1)]
-    for first, last in zip(edges, edges[1:], strict=False):
+    loss_sum: Any = 0
+    for first, last in pairwise(start + (end - start) * number // count for number in range(count + 1)):
         if first == last:  # fewer steps than segments
             continue
-        rest = {"start": first, "end": last, "count": count, "levels": levels - 1}
-        run = partial(sum_over_segments, piece, **rest)
-        keeps = torch.is_grad_enabled()
-        *state, loss = _Recomputed.apply(run, len(state), *state, *weights) if keeps else run(state, weights=weights)
+        run: Any = partial(sum_over_segments, piece, start=first, end=last, count=count, levels=levels - 1)
+        if torch.is_grad_enabled():
+            *state, loss = _Recomputed.apply(run, len(state), *state, *weights)
+        else:
+            *state, loss = run(state, weights=weights)
         loss_sum = loss_sum + loss
     return *state, loss_sum
 
@@ -209,16 +209,16 @@ def tile_mlps(model: PreTrainedModel, rows: int) -> int:
     """Splits each layer's MLP into tiles of `rows` positions, recomputed in backward; returns the number of MLPs.
 
     An MLP processes each position separately, so the gradient is the same. Its wide intermediate tensors have only the
-    length of a tile (the idea of Arctic Long Sequence Training, arXiv:2506.13996). Call it on the bare model. A model
-    without `layers` that have an `mlp` each (GPT-2) does not change.
+    length of a tile (as in Arctic Long Sequence Training, arXiv:2506.13996). Call it on the bare model. A model without
+    `layers` with an `mlp` (GPT-2) does not change.
     """
-    mlps = [layer.mlp for layer in getattr(model.base_model, "layers", []) if hasattr(layer, "mlp")]
+    mlps: list[Any] = [layer.mlp for layer in getattr(model.base_model, "layers", []) if hasattr(layer, "mlp")]
 
-    def forward(self: nn.Module, hidden: Tensor, original: Callable[..., Tensor]) -> Tensor:
+    def forward(self: nn.Module, hidden: Tensor, original: Callable[..., Any]) -> Any:
         outputs = [checkpoint(original, self, tile, use_reentrant=False) for tile in hidden.split(rows, dim=1)]
         if isinstance(outputs[0], tuple):  # GPT-OSS also returns its router's scores, which its layer ignores
-            outputs, *others = zip(*outputs, strict=True)
-            return torch.cat(outputs, dim=1), *map(torch.cat, others)
+            hiddens, *others = zip(*outputs, strict=True)
+            return torch.cat(hiddens, dim=1), *map(torch.cat, others)
         return torch.cat(outputs, dim=1)
 
     for mlp in mlps:

@@ -1,7 +1,7 @@
 """Pipeline parallelism: a model's layers are divided into consecutive stages, each on its own process.
 
-A stage computes a micro-batch and sends the hidden states to the next stage; gradients return the same way. Schedules
-of `torch.distributed.pipelining` determine the order of the micro-batches in each stage. One step is a global batch.
+A stage sends the hidden states of a micro-batch to the next stage; gradients return the same way. Schedules of
+`torch.distributed.pipelining` determine the order of the micro-batches in each stage. A step is a global batch.
 """
 
 import types
@@ -28,33 +28,25 @@ SCHEDULES = {
 
 
 class Pipeline:
-    """Runs the stages of a model; with a single stage, it is the same loop as in all other recipes.
-
-    Attributes:
-        description: (name, text) lines for the run summary.
-    """
+    """Runs the stages of a model; with a single stage, it is the same loop as in all other recipes."""
 
     def __init__(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, run: Any):
         """Reduces a bare model that `sum_token_losses` has changed, and its optimizer, to the stage of this process.
 
         Call it on all ranks together. Afterwards, `step` calls the model in training; in an evaluation, call the model
-        itself.
-
-        Args:
-            run: the recipe's `Run`.
-
-        Raises UserError if the stages would not compute the same result as the model.
+        itself. Raises UserError if the stages would not compute the same result as the model.
         """
-        self.args, self.schedule, degrees = run.args, run.traits.pipeline_schedule, running()
-        self.description: dict[str, str] = {}
-        self.stages = Stages(model) if degrees.pipeline > 1 else None
+        self.args, self.schedule = run.args, run.traits.pipeline_schedule
+        self.description: dict[str, str] = {}  # lines for the run summary
+        self.stages: Any = Stages(model) if running().pipeline > 1 else None
         if self.stages is None:
             return
         self.description = {"stages": self.stages.description, "schedule": self.schedule}
         self.backbone, self.loss_sum = self.stages.backbone, model.forward
-        self.width, self.dtype = model.get_input_embeddings().embedding_dim, model.dtype
+        embedding: Any = model.get_input_embeddings()
+        self.width, self.dtype = embedding.embedding_dim, model.dtype
         self.stages.drop(model, optimizer)
-        self.made: tuple[Any, Any] = None, None  # (number and size of the micro-batches, their schedule)
+        self.schedules: dict[tuple[int, int], Any] = {}  # at most one, by number and size of its micro-batches
         self.sent: tuple[Any, Tensor] | None = None  # in an evaluation: the send in progress
         model.forward = types.MethodType(self._forward, model)  # a bound method, required by accelerate's prepare()
 
@@ -67,24 +59,27 @@ class Pipeline:
             model: as returned by `run.prepare`.
             scale: factor on each loss, for its gradient.
 
-        Returns: unscaled sums of token losses, for `reduce_update` to sum over the ranks. Stages without a loss return
-            0. The last stage multiplies its sums by the number of stages, because all stages of a pipeline count as one
-            rank.
+        Returns unscaled sums of token losses, for `reduce_update` to sum over the ranks; 0 for stages without a loss.
+        The last stage multiplies its sums by the number of stages, because they count as a single rank.
         """
         stages = self.stages
         if stages is None:
-            sums = []
+            sums: list[Tensor] = []
             for number, micro_batch in enumerate(micro_batches, start=1):
                 with synchronize_gradients(accelerator, model, now=number == len(micro_batches)):
                     loss_sum = model(**micro_batch)
                     accelerator.backward(loss_sum * scale)
                 sums.append(loss_sum.detach())
             return sums
-        few = {"input_ids": [[0]], "targets": [], "target_rows": []}  # no target: no gradient
-        dummy = {name: torch.tensor(value, dtype=torch.int64, device=accelerator.device) for name, value in few.items()}
+        # A micro-batch without a target has no gradient.
+        dummy = {
+            name: torch.tensor([], dtype=torch.int64, device=accelerator.device) for name in ("targets", "target_rows")
+        }
+        dummy["input_ids"] = torch.tensor([[0]], device=accelerator.device)
         micro_batches = micro_batches + [dummy] * (stages.number - len(micro_batches))
         num_tokens = max(micro_batch["input_ids"].numel() for micro_batch in micro_batches)
-        self.scale, self.sums, self.queue, self.num_tokens = scale, [], iter(micro_batches), num_tokens
+        self.sums: list[Tensor] = []
+        self.scale, self.queue, self.num_tokens = scale, iter(micro_batches), num_tokens
         schedule = self._schedule(accelerator.device, model, len(micro_batches))
         with weights_cast_once(self.args.activation_checkpointing == "none"):
             schedule.step(target=torch.zeros(len(micro_batches)), return_outputs=False)
@@ -92,17 +87,13 @@ class Pipeline:
         return [loss_sum.double() * stages.number for loss_sum in self.sums] or [nothing]
 
     def _schedule(self, device: torch.device, model: nn.Module, num_micro_batches: int) -> Any:
-        """Returns the schedule for this number and size of micro-batches.
-
-        The previous schedule is reused if both are unchanged; a new schedule costs two messages.
-        """
+        """Returns the schedule for this number and size of micro-batches; a new schedule costs two messages."""
         key = num_micro_batches, self.num_tokens
-        if self.made[0] != key:
-            self.made = None, None  # frees its memory too
+        if key not in self.schedules:
+            self.schedules.clear()  # frees its memory too
             hidden = torch.empty(self.num_tokens, self.width, dtype=self.dtype, device="meta", requires_grad=True)
-            loss = torch.empty(
-                (), dtype=torch.promote_types(self.dtype, torch.float32), device="meta", requires_grad=True
-            )
+            loss_dtype = torch.promote_types(self.dtype, torch.float32)
+            loss = torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True)
             stage = PipelineStage(
                 model,
                 self.stages.index,
@@ -114,36 +105,33 @@ class Pipeline:
             )
             kind = Schedule1F1B if self.schedule == "1f1b" else ScheduleGPipe
             loss_of = lambda loss_sum, _: loss_sum * self.scale  # noqa: E731
-            self.made = key, kind(stage, num_micro_batches, loss_fn=loss_of, scale_grads=False)
-        return self.made[1]
+            self.schedules[key] = kind(stage, num_micro_batches, loss_fn=loss_of, scale_grads=False)
+        return self.schedules[key]
 
-    def _forward(self, _: PreTrainedModel, hidden: Tensor | None = None, **micro_batch: Tensor) -> Tensor:
-        """Replaces the model's forward.
-
-        A schedule calls it with the received hidden states; an evaluation calls it with a micro-batch.
-        """
+    def _forward(self, _: PreTrainedModel, hidden: Any = None, **micro_batch: Tensor) -> Tensor:
+        """Replaces the model's forward: called by a schedule with received hidden states, or with a micro-batch."""
         if micro_batch:
-            return self._pass_on(micro_batch)
+            return self._evaluate(micro_batch)
         output = self._compute(hidden, next(self.queue), self.num_tokens)
         if self.stages.is_last:
             self.sums.append(output.detach())
         return output
 
-    def _compute(self, hidden: Tensor | None, micro_batch: dict[str, Tensor], num_tokens: int) -> Tensor:
+    def _compute(self, hidden: Any, micro_batch: dict[str, Tensor], num_tokens: int) -> Tensor:
         """Returns this stage's hidden states (num_tokens, width), zero-padded for a smaller micro-batch, or the loss.
 
         Therefore all messages have the same size, and the computation has no padding except that of its micro-batch.
         """
         ids = micro_batch["input_ids"]
-        given = {"input_ids": ids}
+        inputs: Any = {"input_ids": ids}
         if not self.stages.is_first:
-            given = {"input_ids": None, "inputs_embeds": hidden[: ids.numel()].view(*ids.shape, self.width)}
+            inputs = {"input_ids": None, "inputs_embeds": hidden[: ids.numel()].view(*ids.shape, self.width)}
         if self.stages.is_last:
-            return self.loss_sum(**given, targets=micro_batch["targets"], target_rows=micro_batch["target_rows"])
-        output = self.backbone(**given, use_cache=False)[0].flatten(0, 1).to(self.dtype)
+            return self.loss_sum(**inputs, targets=micro_batch["targets"], target_rows=micro_batch["target_rows"])
+        output = self.backbone(**inputs, use_cache=False)[0].flatten(0, 1).to(self.dtype)
         return F.pad(output, (0, 0, 0, num_tokens - len(output)))
 
-    def _pass_on(self, micro_batch: dict[str, Tensor]) -> Tensor:
+    def _evaluate(self, micro_batch: dict[str, Tensor]) -> Tensor:
         """Runs a forward of an evaluation, without waiting for the next stage to compute the same micro-batch."""
         ids, hidden = micro_batch["input_ids"], None
         if not self.stages.is_first:

@@ -1,11 +1,11 @@
 """Splits a causal language model into pipeline stages, and collects their weights.
 
-Each process builds the full model, as a single process would, and removes the parts of other stages. Removed modules
-are replaced by modules that return their input, so that all remaining parts keep their names: checkpoints depend on
-names.
+Each process builds the full model and replaces the modules of other stages by modules that return their input. So all
+remaining parts keep their names, on which checkpoints depend.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +21,8 @@ from common.training.output_head import MoreTerms, examine_head, left_unchanged
 from common.training.process_grid import Degrees, running
 from common.training.shares import Share, Shares
 
+OTHER_MODEL = "use a different model"
+
 
 def check_stages(config: PreTrainedConfig, degrees: Degrees | None = None) -> Iterator[str]:
     """Yields one line if a causal language model cannot be split into stages; works before the model is built.
@@ -31,26 +33,24 @@ def check_stages(config: PreTrainedConfig, degrees: Degrees | None = None) -> It
     degrees = degrees or running()
     if degrees.pipeline == 1:
         return
-    asked, name = f"parallelism_config_pp_size {degrees.pipeline}", config.model_type
-    text = config.get_text_config()
-    if text is not config or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        yield f"{asked}: {name} has other inputs than text, or is a model of its own; take another model"
+    subject, name = f"parallelism_config_pp_size {degrees.pipeline}", config.model_type
+    if config.get_text_config() is not config or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        yield f"{subject}: {name} has other inputs than text, or its own class; {OTHER_MODEL}"
     elif not (plan := getattr(config, "base_model_pp_plan", None)):
-        yield f"{asked}: transformers has no pipeline plan (base_model_pp_plan) for {name}; take another model"
+        yield f"{subject}: transformers has no pipeline plan (base_model_pp_plan) for {name}; {OTHER_MODEL}"
     elif len(plan) != 3:
-        yield f"{asked}: {name} has more than an embedding, layers and a norm ({', '.join(plan)}); take another model"
-    elif config.num_hidden_layers < degrees.pipeline:
-        most = config.num_hidden_layers
-        yield f"{asked} is more than the model's {most} layer{'s' * (most > 1)}; use at most {most}"
+        yield f"{subject}: {name} has more than an embedding, layers and a norm ({', '.join(plan)}); {OTHER_MODEL}"
+    elif (layers := config.num_hidden_layers) < degrees.pipeline:
+        yield f"{subject} is more than the model's {layers} layer{'s' * (layers > 1)}; use at most {layers}"
     elif getattr(config, "output_router_logits", False):
-        yield f"{asked}: {name} has a router loss (output_router_logits), which no stage sees whole; set that to false"
+        yield f"{subject}: {name} has a router loss (output_router_logits), which spans all stages; set that to false"
 
 
 def place_cuts(parameters: list[int], products: list[int], num_stages: int) -> list[int]:
     """Returns the first layer of each stage, followed by the number of layers; minimises the size of the largest stage.
 
-    The size of a stage is its share of the parameters or of the matmuls, whichever is larger. Thus it fits in memory,
-    and computes as fast as the others. The result is exact: all contiguous splits are compared.
+    The size of a stage is its share of the parameters or of the matmuls, whichever is larger: for its memory and its
+    time. The result is exact: all contiguous splits are compared.
 
     Args:
         parameters, products: amounts in the embedding, in each layer, and in norm and head together.
@@ -76,23 +76,18 @@ def place_cuts(parameters: list[int], products: list[int], num_stages: int) -> l
     return best[num_layers][1]
 
 
-def find_parts(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList, nn.Module, nn.Module] | None:
-    """Returns embedding, layers, norm and head of a causal language model.
-
-    It returns None if the model has other parts than its pipeline plan.
-    """
+def find_parts(model: Any) -> list[Any] | None:
+    """Returns embedding, layers, norm and head of a causal language model; None if it has other parts than its plan."""
     plan, backbone = getattr(model.config, "base_model_pp_plan", None) or (), model.get_decoder()
-    found = [*(getattr(backbone, name, None) for name in plan), model.get_output_embeddings()]
-    if len(found) != 4 or None in found or not isinstance(found[1], nn.ModuleList):
+    parts = [*(getattr(backbone, name, None) for name in plan), model.get_output_embeddings()]
+    if len(parts) != 4 or None in parts or not isinstance(parts[1], nn.ModuleList):
         return None
-    return tuple(found) if found[0] is model.get_input_embeddings() else None
+    return parts if parts[0] is model.get_input_embeddings() else None
 
 
-def count_parts(
-    embedding: nn.Module, layers: nn.ModuleList, norm: nn.Module, head: nn.Module
-) -> tuple[list[int], list[int]]:
+def count_parts(embedding: Any, layers: nn.ModuleList, norm: nn.Module, head: Any) -> tuple[list[int], list[int]]:
     """Returns (parameters, matmul operations), each for the embedding, each layer, and norm and head together."""
-    parameters = [sum(p.numel() for p in one.parameters()) for one in (embedding, *layers, norm)]
+    parameters = [sum(p.numel() for p in part.parameters()) for part in (embedding, *layers, norm)]
     products = [0, *parameters[1:-1], head.weight.numel()]  # an embedding lookup needs no matmul
     parameters[-1] += sum(p.numel() for p in head.parameters())  # a tied weight is on the first and the last stage
     return parameters, products
@@ -111,19 +106,17 @@ class _Pass(nn.Module):
         return given
 
 
-class _replaced:
+@contextmanager
+def _replaced(model: nn.Module, names: list[str]) -> Iterator[None]:
     """A context in which these modules of the model return their input."""
-
-    def __init__(self, model: nn.Module, names: list[str]):
-        self.model, self.modules = model, {name: model.get_submodule(name) for name in names}
-
-    def __enter__(self) -> None:
-        for name, module in self.modules.items():
-            self.model.set_submodule(name, _Pass(module))
-
-    def __exit__(self, *_: Any) -> None:
-        for name, module in self.modules.items():
-            self.model.set_submodule(name, module)
+    modules = {name: model.get_submodule(name) for name in names}
+    try:
+        for name, module in modules.items():
+            model.set_submodule(name, _Pass(module))
+        yield
+    finally:
+        for name, module in modules.items():
+            model.set_submodule(name, module)
 
 
 class Stages:
@@ -163,30 +156,29 @@ class Stages:
         names = {id(module): name for name, module in model.named_modules()}
         parts = find_parts(model)
         if parts is None:
-            raise UserError(f"{self._asked(model)} has other parts than its pipeline plan says; take another model")
+            raise UserError(f"{self._subject(model)} has other parts than its pipeline plan; {OTHER_MODEL}")
         embedding, layers, norm, head = parts
         self.is_tied = head.weight is embedding.weight
         parameters, products = count_parts(*parts)
         cuts = place_cuts(parameters, products, self.number)
         self.dropped: list[list[str]] = []
-        told = []
+        descriptions = []
         for stage, (first, last) in enumerate(pairwise(cuts)):
             is_last = stage == self.number - 1
             others = [*layers[:first], *layers[last:], *([] if is_last else [norm, head])]
             others += [embedding] if stage and not (is_last and self.is_tied) else []
-            self.dropped.append([names[id(one)] for one in others])
+            self.dropped.append([names[id(module)] for module in others])
             held = sum(parameters[first + 1 : last + 1]) + parameters[0] * (stage == 0) + parameters[-1] * is_last
-            which = f"layers {first} to {last - 1}" if last - first > 1 else f"layer {first}"
-            told.append(f"{'embedding, ' * (stage == 0)}{which}{', norm, head' * is_last}: {held:,} parameters")
-        self.description = " | ".join(told)
+            own = f"layers {first} to {last - 1}" if last - first > 1 else f"layer {first}"
+            descriptions.append(f"{'embedding, ' * (stage == 0)}{own}{', norm, head' * is_last}: {held:,} parameters")
+        self.description = " | ".join(descriptions)
 
     def _kept(self, model: PreTrainedModel, stage: int) -> set[str]:
         """Returns the names of the parameters and buffers that a stage keeps."""
         prefixes = tuple(f"{name}." for name in self.dropped[stage])
-        names = [name for name, _ in model.named_parameters()] + [name for name, _ in model.named_buffers()]
-        return {name for name in names if not name.startswith(prefixes)}
+        return {name for name in _names(model) if not name.startswith(prefixes)}
 
-    def _asked(self, model: PreTrainedModel) -> str:
+    def _subject(self, model: PreTrainedModel) -> str:
         """Returns the start of an error message: the requested number of stages and the model."""
         return f"parallelism_config_pp_size {self.number}: {type(model).__name__}"
 
@@ -195,43 +187,39 @@ class Stages:
         try:
             examine_head(model)
         except MoreTerms as reason:
-            raise UserError(f"{self._asked(model)} has a loss of its own ({reason}); take another model") from reason
+            raise UserError(f"{self._subject(model)} has its own loss ({reason}); {OTHER_MODEL}") from reason
         except Exception:  # any error of a model's forward; `sum_token_losses` then uses its full logits
             pass
 
     def _check_parts(self, model: PreTrainedModel) -> None:
-        """Checks that the stages in sequence compute the model's hidden states exactly, in every bit.
-
-        Raises UserError if they do not, or if every stage keeps the same parameter.
-        """
+        """Raises UserError unless the stages in sequence compute the model's hidden states exactly, in every bit."""
         tied = model.get_input_embeddings().weight if self.is_tied else None
         parameters = {name for name, p in model.named_parameters() if p is not tied}
         if everywhere := sorted(parameters.intersection(*(self._kept(model, stage) for stage in range(self.number)))):
-            raise UserError(f"{self._asked(model)} has {everywhere[0]}, which is in no stage; take another model")
-        ids = torch.arange(1, 9).unsqueeze(0) % model.config.vocab_size
-        given: dict[str, Any] = {"input_ids": ids}
+            raise UserError(f"{self._subject(model)} has {everywhere[0]}, which is in no stage; {OTHER_MODEL}")
+        inputs: dict[str, Any] = {"input_ids": torch.arange(1, 9).unsqueeze(0) % model.config.vocab_size}
         # Train mode reveals dropout in the backbone itself, which would be applied once per stage. All forwards draw
         # the same random numbers.
         with left_unchanged(model), torch.no_grad():
             try:
                 torch.manual_seed(0)
-                expected = self.backbone(**given, use_cache=False)[0]
+                expected = self.backbone(**inputs, use_cache=False)[0]
                 torch.manual_seed(0)
                 for dropped in self.dropped:
                     with _replaced(model, dropped):
-                        given = {"inputs_embeds": self.backbone(**given, use_cache=False)[0]}
+                        inputs = {"inputs_embeds": self.backbone(**inputs, use_cache=False)[0]}
             except Exception as error:  # any error of a model's forward, such as a layer with other inputs
                 raise UserError(
-                    f"{self._asked(model)} cannot run on eight tokens, whole or in stages ({one_line(error)}); take "
-                    "another model"
+                    f"{self._subject(model)} cannot run on eight tokens, unsplit or in stages ({one_line(error)}); "
+                    f"{OTHER_MODEL}"
                 ) from error
-        if not torch.equal(given["inputs_embeds"], expected):
+        if not torch.equal(inputs["inputs_embeds"], expected):
             raise UserError(
-                f"{self._asked(model)} does more than its embedding, its layers one after the other and its norm, so "
-                "that stages would make another update; take another model"
+                f"{self._subject(model)} does more than its embedding, its layers in sequence and its norm, so that "
+                f"the update would differ; {OTHER_MODEL}"
             )
 
-    def drop(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+    def drop(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
         """Removes the parts of other stages from the model and the optimizer."""
         for name in self.dropped[self.index]:
             model.set_submodule(name, _Pass(model.get_submodule(name)))
@@ -250,21 +238,28 @@ class Stages:
 
         They are received one tensor at a time.
         """
-        rank = PartialState().process_index
+        state = PartialState()
         if self.ranks[0] != 0:  # a different pipeline has the same weights
             return None
-        mine = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
-        own = {name: one for name, one in model.state_dict().items() if name in mine - self.held_before}
-        shapes: list[Any] = [None] * self.number
-        dist.all_gather_object(shapes, [(name, one.shape, one.dtype) for name, one in own.items()], group=self.group)
+        kept = {*_names(model)} - self.held_before
+        own = {name: tensor for name, tensor in model.state_dict().items() if name in kept}
+        stages: list[Any] = [None] * self.number
+        dist.all_gather_object(stages, [(name, t.shape, t.dtype) for name, t in own.items()], group=self.group)
         weights = {}
-        for source, told in zip(self.ranks, shapes, strict=True):
-            for name, shape, dtype in told:
-                if rank == source != 0:
-                    dist.send(own[name].contiguous(), 0, group=self.group)
-                elif rank == 0:
-                    one = own[name] if source == 0 else torch.empty(shape, dtype=dtype, device=PartialState().device)
+        for source, shapes in zip(self.ranks, stages, strict=True):
+            for name, shape, dtype in shapes:
+                if state.process_index == source:
+                    tensor = own[name].contiguous()
                     if source != 0:
-                        dist.recv(one, source, group=self.group)
-                    weights[name] = one.cpu()
-        return weights if rank == 0 else None
+                        dist.send(tensor, 0, group=self.group)
+                elif state.is_main_process:
+                    tensor = torch.empty(shape, dtype=dtype, device=state.device)
+                    dist.recv(tensor, source, group=self.group)
+                if state.is_main_process:
+                    weights[name] = tensor.cpu()
+        return weights if state.is_main_process else None
+
+
+def _names(model: nn.Module) -> list[str]:
+    """Returns the names of all parameters and buffers."""
+    return [name for name, _ in model.named_parameters()] + [name for name, _ in model.named_buffers()]
