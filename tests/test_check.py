@@ -145,9 +145,9 @@ def test_two_ranks_between_which_nothing_gets_through_are_named(tmp_path):
 MISTAKES = {
     "--no_such": "unrecognized arguments: --no_such",
     "--connect_timeout 0": "--connect_timeout 0 is not above 0",
-    "--directory README.md": "--directory README.md: README.md on host .* cannot be written to: Not a directory",
-    "--directory /proc/runs": "/proc on host .* cannot be written to",
-    "--json no/such/file": "--json no/such/file: name a file in a directory that is there",
+    "--directory README.md": "--directory README.md: README.md on host .* is not writable: Not a directory",
+    "--directory /proc/runs": "/proc on host .* is not writable",
+    "--json no/such/file": "--json no/such/file: name a file in an existing directory",
 }
 
 

@@ -201,7 +201,7 @@ def test_the_newest_sound_checkpoint_is_taken(finished, functions_file, model_di
     flip_bit(out / "checkpoints/update-000015/rank-00000.safetensors")
     listed = checkpoint_command("list", out)
     lines = listed.stdout.splitlines()
-    assert listed.returncode == 1 and [line.endswith(", sound") for line in lines] == [False, False, True, True]
+    assert listed.returncode == 1 and [line.endswith(", valid") for line in lines] == [False, False, True, True]
     for line, update, damage in zip(lines, (20, 15), (MISSING, "its xxh3_128 differs"), strict=False):
         exported = checkpoint_command("export", out / f"checkpoints/update-{update:06}", tmp_path / "model")
         assert damage in line and damage in exported.stderr and exported.returncode == 2
@@ -379,7 +379,7 @@ def test_an_exported_checkpoint_is_the_model(finished, model_dir, tmp_path):
     (tmp_path / "mine.partial").mkdir()
     for target in (exported, ".", tmp_path / "mine"):
         result = checkpoint_command("export", checkpoint, target)
-        assert result.returncode == 2 and result.stderr.startswith("error: ") and "is there already" in result.stderr
+        assert result.returncode == 2 and result.stderr.startswith("error: ") and "already exists" in result.stderr
     assert (tmp_path / "mine.partial").is_dir()
 
 

@@ -235,7 +235,7 @@ def test_what_cannot_be_uploaded_is_told(finished, hub, tmp_path, monkeypatch):
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        with pytest.raises(UserError, match=f"^me/x at {address}: .*; the hub gave no answer: look at the network"):
+        with pytest.raises(UserError, match=f"^me/x at {address}: .*; the hub did not answer: check the network"):
             push_here(finished, "me/x", address, monkeypatch)
     with pytest.raises(UserError, match="HF_HUB_OFFLINE keeps .*; unset it"):
         push_here(finished, "me/x", hub.address, monkeypatch, is_offline=True)
@@ -245,14 +245,14 @@ def test_what_cannot_be_uploaded_is_told(finished, hub, tmp_path, monkeypatch):
 # Where the hub fails, with which status, and what is to be done.
 FAILURES = {
     "no login": ("/create", 401, "log in with `hf auth login`, or correct HF_TOKEN"),
-    "no right": ("/create", 403, "take a name of your own, or a token that may write there"),
-    "a name of others": ("/preupload/main", 403, "take a name of your own, or a token that may write there"),
+    "no right": ("/create", 403, "use your own name, or a token with write access"),
+    "a name of others": ("/preupload/main", 403, "use your own name, or a token with write access"),
     "no place": ("/create", 404, "correct the name, or HF_ENDPOINT"),
-    "a name that is taken": ("/commit/main", 409, "give another name"),
-    "a name that it refuses": ("/create", 400, "mend what it names"),
+    "a name that is taken": ("/commit/main", 409, "use a different name"),
+    "a name that it refuses": ("/create", 400, "fix this"),
     "too much": ("/create", 429, "wait, then try again"),
     "its own": ("/create", 500, "the hub itself fails: try again later"),
-    "a large file": ("/objects/batch", 403, "take a name of your own, or a token that may write there"),
+    "a large file": ("/objects/batch", 403, "use your own name, or a token with write access"),
 }
 
 
@@ -270,6 +270,6 @@ def test_each_failure_of_the_hub_has_its_own_advice(failure, finished, hub, monk
 
 def test_what_is_no_hub_is_told_as_such(finished, hub, monkeypatch):
     hub.failure = "/create", 200, b"<html>Welcome to this network</html>"
-    with pytest.raises(UserError, match="its answer is not a hub's: look at HF_ENDPOINT") as told:
+    with pytest.raises(UserError, match="its answer is not a hub's: check HF_ENDPOINT") as told:
         push_here(finished, "me/x", hub.address, monkeypatch)
     assert "\n" not in str(told.value)

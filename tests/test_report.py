@@ -174,7 +174,7 @@ def test_the_tables_have_what_differs_and_the_figures(opened, runs):
     first, second = (json.loads((directory / "run.json").read_text())["results"] for directory in runs)
     assert figures["held-out loss"] == [f"{first['validation_loss']:.4f}", "–"]
     speeds = [f"{results['tokens_per_second']:,.0f}" for results in (first, second)]
-    assert figures["tokens a second, without padding"] == speeds
+    assert figures["tokens per second, without padding"] == speeds
     assert figures["status"] == ["finished"] * 2 and figures["updates"] == ["12 of 12"] * 2
     every = {name: cells for name, *cells in rows_of(opened, "all-settings")}
     assert every["--num_updates"] == ["12", "12"] and every["version of torch"][0].startswith("2.")
@@ -242,7 +242,7 @@ def test_a_killed_run_is_read_up_to_its_last_whole_line(runs, tmp_path):
     figures = page.list_figures(*read_runs([tmp_path / "killed"]))
     assert figures["lowest held-out loss"] == "0.5000 (update 7)"
     Path(metrics).write_text("".join(whole[:7]) + whole[7][:50] + "\n")
-    with pytest.raises(UserError, match="metrics.jsonl: line 8 is damaged; take it out"):
+    with pytest.raises(UserError, match="metrics.jsonl: line 8 is corrupted; remove it"):
         read_runs([tmp_path / "killed"])
 
 
@@ -281,9 +281,9 @@ def test_mistakes_are_told_together_and_write_nothing(runs, tmp_path):
     result = report(*given, cwd=tmp_path)
     assert_mistake(
         result,
-        r"missing: is no directory; name the --output_dir",
+        r"missing: is not a directory; name the --output_dir",
         r"empty: has no run.json and no metrics.jsonl; name",
-        r"damaged/metrics.jsonl: line 1 is damaged; take it out",
+        r"damaged/metrics.jsonl: line 1 is corrupted; remove it",
         r"foreign/run.json: not as a run writes it",
         r"the same run is named twice; name it once",
         lines=5,
@@ -294,9 +294,9 @@ def test_mistakes_are_told_together_and_write_nothing(runs, tmp_path):
 def test_a_report_takes_the_place_of_a_report_and_of_nothing_else(runs, tmp_path):
     (tmp_path / "mine.html").write_text("<!doctype html>")
     for output, words in (
-        ("mine.html", "mine.html: is there and is no report; name another file"),
+        ("mine.html", "mine.html: exists and is not a report; name a different file"),
         (".", "is a directory; name a file"),
-        ("none/report.html", "there is no directory none; make it first"),
+        ("none/report.html", "there is no directory none; create it first"),
     ):
         assert_mistake(report(runs[0], "--output", output, cwd=tmp_path), words)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.html"]

@@ -252,7 +252,7 @@ def test_an_export_takes_no_code_and_nothing_that_only_lies_there(finished, tmp_
     for name in ("pipeline", "LlamaConfig", "BertForMaskedLM"):  # no model, or not these weights'
         edit_manifest(lambda m, name=name: m.update(architecture=name))(directory, canary)
         sign(directory)
-        with pytest.raises(UserError, match=f"do not make a {name}"):
+        with pytest.raises(UserError, match=f"do not form a {name}"):
             export(directory, tmp_path / "another")
         assert not (tmp_path / "another").exists()
 

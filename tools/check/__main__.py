@@ -5,8 +5,8 @@
 
 It measures within seconds: matmul throughput, memory, and the disk of --directory. With several ranks, it also measures
 latency and bandwidth of each pair (over gloo, or NCCL on GPUs), and compares clocks and versions. Rank 0 prints tables
-with an arrow at each outlier; `tools/check/report.py` defines the limits. Exit status: 0 no outliers, 1 outliers, 2 a
-user error. (`accelerate launch` itself exits with 1 for both.)
+with an arrow at each outlier. Exit status: 0 no outliers, 1 outliers, 2 a user error. (`accelerate launch` itself exits
+with 1 for both.)
 """
 
 import argparse
@@ -52,8 +52,8 @@ MOST_ROUNDS = 63  # and each machine is paired with at most this number of other
 
 
 def tournament(num: int) -> list[list[tuple[int, int]]]:
-    """Returns rounds in which each pair of `num` players meets once, no player twice per round (the circle method)."""
-    even = num + num % 2  # with an odd number, the player paired with the last place has no partner
+    """Returns rounds in which each pair of `num` items meets once, no item twice per round (the circle method)."""
+    even = num + num % 2  # with an odd number, the item paired with the last place has no partner
     rounds = []
     for turn in range(even - 1):
         circle = [even - 1, *((turn + place) % (even - 1) for place in range(even - 1))]
@@ -65,10 +65,8 @@ def tournament(num: int) -> list[list[tuple[int, int]]]:
 def rounds(machines: list[list[int]]) -> Iterator[list[tuple[int, int]]]:
     """Yields rounds of disjoint pairs of ranks: first pairs within the machines, then pairs between them.
 
-    In a round between machines, each machine has a single other machine, and all its ranks are busy. If they share a
-    network card, every pair of every round has the same share of it. So results can be compared.
-
-    machines: the ranks of each machine.
+    In a round between machines, each machine has a single other machine, and all its ranks are busy, so that every pair
+    has the same share of a network card. machines: the ranks of each machine.
     """
     width = max(map(len, machines))
     for pairs in tournament(width):
@@ -76,9 +74,12 @@ def rounds(machines: list[list[int]]) -> Iterator[list[tuple[int, int]]]:
     shifts = range(width) if sum(map(len, machines)) <= ALL_PAIRS else range(1)
     for pairs in tournament(len(machines))[:MOST_ROUNDS]:
         for shift in shifts:
-            both = [(machines[a], machines[b], place) for a, b in pairs for place in range(len(machines[a]))]
-            places = [(one[place], other, (place + shift) % width) for one, other, place in both]
-            yield [(rank, other[place]) for rank, other, place in places if place < len(other)]
+            yield [
+                (rank, machines[b][(place + shift) % width])
+                for a, b in pairs
+                for place, rank in enumerate(machines[a])
+                if (place + shift) % width < len(machines[b])
+            ]
 
 
 def connect(launch: Launch, timeout: float) -> torch.device:
@@ -110,27 +111,27 @@ def measure_devices(device: torch.device, num_processes: int) -> list[dict[str, 
 
     A single process measures each visible GPU, one after the other.
     """
+    if device.type == "cpu":
+        name = f"threads: {torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}"
+        return [{"device": str(device), "name": name, "rates": sustained_rates(device, MULTIPLY)}]
     devices = [device]
-    if device.type == "cuda" and num_processes == 1:
+    if num_processes == 1:
         devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
-    found = []
-    for one in devices:
-        name, facts = f"threads: {torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}", {}
-        if one.type == "cuda":
-            name, (free, total) = torch.cuda.get_device_name(one), torch.cuda.mem_get_info(one)
-            facts["memory"] = {"free": free, "total": total}
-        found.append({"device": str(one), "name": name, **facts, "rates": sustained_rates(one, MULTIPLY)})
-    return found
+    results = []
+    for gpu in devices:
+        name, (free, total) = torch.cuda.get_device_name(gpu), torch.cuda.mem_get_info(gpu)
+        memory = {"free": free, "total": total}
+        results.append({"device": str(gpu), "name": name, "memory": memory, "rates": sustained_rates(gpu, MULTIPLY)})
+    return results
 
 
 def existing_directory(directory: Path) -> Path:
     """Returns the directory, or its nearest existing parent. Raises UserError: it is not writable."""
-    found = next(path for path in [directory, *directory.absolute().parents] if path.exists())
-    reason = why_not_writable(found)
-    if reason is not None:
-        host = socket.gethostname()
-        raise UserError(f"--directory {directory}: {found} on host {host} cannot be written to: {reason}; name another")
-    return found
+    existing = next(path for path in [directory, *directory.absolute().parents] if path.exists())
+    if (reason := why_not_writable(existing)) is not None:
+        location = f"{existing} on host {socket.gethostname()}"
+        raise UserError(f"--directory {directory}: {location} is not writable: {reason}; use a different directory")
+    return existing
 
 
 def measure_disk(directory: Path) -> dict[str, Any]:
@@ -146,11 +147,11 @@ def measure_disk(directory: Path) -> dict[str, Any]:
 
     try:
         free = psutil.disk_usage(str(directory)).free
-        with tempfile.TemporaryDirectory(dir=directory, prefix=".check-") as place:
-            written = write_file(Path(place) / "large", blocks())["bytes"]
+        with tempfile.TemporaryDirectory(dir=directory, prefix=".check-") as temporary:
+            written = write_file(Path(temporary) / "large", blocks())["bytes"]
             write_seconds = time.perf_counter() - start
             fsync_seconds = []
-            with open(Path(place) / "small", "wb", buffering=0) as file:
+            with open(Path(temporary) / "small", "wb", buffering=0) as file:
                 for _ in range(NUM_FSYNCS):
                     file.write(block[:4096])
                     before = time.perf_counter()
@@ -213,7 +214,8 @@ def measure_links(device: torch.device, timeout: float) -> dict[tuple[int, int],
 
     If no data passes between a pair for `timeout` seconds, the pair is reported, and all ranks end.
     """
-    rank, hosts = dist.get_rank(), [None] * dist.get_world_size()
+    rank = dist.get_rank()
+    hosts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, (rank - int(os.environ["LOCAL_RANK"]), socket.gethostname()))
     machines: dict[int, list[int]] = {}
     for other, (first, _) in enumerate(hosts):
@@ -221,12 +223,12 @@ def measure_links(device: torch.device, timeout: float) -> dict[tuple[int, int],
     links = {}
     for pairs in rounds(list(machines.values())):
         for low, high in (sorted(pair) for pair in pairs if rank in pair):
-            what = f"nothing gets through between rank {low} on host {hosts[low][1]} and rank {high} on host "
-            what += f"{hosts[high][1]} within {timeout:g} s, though they have connected; look at the network there"
-            with at_most(timeout, [what] if rank == low else []):
-                found = measure_link(low + high - rank, rank == low, device)
-            if found is not None:
-                links[low, high] = found
+            message = f"nothing gets through between rank {low} on host {hosts[low][1]} and rank {high} on host "
+            message += f"{hosts[high][1]} within {timeout:g} s, though they have connected; check the network there"
+            with at_most(timeout, [message] if rank == low else []):
+                link = measure_link(low + high - rank, rank == low, device)
+            if link is not None:
+                links[low, high] = link
         dist.barrier()  # because the next round would disturb this round
     return links
 
@@ -241,7 +243,7 @@ def measure(args: argparse.Namespace, launch: Launch) -> dict[str, Any] | None:
     local_rank = 0 if is_alone else int(os.environ["LOCAL_RANK"])
     if local_rank == 0:  # first rank of its machine; an error there ends the other ranks too
         directory = existing_directory(args.directory)
-    software = versions()
+    software: dict[str, Any] = dict(versions())
     if device.type == "cuda":
         software |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
     mine = {"rank": rank, "machine": rank - local_rank, "host": socket.gethostname(), "versions": software}
@@ -258,25 +260,24 @@ def measure(args: argparse.Namespace, launch: Launch) -> dict[str, Any] | None:
     dist.gather_object((mine, links), everything)
     if everything is None:
         return None
-    merged = {pair: link for _, found in everything for pair, link in found.items()}
+    merged = {pair: link for _, links in everything for pair, link in links.items()}
     return {"ranks": [facts for facts, _ in everything], "links": merged, "backend": dist.get_backend()}
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Returns the parsed flags. Raises UserError: an invalid flag."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    prog = "python -m tools.check"
-    parser = CommandParser(prog=prog, description=__doc__, formatter_class=formatter, allow_abbrev=False)
-    about = "where checkpoints will lie, on each machine; what is not there yet is looked for above (%(default)s)"
+    options: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = CommandParser(prog="python -m tools.check", description=__doc__, **options)
+    about = "future location of checkpoints on each machine, or below an existing directory (default: %(default)s)"
     parser.add_argument("--directory", type=Path, default=Path("runs"), metavar="DIR", help=about)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes the figures there too")
-    about = "to wait for each other, and at most for a pair of ranks (%(default)s)"
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file to which the results are written too")
+    about = "time limit for connecting, and for each pair of ranks (default: %(default)s)"
     parser.add_argument("--connect_timeout", type=float, default=60.0, metavar="SECONDS", help=about)
     args = parser.parse_args(argv)
     if not args.connect_timeout > 0:
-        raise UserError(f"--connect_timeout {args.connect_timeout:g} is not above 0; give seconds")
+        raise UserError(f"--connect_timeout {args.connect_timeout:g} is not above 0; pass seconds")
     if args.json and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
-        raise UserError(f"--json {args.json}: name a file in a directory that is there")
+        raise UserError(f"--json {args.json}: name a file in an existing directory")
     return args
 
 

@@ -46,8 +46,8 @@ class Table:
 
     def __str__(self) -> str:
         shown = self.rows if len(self.rows) <= MOST_ROWS else [row for row in self.rows if row[1]]
-        lines = [(self.columns, []), *shown]
-        widths = [max(len(cells[at]) for cells, _ in lines) for at in range(len(self.columns))]
+        lines: list[tuple[list[str], list[str]]] = [(self.columns, []), *shown]
+        widths = [max(map(len, column)) for column in zip(*(cells for cells, _ in lines), strict=True)]
         texts = [self.title]
         for cells, odd in lines:
             text = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
@@ -73,14 +73,14 @@ def products(ranks: list[dict[str, Any]]) -> Table:
     table = Table("matrix products, TFLOP/s, all ranks at once", ["rank", "host", "device", "", *names])
     for at, (rank, device) in enumerate(rows):
         least = PRODUCTS[device["device"].split(":")[0]]
-        shares = {
-            name: share_of_others([other["rates"].get(precision, 0.0) for _, other in rows], at)
-            for name, precision in zip(names, precisions, strict=True)
-        }
-        low = [f"{name} {share:.0%}" for name, share in shares.items() if share < least]
+        low, cells = [], []
+        for name, precision in zip(names, precisions, strict=True):
+            rates = [other["rates"].get(precision, 0.0) for _, other in rows]
+            cells.append(f"{rates[at] / 1e12:.3g}")
+            if (share := share_of_others(rates, at)) < least:
+                low.append(f"{name} {share:.0%}")
         odd = [f"{', '.join(low)} of the median rate of the others: {WAITS}"] if low else []
-        figures = [f"{device['rates'].get(precision, 0.0) / 1e12:.3g}" for precision in precisions]
-        table.add(rank["rank"], rank["host"], device["device"], device["name"], *figures, odd=odd)
+        table.add(rank["rank"], rank["host"], device["device"], device["name"], *cells, odd=odd)
     return table
 
 
@@ -115,11 +115,12 @@ def disks(machines: list[dict[str, Any]]) -> Table:
     """Returns a table with a row per machine; all machines wrote at the same time."""
     columns = ["rank", "host", "directory", "free GB", "write MB/s", "fsync ms"]
     table = Table("disk, a file written and flushed as a checkpoint's are, on all machines at once", columns)
-    found = [machine["disk"] for machine in machines]
-    figures = {name: [disk[name] for disk in found] for name in ("free", "write_rate", "fsync_seconds")}
-    for at, (machine, disk) in enumerate(zip(machines, found, strict=True)):
-        share = {name: share_of_others(values, at) for name, values in figures.items()}
-        odd = []
+    for at, machine in enumerate(machines):
+        disk, odd = machine["disk"], []
+        share = {
+            name: share_of_others([other["disk"][name] for other in machines], at)
+            for name in ("free", "write_rate", "fsync_seconds")
+        }
         if share["free"] < FREE_DISK:
             odd.append(f"{share['free']:.0%} of the others' free space: it is full first")
         if share["write_rate"] < WRITE_RATE:
@@ -142,15 +143,14 @@ def odd_links(links: dict[tuple[int, int], dict[str, float]]) -> dict[tuple[int,
     latency = median(median_low(link["latency"] for link in found.values()) for found in own.values())
     odd = {}
     for pair, link in links.items():
-        what = []
+        reasons = []
         if link["latency"] > FAR or link["latency"] > LATENCY * latency:
-            what.append(
-                f"latency {link['latency'] / latency:.1f} times the usual one" if link["latency"] < FAR else "far"
-            )
+            times = f"latency {link['latency'] / latency:.1f} times the usual one"
+            reasons.append(times if link["latency"] < FAR else "far")
         if link["bandwidth"] < BANDWIDTH * bandwidth:
-            what.append(f"{link['bandwidth'] / bandwidth:.0%} of the usual bandwidth")
-        if what:
-            odd[pair] = ", ".join(what)
+            reasons.append(f"{link['bandwidth'] / bandwidth:.0%} of the usual bandwidth")
+        if reasons:
+            odd[pair] = ", ".join(reasons)
     return odd
 
 
@@ -172,11 +172,13 @@ def link_table(title: str, ranks: list[dict[str, Any]], links: dict[tuple[int, i
     }
     blamed = {rank for rank in own if len(slow[rank]) > len(own[rank]) / 2}
     for rank, found in sorted(own.items()):
-        told = {other: what for other, what in slow[rank].items() if rank in blamed or other not in blamed}
+        reported = [f"{other}: {text}" for other, text in slow[rank].items() if rank in blamed or other not in blamed]
         notes = []
-        if told:
-            to = shorten([f"{other}: {what}" for other, what in told.items()], most=3)
-            notes = [f"{len(told)} of {len(found)} links slow, to rank {to}; a collective waits for the slowest link"]
+        if reported:
+            to = shorten(reported, most=3)
+            notes = [
+                f"{len(reported)} of {len(found)} links slow, to rank {to}; a collective waits for the slowest link"
+            ]
         cells = []
         for figure, unit, worst in (("latency", 1e-6, max), ("bandwidth", GB, min)):
             values = {other: link[figure] / unit for other, link in found.items()}
@@ -189,7 +191,7 @@ def link_table(title: str, ranks: list[dict[str, Any]], links: dict[tuple[int, i
 def clock_offsets(links: dict[tuple[int, int], dict[str, float]]) -> dict[int, tuple[float, float]]:
     """Returns, by rank, the seconds by which its clock is ahead of rank 0's, and the maximum error of this value.
 
-    It uses the fewest links: if a pair was not measured, the path is over other ranks.
+    If a pair was not measured, the path with the fewest links over other ranks is used.
     """
     own, offsets, ahead = links_of_ranks(links), {0: (0.0, 0.0)}, deque([0])
     while ahead:
@@ -237,12 +239,14 @@ def report(figures: dict[str, Any]) -> tuple[str, int]:
     head = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {len(machines)} machine{'s' * (len(machines) > 1)}"
     head += f", measured {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} UTC by rank 0's clock"
     tables = [products(ranks), memory(ranks, machines), disks(machines)]
-    for num_machines, where in ((1, "within a machine"), (2, "between machines")):
+    for is_within, location in ((True, "within a machine"), (False, "between machines")):
         some = {
-            pair: link for pair, link in links.items() if len({ranks[at]["machine"] for at in pair}) == num_machines
+            (low, high): link
+            for (low, high), link in links.items()
+            if (ranks[low]["machine"] == ranks[high]["machine"]) == is_within
         }
         if some:
-            tables.append(link_table(f"links {where}, over {figures['backend']}", ranks, some))
+            tables.append(link_table(f"links {location}, over {figures['backend']}", ranks, some))
     tables += [clocks(ranks, links)] if links else []
     tables.append(software(ranks))
     num_odd = sum(table.num_odd for table in tables)

@@ -33,15 +33,15 @@ def export(directory: Path, target: Path, dtype: str | None = None, merge: bool 
 
     Raises UserError: one line, if there is no valid checkpoint, or the target exists.
     """
-    manifest, target = _checked(directory), Path(os.path.abspath(target))
+    manifest, target = _valid_manifest(directory), Path(os.path.abspath(target))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} is there already; name another directory")
+        raise UserError(f"{target} already exists; name a different directory")
     if target.is_mount():
-        raise UserError(f"{target} is a disk's own directory; name one below it")
-    if (partial := target.with_name(target.name + PARTIAL)).exists():
-        raise UserError(f"{partial} is there already, of a killed export perhaps; remove it, or name another")
+        raise UserError(f"{target} is a disk's own directory; name a directory below it")
+    if (unfinished := target.with_name(target.name + PARTIAL)).exists():
+        raise UserError(f"{unfinished} already exists, perhaps from a killed export; remove it, or name another target")
     if merge and not is_adapter(manifest):
-        raise UserError(f"{directory} holds a whole model, and no adapter to merge; take --merge out")
+        raise UserError(f"{directory} contains a full model, not an adapter to merge; remove --merge")
     reader = Reader(directory, manifest)
     weights = {
         name.partition("/")[2]: reader.read(name) for name in reader.tensors if name.startswith(("weight/", "buffer/"))
@@ -51,17 +51,17 @@ def export(directory: Path, target: Path, dtype: str | None = None, merge: bool 
     # Only files that the manifest lists, and of these no code.
     files = [name.removeprefix("model/") for name in manifest["files"] if name.startswith("model/")]
     files = [name for name in files if "/" not in name and name.endswith(EXPORTED) and ".index." not in name]
-    with complete_or_absent(target, "export again") as partial:
+    with complete_or_absent(target, "export again") as unfinished:
         with _quietly():
-            write(partial)
+            write(unfinished)
         for name in files:
             if name not in ("config.json", ADAPTER_CONFIG):
-                shutil.copyfile(own_file(directory, f"model/{name}"), partial / name)
+                shutil.copyfile(own_file(directory, f"model/{name}"), unfinished / name)
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Context manager that suppresses irrelevant library messages: kernels, deprecated names, replaced heads."""
+    """Suppresses irrelevant messages of libraries: kernels, deprecated names, replaced heads."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -73,16 +73,16 @@ def _quietly() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def _checked(directory: Path) -> dict[str, Any]:
+def _valid_manifest(directory: Path) -> dict[str, Any]:
     """Returns the manifest of a valid checkpoint; otherwise raises UserError."""
     try:
         manifest = read_manifest(directory)
     except UserError as error:
-        raise UserError(f"{directory} is no checkpoint: {error}; name one of OUTPUT_DIR/checkpoints") from error
+        raise UserError(f"{directory} is not a checkpoint: {error}; name one of OUTPUT_DIR/checkpoints") from error
     if manifest["format"] > FORMAT:
         raise UserError(f"{directory}: {newer_line(manifest)}")
     if damage := find_damage(directory, manifest):
-        raise UserError(f"{directory}: {damage}; export another checkpoint")
+        raise UserError(f"{directory}: {damage}; export a different checkpoint")
     return manifest
 
 
@@ -106,20 +106,20 @@ def _writer(
 
         return write
     try:
-        return _whole_model(directory, weights, model_class).save_pretrained
+        return _build_model(directory, weights, model_class).save_pretrained
     except Exception as error:  # errors of transformers and torch, depending on the mismatch
         raise UserError(
-            f"{directory}: its weights and model/config.json do not make a {manifest['architecture']} "
-            f"({one_line(error)}); export another checkpoint"
+            f"{directory}: its weights and model/config.json do not form a {manifest['architecture']} "
+            f"({one_line(error)}); export a different checkpoint"
         ) from error
 
 
-def _whole_model(directory: Path, weights: dict[str, torch.Tensor], model_class: Any) -> Any:
+def _build_model(directory: Path, weights: dict[str, torch.Tensor], model_class: Any) -> Any:
     """Returns the transformers model with a checkpoint's weights; runs no code from the checkpoint."""
     import transformers
 
     is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
-    require(is_model, "that is no model of transformers")
+    require(is_model, "not a model of transformers")
     dtype = next(value.dtype for value in weights.values() if value.is_floating_point())
     config = model_class.config_class.from_pretrained(directory / "model", local_files_only=True)
     with torch.device("meta"):  # saves memory and time for weights that will be replaced

@@ -9,18 +9,18 @@ from common.models.saved_model import ADAPTER_CONFIG
 
 # Fixes for errors of the hub, by HTTP status.
 ADVICE = {
-    401: "log in with `hf auth login`, or correct HF_TOKEN, which goes before it",
-    403: "take a name of your own, or a token that may write there",
+    401: "log in with `hf auth login`, or correct HF_TOKEN, which overrides the login",
+    403: "use your own name, or a token with write access",
     404: "correct the name, or HF_ENDPOINT if that is set",
-    409: "give another name",
+    409: "use a different name",
     429: "wait, then try again",
 }
 
 
 def push(output_dir: Path, name: str, is_private: bool = False) -> str:
-    """Uploads model/, as a single commit, and returns its address. The token is that of `hf auth login`.
+    """Uploads model/, as a single commit with the token of `hf auth login`, and returns its address.
 
-    Raises UserError: one line, if the run has not ended, or the hub rejects the upload or cannot be reached.
+    Raises UserError: the run has not ended, or the hub rejects the upload or cannot be reached.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
@@ -33,8 +33,8 @@ def push(output_dir: Path, name: str, is_private: bool = False) -> str:
         raise UserError(f"{output_dir} has no finished model/{status}; name the --output_dir of a run that has ended")
     adapter = model / ADAPTER_CONFIG
     if adapter.is_file() and Path(base := json.loads(adapter.read_text())["base_model_name_or_path"]).exists():
-        what = "which nobody else has; train on a base of the hub, or push what export --merge makes"
-        print(f"warning: {adapter} names its base by a path, {base}, {what}", file=sys.stderr)
+        advice = "which nobody else has; train on a base of the hub, or push the result of export --merge"
+        print(f"warning: {adapter} names its base by a path, {base}, {advice}", file=sys.stderr)
     hub = HfApi()
     try:
         repo = hub.create_repo(name, private=is_private, exist_ok=True).repo_id
@@ -44,9 +44,8 @@ def push(output_dir: Path, name: str, is_private: bool = False) -> str:
     except OfflineModeIsEnabled as error:
         raise UserError(f"{name}: HF_HUB_OFFLINE keeps the hub from being asked; unset it") from error
     except Exception as error:  # errors of the client, of its HTTP library, and of the hub
-        is_wrapped = isinstance(error, RuntimeError) and error.__cause__  # the error of a large file
-        error = error.__cause__ if is_wrapped else error
-        raise UserError(f"{name} at {hub.endpoint}: {one_line(error)}; {_advice(error)}") from error
+        cause = (isinstance(error, RuntimeError) and error.__cause__) or error  # the error of a large file is wrapped
+        raise UserError(f"{name} at {hub.endpoint}: {one_line(cause)}; {_advice(cause)}") from cause
 
 
 def _advice(error: BaseException) -> str:
@@ -55,9 +54,9 @@ def _advice(error: BaseException) -> str:
 
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code
-        return ADVICE.get(status, "the hub itself fails: try again later" if status >= 500 else "mend what it names")
+        return ADVICE.get(status, "the hub itself fails: try again later" if status >= 500 else "fix this")
     if isinstance(error, HTTPError):
-        return "the hub gave no answer: look at the network, and at HF_ENDPOINT if that is set"
+        return "the hub did not answer: check the network, and HF_ENDPOINT if that is set"
     if isinstance(error, ValueError):  # a web page instead of JSON
-        return "its answer is not a hub's: look at HF_ENDPOINT, or at a proxy between"
-    return "mend what it names, or try again"
+        return "its answer is not a hub's: check HF_ENDPOINT, or a proxy in between"
+    return "fix this, or try again"

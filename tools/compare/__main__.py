@@ -17,10 +17,10 @@ MARK = b"<!-- A report of python -m tools.compare -->"  # the second line of pag
 def main() -> None:
     parser = CommandParser(
         prog="python -m tools.compare",
-        description="Puts runs into one HTML page, which needs no network: curves, settings that differ, figures.",
+        description="Writes an HTML page, which needs no network: curves, settings that differ, results of runs.",
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the --output_dir of a run")
-    about = "file to write, in the place of an older report (default: report.html)"
+    about = "file to write; replaces an older report (default: report.html)"
     parser.add_argument("--output", type=Path, default=Path("report.html"), metavar="FILE", help=about)
     try:
         args = parser.parse_args()
@@ -38,9 +38,9 @@ def check_output(path: Path) -> list[str]:
     if path.is_dir():
         return [f"--output {path}: is a directory; name a file"]
     if not path.parent.is_dir():
-        return [f"--output {path}: there is no directory {path.parent}; make it first"]
+        return [f"--output {path}: there is no directory {path.parent}; create it first"]
     if path.exists() and not (path.is_file() and MARK in path.read_bytes()[:1000]):
-        return [f"--output {path}: is there and is no report; name another file, or move it away"]
+        return [f"--output {path}: exists and is not a report; name a different file, or move it away"]
     return []
 
 

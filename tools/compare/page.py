@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from datetime import datetime
 from html import escape
-from itertools import accumulate, cycle, product
+from itertools import accumulate, cycle, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from plotly.subplots import make_subplots
 from common.report import curves
 from tools.compare.runs import RecordedRun
 
-STRETCHES = 1000  # parts of a longer curve; only the lowest and the highest point of each part are drawn
+STRETCHES = 1000  # parts of a longer curve, of which only the lowest and the highest point are drawn
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#2a9d9d", "#d37295", "#9c755f")
 DASHES = {"solid": "solid", "dash": "dashed", "dot": "dotted"}  # names in plotly, and in CSS
 ROW = 200  # pixels per row; the losses have two rows
@@ -34,16 +34,16 @@ FIGURES = {
     "chrf": ("chrF", "{:.1f}"),
     "exact": ("exact matches", "{:.1%}"),
     "training_seconds": ("trained in, seconds", "{:,.1f}"),
-    "tokens_per_second": ("{unit} a second, without padding", "{:,.0f}"),
+    "tokens_per_second": ("{unit} per second, without padding", "{:,.0f}"),
     "evaluation_seconds": ("evaluations between updates, seconds", "{:,.1f}"),
     "saving_seconds": ("saving checkpoints between updates, seconds", "{:,.1f}"),
     "padding_share": ("padding, of what was computed", "{:.1%}"),
-    "work_difference": ("busiest process computed more than the idlest", "{:.1%}"),
-    "waiting_for_data": ("waiting for data", "{:.1%}"),
-    "model_flops_per_second": ("the model's own products, GFLOP/s", "{:,.1f}"),
-    "share_of_rate": ("of what the machine multiplies", "{:.0%}"),
-    "peak_memory_bytes": ("most memory of a process, GiB", "{:.2f}"),
-    "memory_growth_bytes": ("of it since the model was loaded, GiB", "{:.2f}"),
+    "work_difference": ("load imbalance of the processes", "{:.1%}"),
+    "waiting_for_data": ("data-loading time", "{:.1%}"),
+    "model_flops_per_second": ("model FLOPs, GFLOP/s", "{:,.1f}"),
+    "share_of_rate": ("share of the measured matmul throughput", "{:.0%}"),
+    "peak_memory_bytes": ("peak memory of a process, GiB", "{:.2f}"),
+    "memory_growth_bytes": ("growth since the model was loaded, GiB", "{:.2f}"),
     "skipped_updates": ("skipped updates", "{:,.0f}"),
 }
 UNITS = {"model_flops_per_second": 1e9, "peak_memory_bytes": 2**30, "memory_growth_bytes": 2**30}
@@ -157,8 +157,8 @@ def thin(values: list[float]) -> list[int]:
     """Returns the indices to draw: all, or of each of STRETCHES equal parts the lowest and the highest value."""
     if len(values) <= 2 * STRETCHES:
         return list(range(len(values)))
-    ends = [len(values) * part // STRETCHES for part in range(STRETCHES + 1)]
-    parts = [range(start, end) for start, end in zip(ends, ends[1:], strict=False)]
+    edges = [len(values) * part // STRETCHES for part in range(STRETCHES + 1)]
+    parts = [range(start, end) for start, end in pairwise(edges)]
     kept = {choose(part, key=values.__getitem__) for part in parts for choose in (min, max)}
     return sorted(kept | {0, len(values) - 1})
 

@@ -14,18 +14,12 @@ from common.report.killed_runs import describe_killed
 
 @dataclass
 class RecordedRun:
-    """A finished, stopped or running run.
+    """A finished, stopped or running run."""
 
-    Attributes:
-        name: the end of its path, as far as needed to be unique.
-        facts: run.json. lines: of metrics.jsonl, one per update; the last also has the final held-out metrics.
-        killed: a line that describes a killed run, otherwise None.
-    """
-
-    name: str
-    facts: dict[str, Any]
-    lines: list[dict[str, float]]
-    killed: str | None
+    name: str  # the end of its path, as far as needed to be unique
+    facts: dict[str, Any]  # run.json
+    lines: list[dict[str, float]]  # of metrics.jsonl, one per update; the last also has the final held-out metrics
+    killed: str | None  # description of a killed run, which cannot write its status
 
     @property
     def results(self) -> dict[str, Any]:
@@ -36,40 +30,39 @@ class RecordedRun:
         return os.path.basename(self.facts["command"][0])
 
     def status(self) -> str:
-        """Returns the status of the run. A killed process cannot write its status, see `describe_killed`."""
         return self.killed or self.facts["status"]
 
 
 def read_runs(directories: list[Path]) -> list[RecordedRun]:
     """Returns the runs. Raises UserError: a line per directory that is not a run, is unreadable, or is passed twice."""
-    runs, problems, places = [], [], [directory.resolve() for directory in directories if os.path.isdir(directory)]
+    runs, problems, paths = [], [], [directory.resolve() for directory in directories if os.path.isdir(directory)]
     for directory in directories:
         try:
-            if os.path.isdir(directory) and places.count(directory.resolve()) > 1:
+            if os.path.isdir(directory) and paths.count(directory.resolve()) > 1:
                 raise UserError(f"{directory}: the same run is named twice; name it once")
-            runs.append(_read_run(directory, places))
+            runs.append(_read_run(directory, paths))
         except UserError as error:
             problems.append(str(error))
         except OSError as error:
-            problems.append(f"{error.filename}: cannot be read: {error.strerror}; mend it, or leave this run out")
+            problems.append(f"{error.filename}: cannot be read: {error.strerror}; fix it, or omit this run")
     refuse(dict.fromkeys(problems))
     return runs
 
 
-def _read_run(directory: Path, places: list[Path]) -> RecordedRun:
+def _read_run(directory: Path, paths: list[Path]) -> RecordedRun:
     record, metrics = files = [directory / name for name in ("run.json", "metrics.jsonl")]
     if missing := [path.name for path in files if not path.is_file()]:
-        what = f"has no {' and no '.join(missing)}" if os.path.isdir(directory) else "is no directory"
-        raise UserError(f"{directory}: {what}; name the --output_dir of a run")
+        problem = f"has no {' and no '.join(missing)}" if os.path.isdir(directory) else "is not a directory"
+        raise UserError(f"{directory}: {problem}; name the --output_dir of a run")
     try:
         facts = json.loads(record.read_bytes())
-        is_sound = isinstance(facts["arguments"], dict) and facts["command"][0] and isinstance(facts["status"], str)
+        is_valid = isinstance(facts["arguments"], dict) and facts["command"][0] and isinstance(facts["status"], str)
     except (ValueError, TypeError, LookupError):
-        is_sound = False
-    if not is_sound:
-        raise UserError(f"{record}: not as a run writes it; mend it, or leave this run out")
+        is_valid = False
+    if not is_valid:
+        raise UserError(f"{record}: not as a run writes it; fix it, or omit this run")
     lines = curves.with_end(_read_metrics(metrics), facts.get("results") or {})
-    return RecordedRun(_short_name(directory.resolve(), places), facts, lines, describe_killed(directory))
+    return RecordedRun(_short_name(directory.resolve(), paths), facts, lines, describe_killed(directory))
 
 
 def _read_metrics(path: Path) -> list[dict[str, float]]:
@@ -86,12 +79,12 @@ def _read_metrics(path: Path) -> list[dict[str, float]]:
         except (ValueError, AttributeError, LookupError):
             if number == len(texts) and not text.endswith(b"\n"):
                 return lines[: number - 1]
-            raise UserError(f"{path}: line {number} is damaged; take it out, or leave this run out") from None
+            raise UserError(f"{path}: line {number} is corrupted; remove it, or omit this run") from None
     return lines
 
 
-def _short_name(place: Path, places: list[Path]) -> str:
+def _short_name(path: Path, paths: list[Path]) -> str:
     """Returns the shortest end of a path that no other path ends with; undecodable bytes become question marks."""
-    ends = (place.parts[-count:] for count in range(1, len(place.parts) + 1))
-    own = next(end for end in ends if sum(other.parts[-len(end) :] == end for other in places) == 1)
+    ends = (path.parts[-count:] for count in range(1, len(path.parts) + 1))
+    own = next(end for end in ends if sum(other.parts[-len(end) :] == end for other in paths) == 1)
     return str(Path(*own)).encode(errors="replace").decode()

@@ -11,6 +11,7 @@ import re
 import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 USAGE = "usage: python -m tools.plan RECIPE [FLAGS ...] [MACHINE]"
@@ -35,8 +36,8 @@ def main() -> None:
     machine = options.get("--machine", "here")
     if not options:
         flags, machine = split_machine(flags)
-    question = json.loads(options["--predict"]) if "--predict" in options else {"machine": machine}
-    if machine == "here" and "--predict" not in options:
+    question = json.loads(options.get("--predict", "{}")) or {"machine": machine}
+    if question.get("machine") == "here":
         question["here"] = _describe_devices()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     _run(recipe, flags, question)
@@ -50,7 +51,7 @@ def split_machine(words: list[str]) -> tuple[list[str], str]:
     return words, "here"
 
 
-def _describe_devices() -> dict | None:
+def _describe_devices() -> dict:
     """Returns the fields of this machine's `hardware.Machine`, as measured in a process that may use the GPUs."""
     root = str(Path(__file__).resolve().parents[2])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
@@ -71,8 +72,7 @@ def _run(recipe: str, flags: list[str], question: dict) -> None:
     import common.run
     from tools.plan.planned_run import PlannedRun
 
-    PlannedRun.question = question
-    common.run.Run = PlannedRun
+    common.run.Run = partial(PlannedRun, question)  # type: ignore[assignment, misc]  # replaced on purpose
     runpy.run_path(recipe, run_name="__main__")
 
 

@@ -16,10 +16,7 @@ LSTM, LSTM_BACKWARD = _ATEN.mkldnn_rnn_layer.default, _ATEN.mkldnn_rnn_layer_bac
 
 
 def grouped_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Counts a grouped matmul: `a`, `b` or the result has a dimension of groups, which is not a factor.
-
-    All rows count, whichever group they are in.
-    """
+    """Counts a grouped matmul: `a`, `b` or the result has a dimension of groups, which is not a factor."""
     return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
@@ -39,22 +36,21 @@ def _is_without_data(tensor: torch.Tensor) -> bool:
 def _lstm_workspace(args: tuple) -> int:
     """Returns the bytes that oneDNN keeps for the backward pass of a layer; 0 without gradients.
 
-    They are measured with the same layer on zeros. For many steps, they are extrapolated linearly from fewer steps;
-    oneDNN rounds up to pages.
+    They are measured with the same layer on zeros, and extrapolated linearly to more than 2 * FEW_STEPS steps.
     """
 
-    def measured(steps: int) -> int:
+    def measure(steps: int) -> int:
         first = torch.zeros(steps, *args[0].shape[1:], dtype=args[0].dtype)
-        others = (torch.zeros(one.shape, dtype=one.dtype) if torch.is_tensor(one) else one for one in args[1:])
+        others = (torch.zeros(x.shape, dtype=x.dtype) if torch.is_tensor(x) else x for x in args[1:])
         workspace = LSTM(first, *others)[3]
         return 0 if workspace is None else workspace.nbytes
 
     steps, few = args[0].shape[0], FEW_STEPS
     with without_fakes():
         if steps <= 2 * few:
-            return measured(steps)
-        one, two = measured(few), measured(2 * few)
-    return one + (steps - few) * (two - one) // few
+            return measure(steps)
+        smaller, larger = measure(few), measure(2 * few)
+    return smaller + (steps - few) * (larger - smaller) // few
 
 
 class Event(NamedTuple):
@@ -65,10 +61,10 @@ class Event(NamedTuple):
     size: int
 
 
-class AllocationTracer(dispatch_mode()):
+class AllocationTracer(dispatch_mode()):  # type: ignore[misc]  # the class is private in torch
     """While active, records each allocation by an operator as an event, and its deallocation too."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.events: list[Event] = []
         self.segment = "start"
@@ -83,13 +79,13 @@ class AllocationTracer(dispatch_mode()):
         if (count := FLOPS.get(func.overloadpacket)) is not None:
             self.flops[self.segment] += count(*args, **(kwargs or {}), out_val=out)
         is_copy = func is COPY and self.parts.get(self.number_of(args[0])) == "weights"
-        for one in tree_leaves(out):
-            if isinstance(one, torch.Tensor):
-                number = self.number_of(one)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                number = self.number_of(tensor)
                 if is_copy:  # autocast's copy, in the dtype of the matmuls
                     self.parts.setdefault(number, "cast weights")
-                if self.vocabulary in one.shape and number not in self.parts:
-                    self.parts[number] = "logits"
+                if self.vocabulary in tensor.shape:
+                    self.parts.setdefault(number, "logits")
         return out
 
     def _call(self, func, args, kwargs):
@@ -98,24 +94,23 @@ class AllocationTracer(dispatch_mode()):
         if func is not GROUPED or args[0].dtype == torch.bfloat16 or not _is_without_data(args[0]):
             return func(*args, **kwargs)
         # Without data, torch supports grouped matmuls of experts in bf16 only.
-        narrow = [one.to(torch.bfloat16) if one.is_floating_point() else one for one in args]
+        narrow = [arg.to(torch.bfloat16) if arg.is_floating_point() else arg for arg in args]
         return func(*narrow, **kwargs).to(args[0].dtype)
 
     def _call_lstm(self, func, args):
         """Adds the allocations of oneDNN besides the results: repacked weights, gates of all steps, and its workspace.
 
-        In a training forward pass, it keeps the workspace for the backward pass; torch reports it as empty without
-        data.
+        A training forward pass keeps the workspace for the backward pass; without data, torch reports it as empty.
         """
         steps, rows, _ = args[0].shape
-        of_input, recurrent = args[1:3]
+        weights, recurrent = args[1:3]
         gates = steps * rows * recurrent.nbytes // recurrent.shape[1]
-        beside = of_input.nbytes + (1 if func is LSTM else 2) * recurrent.nbytes + gates
-        passing = args[0].new_empty(beside, dtype=torch.uint8)
-        self.number_of(passing)
+        size = weights.nbytes + (1 if func is LSTM else 2) * recurrent.nbytes + gates
+        temporary = args[0].new_empty(size, dtype=torch.uint8)
+        self.number_of(temporary)
         out = func(*args)
         if func is LSTM:
-            shapes = tuple((*one.shape, one.dtype) if torch.is_tensor(one) else str(one) for one in args)
+            shapes = tuple((*arg.shape, arg.dtype) if torch.is_tensor(arg) else str(arg) for arg in args)
             case = torch.is_grad_enabled(), shapes
             if case not in self._workspaces:  # later segments have the same workspace
                 self._workspaces[case] = _lstm_workspace(args)
@@ -134,10 +129,10 @@ class AllocationTracer(dispatch_mode()):
 
     def name(self, part: str, *tensors: torch.Tensor | None) -> None:
         """Sets the contents of these tensors: "weights", "gradients", "optimizer state"."""
-        for one in tensors:
-            if one is not None:
-                self.parts[self.number_of(one)] = part
+        for tensor in tensors:
+            if tensor is not None:
+                self.parts[self.number_of(tensor)] = part
 
-    def _freed(self, address: int, made: Event) -> None:
+    def _freed(self, address: int, allocation: Event) -> None:
         self._numbers.pop(address, None)
-        self.events.append(Event(self.segment, made.storage, -made.size))
+        self.events.append(Event(self.segment, allocation.storage, -allocation.size))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from common.errors import UserError
 from common.parallel.deepspeed_files import check_optimizer
@@ -23,15 +24,12 @@ class TooFewDevices(Exception):
 
 
 def folder() -> Path:
-    """Returns the folder of the config files: in the current directory, or next to common/.
-
-    Raises UserError: the folder does not exist.
-    """
-    beside = Path(__file__).resolve().parents[2] / CONFIGS
-    found = next((path for path in (Path(CONFIGS), beside) if path.is_dir()), None)
-    if found is None:
-        raise UserError(f"--plan finds no {CONFIGS}/ here or in {beside.parent}; copy it from the repository")
-    return found
+    """Returns the folder of the config files: in the current directory, or next to common/."""
+    own = Path(__file__).resolve().parents[2] / CONFIGS
+    for path in (Path(CONFIGS), own):
+        if path.is_dir():
+            return path
+    raise UserError(f"--plan finds no {CONFIGS}/ here or in {own.parent}; copy it from the repository")
 
 
 def modes_for(
@@ -41,7 +39,7 @@ def modes_for(
 
     args, traits: those of the recipe. check_model: returns the problems of the model with a process grid.
     """
-    found: list[tuple[Launch, Mode]] = []
+    candidates: list[tuple[Launch, Mode]] = []
     left_out = []
     for path in sorted(folder().glob("*.yaml")):
         try:
@@ -62,17 +60,17 @@ def modes_for(
         if refused:
             left_out.append(path.name)
         else:
-            found.append((launch, mode))
+            candidates.append((launch, mode))
     # On several nodes, a multi-node config is the same as the single-node config it is derived from.
-    for_nodes = [_what(launch) for launch, _ in found if _is_for_nodes(launch)]
-    return [mode for launch, mode in found if _is_for_nodes(launch) or _what(launch) not in for_nodes], left_out
+    for_nodes = [_layout(launch) for launch, _ in candidates if _is_for_nodes(launch)]
+    return [mode for launch, mode in candidates if _is_for_nodes(launch) or _layout(launch) not in for_nodes], left_out
 
 
 def _is_for_nodes(launch: Launch) -> bool:
     return launch.file_settings.get("num_machines", 1) > 1
 
 
-def _what(launch: Launch) -> tuple:
+def _layout(launch: Launch) -> tuple:
     return launch.mode, launch.sizes, launch.deepspeed_config, launch.num_processes
 
 
@@ -90,7 +88,7 @@ def _flags(path: Path, machine: Machine, traits: Traits) -> tuple[str, ...] | No
     # Offload also helps a single device.
     if processes == 1 and parse_mode(launch, path.stem, traits).state_on == "device":
         raise TooFewDevices
-    flags = {"num_processes": processes}
+    flags: dict[str, Any] = {"num_processes": processes}
     if sizes["dp_replicate"] * sizes["dp_shard"] > 1:
         copies = machine.nodes if sizes["dp_replicate"] > 1 and machine.nodes > 1 else sizes["dp_replicate"]
         wanted = {"dp_replicate": copies, "dp_shard": processes // (copies * sizes["sp"] * sizes["tp"])}

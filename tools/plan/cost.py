@@ -38,8 +38,9 @@ def estimate_cost(
     gradients, weights = _sizes(shape, mode)
     sent, exposed = _averaging(shape, mode, machine, micro_batches, computing)
     more_sent, waits = _sharing(profile, shape, mode, machine, micro_batches, recomputes)
-    handed, link = _handed_on(profile, shape, mode, micro_batches), machine.network if mode.nodes > 1 else machine.link
-    exposed += waits + max(0.0, handed / link - computing)
+    # Hidden states and gradients that a pipeline stage sends to its neighbours, in float32.
+    handed = micro_batches * profile.tokens * shape.width * 4.0 * min(2, mode.pipeline - 1)
+    exposed += waits + max(0.0, handed / (machine.network if mode.nodes > 1 else machine.link) - computing)
     moved = 0.0
     if mode.state_on != "device":
         moved += (gradients + weights) / mode.processes / machine.bus + shape.trained / mode.nodes / HOST_ADAM
@@ -94,18 +95,11 @@ def _sharing(
         return 0.0, 0.0
     link, rounds = machine.link if n <= machine.devices else machine.network, 3 if recomputes else 2
     if mode.sequence > 1:  # in the dtype of the matmuls
-        numbers = shape.layers * shape.exchanged * rounds
-        size = 2 if mode.precision != "no" else 4
+        numbers, size = shape.layers * shape.exchanged * rounds, 2 if mode.precision != "no" else 4
     else:  # all-reduce in float32, over the group
         numbers, size = shape.width * (4 * shape.layers * rounds + 4), 4
     sent = micro_batches * profile.tokens * numbers * size * (n - 1) / n
     return sent, sent / link + micro_batches * shape.layers * 2 * rounds * LATENCY
-
-
-def _handed_on(profile: Profile, shape: ModelSizes, mode: Mode, micro_batches: int) -> float:
-    """Returns the bytes that a pipeline stage sends to its neighbours: hidden states and gradients, in float32."""
-    neighbours = min(2, mode.pipeline - 1)
-    return micro_batches * profile.tokens * shape.width * 4.0 * neighbours
 
 
 def count_micro_batches(global_batch_size: int, groups: int, rows: int) -> int:

@@ -2,7 +2,8 @@
 
 import json
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import psutil
 import torch
@@ -59,35 +60,34 @@ def parse_machine(text: str) -> Machine:
     Raises UserError: a part is invalid.
     """
     first, *others = [part.strip() for part in text.split(",")]
-    found = re.fullmatch(r"(?:(\d+) *x *)?(?:([A-Z]?\d+\w?)|([\d.]+) *([MGT]i?B))", first)
-    if not found or int(found[1] or 1) < 1 or (found[2] and found[2] not in KNOWN):
+    match = re.fullmatch(r"(?:(\d+) *x *)?(?:([A-Z]?\d+\w?)|([\d.]+) *([MGT]i?B))", first)
+    if not match or int(match[1] or 1) < 1 or (match[2] and match[2] not in KNOWN):
         names = ", ".join(KNOWN)
         raise UserError(f"--plan {text!r}: {first!r} names no devices; write {EXAMPLE}; known are {names}")
-    count = int(found[1] or 1)
-    memory = KNOWN[found[2]][0] if found[2] else float(found[3]) * UNITS[found[4]]
-    name = found[2] or next((one for one in BY_MEMORY if memory <= 1.1 * KNOWN[one][0]), BY_MEMORY[-1])
-    _, rate, rate_float32, link = KNOWN[name]
-    assumed = () if found[2] else (f"rate of a {name}", f"link of a {name}")
-    machine = Machine(count, memory, rate=REACHED * rate, rate_float32=REACHED * rate_float32, link=link)
-    machine = replace(machine, assumed=(*assumed, "bus", "disk rate"))
+    memory = KNOWN[match[2]][0] if match[2] else float(match[3]) * UNITS[match[4]]
+    card = match[2] or next((name for name in BY_MEMORY if memory <= 1.1 * KNOWN[name][0]), BY_MEMORY[-1])
+    _, rate, rate_float32, link = KNOWN[card]
+    fields: dict[str, Any] = {"rate": REACHED * rate, "rate_float32": REACHED * rate_float32, "link": link}
+    assumed = ["bus", "disk rate"] if match[2] else [f"rate of a {card}", f"link of a {card}", "bus", "disk rate"]
     # Options between nodes need the number of nodes first.
     for part in sorted(others, key=lambda part: "node" not in part):
-        if (found := re.fullmatch(r"(\d+) +nodes?", part)) and int(found[1]) > 0:
-            assumed = ("network", *machine.assumed) if int(found[1]) > 1 else machine.assumed
-            machine = replace(machine, nodes=int(found[1]), assumed=assumed)
+        if (option := re.fullmatch(r"(\d+) +nodes?", part)) and int(option[1]) > 0:
+            fields["nodes"] = int(option[1])
+            assumed = ["network", *assumed] if fields["nodes"] > 1 else assumed
             continue
-        found = re.fullmatch(r"(host|disk|link|network|bus) +([\d.]+) *([MGT]i?B)(/s)?|(rate) +([\d.]+) *TFLOP/s", part)
-        if found and found[1] == "network" and machine.nodes == 1:
-            raise UserError(f"--plan {text!r}: {part!r} is between nodes; say how many (2 nodes), or take it out")
-        if not found or bool(found[4]) != (found[1] in ("link", "network", "bus")):
-            raise UserError(f'--plan {text!r}: {part!r} cannot be read; write {EXAMPLE}; also "rate 400TFLOP/s"')
-        name = found[1] or found[5]
-        value = float(found[2]) * UNITS[found[3]] if found[1] else float(found[6]) * 1e12
-        changes = {name: value} | ({"rate_float32": value / 2} if name == "rate" else {})
-        machine = replace(
-            machine, **changes, assumed=tuple(one for one in machine.assumed if one.partition(" of ")[0] != name)
+        option = re.fullmatch(
+            r"(host|disk|link|network|bus) +([\d.]+) *([MGT]i?B)(/s)?|(rate) +([\d.]+) *TFLOP/s", part
         )
-    return machine
+        if option and option[1] == "network" and fields.get("nodes", 1) == 1:
+            raise UserError(f"--plan {text!r}: {part!r} is between nodes; add their number (2 nodes), or remove it")
+        if not option or bool(option[4]) != (option[1] in ("link", "network", "bus")):
+            raise UserError(f'--plan {text!r}: {part!r} cannot be read; write {EXAMPLE}; also "rate 400TFLOP/s"')
+        name = option[1] or option[5]
+        fields[name] = float(option[2]) * UNITS[option[3]] if option[1] else float(option[6]) * 1e12
+        if name == "rate":
+            fields["rate_float32"] = fields["rate"] / 2
+        assumed = [entry for entry in assumed if entry.partition(" of ")[0] != name]
+    return Machine(int(match[1] or 1), memory, assumed=tuple(assumed), **fields)
 
 
 def this_machine() -> Machine:
@@ -97,23 +97,19 @@ def this_machine() -> Machine:
     if torch.cuda.is_available():
         rates = multiplication_rates(torch.device("cuda"))
         memory = float(torch.cuda.mem_get_info()[1])
-        rate, rate_float32 = REACHED * max(rates.values()), REACHED * rates["no"]
-        return Machine(
-            torch.cuda.device_count(), memory, host, disk, rate=rate, rate_float32=rate_float32,
-            assumed=("link", "bus", "disk rate"),
-        )  # fmt: skip
+        rate, rate_float32, assumed = REACHED * max(rates.values()), REACHED * rates["no"], ("link", "bus", "disk rate")
+        return Machine(torch.cuda.device_count(), memory, host, disk, "cuda", rate, rate_float32, assumed=assumed)
     rates = multiplication_rates(torch.device("cpu"))
     reached = {name: 2 * REACHED * rate for name, rate in rates.items()}  # matmuls are most of an update on a CPU
-    one = float(left_to_one())
-    return Machine(1, one, host, disk, "cpu", reached["bf16"], reached["no"], link=2e9, assumed=("link", "disk rate"))
+    throughput = reached["bf16"], reached["no"]
+    return Machine(1, float(left_to_one()), host, disk, "cpu", *throughput, link=2e9, assumed=("link", "disk rate"))
 
 
 def describe(machine: Machine) -> str:
     """Returns one line with the hardware that the plan assumes."""
-    what = "GPUs of" if machine.kind == "cuda" else "CPU with"
     line = f"{machine.nodes} nodes, each of " if machine.nodes > 1 else ""
     size = f"{machine.memory / GIB:,.0f} GiB" if machine.memory >= 2 * GIB else f"{machine.memory / 2**20:,.0f} MiB"
-    line += f"{machine.devices} {what} {size}"
+    line += f"{machine.devices} {'GPUs of' if machine.kind == 'cuda' else 'CPU with'} {size}"
     if machine.kind == "cuda":
         line += f", host {machine.host / GIB:,.0f} GiB" if machine.host else ""
         line += f", disk {machine.disk / GIB:,.0f} GiB" if machine.disk else ""

@@ -1,7 +1,7 @@
 """Memory of each process in a mode: the traced update of a process, with weights, gradients and state as sharded.
 
-The numbers are from the config, including a user's DeepSpeed file. All formulas were compared with the allocations of
-real processes (`benchmarks/plan.py`).
+The settings are from the config, including a user's DeepSpeed file. `benchmarks/plan.py` compares all formulas with the
+allocations of real processes.
 """
 
 import sys
@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
-
-import torch
 
 from common.internals.transformers import unsplit_layers
 from common.parallel import deepspeed_files
@@ -45,16 +43,16 @@ class ModelSizes:
         return replace(self, parameters=held, trained=trained, outside=outside)
 
 
-def measure_model(model: torch.nn.Module) -> ModelSizes:
+def measure_model(model: Any) -> ModelSizes:
     """Returns the sizes of a model, with or without data; modules marked as unsplit are all-gathered as units."""
-    names = unsplit_layers(model)
-    sizes, inside = [0], set()
+    names, sizes = unsplit_layers(model), [0]
+    inside: set[int] = set()
     for module in model.modules():
         if type(module).__name__ in names and not inside & {id(p) for p in module.parameters()}:
             sizes.append(sum(p.numel() for p in module.parameters()))
             inside |= {id(p) for p in module.parameters()}
-    all_of_them = list(model.parameters())
-    total, trained = sum(p.numel() for p in all_of_them), sum(p.numel() for p in all_of_them if p.requires_grad)
+    total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     shape = ModelSizes(total, trained, max(sizes), total - sum(sizes))
     text = model.config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
@@ -63,7 +61,7 @@ def measure_model(model: torch.nn.Module) -> ModelSizes:
     groups, size = getattr(text, "num_key_value_heads", None) or heads, getattr(text, "head_dim", None)
     exchanged = 2 * (heads + groups) * (size or text.hidden_size // heads)
     shape = replace(shape, width=text.hidden_size, layers=count_layers(model.config) or 0, exchanged=exchanged)
-    stages = sys.modules.get("common.tasks.pipeline.stages")  # imported only by recipes with stages
+    stages: Any = sys.modules.get("common.tasks.pipeline.stages")  # imported only by recipes with stages
     parts = stages and stages.find_parts(model)
     return replace(shape, parts=stages.count_parts(*parts)) if parts else shape
 
@@ -72,7 +70,7 @@ def measure_model(model: torch.nn.Module) -> ModelSizes:
 class Mode:
     """The way in which processes share the work, as set by a config file."""
 
-    name: str  # name of the config
+    name: str
     kind: str  # plain, DDP, FSDP, DeepSpeed
     precision: str  # no, bf16, fp16
     processes: int  # of all machines together
@@ -90,12 +88,12 @@ class Mode:
 
     @property
     def degrees(self) -> Degrees:
-        """Returns the process grid: which processes share samples, and in which dimension."""
+        """Returns the process grid."""
         return Degrees(self.processes, self.sequence, self.tensor, self.pipeline)
 
     @property
-    def played(self) -> Degrees:
-        """Returns the grid of processes for whose part of a sequence or layer a single process is traced."""
+    def traced(self) -> Degrees:
+        """Returns the grid of the group whose first process is traced."""
         return Degrees(self.degrees.group, self.sequence, self.tensor)
 
     @property
@@ -121,28 +119,35 @@ class Mode:
 
 def parse_mode(launch: Launch, name: str, traits: Traits, flags: tuple[str, ...] = ()) -> Mode:
     """Returns the mode of a config. traits: those of the recipe. flags: of `accelerate launch`, for the command."""
-    shared = {"name": name, "kind": launch.mode, "precision": launch.mixed_precision, "processes": launch.num_processes}
-    degrees, schedule = launch.degrees, traits.pipeline_schedule or ""
-    shared |= {"sequence": degrees.sequence, "tensor": degrees.tensor, "pipeline": degrees.pipeline}
-    shared |= {"schedule": schedule, "nodes": launch.num_machines, "flags": flags}
+    degrees = launch.degrees
+    mode = Mode(
+        name,
+        launch.mode,
+        launch.mixed_precision,
+        launch.num_processes,
+        sequence=degrees.sequence,
+        tensor=degrees.tensor,
+        pipeline=degrees.pipeline,
+        schedule=traits.pipeline_schedule or "",
+        nodes=launch.num_machines,
+        flags=flags,
+    )
     if launch.mode == "FSDP":
-        shared["replicas"] = max(1, launch.sizes["dp_replicate"])
-        offloads = str(launch.settings.get("fsdp_offload_params")).lower() == "true"
-        return Mode(**shared, state_on=HOST if offloads else "device", weights_on=HOST if offloads else "device")
+        location = HOST if str(launch.settings.get("fsdp_offload_params")).lower() == "true" else "device"
+        replicas = max(1, launch.sizes["dp_replicate"])
+        return replace(mode, replicas=replicas, state_on=location, weights_on=location)
     if launch.mode != "DeepSpeed":
-        return Mode(**shared)
+        return mode
     zero = deepspeed_files.read_deepspeed_config(launch.deepspeed_config).get("zero_optimization", {})
-    where = {"none": "device", "cpu": HOST, "nvme": FILES}
-    devices = {part: where[device] for part, device in deepspeed_files.offload_devices(zero).items()}
-    stage, on = zero.get("stage", 0), {"state_on": devices["offload_optimizer"], "weights_on": devices["offload_param"]}
-    return Mode(**shared, stage=stage, zero=zero, **on)
+    locations, devices = {"none": "device", "cpu": HOST, "nvme": FILES}, deepspeed_files.offload_devices(zero)
+    state_on, weights_on = (locations[devices[part]] for part in ("offload_optimizer", "offload_param"))
+    return replace(mode, stage=zero.get("stage", 0), zero=zero, state_on=state_on, weights_on=weights_on)
 
 
 def needs(profile: Profile, shape: ModelSizes, mode: Mode, micro_batches: int) -> dict[str, Parts]:
-    """Returns the bytes on the device of the most loaded process, by segment and part.
+    """Returns the bytes on the device of the process with the highest peak, by segment and part.
 
-    profile: of a process that traces its part of sequences or layers (`Mode.played`), or of a full model that a
-    pipeline splits. micro_batches: number per update and process.
+    profile: of a process of the grid `Mode.traced`, with all layers. micro_batches: number per update and process.
     """
     if mode.pipeline > 1:
         stages = _stages(profile, shape, mode, micro_batches)
@@ -153,7 +158,7 @@ def needs(profile: Profile, shape: ModelSizes, mode: Mode, micro_batches: int) -
 
 
 def _on_each(profile: Profile, shape: ModelSizes, mode: Mode, accumulates: bool) -> dict[str, Parts]:
-    """Returns the bytes of a process with such a part of the model, by segment and part."""
+    """Returns the bytes of a process with this part of the model, by segment and part."""
     width = 2 if mode.weights_dtype != "float32" else 4
     segments = {}
     for segment, parts in profile.segments.items():
@@ -177,10 +182,7 @@ def peak(segments: dict[str, Parts]) -> tuple[str, Parts]:
 
 
 def on_host(shape: ModelSizes, mode: Mode, state_bytes: float) -> tuple[float, float]:
-    """Returns the bytes in host memory and in files, per machine; master weights and optimizer state are in float32.
-
-    Each machine has its part of tensors that are sharded over all. state_bytes: optimizer state per parameter.
-    """
+    """Returns the bytes in host memory and in files, per machine. state_bytes: optimizer state per parameter."""
     width = 2 if mode.precision != "no" else 4
     state = (4.0 + state_bytes) * shape.trained  # with the master weights
     held = {HOST: 0.0, FILES: 0.0, "device": 0.0}
@@ -195,35 +197,35 @@ def on_host(shape: ModelSizes, mode: Mode, state_bytes: float) -> tuple[float, f
 
 
 def _stages(profile: Profile, shape: ModelSizes, mode: Mode, micro_batches: int) -> Iterator[dict[str, Parts]]:
-    """Yields the memory of each pipeline stage: its layers, for all micro-batches in flight.
+    """Yields the memory of each pipeline stage: its layers, for all micro-batches in flight, and received tensors.
 
-    In addition, it counts the tensors received in an update: hidden states from the previous stage and gradients from
-    the next stage. Both are in float32, in buffers that `torch.distributed.pipelining` allocates once, for all
-    micro-batches.
+    Hidden states and gradients are received in float32, in buffers that `torch.distributed.pipelining` allocates once,
+    for all micro-batches.
     """
     from common.tasks.pipeline.stages import place_cuts  # imported here because recipes without stages do not need it
 
+    assert shape.parts and profile.outside, "a model with stages is traced at two depths"
     parameters, products = shape.parts
     cuts, hidden = place_cuts(parameters, products, mode.pipeline), 4.0 * profile.tokens * shape.width
     for stage, (first, last) in enumerate(pairwise(cuts)):
         is_first, is_last = stage == 0, stage == mode.pipeline - 1
         held = sum(parameters[first + 1 : last + 1]) + parameters[0] * is_first + parameters[-1] * is_last
-        under_way = micro_batches if mode.schedule == "gpipe" else min(mode.pipeline - stage, micro_batches)
+        in_flight = micro_batches if mode.schedule == "gpipe" else min(mode.pipeline - stage, micro_batches)
         segments = {}
         for segment, parts in profile.segments.items():
             outside = profile.outside.segments[segment]
             inside = _less(parts, outside)
-            now = {name: (last - first) / shape.layers * size for name, size in inside.items()}
+            own = {name: (last - first) / shape.layers * size for name, size in inside.items()}
             for name in ("logits", "activations", "cast weights"):
-                now[name] = now.get(name, 0) + outside.get(name, 0) * is_last
+                own[name] = own.get(name, 0) + outside.get(name, 0) * is_last
             for name in ("weights", "gradients", "optimizer state"):
-                now[name] = parts.get(name, 0) * held / shape.parameters
+                own[name] = parts.get(name, 0) * held / shape.parameters
             if segment.startswith(("forward", "backward")):
                 ended = _less(profile.segments["forward 1, end"], profile.outside.segments["forward 1, end"])
                 kept = (last - first) / shape.layers * ended.get("activations", 0)
-                now["activations"] += (under_way - 1) * kept + under_way * hidden * (is_first + (not is_last))
-            now["received"] = micro_batches * hidden * ((not is_first) + (not is_last))
-            segments[segment] = now
+                own["activations"] += (in_flight - 1) * kept + in_flight * hidden * (is_first + (not is_last))
+            own["received"] = micro_batches * hidden * ((not is_first) + (not is_last))
+            segments[segment] = own
         yield _on_each(replace(profile, segments=segments), shape.part(held / shape.parameters), mode, True)
 
 
@@ -233,10 +235,9 @@ def _less(parts: Parts, others: Parts) -> Parts:
 
 def _ddp(parts: Parts, segment: str, shape: ModelSizes, accumulates: bool) -> None:
     """Adds DDP's buckets, which contain the gradients; only those of earlier micro-batches are separate."""
-    buckets = 4.0 * shape.trained
     if not accumulates or segment.startswith(("clip", "step", "evaluation")):
         parts["gradients"] = 0
-    parts["buckets"] = buckets
+    parts["buckets"] = 4.0 * shape.trained
 
 
 def _fsdp(parts: Parts, segment: str, shape: ModelSizes, mode: Mode, width: int) -> None:
@@ -272,8 +273,8 @@ def _zero(parts: Parts, segment: str, shape: ModelSizes, mode: Mode, width: int)
     if mode.weights_on != "device":
         parts["weights"] = 0
     if stage == 3 and segment.startswith(("forward", "backward", "evaluation")):
-        most = _size(zero, "stage3_max_live_parameters", KEPT_WHOLE)
-        parts["gathered layers"] = width * float(min(shape.parameters, most))
+        limit = _size(zero, "stage3_max_live_parameters", KEPT_WHOLE)
+        parts["gathered layers"] = width * float(min(shape.parameters, limit))
     if stage == 3 and segment.startswith(("forward", "backward")):
         largest = max(shape.outside, shape.largest_layer)
         parts["gradients on their way"] = width * largest * shape.trained / shape.parameters

@@ -6,9 +6,11 @@ import pickle
 import select
 import signal
 import time
-from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
+import psutil
 import torch
 
 from common.errors import UserError
@@ -35,7 +37,7 @@ class InTraceProcess(Exception):
 
 
 class Tracer:
-    """Forks processes that trace cases; `run` becomes a `TracedRun` in each of them."""
+    """Forks processes that trace cases of a recipe's run; `run` becomes a `TracedRun` in each of them."""
 
     def __init__(self, run: Any, config: Any, samples: Samples, held_out: Samples | None):
         self.run, self.config, self.samples, self.held_out = run, config, samples, held_out
@@ -59,21 +61,21 @@ class Tracer:
             os._exit(1)
         raise InTraceProcess
 
-    def play(self, cases: list[Case], at_once: int) -> list[Recording]:
+    def trace(self, cases: list[Case], at_once: int) -> list[Recording]:
         """Returns the recording of each case. Raises TraceError, or InTraceProcess in a tracing process."""
-        playing: list[TraceProcess] = []
+        processes: list[TraceProcess] = []
         for number, case in enumerate(cases):
             if number >= at_once:
-                playing[number - at_once].read()
-            playing.append(self.start(case))
-        return [one.recording() for one in playing]
+                processes[number - at_once].read()
+            processes.append(self.start(case))
+        return [process.recording() for process in processes]
 
 
 class TraceProcess:
     """A process that traces a case."""
 
     def __init__(self, child: int, pipe: int):
-        self.child, self.pipe, self.told = child, pipe, b""
+        self.child, self.pipe, self.recorded = child, pipe, b""
         self.end = time.monotonic() + SECONDS
         self.is_done = False
 
@@ -84,25 +86,20 @@ class TraceProcess:
             ready, _, _ = select.select([self.pipe], [], [], max(0, self.end - time.monotonic()))
             pieces.append(os.read(self.pipe, 1 << 20) if ready else b"")
             if not pieces[-1]:
-                self.told, self.is_done = b"".join(pieces), bool(ready)
-                self.close()
-
-    def close(self) -> None:
-        """Ends the process if it is still running."""
-        os.close(self.pipe)
-        if not self.is_done:
-            os.kill(self.child, signal.SIGKILL)
-            self.is_done = True
-        os.waitpid(self.child, 0)
+                self.recorded, self.is_done = b"".join(pieces), True
+                os.close(self.pipe)
+                if not ready:
+                    os.kill(self.child, signal.SIGKILL)
+                os.waitpid(self.child, 0)
 
     def recording(self) -> Recording:
         """Returns its recording. Raises TraceError."""
         self.read()
-        if not self.told:
-            raise TraceError("the recipe could not be played without data")
-        recording: Recording = pickle.loads(self.told)
+        if not self.recorded:
+            raise TraceError("the recipe could not be traced without data")
+        recording: Recording = pickle.loads(self.recorded)
         if not any(segment == "after step" for segment, _, _ in recording.events):
-            raise TraceError((recording.ended.strip().splitlines() or ["no whole update was played"])[-1])
+            raise TraceError((recording.ended.strip().splitlines() or ["no complete update was traced"])[-1])
         return recording
 
 
@@ -114,22 +111,44 @@ class Forecaster:
         has_stages = bool(tracer.run.traits.pipeline_schedule)  # each stage has some of the layers
         self.depths, self.layers = choose_depths(tracer.config, has_stages), count_layers(tracer.config)
 
-    def cases(self, mode: Mode, rows: int, activation_checkpointing: str, optimizer: str) -> list[Case]:
+    def cases(self, mode: Mode, rows: int, checkpointing: str, optimizer: str) -> list[Case]:
         """Returns the cases to trace for a profile: the model at each depth."""
-        mode_of_layers = "full" if activation_checkpointing == "offload" else activation_checkpointing
-        how = {"autocast": mode.autocast, "weights": mode.weights_dtype, "device": self.device, "degrees": mode.played}
-        return [Case(rows, depth, mode_of_layers, optimizer, **how) for depth in self.depths]
+        checkpointing = "full" if checkpointing == "offload" else checkpointing
+        precision = (mode.autocast, mode.weights_dtype)
+        return [Case(rows, d, checkpointing, optimizer, *precision, self.device, mode.traced) for d in self.depths]
 
     def profile(self, recordings: list[Recording]) -> Profile:
         """Returns the profile of the full model from the recordings at each depth."""
         if len(recordings) == 1:
             return make_profile(recordings[0])
+        (few, more), layers = self.depths, self.layers
+        assert few and more and layers, "two depths represent a known depth"
         pieces = split_segments(*recordings)
-        one, other = (make_profile(recording, pieces) for recording in recordings)
-        return one.at_depth(other, *self.depths, self.layers)
+        shallow, deep = (make_profile(recording, pieces) for recording in recordings)
+        return shallow.at_depth(deep, few, more, layers)
+
+    def trace(self, modes: list[Mode], savings: tuple[str, ...], sizes: tuple[int, int], optimizer: str) -> None:
+        """Traces all kinds of these modes with each checkpointing mode, at two micro-batch sizes."""
+        kinds = {_kind(mode): replace(mode, sequence=1) for mode in modes}
+        keys = [(kind, checkpointing, rows) for kind in kinds for checkpointing in savings for rows in sizes]
+        cases = [case for kind, saving, rows in keys for case in self.cases(kinds[kind], rows, saving, optimizer)]
+        recordings = iter(self.tracer.trace(cases, at_once=psutil.cpu_count() or 1))
+        self.sizes, self.profiles = sizes, {key: self.profile([*islice(recordings, len(self.depths))]) for key in keys}
+
+    def profile_of(self, mode: Mode, checkpointing: str, rows: int) -> Profile:
+        """Returns the profile of the full model for a traced kind of mode and any micro-batch size."""
+        smaller, larger = self.sizes
+        few, more = (self.profiles[_kind(mode), checkpointing, size] for size in self.sizes)
+        return few.scaled(more, (rows / mode.sequence - smaller) / (larger - smaller))
 
 
-def micro_batch_rows(args: Any, samples: Samples, degrees: Degrees) -> int:
+def _kind(mode: Mode) -> tuple[str, str, int]:
+    # DeepSpeed's bf16 weights without autocast allocate the same memory as FSDP2's with autocast, so both share a
+    # recording. A part of a sequence allocates as much as an equal part of the samples.
+    return (mode.precision, mode.weights_dtype, mode.tensor)
+
+
+def _micro_batch_rows(args: Any, samples: Samples, degrees: Degrees) -> int:
     """Returns the micro-batch size that the flags imply for the longest samples."""
     share = math.ceil(args.global_batch_size / degrees.data)
     if args.micro_batch_size:
@@ -137,32 +156,27 @@ def micro_batch_rows(args: Any, samples: Samples, degrees: Degrees) -> int:
     return max(1, min(share, args.micro_batch_tokens * degrees.sequence // samples.max_length))
 
 
-def predict_peak(
-    run: Any,
-    config: Any,
-    make_empty: Callable[[], torch.nn.Module],
-    samples: Samples,
-    held_out: Samples | None,
-    question: dict[str, Any],
-) -> list[str]:
+def predict_peak(tracer: Tracer, model: torch.nn.Module, question: dict[str, Any]) -> list[str]:
     """Returns one line with the predicted peak of a process of the run, and the shortfall if it does not fit.
 
     Raises UserError: the recipe cannot be traced. Raises InTraceProcess in a process that traces it.
     """
+    run = tracer.run
     args, launch = run.args, run.launch_config
-    model, device = measure_model(make_empty()), "cpu" if question["device"] == "cpu" else "cuda"
+    device = "cpu" if question["device"] == "cpu" else "cuda"
     mode = parse_mode(launch, launch.source, run.traits)
-    forecaster = Forecaster(Tracer(run, config, samples, held_out), model, device)
-    rows = micro_batch_rows(args, samples, mode.degrees)
+    forecaster = Forecaster(tracer, measure_model(model), device)
+    rows = _micro_batch_rows(args, tracer.samples, mode.degrees)
     cases = forecaster.cases(mode, rows, args.activation_checkpointing, args.optimizer)
     try:
-        profile = forecaster.profile(forecaster.tracer.play(cases, at_once=len(cases)))
+        profile = forecaster.profile(tracer.trace(cases, at_once=len(cases)))
     except TraceError as reason:
         raise UserError(str(reason)) from reason
     number = count_micro_batches(args.global_batch_size, mode.degrees.data, rows)
-    segment, parts = peak(needs(profile, model, mode, number))
+    segment, parts = peak(needs(profile, forecaster.model, mode, number))
     if device == "cpu":  # a CPU uses host memory
-        parts["offloaded"] = on_host(model, mode, OPTIMIZERS[args.optimizer].state_bytes)[0] / mode.processes
+        state_bytes = OPTIMIZERS[args.optimizer].state_bytes
+        parts["offloaded"] = on_host(forecaster.model, mode, state_bytes)[0] / mode.processes
     return [describe_peak(segment, parts) + _describe_shortfall(mode, parts, question)]
 
 
@@ -170,19 +184,17 @@ def describe_peak(segment: str, parts: Parts) -> str:
     """Describes the predicted peak of a process: its size, when it is reached, and its parts."""
     total = sum(parts.values())
     held = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size >= 0.005 * total)
-    where, _, when = segment.partition(", ")
-    return f"predicted peak {format_bytes(total)} per process, at the {when} of a {where.rstrip(' 01')}: {held}"
+    phase, _, when = segment.partition(", ")
+    return f"predicted peak {format_bytes(total)} per process, at the {when} of a {phase.rstrip(' 01')}: {held}"
 
 
 def _describe_shortfall(mode: Mode, parts: Parts, question: dict[str, Any]) -> str:
     """Describes the shortfall of device memory or, on a CPU, of the limits of cgroup, SLURM and ulimit."""
-    available = question["available"]
-    if question["device"] == "cpu":
-        for_one, for_all = available
-        needed = held_on_cpu(parts)
-        missing = max(needed - for_one, mode.processes * needed - for_all)
-    else:
-        missing, (for_one,) = held_on_gpu(mode, parts) - available[0], available
-    if missing <= 0:
+    per_process, *total = question["available"]  # on a CPU, also of all processes together
+    needed = held_on_cpu(parts) if total else held_on_gpu(mode, parts)
+    missing = max(needed - per_process, *(mode.processes * needed - limit for limit in total), 0)
+    if not missing:
         return ""
-    return f"; this exceeds the available {format_bytes(for_one)} by {format_bytes(missing)}; --plan lists what fits"
+    return (
+        f"; this exceeds the available {format_bytes(per_process)} by {format_bytes(missing)}; --plan lists what fits"
+    )

@@ -26,8 +26,8 @@ class Profile:
 
         This profile is of `few` layers, the other of `more`.
         """
-        whole, outside = (self.scaled(other, (depth - few) / (more - few)) for depth in (layers, 0))
-        return replace(whole, outside=outside)
+        full, outside = (self.scaled(other, (depth - few) / (more - few)) for depth in (layers, 0))
+        return replace(full, outside=outside)
 
     def scaled(self, other: "Profile", at: float) -> "Profile":
         """Returns the profile at `at` on the line through this profile (0) and the other (1)."""
@@ -37,8 +37,8 @@ class Profile:
 
         segments = {}
         for name in self.segments:
-            one, two = self.segments[name], other.segments.get(name, {})
-            segments[name] = {part: between(one.get(part, 0), two.get(part, 0)) for part in one | two}
+            a, b = self.segments[name], other.segments.get(name, {})
+            segments[name] = {part: between(a.get(part, 0), b.get(part, 0)) for part in a | b}
         outside = self.outside.scaled(other.outside, at) if self.outside and other.outside else None
         return Profile(segments, between(self.flops, other.flops), between(self.tokens, other.tokens), outside)
 
@@ -46,12 +46,11 @@ class Profile:
 def split_segments(few: Recording, more: Recording) -> dict[str, tuple[int, int]]:
     """Returns the number of events in the beginning and the end of each segment, for models of any depth.
 
-    few, more: recordings at two depths. `more` has additional events. For a backward pass, half of this number are in
-    the end, and the remaining events of `few` in the beginning. For other segments, it is the other way round. So both
-    pieces cover the same layers at both depths. Between them the deeper model has more events, and there a line through
-    both depths is above the actual memory.
+    few, more: recordings at two depths. Half of the additional events of `more` are in the end of a backward pass, or
+    in the beginning of another segment; the other piece has the remaining events of `few`. So both pieces cover the
+    same layers at both depths. Between them, a line through both depths is above the actual memory.
     """
-    short, long = (Counter(segment for segment, _, _ in one.events) for one in (few, more))
+    short, long = (Counter(segment for segment, _, _ in recording.events) for recording in (few, more))
     pieces = {}
     for segment, count in short.items():
         layers = (long[segment] - count) // 2

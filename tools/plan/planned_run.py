@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import Any
 
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
@@ -19,32 +19,31 @@ from common.parallel.launch import Launch, parse_launch
 from common.training.batching import Samples
 from common.training.recipe_traits import Arguments, Traits
 from tools.plan import hardware
-from tools.plan.memory_forecast import InTraceProcess, predict_peak
+from tools.plan.memory_forecast import InTraceProcess, Tracer, predict_peak
 from tools.plan.plan import plan
 
 
 class PlannedRun:
     """A run up to the end of `begin`, which prints the answer and exits; a traced process continues as `TracedRun`.
 
-    Attributes:
+    Args:
         question: for a plan, `machine` (as text) and, for this machine, its fields `here`; for a prediction, the
             launch, the kind of device and the available bytes (`common.planner.Prediction`).
+        args, problems, traits: as of `common.run.Run`.
     """
 
-    question: ClassVar[dict[str, Any]]
-
-    def __init__(self, args: Arguments, problems: Iterable[str] = (), **traits: Any):
-        self.args, self.machine, self.traits = args, None, Traits(**traits)
-        if "machine" in self.question:
+    def __init__(self, question: dict[str, Any], args: Arguments, problems: Iterable[str] = (), **traits: Any):
+        self.question, self.args, self.traits = question, args, Traits(**traits)
+        self.machine: hardware.Machine | None = None
+        if "machine" in question:
             self.launch_config = Launch(use_cpu=True, mode="plain", num_processes=1, mixed_precision="no")
-            here = self.question.get("here")
-            self.machine = hardware.Machine(**here) if here else hardware.parse_machine(self.question["machine"])
+            here = question.get("here")
+            self.machine = hardware.Machine(**here) if here else hardware.parse_machine(question["machine"])
             on_cpu = self.machine.kind == "cpu"
         else:
-            self.launch_config, on_cpu = _asked_launch(self.question), self.question["device"] == "cpu"
+            self.launch_config, on_cpu = _asked_launch(question), question["device"] == "cpu"
         args.resume = args.overwrite = args.dry_run = False
-        degrees = self.launch_config.degrees
-        refuse([*argument_checks.check_arguments(args, on_cpu, self.traits, degrees), *problems])
+        refuse([*argument_checks.check_arguments(args, on_cpu, self.traits, self.launch_config.degrees), *problems])
         self.accelerator = Accelerator(cpu=True)
         self.device, self.is_sharded = self.accelerator.device, False
 
@@ -68,6 +67,7 @@ class PlannedRun:
         """Prints the plan or the prediction, and exits; returns in a process that traces an update."""
         argument_checks.check_samples(self.args, self.traits, train_set, held_out, self.launch_config.degrees)
         make_empty = cache(partial(adapters.empty_base, self.args, config, model_class))
+        tracer = Tracer(self, config, train_set, held_out)
         connect.seed_everything(self.args.seed)
         if self.args.shared("micro_batch_tokens") == "auto":
             self.args.micro_batch_tokens = default_tokens(self.question.get("device", "cuda"), train_set.max_length)
@@ -75,11 +75,11 @@ class PlannedRun:
             if self.machine is not None:
                 if "here" in self.question and self.machine.kind == "cpu":
                     # The process that measured the devices has imported less than a run; the planner as much.
-                    left = {"memory": float(left_to_one()), "host": float(left_to_all())}
-                    self.machine = replace(self.machine, **left)
-                lines = plan(model_class, self, config, make_empty, train_set, held_out, self.machine)
+                    memory, host = float(left_to_one()), float(left_to_all())
+                    self.machine = replace(self.machine, memory=memory, host=host)
+                lines = plan(tracer, model_class, make_empty, self.machine)
             else:
-                lines = predict_peak(self, config, make_empty, train_set, held_out, self.question)
+                lines = predict_peak(tracer, make_empty(), self.question)
         except InTraceProcess:
             return
         print("\n".join(lines), flush=True)

@@ -1,8 +1,8 @@
 """Traces a recipe's own update with tensors without data, to find its allocations.
 
-The process is a fork of the run, started when the run knows its data and its model's configuration. In it, `TracedRun`
-replaces `Run`, and the recipe continues as usual. It builds its model (without weights, as on FSDP2 ranks that receive
-their shards), creates its optimizer, computes an update of two micro-batches, and evaluates.
+The process is a fork of the planner, started when the model's configuration and the data are known. In it, `TracedRun`
+replaces the run, and the recipe continues as usual: it builds its model without weights, creates its optimizer,
+computes an update of two micro-batches, and evaluates.
 """
 
 import argparse
@@ -63,7 +63,7 @@ class Recording:
 
 
 class TracedRun:
-    """Replaces `Run` after `begin`, with the same methods and the attributes that recipes read."""
+    """Replaces the run after `begin`, with the methods and attributes that recipes use."""
 
     args: argparse.Namespace
     traits: Traits
@@ -71,14 +71,14 @@ class TracedRun:
 
     def set_up(self, case: Case, samples: Samples, held_out: Samples | None, pipe: int) -> None:
         """Makes this process compute alone, on a CPU, without data; its recording is written to `pipe`."""
-        self.case, self.samples, self.pipe, self.tape, self.news = case, samples, pipe, AllocationTracer(), {}
+        self.case, self.samples, self.pipe, self.tape = case, samples, pipe, AllocationTracer()
         for name in list(os.environ):
             if name.startswith(("ACCELERATE_", "FSDP_")) or name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
                 del os.environ[name]
         # No rank must notice the end of this process, and no files of the run must be removed.
-        liveness.leave = failures.leave = sys.excepthook = lambda *_: os._exit(1)
+        liveness.leave = failures.leave = sys.excepthook = lambda *_: os._exit(1)  # type: ignore[assignment]  # on purpose
         forget_state()
-        _share_with_nobody(case.degrees)
+        _simulate_group(case.degrees)
         torch.set_num_threads(1)
         autocast = "bf16" if case.autocast == "fp16" else case.autocast  # bf16 has the same width, and CPUs support it
         self.accelerator = Accelerator(cpu=True, device_placement=False, mixed_precision=autocast)
@@ -89,9 +89,10 @@ class TracedRun:
         self.evaluates = held_out is not None
         if case.device == "cuda":
             _use_gpu_kernels()
-        if head := sys.modules.get("common.training.linear_cross_entropy"):  # imported only for language models
-            is_whole = case.degrees.tensor == 1  # a part of the vocabulary is not sliced
-            if case.device == "cuda" or (case.autocast, case.weights) == ("no", "float32") or not is_whole:
+        head: Any = sys.modules.get("common.training.linear_cross_entropy")
+        if head:  # imported only for language models
+            is_sharded = case.degrees.tensor > 1  # a part of the vocabulary is not sliced
+            if case.device == "cuda" or (case.autocast, case.weights) == ("no", "float32") or is_sharded:
                 head.CACHED_LOGITS = sys.maxsize  # the slices of a chunk share its memory
             else:  # the few rows of a slice allocate the same, whatever is computed from them
                 head._logits_to_gradient = lambda logits, *_: logits.new_zeros(len(logits))
@@ -106,12 +107,12 @@ class TracedRun:
         larger = collate(chosen * 2 if is_larger else chosen)
         micro_batch, degrees = collate(chosen), self.case.degrees
         if degrees.sequence > 1:
-            micro_batch, larger = (shard_tokens(one, 0, degrees.sequence) for one in (micro_batch, larger))
+            micro_batch, larger = (shard_tokens(batch, 0, degrees.sequence) for batch in (micro_batch, larger))
         sequence.share_sequences(model, degrees)
         tensor.cut_model(model, optimizer, degrees)
-        self.fake = fake_mode()
+        fake: Any = fake_mode()
         self.stack = contextlib.ExitStack()
-        self.stack.enter_context(self.fake)
+        self.stack.enter_context(fake)
         parameters = _fill(model, optimizer, DTYPES[self.case.weights])
         self.stack.enter_context(self.tape)
         self.tape.name("weights", *parameters.values())
@@ -120,23 +121,23 @@ class TracedRun:
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(lambda p: self.tape.name("gradients", p.grad))
         self.tape.vocabulary = getattr(model.config.get_text_config(), "vocab_size", 0) // degrees.tensor
-        self.micro_batch = {name: self.fake.from_tensor(one) for name, one in micro_batch.items()}
+        self.micro_batch = {name: fake.from_tensor(tensor) for name, tensor in micro_batch.items()}
         self.num_targets = len(micro_batch["targets"])
         model, optimizer = self.accelerator.prepare(model, optimizer)
         register_optimizer_step_pre_hook(lambda *_: self._begin("step"))
-        register_optimizer_step_post_hook(lambda one, *_: self._name_states(one))
+        register_optimizer_step_post_hook(lambda optimizer, *_: self._name_states(optimizer))
         backward = self.accelerator.backward
 
-        def told(loss: torch.Tensor, **kwargs: Any) -> None:
+        def traced_backward(loss: torch.Tensor, **kwargs: Any) -> None:
             self._begin(f"backward {self.number}")
             backward(loss, **kwargs)
 
-        self.accelerator.backward = told
+        self.accelerator.backward = traced_backward
         if self.traits.pipeline_schedule:  # all micro-batches are requested before the first is computed
             self.forwards = itertools.count()
             model.register_forward_pre_hook(self._begin_next_forward)
         self.model, self.optimizer = model, optimizer
-        evaluated = {name: self.fake.from_tensor(one) for name, one in larger.items()}
+        evaluated = {name: fake.from_tensor(tensor) for name, tensor in larger.items()}
         self.held_out = [_global_batch([evaluated], 1)] if self.evaluates else None
         return model, optimizer
 
@@ -150,7 +151,7 @@ class TracedRun:
 
     def _name_states(self, optimizer: torch.optim.Optimizer) -> None:
         for state in optimizer.state.values():
-            self.tape.name("optimizer state", *[one for one in state.values() if torch.is_tensor(one)])
+            self.tape.name("optimizer state", *filter(torch.is_tensor, state.values()))
         self._begin("after step")
 
     @contextlib.contextmanager
@@ -162,13 +163,12 @@ class TracedRun:
             yield iter([_global_batch([self.micro_batch] * 2, 2 * self.num_targets)])
         except Exception:  # an evaluation fails when its results are needed, because there are none
             ended = traceback.format_exc(limit=-6)
-        self._tell(ended)
+        self._send(ended)
 
     def micro_batches(self, batch: GlobalBatch):
         """Yields two micro-batches; in the second, gradients already exist."""
-        keeps_copies = self.case.activation_checkpointing == "none"
         is_evaluated = self.tape.segment.endswith("evaluation")
-        with weights_cast_once(keeps_copies):
+        with weights_cast_once(self.case.activation_checkpointing == "none"):
             for self.number, micro_batch in enumerate(batch.micro_batches):
                 if not is_evaluated:
                     self._begin(f"forward {self.number}")
@@ -179,12 +179,11 @@ class TracedRun:
     def all_finite(self, batch: GlobalBatch, loss_sums: Any, grad_norm: Any, **own_news: Any) -> bool:
         """Exchanges nothing; sets the values that a recipe reads to zero."""
         with without_fakes():
-            self.news = {name: torch.zeros(getattr(one, "shape", ())) for name, one in own_news.items()}
+            self.news = {name: torch.zeros(getattr(value, "shape", ())) for name, value in own_news.items()}
         return True
 
     @property
     def evaluations(self) -> "TracedRun":
-        """Returns the object with `after_update` and `repeat`."""
         return self
 
     def repeat(self, *_: Any) -> None:
@@ -201,32 +200,30 @@ class TracedRun:
         """Ends the loop: later updates are the same, with the optimizer's state from their beginning."""
         return True
 
-    def _tell(self, ended: str) -> NoReturn:
-        tape = self.tape
-        events = [tuple(event) for event in tape.events]
-        ids = self.micro_batch.get("input_ids")
-        tokens = 0 if ids is None else ids.numel()
-        told = Recording(events, tape.parts, dict(tape.flops), ended, tokens)
+    def _send(self, ended: str) -> NoReturn:
+        tape, ids = self.tape, self.micro_batch.get("input_ids")
+        events = [(segment, storage, size) for segment, storage, size in tape.events]
+        recording = Recording(events, tape.parts, dict(tape.flops), ended, 0 if ids is None else ids.numel())
         with os.fdopen(self.pipe, "wb") as pipe:
-            pickle.dump(told, pipe)
+            pickle.dump(recording, pipe)
         os._exit(0)  # so that nothing of the forked run ends with this process
 
 
 def examine_head_once(model: torch.nn.Module) -> None:
     """Examines a language model's use of its logits once for all tracing processes; a large head takes seconds."""
-    losses = sys.modules.get("common.training.losses")
+    losses: Any = sys.modules.get("common.training.losses")
     if losses is None:
         return
-    found: Any
+    outcome: Any
     try:
-        found = losses.examine_head(model)
+        outcome = losses.examine_head(model)
     except Exception as reason:
-        found = reason
+        outcome = reason
 
     def known(_: torch.nn.Module) -> Any:
-        if isinstance(found, Exception):
-            raise found
-        return found
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     losses.examine_head = known
 
@@ -256,11 +253,11 @@ def _fill(
     return dict(model.named_parameters())
 
 
-def _share_with_nobody(degrees: Degrees) -> None:
+def _simulate_group(degrees: Degrees) -> None:
     """Simulates the other processes of the group: sent data is dropped, and received data has no values."""
     set_running(degrees)
-    alone = SimpleNamespace(rank=lambda: 0, size=lambda: degrees.group)
-    tensor.group_of = sequence.group_of = lambda _: alone
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: degrees.group)
+    tensor.group_of = sequence.group_of = lambda _: group  # type: ignore[assignment]  # replaced on purpose
     drop_collectives(("all_reduce", "all_gather", "all_to_all_single"))
 
 
