@@ -123,6 +123,26 @@ def test_what_an_lstm_keeps_for_its_backward_is_counted():
             )
 
 
+GPU_KERNELS = """
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+from common.models import cpu_kernels
+from tools.plan import traced_run
+
+sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+cpu_kernels.use_cpu_kernels(LlamaForCausalLM(LlamaConfig(**sizes)))
+print(AttentionInterface()["sdpa"].__module__)
+traced_run._use_gpu_kernels()
+print(AttentionInterface()["sdpa"].__module__)
+"""
+
+
+def test_a_gpu_is_planned_with_the_attention_of_a_gpu():
+    """Also if this process has built a model with kernels for CPUs before, which is the first printed line."""
+    result = run([BIN / "python", "-c", GPU_KERNELS])
+    expected = ["common.models.cpu_kernels", "transformers.integrations.sdpa_attention"]
+    assert result.stdout.split() == expected, result.stdout + result.stderr
+
+
 def test_layers_of_several_kinds_are_played_in_whole_periods():
     from transformers import Gemma3TextConfig, LlamaConfig, ResNetConfig, T5Config
 

@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 import torch
 from accelerate import Accelerator
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common.internals.accelerate_state import forget_state
 from common.internals.torch import drop_collectives, fake_mode, replace_functions, without_fakes
@@ -264,6 +266,7 @@ def _simulate_group(degrees: Degrees) -> None:
 def _use_gpu_kernels() -> None:
     """Uses the kernels that transformers and torch would call on a GPU: no CPU kernels, fused dropout and attention."""
     cpu_kernels.use_cpu_kernels = lambda model: None
+    AttentionInterface.register("sdpa", sdpa_attention_forward)  # a model of this process may have replaced it
 
     def dropout(input, p=0.5, training=True, inplace=False):
         return torch.native_dropout(input, p, True)[0] if training and p else input
