@@ -12,6 +12,7 @@ Queries, keys and values are exchanged together before attention, and the output
 import inspect
 import math
 from collections.abc import Iterator
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,9 +98,13 @@ def share_sequences(model: PreTrainedModel, degrees: Degrees) -> None:
             f"parallelism_config_sp_size: {name} does not run transformers' own code with SDPA; set it to 1"
         )
     _group = group_of(degrees.neighbours)
-    attention, mask = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]
+    # The registered functions may already be wrapped for an earlier model of this process.
+    attention, mask = (
+        inspect.unwrap(interface["sdpa"]) for interface in (AttentionInterface(), AttentionMaskInterface())
+    )
     calls = []
 
+    @wraps(attention)
     def shared_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **given: Any):
         if _group is None:
             return attention(module, query, key, value, *args, **given)
@@ -112,6 +117,7 @@ def share_sequences(model: PreTrainedModel, degrees: Degrees) -> None:
         output, _ = attention(module, query, key, value, *args, **given)
         return _to_tokens(output, _group), None
 
+    @wraps(mask)
     def whole_mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **given: Any):
         size = 1 if _group is None else _group.size()
         assert size == 1 or attention_mask is None, "a part of a sequence has no mask of its own"
