@@ -48,6 +48,7 @@ gpu: $(VENV)/installed-bench
 style: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 clean:
 	rm -rf $(VENV)
