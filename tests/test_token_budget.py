@@ -19,8 +19,8 @@ from accelerate import Accelerator
 from common import auto_micro_batch
 from common.checkpoint import host_copy
 from common.parallel import liveness
-# The same budget on any machine: 2,048 tokens, because twice as many are never fast enough.
-auto_micro_batch.default_tokens, auto_micro_batch.MIN_SPEEDUP = lambda *_: 2048, 1e9
+# The same budget on any machine, because twice as many tokens are never fast enough.
+auto_micro_batch.default_tokens, auto_micro_batch.MIN_SPEEDUP = lambda *_: {tokens}, 1e9
 if not {copies}:
     host_copy.has_memory = lambda *_: False
 begin, limit = Accelerator.no_sync, resource.getrlimit(resource.RLIMIT_DATA)
@@ -64,7 +64,9 @@ def script(directory, rank, recipe="lm", copies=False):
     """copies: whether a save may hold a copy of the state, which gives way before the tokens at once do."""
     directory.mkdir()
     path, recipe_path = directory / "short.py", str(ROOT / f"recipes/{recipe}.py")
-    path.write_text(SHORT.format(root=str(ROOT), rank=rank, mib=MIB[recipe], recipe=recipe_path, copies=copies))
+    tokens = 1024 if copies else 2048  # what is too little for these tokens is enough for half of them, or these alone
+    values = {"root": str(ROOT), "rank": rank, "mib": MIB[recipe], "recipe": recipe_path}
+    path.write_text(SHORT.format(**values, copies=copies, tokens=tokens))
     return path
 
 
