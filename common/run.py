@@ -92,7 +92,7 @@ class Run:
         Afterwards all ranks draw the same random numbers. own_flags: names of the recipe's own flags that affect an
         update. Raises UserError: no checkpoint to resume, a changed setting, or too little data or disk space.
         """
-        assert vars(self.args).keys() >= set(own_flags), f"run.begin: not all of {own_flags} are flags"
+        assert not (unknown := set(own_flags) - vars(self.args).keys()), f"run.begin: no flags: {sorted(unknown)}"
         argument_checks.check_samples(self.args, self.traits, train_set, held_out, self.launch_config.degrees)
         self.make_empty = cache(partial(adapters.empty_base, self.args, config, model_class))
         problems = model_setup.check_model(config, model_class, self.make_empty, self.launch_config.degrees)
