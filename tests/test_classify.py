@@ -575,7 +575,7 @@ def test_an_adapter_with_a_head_is_loaded_as_it_says_and_merged(new_head, one_pr
     "own, pattern",
     [
         (["--new_head"], "--new_head has no effect on a model"),
-        (["--sequence_length", 1], "--sequence_length 1 holds no text"),
+        (["--sequence_length", 1], "--sequence_length 1 is too short for text and 2 special tokens"),
         (["--sequence_length", 513], "beyond the model's 512 positions"),
     ],
 )

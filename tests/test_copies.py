@@ -26,13 +26,14 @@ MOST_LINES = 7_000  # of common/ that lm.py loads
 
 # Trains each recipe in a fork, so that torch and transformers are imported once, and prints the modules of common/.
 LOADED = """
-import json, os, runpy, sys
+import json, os, runpy, sys, tempfile
 import torch, accelerate, transformers.modeling_utils
 
 for recipe, flags in json.loads(sys.argv[1]).items():
     reads, writes = os.pipe()
     if (child := os.fork()) == 0:
         sys.argv = [f"recipes/{recipe}", *flags]
+        os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()  # tokens are not cached yet
         try:
             runpy.run_path(sys.argv[0], run_name="__main__")
         except SystemExit as end:
