@@ -129,7 +129,7 @@ def test_a_model_whose_mlps_are_not_found_goes_on_without_tiles():
     for rows in (None, 0):
         model = AutoModelForCausalLM.from_config(config)
         assert "MLPs in one piece" in sum_losses_in_pieces(model, types.SimpleNamespace(mlp_rows=rows), 16)
-    with pytest.raises(UserError, match="--mlp_rows 8: GPT2LMHeadModel has no layers with an mlp; take"):
+    with pytest.raises(UserError, match="--mlp_rows 8: GPT2LMHeadModel has no layers with an mlp; remove"):
         sum_losses_in_pieces(AutoModelForCausalLM.from_config(config), types.SimpleNamespace(mlp_rows=8), 16)
 
 

@@ -21,7 +21,7 @@ def names_of(*changed):
         ("common/tasks/moe/moe_model.py", ["moe"]),  # by the recipe alone, as the next one
         ("common/tasks/seq2seq/encoder_decoder.py", ["seq2seq"]),
         ("common/checkpoint/agreement.py", ["checkpoint", "resume"]),
-        ("common/parallel/sharding.py", ["modes", "deepspeed_files"]),
+        ("common/parallel/sharding.py", ["modes", "offload"]),
         ("recipes/classify.py", ["classify"]),
         ("docs/data.md", ["docs"]),
         ("tests/test_lm.py", ["lm"]),

@@ -72,12 +72,15 @@ def find_layers(model: PreTrainedModel) -> list[Layer]:
         return []
     config, layers = model.config.get_text_config(), []
     for block in model.modules():
-        router = next((m for m in block.modules() if isinstance(m, recorded.target_class)), None)
-        holder = next((m for m in block.modules() if hasattr(m, BIAS_NAME)), None)
         child: Any
         for child in block.children():
             experts = child.get_base_layer() if hasattr(child, "get_base_layer") else child  # an adapter's wrapper
-            if router is not None and (choice := _choice(experts)):
+            if not (choice := _choice(experts)):
+                continue
+            # Some models record a list of outputs, but these have no such experts.
+            router = next((m for m in block.modules() if isinstance(m, recorded.target_class)), None)
+            if router is not None:
+                holder = next((m for m in block.modules() if hasattr(m, BIAS_NAME)), None)
                 sizes = (experts.num_experts, config.num_experts_per_tok)
                 layers.append(Layer(block, router, experts, choice, holder, *sizes))
                 break
