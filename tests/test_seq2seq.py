@@ -298,7 +298,7 @@ def test_bytes_are_tokens_that_are_resumed_saved_and_loaded_by_transformers(file
     result = run_recipe_alone("seq2seq.py", *scratch, "--output_dir", whole, "--resume")
     assert_mistake(result, "its vocab_size is 4096, the checkpoint's is 257", "the tokenizer differs", lines=2)
     result = run_recipe_alone("seq2seq.py", *of_bytes, "--model_name_or_path", whole / "model", "--dry_run")
-    assert_mistake(result, "--tokenizer is for models from scratch.*take it out")
+    assert_mistake(result, "--tokenizer is for models from scratch.*remove it")
 
 
 # --- mistakes --------------------------------------------------------------------------------------------------------

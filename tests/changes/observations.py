@@ -57,7 +57,7 @@ def save_gradients(path):
         for model in cut:  # among the processes of a tensor group
             (share,) = (model.shares.of[name] for name, one in model.named_parameters() if one is p)
             if share.dim is not None:
-                gradient = tensor._gather_parts(gradient, share, model.shares.group)
+                gradient = tensor._gather_parts(gradient, share.shape, share.dim, model.shares.group)
         return gradient
 
     def save(optimizer):
