@@ -364,7 +364,7 @@ def test_a_saved_data_set_is_read(data, tmp_path):
         (
             [0.5, 1.5, 2.5],
             "float32",
-            "column label holds no classes.* name another --label_column; there are: image, la",
+            "column label has no classes.* pass a different --label_column; there are: image, la",
         ),
         ([0, 1, -1], "class", r"row 2: its label is hidden \(-1\)"),
     ],
@@ -381,7 +381,7 @@ def test_a_data_set_without_good_labels(labels, kind, pattern, tmp_path):
     datasets.DatasetDict(parts).save_to_disk(name)
     with pytest.raises(UserError, match=pattern):
         image_files.check_labels(image_files.hub(name, None, "train", "label"))
-    with pytest.raises(UserError, match="column image holds no classes"):
+    with pytest.raises(UserError, match="column image has no classes"):
         image_files.hub(name, None, "train", "image")
     if -1 in labels:
         assert image_files.held_out(name, None) is None

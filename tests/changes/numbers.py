@@ -162,7 +162,7 @@ def no_tf32(_):
 
 def no_exchange(_):
     """Processes that share a sequence, and attend to their own part of it only."""
-    change(sequence, "_exchange", lambda parts: parts)
+    change(sequence, "_exchange", lambda parts, group: parts)
 
 
 def own_ends(_):
