@@ -53,5 +53,5 @@ def explain_disk_error(error: BaseException, lost: Path | None) -> str | None:
     if disk_error_number(error) not in FULL_OR_BROKEN:
         return None
     path = Path(getattr(error, "filename", None) or ".")
-    advice = "start again; a run goes on from its last checkpoint with --resume"
+    advice = "start again; with --resume a run continues from its last checkpoint"
     return disk_line(error, "a file could not be read or written", path, 0, advice)

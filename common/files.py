@@ -84,7 +84,7 @@ def why_not_writable(directory: Path | str) -> str | None:
 
 @contextmanager
 def complete_or_absent(
-    directory: Path, advice: str = "start again; a run goes on from its last checkpoint with --resume"
+    directory: Path, advice: str = "start again; with --resume a run continues from its last checkpoint"
 ) -> Iterator[Path]:
     """Context manager: yields a temporary directory, which replaces `directory` once all its files are on the disk.
 

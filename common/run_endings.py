@@ -41,7 +41,7 @@ def end_stopped(run: Any) -> NoReturn:
     if run.accelerator.is_main_process:
         update = run.state.update
         end_unfinished(run.output_dir, f"stopped after update {update}")
-        print(f"stopped after update {update}, checkpoint written; the same command with --resume goes on")
+        print(f"stopped after update {update}, checkpoint written; the same command with --resume continues it")
     shutdown.end_run(run.accelerator, STOPPED)
     sys.exit(STOPPED)
 

@@ -207,7 +207,7 @@ def test_folders_that_are_no_data_say_what_is_wrong(tmp_path):
     assert len(str(error.value).splitlines()) == 1
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/train.jsonl").write_text('{"a": \n')
-    with pytest.raises(UserError, match="broken: .* cannot be read .*JSON.*; mend or replace"):
+    with pytest.raises(UserError, match="broken: .* cannot be read .*JSON.*; fix or replace"):
         load_split(str(tmp_path / "broken"), None, "train")
 
 

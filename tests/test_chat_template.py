@@ -73,7 +73,7 @@ def test_a_model_from_scratch_is_trained_on_chats(recipe, chats, tmp_path):
         ("{% for m in messages %}", r"--chat_template .*bad.jinja, line 1: .*endfor"),
         ("", "--chat_template .*bad.jinja: it writes nothing of a message; loop over `messages` in it"),
         ("hello", "--chat_template .*bad.jinja: it writes nothing of a message"),
-        ("{{ raise_exception('no') }}", "cannot be used: no; mend the messages, or the --chat_template"),
+        ("{{ raise_exception('no') }}", "cannot be used: no; fix the messages, or the --chat_template"),
         (
             None,
             "--chat_template .*bad.jinja: No such file or directory; name a file with a template in Jinja, or chatml",

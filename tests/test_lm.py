@@ -105,7 +105,7 @@ def test_the_command_without_flags_of_its_own_trains_on_the_standard_library(tmp
     change_manifest(checkpoint, identity=identity | {"tokenizer": "0" * 16, "standard_library": "3.8.2"})
     assert_mistake(run_recipe_alone("lm.py", *resumed), f"{platform.python_version()}, and the run began with 3.8.2")
     change_manifest(checkpoint, identity=identity | {"dataset": "0" * 16})  # patched, under the same number
-    assert_mistake(run_recipe_alone("lm.py", *resumed), "the same installation of Python, whose")
+    assert_mistake(run_recipe_alone("lm.py", *resumed), "pass the same installation of Python, whose")
     # The way that the message names: the first run's text, as files.
     change_manifest(checkpoint, identity=identity | {"standard_library": "3.8.2"})
     write_files(tmp_path / "library")

@@ -337,7 +337,7 @@ MISTAKES = {
     "code.jsonl:1/0 books.txt:1": "code.jsonl:1/0: the weight is not a number above 0",
     "code.jsonl:1e-9 books.txt:1": "in the proportion 1:1000000000, whose sum is 1,000,000,001; round them",
     "code.jsonl:1e-999 books.txt:1": "code.jsonl:1e-999: the weight is not a number above 0",
-    "code.jsonl:1": "a single source has no weight; take :1 out",
+    "code.jsonl:1": "a single source has no weight; remove :1, or pass more files",
     "code.jsonl:1 code.jsonl:2": "code.jsonl is in both sources; leave it in one",
     "code.jsonl:1 *.jsonl:2": "code.jsonl is in both sources; leave it in one",
     "code.jsonl:0.123457 books.txt:1": f"whose sum is 1,123,457; round them until it is {LONGEST:,} at most",

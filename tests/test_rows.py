@@ -121,7 +121,7 @@ def test_answers_without_a_target_are_counted_and_refused_if_they_are_all(words,
     late = SPACED_TAGGED.replace("{% generation %}{{ m.content }}", "{{ m.content }}{% generation %}")
     rows = [{"messages": ask(one)} for one in ("yes", "no")]
     with pytest.raises(
-        UserError, match="a.jsonl: none of its 2 answers has a target of its own; mend the chat"
+        UserError, match="a.jsonl: none of its 2 answers has a target of its own; fix the chat"
     ) as error:
         samples_of(tmp_path, words, late, "a.jsonl", *rows)
     assert len(str(error.value).splitlines()) == 1
@@ -291,7 +291,7 @@ def test_system_and_history_become_turns(tokenizer, tmp_path):
         "f": (same | {"system": "be rude"}, "has a system text in column system and another in its messages; keep one"),
         "g": (
             row | {"history": ["hello"]},
-            r"column history is not a list of pairs, \[question, answer\]; mend the row",
+            r"column history is not a list of pairs, \[question, answer\]; fix the row",
         ),
         "h": (row | {"system": 3}, "column system is of type int, not a string"),
     }

@@ -62,7 +62,7 @@ def _messages(row: Row, column: str) -> list[dict[str, Any]]:
     """
     turns = row.values.get(column)
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise UserError(f'{row.where}: column {column} is not a list of {{"from": ..., "value": ...}}; mend the row')
+        raise UserError(f'{row.where}: column {column} is not a list of {{"from": ..., "value": ...}}; fix the row')
     messages = []
     for turn in turns:
         if turn.get("role") is not None:
@@ -71,7 +71,7 @@ def _messages(row: Row, column: str) -> list[dict[str, Any]]:
         who, content = turn.get("from"), turn.get("value")
         if who not in ROLES or not isinstance(content, str):
             problem = f"a turn from {who!r}" if who not in ROLES else f"a turn of {who} whose value is no text"
-            raise UserError(f"{row.where}: column {column} has {problem}; known are {', '.join(ROLES)}; mend the row")
+            raise UserError(f"{row.where}: column {column} has {problem}; known are {', '.join(ROLES)}; fix the row")
         others = {key: value for key, value in turn.items() if key not in ("from", "value", "role")}
         messages.append({"role": ROLES[who]} | others | {"content": content})
     return messages

@@ -17,7 +17,7 @@ def chat_notes(name: str, counts: Counter) -> list[str]:
     answers = f"{counts['answers']:,}"
     if counts["lost"] and counts["lost"] >= counts["answers"]:
         raise UserError(
-            f"{name}: none of its {answers} answers has a target of its own; mend the chat template, which leaves "
+            f"{name}: none of its {answers} answers has a target of its own; fix the chat template, which leaves "
             "them out or does not mark them with {% generation %}, or name one with --chat_template"
         )
     notes = []

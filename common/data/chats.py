@@ -37,7 +37,7 @@ def read_chat_template(name: str) -> str:
     try:
         written = render_jinja_template([probe], chat_template=text)[0][0]
     except TemplateSyntaxError as error:
-        raise UserError(f"--chat_template {name}, line {error.lineno}: {one_line(error)}; mend it") from error
+        raise UserError(f"--chat_template {name}, line {error.lineno}: {one_line(error)}; fix it") from error
     except Exception:  # The template needs other messages; it is tested when they are read.
         return text
     if "abc" not in written:
@@ -170,7 +170,7 @@ def _write(chat: Chat, tokenizer: PreTrainedTokenizerBase, counts: Counter) -> t
         try:
             rendered: Any = render_jinja_template([messages], **options)  # its hint is str, but it returns a pair
         except Exception as error:  # templates raise jinja2's errors and Python's own, such as for a missing key
-            raise UserError(f"{cannot}: {one_line(error)}; mend the messages, or the --chat_template") from error
+            raise UserError(f"{cannot}: {one_line(error)}; fix the messages, or the --chat_template") from error
         (text,), spans = rendered
         utf8_length(text, chat.where)
         return text, spans[0] if spans else []

@@ -185,7 +185,7 @@ def load_split(name: str, config: str | None, split: str) -> Any:
             data = load_dataset(str(path) if is_here else name, config, split=split, revision=revision)
     except Exception as error:
         what = "what save_to_disk wrote" if saved else f"the files of the directory for split {split}"
-        reason = f"{what} cannot be read ({one_line(error.__cause__ or error)}); mend or replace them"
+        reason = f"{what} cannot be read ({one_line(error.__cause__ or error)}); fix or replace them"
         raise UserError(f"--dataset_name {name}: {reason if is_here else problem or one_line(error)}") from error
     if not isinstance(data, Dataset):
         if split not in data:

@@ -65,7 +65,7 @@ def messages_of(row: Row, column: str = "messages", counts: Counter | None = Non
     """
     messages = row.values.get(column)
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise UserError(f'{row.where}: column {column} is not a list of {{"role": ..., "content": ...}}; mend the row')
+        raise UserError(f'{row.where}: column {column} is not a list of {{"role": ..., "content": ...}}; fix the row')
     # Nulls are dropped because Parquet gives every message the keys of all, and templates test for the presence of a
     # key.
     present = [
@@ -73,7 +73,7 @@ def messages_of(row: Row, column: str = "messages", counts: Counter | None = Non
         for message in messages
     ]
     if empty := next((message for message in present if message.keys() - TRAINING_KEYS == {"role"}), None):
-        raise UserError(f"{row.where}: column {column} has a message of {empty['role']} without content; mend the row")
+        raise UserError(f"{row.where}: column {column} has a message of {empty['role']} without content; fix the row")
     return [message | _joined(message, f"{row.where}: column {column}") | _called(message) for message in present]
 
 
@@ -176,7 +176,7 @@ def _tools_of(row: Row, counts: Counter) -> list[dict[str, Any]] | None:
     if tools is None or tools in ("", []):
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise UserError(f"{row.where}: column tools is neither a list of functions nor JSON of one; mend the row")
+        raise UserError(f"{row.where}: column tools is neither a list of functions nor JSON of one; fix the row")
     return _without_nulls(tools, counts)
 
 
@@ -205,7 +205,7 @@ def history_of(row: Row) -> list[Message]:
         isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
         for pair in rounds
     ):
-        raise UserError(f"{row.where}: column history is not a list of pairs, [question, answer]; mend the row")
+        raise UserError(f"{row.where}: column history is not a list of pairs, [question, answer]; fix the row")
     roles = ("user", "assistant")
     return [{"role": role, "content": text} for pair in rounds for role, text in zip(roles, pair, strict=True)]
 

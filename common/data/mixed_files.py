@@ -42,7 +42,7 @@ def held_out_files(files: list[str], is_mixed: bool, **columns: Any) -> Source:
 
     Raises UserError if a file has a weight, or if a file belongs to two of the sources.
     """
-    refuse(needless_weights("--validation_file", files, "all held-out data are measured; take it out"))
+    refuse(needless_weights("--validation_file", files, "all held-out data is evaluated; remove the weights"))
     if not is_mixed or len(files) == 1:
         return Source(files=tuple(files), **columns)
     refuse(_given_twice("--validation_file", files))
@@ -72,7 +72,7 @@ def _problems(named: list[tuple[str, str | None]]) -> Iterator[str]:
     """Yields a line for each problem with the weights of --train_file."""
     if len(named) == 1:
         file, weight = named[0]
-        yield f"--train_file {file}:{weight}: a single source has no weight; take :{weight} out, or name others too"
+        yield f"--train_file {file}:{weight}: a single source has no weight; remove :{weight}, or pass more files"
         return
     without = [file for file, weight in named if weight is None]
     if without:
@@ -105,4 +105,4 @@ def find_flag_problems(args: Namespace) -> Iterator[str]:
             instead = "--num_updates N" if name == "num_epochs" else f"--{name} N, of updates"
             yield f"--{name} {value}: mixed files have no one epoch, each has its own; give {instead}"
     if args.drop_last_window:
-        yield "--drop_last_window has no effect on mixed files, whose global batches are all full; take it out"
+        yield "--drop_last_window has no effect on mixed files, whose global batches are all full; remove it"

@@ -17,7 +17,7 @@ def text_of(row: Row, column: str) -> str:
     text = row.values[column]
     if not isinstance(text, str):
         kind = "null" if text is None else f"of type {type(text).__name__}"
-        raise UserError(f"{row.where}: column {column} is {kind}, not a string; mend or remove the row")
+        raise UserError(f"{row.where}: column {column} is {kind}, not a string; fix or remove the row")
     utf8_length(text, row.where)
     return text
 
@@ -36,7 +36,7 @@ def utf8_length(text: str, where: str) -> int:
         return len(text.encode())
     except UnicodeEncodeError as error:
         half = f"U+{ord(text[error.start]):04X}"
-        raise UserError(f"{where}: half a surrogate pair ({half}) is not text; mend or remove the row") from error
+        raise UserError(f"{where}: half a surrogate pair ({half}) is not text; fix or remove the row") from error
 
 
 def batches(corpus: Corpus, columns: tuple[str, ...], whole_files: bool = False) -> Iterator[list[Row]]:

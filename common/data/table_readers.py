@@ -93,7 +93,7 @@ def _read_parquet(path: str, wanted: tuple[str, ...] | None, unused: Counter[str
                     number += 1
                     yield Row(f"{path}, row {number}", with_class_names(values, classes))
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}, after row {number}: text that is not UTF-8 ({error.reason}); mend it") from error
+        raise UserError(f"{path}, after row {number}: text that is not UTF-8 ({error.reason}); fix it") from error
     except pyarrow.ArrowException as error:
         raise UserError(f"{path}: cannot be read as Parquet ({one_line(error)}); check the file") from error
 

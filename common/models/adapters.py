@@ -28,7 +28,7 @@ def check(args: Arguments, degrees: Degrees) -> Iterable[str]:
 
         return lora.check_flags(args, degrees)
     unused = [name for name in FLAGS if args.shared(name)]
-    return [f"--{name} has no effect without --lora_rank; give that too, or take it out" for name in unused]
+    return [f"--{name} has no effect without --lora_rank; pass both, or remove it" for name in unused]
 
 
 def flags(args: Arguments) -> tuple[str, ...]:

@@ -50,7 +50,7 @@ def choose_labels(
     """
     has_head = any(name.endswith(HEAD) for name in config.architectures or ())
     if new_head and not has_head:
-        raise UserError("--new_head has no effect on a model that has no head for labels; take it out")
+        raise UserError("--new_head has no effect on a model without a head for labels; remove it")
     if new_head or not has_head:
         return names
     own = _label_names(config)

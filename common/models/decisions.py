@@ -1,4 +1,4 @@
-"""Decisions that depend on the weights: only processes that hold weights can take them."""
+"""Decisions that depend on the weights: only processes with weights can make them."""
 
 from collections.abc import Callable
 from typing import Any

@@ -65,13 +65,13 @@ def add_adapter(
     if args.quantize and any(_is_of_experts(*one) for one in model.named_parameters()):
         raise UserError(
             f"--quantize {args.quantize}: the experts of this mixture are no linear layers, and would stay as large as "
-            "they are; take --quantize out"
+            "they are; remove --quantize"
         )
     for flag in ("use_dora", "lora_dropout"):
         if parameters and getattr(args, flag):
             raise UserError(
-                f"--{flag}: peft has it for linear layers only, and the experts of this mixture are none; take it out, "
-                "or leave the experts out with --lora_targets"
+                f"--{flag}: peft has it for linear layers only, and the experts of this mixture are none; remove it, "
+                "or exclude the experts with --lora_targets"
             )
     config: Any = LoraConfig(
         r=args.lora_rank,

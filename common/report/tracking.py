@@ -107,7 +107,7 @@ def print_run(
         steps = args.global_batch_size // (args.micro_batch_size * degrees.data)
         batch = f"{args.global_batch_size} = {args.micro_batch_size} micro x {steps} accumulation"
     else:
-        batch = f"{args.global_batch_size} in micro-batches of up to {args.micro_batch_tokens} tokens a process, "
+        batch = f"{args.global_batch_size} in micro-batches of up to {args.micro_batch_tokens} tokens per process, "
         batch += "accumulated as each global batch needs,"
     grid = {}
     if degrees.data < world:
