@@ -7,7 +7,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from common.errors import UserError, refuse
-from common.files import LOCK, PARTIAL, lock_output_dir, make_new_directory, remove, why_not_writable
+from common.files import LOCK, PARTIAL, lock_output_dir, make_new_directory, nearest_existing, remove, why_not_writable
 from common.models import adapters
 from common.training.batching import Samples, updates_per_epoch
 from common.training.process_grid import Degrees
@@ -88,7 +88,7 @@ def _check_output_dir(path: Path, overwrite: bool, is_locked: bool = False) -> l
 
 
 def _check_writable(path: Path) -> list[str]:
-    parent = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    parent = nearest_existing(path)
     if reason := why_not_writable(parent):
         return [f"--output_dir {path} cannot be written: {reason} in {parent}; name another directory"]
     return []

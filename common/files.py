@@ -70,6 +70,18 @@ def _write_directly(file: FileIO, part: memoryview) -> int:
     return done
 
 
+def nearest_existing(path: Path) -> Path:
+    """Returns the path, or its nearest parent that exists."""
+    return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a temporary file and renames it, so that the file is never incomplete."""
+    unfinished = path.with_name(path.name + PARTIAL)
+    unfinished.write_text(text)
+    os.replace(unfinished, path)
+
+
 def why_not_writable(directory: Path | str) -> str | None:
     """Returns the reason why no file can be created in a directory, or None.
 

@@ -5,15 +5,17 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
-from common.data.source_types import Source
 from common.errors import UserError, main_logger, refuse
 from common.files import LOCK
 from common.training.process_grid import Degrees
 from common.training.recipe_traits import Arguments, Traits, given_flags
+
+if TYPE_CHECKING:
+    from common.data.source_types import Source
 
 logger = main_logger(__name__)
 MICRO_BATCHES_PER_STAGE = 4  # so that the pipeline bubble is at most a fifth of the time
@@ -191,12 +193,13 @@ def warn_without_effect(args: Arguments, train: Any) -> None:
                 logger.warning("--train_file %s: none of the %s samples of this run is of it: %s", name, number, why)
 
 
-def select_sources(args: Arguments, columns: dict[str, Any]) -> tuple[Source | None, Source | None]:
+def select_sources(args: Arguments, columns: dict[str, Any]) -> "tuple[Source | None, Source | None]":
     """Returns the sources of training and held-out text for --dataset_name, --chat_template or files with weights.
 
     None: no flag selects it. Raises UserError: one line per missing file, needless weight or exclusive flag.
     """
     from common.data.mixed_files import find_flag_problems, held_out_files, needless_weights, training_files
+    from common.data.source_types import Source
 
     if args.shared("chat_template"):
         from common.data.chats import read_chat_template
@@ -222,7 +225,7 @@ def select_sources(args: Arguments, columns: dict[str, Any]) -> tuple[Source | N
     return train, validation
 
 
-def check_text_column(train: Source, validation: Source | None) -> None:
+def check_text_column(train: "Source", validation: "Source | None") -> None:
     """Raises UserError if --text_column is passed for data without columns."""
     from common.data.source_problems import have_no_columns
 

@@ -95,8 +95,7 @@ class Run:
         assert not (unknown := set(own_flags) - vars(self.args).keys()), f"run.begin: no flags: {sorted(unknown)}"
         argument_checks.check_samples(self.args, self.traits, train_set, held_out, self.launch_config.degrees)
         self.make_empty = cache(partial(adapters.empty_base, self.args, config, model_class))
-        problems = model_setup.check_model(config, model_class, self.make_empty, self.launch_config.degrees)
-        refuse([*problems, *launch_checks.check_layer_classes(self.launch_config, self.make_empty)])
+        refuse(launch_checks.check_model(self.launch_config, config, model_class, self.make_empty))
         connect.check_space(self.launch_config, lambda: [p.numel() for p in self.make_empty().parameters()])
         identity = identify(self.args, self.accelerator, config, tokenizer, train_set, held_out, *own_flags)
         self.resumed, self.state = self.checkpoints.find(identity, self.traits.size_flags), TrainingState()
@@ -255,6 +254,8 @@ class Run:
 
 def _batches(run: Run) -> Generator[GlobalBatch, None, None]:
     """Returns the global batches of the run; with a token budget, also its trial batches and the batches to retry."""
+    if run.args.num_workers:  # it ends the workers, and after an error there may be no descriptor left to load it
+        from common.parallel import failures as failures
     if run.budget:
         from common.auto_micro_batch import batches_with_oom_retry
 

@@ -43,7 +43,7 @@ class Layout:
     def __init__(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any):
         self.rank, self.model, self.optimizer = accelerator.process_index, without_wrapper(model), optimizer
         self.state = OptimizerState(optimizer)
-        self.is_sharded = is_sharded(accelerator) or hasattr(self.model, "shares")
+        self.is_sharded = is_sharded(accelerator)
         if self.is_sharded:
             from common.checkpoint.sharded_layouts import sharded_parts
 
@@ -54,9 +54,8 @@ class Layout:
             self.parts = list(replicated_parts(named, self.rank, list(range(accelerator.num_processes))))
 
     def _buffers(self) -> Iterator[Piece]:
-        names = (name for name, _ in self.model.named_buffers(remove_duplicate=False))
         # Most models have no persistent buffers. If the model is sharded, state_dict could run hooks that all-gather.
-        if not self.is_sharded and self.model.state_dict().keys().isdisjoint(names):
+        if not self.is_sharded and not any(map(_has_persistent_buffers, self.model.modules())):
             return
         from common.internals.torch import persistent_buffers
 
@@ -119,6 +118,12 @@ class Layout:
 
             return gather_names(names)
         return names
+
+
+def _has_persistent_buffers(module: torch.nn.Module) -> bool:
+    """Returns whether the module itself has any; 4-bit layers have none, and are slow to serialise."""
+    names = dict(module.named_buffers(recurse=False, remove_duplicate=False)).keys()
+    return bool(names) and not names.isdisjoint(module.state_dict())
 
 
 def _state_piece(name: str, value: torch.Tensor, part: Part) -> Piece:

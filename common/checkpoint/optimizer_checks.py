@@ -10,9 +10,7 @@ from common.internals.torch import write_count
 from common.training.optimizers import inner_optimizer, wrapped_optimizers
 
 
-def problems(
-    state: OptimizerState, holders: dict[str, torch.Tensor | None], steps: "Steps | None" = None
-) -> Iterator[str]:
+def problems(state: OptimizerState, holders: dict[str, torch.Tensor | None], steps: "Steps | None") -> Iterator[str]:
     """Yields a line for each kind of state that would be missing in a checkpoint.
 
     An optimizer may keep no state for some or all parameters (SGD without momentum). State is missing if it is kept

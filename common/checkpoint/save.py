@@ -35,7 +35,7 @@ from common.training.process_grid import running
 from common.training.stop_signals import StopRequests
 
 # Optimizers that keep their full state by parameter. All others are checked, because a user may have written them.
-KNOWN = (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor)
+KNOWN = (torch.optim.AdamW, torch.optim.SGD)
 
 
 class Checkpoints:

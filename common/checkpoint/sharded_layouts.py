@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from common.checkpoint.parts import Part, check_known, replicated_parts
 from common.internals.torch import shard_offset
-from common.parallel.process_groups import group_of
+from common.parallel.process_groups import group_of, peers, stages
 from common.training.optimizers import is_wrapper
 from common.training.process_grid import running
 from common.training.shares import Share
@@ -45,7 +45,7 @@ def sharded_parts(model: torch.nn.Module, optimizer: Any, rank: int) -> Iterator
             yield _within_group(_dtensor_part(name, p), p, shares.get(name))
         else:
             replicated[name] = p
-    for part in replicated_parts(replicated, rank, running().peers(rank)):
+    for part in replicated_parts(replicated, rank, peers(running(), rank)):
         yield _within_group(part, replicated[part.name], shares.get(part.name))
 
 
@@ -148,7 +148,7 @@ def holders_elsewhere(model: torch.nn.Module, optimizer: Any) -> dict[str, torch
 def gather_names(names: list[str]) -> list[str]:
     """Returns the names of all stages of this rank's pipeline, each once."""
     gathered: list[Any] = [None] * running().pipeline
-    torch.distributed.all_gather_object(gathered, names, group=group_of(running().stages))
+    torch.distributed.all_gather_object(gathered, names, group=group_of(stages))
     return list(dict.fromkeys(name for names in gathered for name in names))
 
 
@@ -165,7 +165,6 @@ def why_not_saved(accelerator: Accelerator) -> str | None:
     return None
 
 
-@torch.no_grad()
 def copy_master_weights(optimizer: Any) -> None:
     """Copies ZeRO's float32 master weights to the compute weights, after values were read into the master weights."""
     zero = zero_optimizer(optimizer)

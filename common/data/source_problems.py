@@ -4,7 +4,6 @@ import glob
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.data.compressed import can_unpack
 from common.data.source_types import COMPRESSIONS, FILE_TYPES, Source, expand, file_type
 from common.errors import shorten
 
@@ -34,8 +33,11 @@ def _file_problem(path: str) -> str | None:
         return f"unknown extension; there are {' '.join(FILE_TYPES)}, and {' '.join(COMPRESSIONS)} behind these"
     if extension == ".parquet" and compression:
         return "a Parquet file is read from its end and is compressed inside; unpack it"
-    if compression and not can_unpack(compression):
-        return f"this Python cannot unpack {Path(path).suffix}; pip install zstandard, or unpack the file"
+    if compression:
+        from common.data.compressed import can_unpack
+
+        if not can_unpack(compression):
+            return f"this Python cannot unpack {Path(path).suffix}; pip install zstandard, or unpack the file"
     if Path(path).stat().st_size == 0:
         return "the file is empty; leave it out or fill it"
     return None

@@ -89,6 +89,7 @@ class Samples(TokenStore):
         self.num_bytes = meta["bytes"] if meta["whole_text"] else None
         self.gzip_bytes, self.xz_bytes = meta["gzip_bytes"], meta["xz_bytes"]  # None if not measured
         self.end_tokens = meta["end_tokens"]  # targets that end a text or an answer, the most frequent first
+        self._target_counts = None if self.is_stream else self.column("target_counts")  # mapped once, for every update
         self.fingerprint = f"{meta['content']}-{sequence_length}"  # equal if all samples are equal
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -108,10 +109,10 @@ class Samples(TokenStore):
 
     def num_targets(self, ids: np.ndarray) -> np.ndarray:
         """Returns the targets of each sample, int64, without reading a token."""
-        if self.is_stream:
+        if self._target_counts is None:
             return self.lengths(ids)
-        target_counts, ids = self.column("target_counts"), np.asarray(ids, np.int64)
-        return target_counts[ids + 1] - target_counts[ids]
+        ids = np.asarray(ids, np.int64)
+        return self._target_counts[ids + 1] - self._target_counts[ids]
 
     def describe(self) -> str:
         """Returns the description of the samples for the run summary."""

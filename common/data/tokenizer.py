@@ -84,10 +84,12 @@ def train_tokenizer(
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     """Returns everything that determines the tokens of a text."""
-    settings: Any = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
+    settings: Any
     if tokenizer.is_fast:
         settings = json.loads(tokenizer.backend_tokenizer.to_str())
         settings.pop("padding"), settings.pop("truncation")  # left over from the most recent call
+    else:
+        settings = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
     return [settings, special_tokens_around(tokenizer), tokenizer.eos_token_id, tokenizer.chat_template]
 
 

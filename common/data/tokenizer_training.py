@@ -13,11 +13,15 @@ TOKENIZER_BYTES = 200_000_000  # maximum size of the training text
 
 def _texts_of(row: Row, columns: tuple[str, ...]) -> list[str]:
     """Returns the texts in the columns of a row; for messages, their contents."""
-    if "messages" not in columns and not any(isinstance(row.values.get(column), list) for column in columns):
-        return [text_of(row, column) for column in columns]
-    from common.data.messages import texts_of
+    texts = []
+    for column in columns:
+        if column == "messages" or isinstance(row.values.get(column), list):
+            from common.data.messages import contents_of
 
-    return texts_of(row, columns)
+            texts += contents_of(row, column)
+        else:
+            texts.append(text_of(row, column))
+    return texts
 
 
 def train_bpe(

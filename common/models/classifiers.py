@@ -167,10 +167,10 @@ def build_classifier(
     return model, decided_once(lambda: sorted(new_weights))  # decided by the ranks that have read the files
 
 
-def _head_parameters(config: PreTrainedConfig, trust_remote_code: bool, model_class: Any) -> list[str]:
+def _head_parameters(config: Any, trust_remote_code: bool, model_class: Any) -> list[str]:
     """Returns the names of the parameters whose shape depends on the number of labels."""
     larger, shapes = copy.deepcopy(config), []
-    larger.num_labels = len(_label_names(config)) + 1
+    larger.num_labels = config.num_labels + 1
     for one in (config, larger):
         with torch.device("meta"):
             model = build_model(one, trust_remote_code=trust_remote_code, model_class=model_class)

@@ -1,20 +1,19 @@
 """Applies the parallelism mode to a model, and exports its full weights."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from common.files import complete_or_absent
 from common.models.saved_model import ADAPTER_CONFIG
 from common.models.single_copy import has_one_copy
+from common.parallel.distributed_mode import is_sharded
 from common.parallel.liveness import wait_for_all
-from common.training.precision import is_deepspeed, is_fsdp
-from common.training.process_grid import Degrees, running
+from common.training.process_grid import running
 
 
 def without_wrapper(model: nn.Module) -> Any:
@@ -25,27 +24,13 @@ def without_wrapper(model: nn.Module) -> Any:
     return model if isinstance(model, PreTrainedModel) else getattr(model, "module", model)
 
 
-def check_model(
-    config: PreTrainedConfig, model_class: Any, make_empty: Callable[[], PreTrainedModel], degrees: Degrees
-) -> list[str]:
-    """Returns one line per reason why the model does not support the requested parallelism, before it is built.
-
-    model_class: an Auto class. make_empty: builds the model without data.
-    """
-    if degrees.group == 1:
-        return []
-    from common.models import parallel_setup
-
-    return parallel_setup.check_model(config, model_class, make_empty, degrees)
-
-
 def whole_weights(accelerator: Accelerator, model: nn.Module) -> Any:
     """Returns the full weights by name on the main process, on others any value; call it on all ranks together."""
-    if not is_fsdp() and not is_deepspeed() and not hasattr(without_wrapper(model), "shares"):
+    if not is_sharded(accelerator):
         return without_wrapper(model).state_dict()
     from common.models import parallel_setup
 
-    return parallel_setup.whole_weights(accelerator, model)
+    return parallel_setup.whole_weights(accelerator, model, without_wrapper(model))
 
 
 def write_model(

@@ -1,35 +1,20 @@
 """Applies parallelism other than DDP and ZeRO to a model, and collects its full weights."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from common.models.single_copy import has_one_copy, holds_weights
 from common.parallel.liveness import wait_for_all
-from common.training.process_grid import Degrees, running
+from common.training.process_grid import running
 
 
-def check_model(
-    config: PreTrainedConfig, model_class: Any, make_empty: Callable[[], PreTrainedModel], degrees: Degrees
-) -> list[str]:
-    """Implements `model_setup.check_model` for a group of ranks that shares sequences or layers."""
-    if degrees.sequence > 1:
-        from common.parallel import sequence
-
-        return list(sequence.check_model(config, model_class, degrees))
-    from common.parallel import tensor
-
-    return list(tensor.check_model(config, make_empty, degrees))
-
-
-def whole_weights(accelerator: Accelerator, model: nn.Module) -> Any:
-    """Returns the full weights on the main process, or None; call it on all ranks together."""
-    bare: Any = model if isinstance(model, PreTrainedModel) else getattr(model, "module", model)
+def whole_weights(accelerator: Accelerator, model: nn.Module, bare: Any) -> Any:
+    """Returns the full weights on the main process, or None; call it on all ranks together. bare: without wrapper."""
     if hasattr(bare, "pipeline_stages"):
         return bare.pipeline_stages.whole_weights(bare)
     if hasattr(bare, "shares"):

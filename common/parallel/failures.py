@@ -28,6 +28,7 @@ def end_failed(error: BaseException, explain: Callable[[BaseException], None] | 
     Args:
         explain: prints the known cause of an error.
     """
+    sys.excepthook = _print_exception
     _end_data_workers()
     if isinstance(error, UserError):
         exit_with_mistakes(str(error).splitlines())
@@ -36,12 +37,11 @@ def end_failed(error: BaseException, explain: Callable[[BaseException], None] | 
     if line := explain_disk_error(error, find_lost_directory()):
         exit_with_mistakes([line])
     if explain:
-        with suppress(MemoryError):  # the original error is more informative
+        with suppress(MemoryError, OSError, ImportError):  # the original error is more informative
             explain(error)
     if isinstance(error, SystemExit) and not error.code:
         liveness.leave()
     else:
-        sys.excepthook = _print_exception
         leave(redact(f"{type(error).__name__}: {error}"))
 
 

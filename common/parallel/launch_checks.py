@@ -5,7 +5,8 @@ one process each, float32 instead of fp16. So the recipe compares its config fil
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -13,13 +14,17 @@ from common.parallel.launch import Launch, mpi_variables, started_world_size
 from common.training.recipe_traits import Arguments, Traits
 
 
-def check_layer_classes(launch: Launch, make_empty: Callable[[], torch.nn.Module]) -> Iterable[str]:
-    """Returns a line for each layer class in the launch settings that the model does not contain."""
-    if launch.mode not in ("FSDP", "DeepSpeed"):
+def check_model(launch: Launch, config: Any, model_class: Any, make_empty: Callable[[], torch.nn.Module]) -> list[str]:
+    """Returns one line per reason why the launch does not support the model, before it is built.
+
+    model_class: an Auto class. make_empty: builds the model without data.
+    """
+    if launch.mode == "plain":
         return []
     from common.parallel import mode_checks
 
-    return mode_checks.check_layer_classes(launch, make_empty)
+    shared = mode_checks.check_shared_model(config, model_class, make_empty, launch.degrees)
+    return [*shared, *mode_checks.check_layer_classes(launch, make_empty)]
 
 
 def check_launch(launch: Launch, args: Arguments, traits: Traits) -> list[str]:

@@ -5,6 +5,7 @@ from functools import cache
 
 import torch
 
+FEWEST_PARAMETERS = 5_000_000  # in smaller models, matmuls are too small a part of the time on a CPU
 SIZE = {"cpu": 768, "cuda": 4096}
 
 

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from common.internals.transformers import unsplit_layers
+from common.parallel import parallelism_config
 from common.parallel.launch import Launch
 from common.training.optimizer_choice import name_optimizers
 from common.training.optimizers import OPTIMIZERS
+from common.training.process_grid import Degrees
 from common.training.recipe_traits import Arguments, Traits
 
 
@@ -25,13 +27,10 @@ def check_requested(launch: Launch, args: Arguments, traits: Traits) -> list[str
     if launch.mode == "DeepSpeed":
         problems += check_deepspeed_flags(launch)
     sizes, named = launch.sizes, {*launch.given, *launch.file_settings}
-    if any(size != 1 for size in sizes.values()) or any(name.startswith("parallelism_config_") for name in named):
-        from common.parallel import parallelism_config
-
-        problems += parallelism_config.check_others(launch.source, launch.settings, named)
-        problems += parallelism_config.check_sizes(launch.source, sizes, launch.mode, launch.num_processes)
-        problems += _check_parts(launch, traits)
-        problems += parallelism_config.check_parts(launch.source, sizes, launch.mixed_precision, args.optimizer)
+    problems += parallelism_config.check_others(launch.source, launch.settings, named)
+    problems += parallelism_config.check_sizes(launch.source, sizes, launch.mode, launch.num_processes)
+    problems += _check_parts(launch, traits)
+    problems += parallelism_config.check_parts(launch.source, sizes, launch.mixed_precision, args.optimizer)
     problems += _check_accumulation(launch, args)
     if args.shared("quantize") and launch.mode in ("FSDP", "DeepSpeed"):
         problems.append(
@@ -65,6 +64,19 @@ def check_fsdp(source: str, settings: dict[str, Any], optimizer: str) -> Iterato
             f"{source} sets fsdp_activation_checkpointing; remove it and use --activation_checkpointing full, which "
             "works in every mode"
         )
+
+
+def check_shared_model(config: Any, model_class: Any, make_empty: Callable[[], Any], degrees: Degrees) -> list[str]:
+    """Returns one line per reason why a group of ranks cannot share the model's sequences or layers."""
+    if degrees.sequence > 1:
+        from common.parallel import sequence
+
+        return list(sequence.check_model(config, model_class, degrees))
+    if degrees.tensor == 1:
+        return []
+    from common.parallel import tensor
+
+    return list(tensor.check_model(config, make_empty, degrees))
 
 
 LAYER_SETTINGS = ("fsdp_transformer_layer_cls_to_wrap", "deepspeed_moe_layer_cls_names")

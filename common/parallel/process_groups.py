@@ -5,18 +5,43 @@ from collections.abc import Callable
 import torch.distributed as dist
 from accelerate.utils import DistributedDataParallelKwargs
 
-from common.training.process_grid import running
+from common.training.process_grid import Degrees, running
+
+
+def neighbours(degrees: Degrees, rank: int) -> list[int]:
+    """Returns the ranks with the same samples and layers as `rank`, including `rank`."""
+    start = rank // degrees.group * degrees.group
+    return list(range(start, start + degrees.group))
+
+
+def stages(degrees: Degrees, rank: int) -> list[int]:
+    """Returns the ranks of all pipeline stages that process the samples of `rank`, including `rank`."""
+    return list(range(rank % degrees.stage_size, degrees.num_processes, degrees.stage_size))
+
+
+def ends(degrees: Degrees, rank: int) -> list[int]:
+    """Returns the first and the last of `stages` if `rank` is one of the two, otherwise only `rank`."""
+    first, *_, last = stages(degrees, rank)
+    return [first, last] if rank in (first, last) else [rank]
+
+
+def peers(degrees: Degrees, rank: int) -> list[int]:
+    """Returns the ranks with the same weights as `rank`, including `rank`; they average their gradients."""
+    start = degrees.stage(rank) * degrees.stage_size
+    return list(range(start + degrees.tensor_rank(rank), start + degrees.stage_size, degrees.tensor))
+
 
 _made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
 
 
-def group_of(members: Callable[[int], list[int]]) -> dist.ProcessGroup:
+def group_of(members: Callable[[Degrees, int], list[int]]) -> dist.ProcessGroup:
     """Returns this rank's process group; created at the first call, which all ranks make together.
 
     Args:
-        members: returns the ranks in the group of a rank.
+        members: returns the ranks in the group of a rank, such as `neighbours`.
     """
-    all_groups = tuple(dict.fromkeys(tuple(members(rank)) for rank in range(dist.get_world_size())))
+    degrees = running()
+    all_groups = tuple(dict.fromkeys(tuple(members(degrees, rank)) for rank in range(dist.get_world_size())))
     if all_groups not in _made:
         for ranks in all_groups:  # torch requires that every rank creates all groups
             group = dist.new_group(list(ranks))
@@ -29,6 +54,5 @@ class AveragedByPeers(DistributedDataParallelKwargs):
     """DDP settings that average gradients over the ranks with the same weights, if other ranks hold other parts."""
 
     def to_kwargs(self):
-        degrees = running()
-        more = {"process_group": group_of(degrees.peers)} if degrees.copies > 1 else {}
+        more = {"process_group": group_of(peers)} if running().copies > 1 else {}
         return super().to_kwargs() | more

@@ -39,9 +39,6 @@ def connecting(timeout: float) -> Iterator[None]:
     Raises UserError: the processes cannot connect.
     """
     watch = liveness.watch
-    if watch is None:
-        yield
-        return
     liveness.wait_for_all()  # earlier work, such as compiling an extension, may take longer on some hosts
     subject = f"rank {watch.rank} on host {watch.host}: all ranks have started, but do not connect to each other"
     fix = "set the network between the hosts, GLOO_SOCKET_IFNAME=eth0 (CPU) or NCCL_SOCKET_IFNAME=eth0 (GPU)"

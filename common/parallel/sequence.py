@@ -30,7 +30,7 @@ from transformers import (
 
 from common.errors import UserError
 from common.internals.transformers_uncommon import attention_name, is_recurrent, supports_sdpa
-from common.parallel.process_groups import group_of
+from common.parallel.process_groups import group_of, neighbours
 from common.training.precision import autocast_dtype
 from common.training.process_grid import Degrees
 
@@ -97,7 +97,7 @@ def share_sequences(model: PreTrainedModel, degrees: Degrees) -> None:
         raise UserError(
             f"parallelism_config_sp_size: {name} does not run transformers' own code with SDPA; set it to 1"
         )
-    _group = group_of(degrees.neighbours)
+    _group = group_of(neighbours)
     # The registered functions may already be wrapped for an earlier model of this process.
     attention, mask = (
         inspect.unwrap(interface["sdpa"]) for interface in (AttentionInterface(), AttentionMaskInterface())

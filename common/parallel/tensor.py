@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from common.parallel.process_groups import group_of
+from common.parallel.process_groups import group_of, neighbours
 from common.training.process_grid import Degrees
 from common.training.shares import Share, Shares
 
@@ -115,7 +115,7 @@ class _Cutter:
     """Partitions a model in place: layers compute with this rank's part, and parameters contain only this part."""
 
     def __init__(self, model: PreTrainedModel, degrees: Degrees):
-        self.model, self.group = model, group_of(degrees.neighbours)
+        self.model, self.group = model, group_of(neighbours)
         self.rank, self.size = self.group.rank(), degrees.tensor
         self.new: dict[int, tuple[nn.Parameter, Share]] = {}  # by id of the full parameter; tied weights once
         self._spread: tuple[Tensor, Tensor] | None = None  # between the first and the second layer of a pair

@@ -1,12 +1,13 @@
 """Records of a run that has been started before: run.json, metrics.jsonl, and the totals of repeated updates."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.files import replace_text
 from common.report.killed_runs import describe_killed
+from common.report.records import read_run
 from common.report.totals import PAUSES, Totals
 
 
@@ -16,7 +17,7 @@ def read_earlier(output_dir: Path) -> dict[str, Any]:
     `commands` has a command for each start. Older runs kept only the last start's command, without the launcher.
     """
     try:
-        run = json.loads((output_dir / "run.json").read_text())
+        run = read_run(output_dir)
         return {"commands": [run["command"]]} | run
     except (OSError, ValueError, TypeError, LookupError):
         return {}
@@ -80,9 +81,7 @@ def cut_metrics(path: Path, num_updates: int) -> list[dict[str, Any]]:
     if lost := [update for update in range(num_updates) if update not in kept]:
         lines = f"line of update {lost[0]}" + (f" and {len(lost) - 1} more" if len(lost) > 1 else "")
         print(f"{path}: the {lines} before update {num_updates} are lost or damaged", flush=True)
-    unfinished = path.with_name(path.name + ".partial")
-    unfinished.write_text("".join(kept[update] for update in sorted(kept)))
-    os.replace(unfinished, path)
+    replace_text(path, "".join(kept[update] for update in sorted(kept)))
     return removed
 
 
@@ -109,5 +108,5 @@ def add_repeated(totals: Totals, lines: list[dict[str, Any]], known: dict[str, f
 
 def recorded_results(output_dir: Path, results: dict[str, Any]) -> dict[str, Any]:
     """Returns the results of a run with nothing left to train: the recorded values, otherwise the new ones."""
-    before = json.loads((output_dir / "run.json").read_text()).get("results", {})
+    before = read_run(output_dir).get("results", {})
     return {name: before.get(name, value) for name, value in results.items()}

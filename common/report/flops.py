@@ -32,7 +32,7 @@ FORMULAS: dict[Any, Any] = {
     _ATEN._grouped_mm: shape_wrapper(lambda a, b, *_, **__: 2 * a[-2] * a[-1] * b[-1]),
     _ATEN.addmm_: flop_registry[_ATEN.addmm],
     _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[_ATEN._scaled_dot_product_flash_attention],
-}
+} | flop_registry
 
 
 @dataclass
@@ -130,7 +130,7 @@ def _count(model: Any, sample: dict[str, torch.Tensor], lengths: np.ndarray) -> 
             dtype = next(model.parameters()).dtype if is_float else tensor.dtype
             inputs[name] = torch.empty(tensor.shape if is_float else (1, length), dtype=dtype, device="meta")
     counter = FlopCounterMode(display=False)
-    counter.flop_registry = FORMULAS | counter.flop_registry
+    counter.flop_registry = FORMULAS
     with counter:
         model(**inputs)
     counts, frozen = counter.get_flop_counts(), 0  # counts: by path of the module and operator

@@ -1,13 +1,12 @@
 """Metrics of the held-out set: printed after an evaluation, added to metrics.jsonl, and described in the results."""
 
 import json
-import os
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from common.errors import reported_in_one_line
-from common.files import PARTIAL
+from common.files import replace_text
 from common.report import curves, drawing, trackers
 from common.report.records import to_json_line
 from common.report.terminal_bar import TerminalBar
@@ -39,9 +38,7 @@ def add_evaluation(progress: Any, metrics: dict[str, float]) -> None:
     position = names.index("target_tokens")
     first, others = ({name: record[name] for name in part} for part in (names[:position], names[position:]))
     record = first | metrics | others
-    unfinished = path.with_name(path.name + PARTIAL)
-    unfinished.write_text("".join([*lines, to_json_line(record)]))
-    os.replace(unfinished, path)
+    replace_text(path, "".join([*lines, to_json_line(record)]))
     progress.file.close()
     progress.file = open(path, "a", buffering=1)
     trackers.log(progress, metrics, record["update"])

@@ -1,10 +1,10 @@
 """Writes run.json, and lines of metrics.jsonl."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from common.files import replace_text
 from common.redaction import redact
 
 
@@ -20,10 +20,9 @@ def to_json_line(record: dict[str, Any]) -> str:
 
 
 def write_run(output_dir: Path, metadata: dict[str, Any]) -> None:
-    """Writes run.json, without secrets, to a temporary file and renames it, so that it is never incomplete."""
-    unfinished = output_dir / "run.json.partial"
-    unfinished.write_text(json.dumps(redact(metadata), indent=2, default=lambda item: redact(str(item))) + "\n")
-    os.replace(unfinished, output_dir / "run.json")
+    """Writes run.json, without secrets."""
+    text = json.dumps(redact(metadata), indent=2, default=lambda item: redact(str(item))) + "\n"
+    replace_text(output_dir / "run.json", text)
 
 
 def read_run(output_dir: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from common.models.adapters import describe_frozen, number_of
 from common.models.saved_model import describe_weights, loading_call
 from common.parallel import liveness
 from common.parallel.distributed_mode import describe_mode, describe_precision, running_mode
+from common.parallel.matmul_throughput import FEWEST_PARAMETERS
 from common.peak_memory import most_resident
 from common.redaction import redact
 from common.report import totals
@@ -120,8 +121,8 @@ def print_run(
     precision = getattr(model, "own_precision", None)  # set for models with a fixed precision
     if precision is None:
         precision = describe_precision(accelerator) + describe_frozen(args)
-        # On a CPU, a different precision gains nothing in a smaller model.
-        if accelerator.is_main_process and not rehearsal and (accelerator.device.type != "cpu" or total >= 5_000_000):
+        can_gain = accelerator.device.type != "cpu" or total >= FEWEST_PARAMETERS
+        if can_gain and accelerator.is_main_process and not rehearsal:
             from common.parallel.precision_choice import advise
 
             precision += advise(accelerator.device, accelerator.mixed_precision, total)

@@ -257,14 +257,15 @@ def make_loader(
     global_batch_size, micro_batch_size = args.global_batch_size, args.micro_batch_size
     micro_batch_tokens = args.micro_batch_tokens if traits.lengths_vary else None
     multiple_of = 1
-    if updates is None or (is_cpu and accelerator.mixed_precision == "bf16"):
-        from common.training.loader_sizes import bf16_multiple, evaluation_sizes
+    if updates is None:
+        from common.training.loader_sizes import evaluation_sizes
 
-        if updates is None:
-            sizes = evaluation_sizes(args, traits, samples.max_length, is_cpu)
-            global_batch_size, micro_batch_size, micro_batch_tokens = sizes
-        if is_cpu and accelerator.mixed_precision == "bf16":
-            multiple_of = bf16_multiple(args, traits, collate, samples.max_length, degrees.sequence)
+        sizes = evaluation_sizes(args, traits, samples.max_length, is_cpu)
+        global_batch_size, micro_batch_size, micro_batch_tokens = sizes
+    if is_cpu and accelerator.mixed_precision == "bf16":
+        from common.training.loader_sizes import bf16_multiple
+
+        multiple_of = bf16_multiple(args, traits, collate, samples.max_length, degrees.sequence)
     dataset = GlobalBatches(
         samples,
         collate,

@@ -14,7 +14,6 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch.utils.data import get_worker_info
 
 from common.internals.python import handle_unsent
 from common.training.stop_signals import SIGNALS
@@ -28,7 +27,7 @@ def hand_over(batch: Any) -> Any:
 
     The training process receives the batch itself, with identical bits.
     """
-    return batch if get_worker_info() is None else _Packed(batch)
+    return _Packed(batch)
 
 
 def start_worker(_: int) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from common.training.padding import cheapest_counts, longest_of, row_work
+from common.training.padding import cheapest_counts, cheapest_ends, longest_of, row_work
 
 UNEQUAL = 0.02  # tolerated load imbalance: excess over the least possible maximum; above it, more steps are tried
 MOST_TRIES = 5  # maximum number of plans per update
@@ -103,24 +103,17 @@ def _cheapest_ends(descending: np.ndarray, world_size: int, budget: float) -> np
     of `descending` (n,). Its padding is that of the full stretch divided by `world_size`, since the ranks split the
     stretch into runs.
     """
-    mine, price = descending[::world_size], budget / 24
+    mine = descending[::world_size]
     sums = np.add.reduceat(descending, np.arange(0, len(descending), world_size)) / world_size
-    before = np.concatenate([[0], np.cumsum(sums)])
-    cost, previous = np.full(len(mine) + 1, np.inf), np.zeros(len(mine) + 1, np.int64)
-    cost[0], numbers = 0, np.arange(1, len(mine) + 1)
-    for start in range(len(mine)):
+    before, numbers = np.concatenate([[0], np.cumsum(sums)]), np.arange(1, len(mine) + 1)
+
+    def sizes_from(start: int) -> np.ndarray:
         end = int(np.searchsorted(before, before[start] + budget, "right"))
         without = before[start + 1 : end + 1] - before[start]
         sizes = without + (mine[start] * numbers[: len(without)] - without) / world_size
-        sizes = sizes[: max(1, np.count_nonzero(sizes <= budget))]  # of the first sample, the first two samples, ...
-        stretch = slice(start + 1, start + 1 + len(sizes))
-        better = cost[start] + sizes + price < cost[stretch]
-        cost[stretch][better] = (cost[start] + sizes + price)[better]
-        previous[stretch][better] = start
-    ends = [len(mine)]
-    while previous[ends[-1]] > 0:
-        ends.append(int(previous[ends[-1]]))
-    return np.array(ends[::-1])
+        return sizes[: max(1, np.count_nonzero(sizes <= budget))]
+
+    return cheapest_ends(len(mine), sizes_from, budget / 24)
 
 
 def _sort_in_blocks(descending: np.ndarray, num_blocks: int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Lengths of padded samples, their work, and the cheapest split of sorted samples into micro-batches on one rank."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,23 +30,33 @@ def longest_of(lengths: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return longest
 
 
-def cheapest_counts(descending: np.ndarray, budget: int) -> np.ndarray:
-    """Returns the sizes of the micro-batches that minimise tokens with padding plus a fixed price per micro-batch.
+def cheapest_ends(num_samples: int, sizes_from: Callable[[int], np.ndarray], price: float) -> np.ndarray:
+    """Returns the ends of the runs of samples that minimise their total size plus `price` per run.
 
-    No micro-batch exceeds `budget` tokens. The method is dynamic programming from the longest sample.
+    sizes_from: returns the sizes of the allowed runs of 1, 2, ... samples, by the index of the first sample. The method
+    is dynamic programming from the first sample.
     """
-    price, num_samples = budget / 16, len(descending)
     cost, previous = np.full(num_samples + 1, np.inf), np.zeros(num_samples + 1, np.int64)
     cost[0] = 0
-    for start, length in enumerate(descending.sum(1).tolist()):
-        longest = np.maximum.accumulate(descending[start : start + budget // length]).sum(1)
-        sizes = longest * np.arange(1, len(longest) + 1)  # of the first sample, the first two samples, ...
-        costs = cost[start] + sizes[sizes <= budget] + price
+    for start in range(num_samples):
+        costs = cost[start] + sizes_from(start) + price
         ends = slice(start + 1, start + 1 + len(costs))
         better = costs < cost[ends]
         cost[ends][better] = costs[better]
         previous[ends][better] = start
     stops = [num_samples]
-    while stops[-1] > 0:
+    while previous[stops[-1]] > 0:
         stops.append(int(previous[stops[-1]]))
-    return np.diff(stops[::-1])
+    return np.array(stops[::-1])
+
+
+def cheapest_counts(descending: np.ndarray, budget: int) -> np.ndarray:
+    """Returns the sizes of micro-batches of at most `budget` tokens, with the fewest tokens plus a price for each."""
+    lengths = descending.sum(1).tolist()
+
+    def sizes_from(start: int) -> np.ndarray:
+        longest = np.maximum.accumulate(descending[start : start + budget // lengths[start]]).sum(1)
+        sizes = longest * np.arange(1, len(longest) + 1)
+        return sizes[sizes <= budget]
+
+    return np.diff(cheapest_ends(len(descending), sizes_from, budget / 16), prepend=0)

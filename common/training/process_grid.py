@@ -61,25 +61,6 @@ class Degrees:
         """Returns the index of a rank's part of the model's depth."""
         return rank // self.stage_size
 
-    def neighbours(self, rank: int) -> list[int]:
-        """Returns the ranks with the same samples and layers as `rank`, including `rank`."""
-        start = rank // self.group * self.group
-        return list(range(start, start + self.group))
-
-    def stages(self, rank: int) -> list[int]:
-        """Returns the ranks of all pipeline stages that process the samples of `rank`, including `rank`."""
-        return list(range(rank % self.stage_size, self.num_processes, self.stage_size))
-
-    def ends(self, rank: int) -> list[int]:
-        """Returns the first and the last of `stages(rank)` if `rank` is one of the two, otherwise only `rank`."""
-        first, *_, last = self.stages(rank)
-        return [first, last] if rank in (first, last) else [rank]
-
-    def peers(self, rank: int) -> list[int]:
-        """Returns the ranks with the same weights as `rank`, including `rank`; they average their gradients."""
-        start = self.stage(rank) * self.stage_size
-        return list(range(start + self.tensor_rank(rank), start + self.stage_size, self.tensor))
-
     def describe(self) -> str:
         """Returns the number of processes or groups with their own samples, as text."""
         if self.num_processes == self.data:

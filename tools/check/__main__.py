@@ -28,7 +28,7 @@ import torch.distributed as dist
 from common.command_parser import CommandParser
 from common.disk_errors import disk_line
 from common.errors import UserError, refuse
-from common.files import why_not_writable, write_file
+from common.files import nearest_existing, why_not_writable, write_file
 from common.host_memory import available_memory
 from common.parallel import liveness, rank_watch
 from common.parallel.launch import Launch, find_launch, runs_on_cpu, started_world_size
@@ -36,6 +36,7 @@ from common.parallel.precision_choice import sustained_rates
 from common.parallel.process_checks import check_started
 from common.parallel.rank_connection import at_most, connecting, name_interface
 from common.parallel.shutdown import leave_together, user_mistakes_end_here
+from common.training.process_grid import Degrees, set_running
 from common.versions import versions
 from tools.check.report import report
 
@@ -87,6 +88,7 @@ def connect(launch: Launch, timeout: float) -> torch.device:
 
     Raises UserError: a rank is missing after `timeout` seconds, or the ranks cannot connect.
     """
+    set_running(Degrees(launch.num_processes))  # otherwise the watching thread would create Accelerate's state
     liveness.reset()
     if started_world_size() > 1:
         rank_watch.start(timeout)
@@ -127,7 +129,7 @@ def measure_devices(device: torch.device, num_processes: int) -> list[dict[str, 
 
 def existing_directory(directory: Path) -> Path:
     """Returns the directory, or its nearest existing parent. Raises UserError: it is not writable."""
-    existing = next(path for path in [directory, *directory.absolute().parents] if path.exists())
+    existing = nearest_existing(directory)
     if (reason := why_not_writable(existing)) is not None:
         location = f"{existing} on host {socket.gethostname()}"
         raise UserError(f"--directory {directory}: {location} is not writable: {reason}; use a different directory")

@@ -1,13 +1,13 @@
 """Traces the storages that the operators of an update allocate and deallocate."""
 
 from collections import defaultdict
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import finalize
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from common.internals.torch import dispatch_mode, is_fake, storage_key, tree_leaves, without_fakes
+from common.report.flops import FORMULAS
 
 _ATEN = torch.ops.aten
 GROUPED = _ATEN._grouped_mm.default
@@ -15,17 +15,6 @@ FEW_STEPS = 64
 LSTM, LSTM_BACKWARD = _ATEN.mkldnn_rnn_layer.default, _ATEN.mkldnn_rnn_layer_backward.default
 
 
-def grouped_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Counts a grouped matmul: `a`, `b` or the result has a dimension of groups, which is not a factor."""
-    return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
-
-
-# Operators that torch does not count. Attention on a CPU has the FLOPs of the GPU kernel.
-FLOPS: dict[Any, Any] = dict(flop_registry) | {
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: flop_registry[_ATEN._scaled_dot_product_flash_attention],
-    _ATEN._grouped_mm: grouped_flops,
-    _ATEN.addmm_: flop_registry[_ATEN.addmm],
-}
 COPY = _ATEN._to_copy.default
 
 
@@ -76,7 +65,7 @@ class AllocationTracer(dispatch_mode()):  # type: ignore[misc]  # the class is p
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = self._call(func, args, kwargs or {})
-        if (count := FLOPS.get(func.overloadpacket)) is not None:
+        if (count := FORMULAS.get(func.overloadpacket)) is not None:
             self.flops[self.segment] += count(*args, **(kwargs or {}), out_val=out)
         is_copy = func is COPY and self.parts.get(self.number_of(args[0])) == "weights"
         for tensor in tree_leaves(out):

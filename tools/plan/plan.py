@@ -11,7 +11,8 @@ from typing import Any
 
 from common.errors import UserError
 from common.host_memory import format_bytes
-from common.models import adapters, model_setup
+from common.models import adapters
+from common.parallel import mode_checks
 from common.planner import repeated_flags
 from common.training.optimizer_choice import smaller_optimizers
 from common.training.optimizers import OPTIMIZERS
@@ -119,7 +120,7 @@ def best_of(rows: list[Row]) -> Row | None:
 def check_shared_model(config: Any, model_class: Any, make_empty: Callable[[], Any], degrees: Degrees) -> list[str]:
     """Returns the reasons why a model does not support this process grid."""
     if degrees.pipeline == 1:
-        return model_setup.check_model(config, model_class, make_empty, degrees)
+        return mode_checks.check_shared_model(config, model_class, make_empty, degrees)
     from common.tasks.pipeline import stages  # not for a recipe without stages
 
     problems = list(stages.check_stages(config, degrees))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from common.errors import UserError, one_line
-from common.parallel.process_groups import group_of
+from common.parallel import process_groups
 from common.training.output_head import MoreTerms, examine_head, left_unchanged
 from common.training.process_grid import Degrees, running
 from common.training.shares import Share, Shares
@@ -138,7 +138,7 @@ class Stages:
         degrees, rank = running(), PartialState().process_index
         self.number, self.index = degrees.pipeline, degrees.stage(rank)
         self.is_first, self.is_last = self.index == 0, self.index == self.number - 1
-        self.ranks, self.group = degrees.stages(rank), group_of(degrees.stages)
+        self.ranks, self.group = process_groups.stages(degrees, rank), process_groups.group_of(process_groups.stages)
         sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
         self.num_parameters = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
         self._find_parts(model)
@@ -231,7 +231,8 @@ class Stages:
             name: Share(tuple(p.shape), sums_gradients=p is tied, counts=name not in self.held_before)
             for name, p in model.named_parameters()
         }
-        model.shares, model.pipeline_stages = Shares(self.group, shares, group_of(running().ends)), self
+        ends = process_groups.group_of(process_groups.ends)
+        model.shares, model.pipeline_stages = Shares(self.group, shares, ends), self
 
     def whole_weights(self, model: PreTrainedModel) -> dict[str, Tensor] | None:
         """Returns all stages' weights and saved buffers on the main process; None on other processes.
