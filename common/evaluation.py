@@ -28,25 +28,25 @@ class Evaluations:
     def __init__(self, run: Any):
         self.run, self.is_of_update = run, False
         self.votes: StopVotes | None = None  # None while requests to stop are ignored
-        self.hearing = ExitStack()
+        self.signal_handling = ExitStack()
         self.metrics: Any = None
         self.lines: list[str] = []  # lines to print about the metrics
 
     @contextmanager
-    def hear(self) -> Iterator[StopRequests]:
+    def accept_requests(self) -> Iterator[StopRequests]:
         """Context manager around the loop: accepts requests to stop until `close`, after the final evaluation."""
         run = self.run
-        with ExitStack() as hearing:
-            requests = hearing.enter_context(StopRequests())
+        with ExitStack() as signal_handling:
+            requests = signal_handling.enter_context(StopRequests())
             self.votes = StopVotes(requests, run.checkpoints.ranks.sum, run.accelerator.num_processes)
             yield requests
-            self.hearing = hearing.pop_all()
+            self.signal_handling = signal_handling.pop_all()
 
     def close(self) -> tuple[str, ...]:
         """Ends the handling of requests to stop, after the last evaluation; returns lines about --metric, to print."""
-        self.stop_if_asked(now=True)
+        self.stop_if_requested(now=True)
         self.votes = None
-        self.hearing.close()
+        self.signal_handling.close()
         return tuple(self.lines)
 
     def is_due(self) -> bool:
@@ -66,7 +66,7 @@ class Evaluations:
         try:
             return self.evaluate(evaluate, model) if self.is_of_update else {}
         except EvaluationStopped:
-            self.run.news["asked"] = 1.0  # on all ranks, so that `Run.end_update` saves
+            self.run.reduced["stop_requested"] = 1.0  # on all ranks, so that `Run.end_update` saves
             return {}
         finally:
             self.is_of_update = False
@@ -103,12 +103,12 @@ class Evaluations:
         results, self.lines = self.metrics.compute(predictions, references)
         return results
 
-    def stop_if_asked(self, now: bool = False) -> None:
+    def stop_if_requested(self, now: bool = False) -> None:
         """Ends the run if a stop is requested; `now`: synchronises the ranks first.
 
         Raises EvaluationStopped: in an evaluation after an update, which must still be recorded.
         """
-        if self.votes is None or not self.votes.are_for_stop(now):
+        if self.votes is None or not self.votes.stop_is_requested(now):
             return
         if self.is_of_update:
             raise EvaluationStopped

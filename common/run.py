@@ -7,12 +7,12 @@
         for batch in batches:
             for micro_batch, is_last in run.micro_batches(batch): ...  on the device; --dry_run: only the first
             if run.all_finite(batch, loss_sums, grad_norm): ...        same result on all ranks: step, or skip
-            figures = run.evaluations.after_update(evaluate, model)    evaluates if due
-            if run.end_update(batch, **figures): break                 writes metrics; saves a checkpoint if due
-    results = run.end_training()                      a run with a request to stop ends here
+            metrics = run.evaluations.after_update(evaluate, model)    evaluates if due
+            if run.end_update(batch, **metrics): break                 writes metrics; saves a checkpoint if due
+    results = run.end_training()                      exits here after a request to stop
     run.write_model("AutoModelFor...", tokenizer)     model/ (all-gathered if sharded), model card, results so far
     with run.optional_steps(): ...                    final metrics and samples; an error there prints one line
-    run.finish(results, ...)                          prints the results, ends all ranks together
+    run.finish(results, ...)                          prints and saves the results, ends all ranks together
 
 Forward, backward, clipping and step are in the recipe.
 
@@ -54,8 +54,8 @@ from common.training.stop_signals import NOTHING_TRAINED
 class Run:
     """A run of a recipe. All ranks call its methods together, in the order of their definition.
 
-    `held_out` is the loader of the held-out samples, or None. `news` contains the values that `all_finite` summed over
-    the ranks. `budget` is the token budget of --micro_batch_tokens auto, or None.
+    `held_out` is the loader of the held-out samples, or None. `reduced` contains the values that `all_finite`
+    summed over the ranks. `budget` is the token budget of --micro_batch_tokens auto, or None.
     """
 
     def __init__(self, args: Arguments, problems: Iterable[str] = (), **traits: Any):
@@ -167,7 +167,7 @@ class Run:
         self.checkpoints.resume(self.resumed, self.model, self.optimizer)  # last, because it restores the RNG states
         work = flops.of_run(self, launch.is_rehearsal(self.launch_config))
         self.progress = progress.Progress(self.accelerator, self.output_dir, self.args.num_updates, self.state, work)
-        with self.progress, self.evaluations.hear() as self.requests:
+        with self.progress, self.evaluations.accept_requests() as self.requests:
             batches = _batches(self)
             yield batches
             batches.close()
@@ -181,20 +181,21 @@ class Run:
         with weights_cast_once(self.args.activation_checkpointing == "none"):
             for number, micro_batch in enumerate(tried, start=1):
                 if not self.model.training:
-                    self.evaluations.stop_if_asked()
+                    self.evaluations.stop_if_requested()
                 yield send_to_device(micro_batch, self.device, non_blocking=True), number == len(micro_batches)
 
     def all_finite(
-        self, batch: GlobalBatch, loss_sums: list[Tensor], grad_norm: Tensor | float, **own_news: Tensor | float
+        self, batch: GlobalBatch, loss_sums: list[Tensor], grad_norm: Tensor | float, **extra: Tensor | float
     ) -> bool:
         """Returns whether loss and gradient are finite on all ranks, so that the optimizer may step; counts the update.
 
         Also False in a budget trial and after an OOM. loss_sums: one scalar per micro-batch of this rank. grad_norm:
-        before clipping. own_news: more values to sum into `news`, with the same names and shapes on each rank.
+        before clipping. extra: more values to sum into `reduced`, with the same names and shapes on each rank.
         """
-        news = self.checkpoints.news(self.requests) | own_news | (self.budget.values_to_reduce() if self.budget else {})
-        loss, grad_norm, self.news = accumulation.reduce_update(self.accelerator, loss_sums, grad_norm, batch, news)
-        if self.budget and self.budget.note_out_of_memory(self.news):
+        extra |= self.checkpoints.values_to_reduce(self.requests)
+        extra |= self.budget.values_to_reduce() if self.budget else {}
+        loss, grad_norm, self.reduced = accumulation.reduce_update(self.accelerator, loss_sums, grad_norm, batch, extra)
+        if self.budget and self.budget.note_out_of_memory(self.reduced):
             return False
         is_finite, state = math.isfinite(loss) and math.isfinite(grad_norm), self.state
         state.skipped_in_a_row = 0 if is_finite else state.skipped_in_a_row + 1
@@ -204,18 +205,18 @@ class Run:
         self.record = {"update": batch.update, "loss": loss, "grad_norm": grad_norm}
         return is_finite
 
-    def end_update(self, batch: GlobalBatch, **figures: float) -> bool:
-        """Records the update and `figures`; saves a checkpoint if due. Returns whether the loop must end."""
+    def end_update(self, batch: GlobalBatch, **metrics: float) -> bool:
+        """Records the update and `metrics`; saves a checkpoint if due. Returns whether the loop must end."""
         if self.budget and self.budget.drops_update:
             return False
         state = self.state
-        if "validation_loss" in figures:
-            state.measured(figures["validation_loss"])
-        self.progress.update(batch, **self.record, **figures)
+        if "validation_loss" in metrics:
+            state.measured(metrics["validation_loss"])
+        self.progress.update(batch, **self.record, **metrics)
         if state.skipped_in_a_row == self.args.max_skipped_updates:
             message = f"update {batch.update}: loss or gradient not finite {state.skipped_in_a_row} times in a row"
             raise RuntimeError(f"{message}; lower --learning_rate, or look at the data")
-        self.is_stopped = self.checkpoints.update_done(state, self.model, self.optimizer, self.news)
+        self.is_stopped = self.checkpoints.update_done(state, self.model, self.optimizer, self.reduced)
         if is_over := state.end(self.args) < self.args.num_updates:
             self.progress.end_early(self.args.patience)
         return self.is_stopped or is_over
@@ -242,19 +243,19 @@ class Run:
         """Context for the final metrics and samples: an error inside prints one line, and the run still finishes."""
         return liveness.optional(partial(_report_missing, self))
 
-    def finish(self, results: dict[str, Any], *lines: str) -> None:
+    def finish(self, results: dict[str, Any], *extra_lines: str) -> None:
         """Prints and writes the results, and ends the run on all ranks together; status 1 if it trained nothing."""
-        lines += self.evaluations.close()
+        extra_lines += self.evaluations.close()
         self.results |= results
         status = NOTHING_TRAINED if tracking.describe_failure(self.results) else 0
         if self.accelerator.is_main_process:
-            tracking.print_results(self.results, self.output_dir, self.model_class, self.is_again, *lines)
+            tracking.print_results(self.results, self.output_dir, self.model_class, self.is_again, *extra_lines)
         shutdown.end_run(self.accelerator, status)
 
 
 def _batches(run: Run) -> Generator[GlobalBatch, None, None]:
     """Returns the global batches of the run; with a token budget, also its trial batches and the batches to retry."""
-    if run.args.num_workers:  # it ends the workers, and after an error there may be no descriptor left to load it
+    if run.args.num_workers:  # imported early, because after an error no file descriptor may be left for the import
         from common.parallel import failures as failures
     if run.budget:
         from common.auto_micro_batch import batches_with_oom_retry

@@ -37,7 +37,7 @@ def save_and_stop(run: Any) -> NoReturn:
 
 def end_stopped(run: Any) -> NoReturn:
     """Ends a run that has saved because of a request to stop, with status 75."""
-    run.evaluations.hearing.close()
+    run.evaluations.signal_handling.close()
     if run.accelerator.is_main_process:
         update = run.state.update
         end_unfinished(run.output_dir, f"stopped after update {update}")
@@ -60,14 +60,14 @@ def repeat_evaluation(run: Any, evaluate: Any, model: torch.nn.Module) -> None:
     state.measured(metrics["validation_loss"])
     held_out.add_evaluation(run.progress, metrics)
     run.checkpoints.last_saved = -1  # because the last checkpoint has no metrics
-    run.checkpoints.update_done(state, run.model, run.optimizer, {"asked": 0.0, "failed": 0.0, "written": 0.0})
+    run.checkpoints.update_done(state, run.model, run.optimizer, {"stop_requested": 0.0, "failed": 0.0, "written": 0.0})
     if state.end(run.args) < run.args.num_updates:
         run.progress.end_early(run.args.patience)
         run.loader = run.load(range(0))
 
 
 def report_missing(run: Any, error: Exception) -> None:
-    """Reports an error in the final metrics or samples, in one line that is also added to the results."""
+    """Reports an error in the final metrics or samples, in one line, which is also added to the results."""
     line = f"missing    a figure or sample of the end: {with_location(error)}; model/ and the rest are complete"
     run.results["error_after_training"] = line
     if not run.accelerator.is_main_process:  # the main process prints it among the last lines

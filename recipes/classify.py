@@ -5,8 +5,8 @@ one GPU        accelerate launch --config_file accelerate_configs/single_gpu.yam
                    --model_name_or_path my_encoder/ --train_file reviews.csv --validation_file held_out.csv
 several GPUs   accelerate launch --config_file accelerate_configs/multi_gpu.yaml --num_processes 8 \\
                    recipes/classify.py --model_name_or_path my_encoder/ --train_file reviews.csv --global_batch_size 128
-rehearsal      the same with --dry_run, on any machine
-continue       the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in another mode
+dry run        the same with --dry_run, on any machine
+resume         the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in a different mode
 
 A row has a text (--text_column), or two (--pair_column), and a label (--label_column): a class, or a number to predict
 if not all labels are integers. The default data is functions of the standard library, labelled with their packages.
@@ -16,7 +16,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-# The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
+# The repository root comes after this file's directory (index 0), so a common/ next to this file takes precedence.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 from common import arguments  # isort: skip  # before torch: see common/__init__.py
@@ -61,7 +61,7 @@ def parse_arguments():
 
 
 def load_data(args):
-    """Tokenizer, the model's configuration, training samples, held-out samples or None, and the labels or None."""
+    """Returns tokenizer, model config, training samples, held-out samples or None, and the labels or None."""
     source, held_out_source = arguments.text_sources(args)
     train, held_out, names, classes = text_classifier.read_rows(args, source, held_out_source)
     config, tokenizer, names = text_classifier.choose_model(args, MODEL_CONFIGS, source, names, classes)
@@ -70,7 +70,7 @@ def load_data(args):
 
 
 def predict(model, micro_batch):
-    """The sum of a micro-batch's losses (cross-entropies or squared errors), and its predictions, (N,)."""
+    """Returns the summed loss of a micro-batch (cross-entropy or squared error), and its predictions, (N,)."""
     inputs, targets = {name: x for name, x in micro_batch.items() if "target" not in name}, micro_batch["targets"]
     logits = model(**inputs).logits[micro_batch["target_rows"]]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -80,19 +80,19 @@ def predict(model, micro_batch):
 
 
 def sum_losses(model, micro_batch):
-    """The sum of the losses of a micro-batch's targets."""
+    """Returns the summed loss of a micro-batch's targets."""
     return predict(model, micro_batch)[0]
 
 
 def evaluate(run, model):
-    """Mean loss over all held-out samples, of mixed data also by source, and the figures of the predictions."""
+    """Returns the mean held-out loss, for mixed data also per source, and the metrics of the predictions."""
     return scores.score(*measure(run, model, predict))
 
 
 def train(args, run, model, optimizer, batches):
-    """The loop: the micro-batches of a global batch, then one update."""
+    """Training loop: per global batch, forward and backward of its micro-batches, then one update."""
     accelerator = run.accelerator
-    run.evaluations.repeat(evaluate, model)  # of a resumed run, if a stop has ended it
+    run.evaluations.repeat(evaluate, model)  # on resume, if a request to stop interrupted it
     for batch in batches:
         rate = learning_rate(batch.update, args.lr_schedule, args.learning_rate, args.num_updates, args.warmup_updates)
         set_learning_rate(optimizer, rate)
@@ -110,8 +110,8 @@ def train(args, run, model, optimizer, batches):
             optimizer.zero_grad()
         else:
             skip_step(accelerator, optimizer)
-        figures = {"learning_rate": rate} | run.evaluations.after_update(evaluate, model)
-        if run.end_update(batch, **figures):
+        metrics = {"learning_rate": rate} | run.evaluations.after_update(evaluate, model)
+        if run.end_update(batch, **metrics):
             break
 
 

@@ -5,7 +5,7 @@ one GPU        accelerate launch --config_file accelerate_configs/single_gpu.yam
                    --model_name_or_path my_model/ --train_file preferences.jsonl --validation_file held_out.jsonl
 several GPUs   accelerate launch --config_file accelerate_configs/fsdp2.yaml --num_processes 8 recipes/dpo.py \\
                    --model_name_or_path my_model/ --train_file preferences.jsonl --lora_rank 16
-continue       the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in another mode
+resume         the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in a different mode
 
 A row has a `prompt` with a `chosen` and a `rejected` answer; or these two alone, which begin with the same prompt. Each
 is a text, or a list of messages. Without data, a function's body is to be preferred to its lines in reverse order.
@@ -16,7 +16,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-# The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
+# The repository root comes after this file's directory (index 0), so a common/ next to this file takes precedence.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 from common import arguments  # isort: skip  # before torch: see common/__init__.py
@@ -60,7 +60,7 @@ def parse_arguments():
 
 
 def load_data(args):
-    """Tokenizer, the model's configuration, training samples, and held-out samples or None."""
+    """Returns tokenizer, model config, training samples, and held-out samples or None."""
     source, held_out_source = arguments.text_sources(args)
     if args.model_name_or_path:
         config = load_config(args.model_name_or_path, args.trust_remote_code)
@@ -77,7 +77,7 @@ def load_data(args):
 
 
 def predict(model, micro_batch):
-    """The sum of a micro-batch's losses, and by how much the implicit reward of each chosen answer is higher, (P,)."""
+    """Returns the summed loss of a micro-batch, and the implicit reward margin of each pair, (P,)."""
 
     def loss_and_margins(answers):
         rewards = micro_batch["target_beta"] * (answers - micro_batch["target_reference"])
@@ -88,20 +88,20 @@ def predict(model, micro_batch):
 
 
 def sum_losses(model, micro_batch):
-    """The sum of the losses of a micro-batch's pairs."""
+    """Returns the summed loss of a micro-batch's pairs."""
     return predict(model, micro_batch)[0]
 
 
 def evaluate(run, model):
-    """Mean loss over all held-out pairs; how many have the higher reward for the chosen answer, and by how much."""
+    """Returns the mean loss, reward accuracy and mean reward margin over all held-out pairs."""
     losses, margins, _ = measure(run, model, predict)
     return losses | {"accuracy": (margins > 0).mean().item(), "margin": margins.mean().item()}
 
 
 def train(args, run, model, optimizer, batches):
-    """The loop: the micro-batches of a global batch, then one update."""
+    """Training loop: per global batch, forward and backward of its micro-batches, then one update."""
     accelerator = run.accelerator
-    run.evaluations.repeat(evaluate, model)  # of a resumed run, if a stop has ended it
+    run.evaluations.repeat(evaluate, model)  # on resume, if a request to stop interrupted it
     for batch in batches:
         rate = learning_rate(batch.update, args.lr_schedule, args.learning_rate, args.num_updates, args.warmup_updates)
         set_learning_rate(optimizer, rate)
@@ -119,8 +119,8 @@ def train(args, run, model, optimizer, batches):
             optimizer.zero_grad()
         else:
             skip_step(accelerator, optimizer)
-        figures = {"learning_rate": rate} | run.evaluations.after_update(evaluate, model)
-        if run.end_update(batch, **figures):
+        metrics = {"learning_rate": rate} | run.evaluations.after_update(evaluate, model)
+        if run.end_update(batch, **metrics):
             break
 
 
@@ -130,11 +130,11 @@ def main():
     tokenizer, config, train_set, held_out = load_data(args)
     run.begin(config, tokenizer, train_set, held_out, "beta")
     model = build_base(args, config)
-    how = sum_token_losses(model, keeps_own_loss=False)  # model(...) gives the tokens' losses to its `loss_of`
+    loss_description = sum_token_losses(model, keeps_own_loss=False)  # model(...) now calls `loss_of(token_losses)`
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
     collate = partial(collate_preferences, pad_token_id=tokenizer.pad_token_id, beta=args.beta)
     describe_use(model, config, tokenizer, train_set.end_tokens)
-    model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, loss=how)
+    model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, loss=loss_description)
     add_reference(run, model)
     with run.training(config, tokenizer) as batches:
         train(args, run, model, optimizer, batches)

@@ -1,22 +1,22 @@
-"""Trains a causal language model, from scratch or from a pretrained one, on any machine that accelerate_configs/ names.
+"""Trains a causal language model, from scratch or from a pretrained one, with any config of accelerate_configs/.
 
 smallest run   accelerate launch --config_file accelerate_configs/cpu.yaml recipes/lm.py
 one GPU        accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/lm.py --model_config small \\
                    --train_file 'books/*.txt' --validation_file held_out.txt --output_dir runs/books
 several GPUs   accelerate launch --config_file accelerate_configs/multi_gpu.yaml --num_processes 8 recipes/lm.py \\
                    --model_name_or_path my_model/ --train_file chats.jsonl --global_batch_size 128
-rehearsal      the same with --dry_run, on any machine
-continue       the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in another mode
+dry run        the same with --dry_run, on any machine
+resume         the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in a different mode
 
-Text is joined and cut into blocks of --sequence_length tokens. A row with `prompt` and `completion`, or `messages`, is
-an example of its own length, and its targets are the completion, or the assistant's turns.
+Text is concatenated and split into blocks of --sequence_length tokens. A row with `prompt` and `completion`, or with
+`messages`, is a separate example without packing; its targets are the completion, or the assistant's turns.
 """
 
 import sys
 from functools import partial
 from pathlib import Path
 
-# The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
+# The repository root comes after this file's directory (index 0), so a common/ next to this file takes precedence.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 from common import arguments  # isort: skip  # before torch: see common/__init__.py
@@ -59,7 +59,7 @@ def parse_arguments():
 
 
 def load_data(args):
-    """Tokenizer, the model's configuration, training samples, and held-out samples or None."""
+    """Returns tokenizer, model config, training samples, and held-out samples or None."""
     source, held_out_source = arguments.text_sources(args)
     if args.model_name_or_path:
         config = load_config(args.model_name_or_path, args.trust_remote_code)
@@ -76,13 +76,13 @@ def load_data(args):
 
 
 def sum_losses(model, micro_batch):
-    """The sum of the losses of a micro-batch's targets; `main` makes the model return it (`sum_token_losses`)."""
+    """Returns the summed loss of a micro-batch's targets; `sum_token_losses` in `main` makes the model return it."""
     return model(**micro_batch)
 
 
 @torch.no_grad()
 def evaluate(run, model):
-    """Mean loss over all targets of the held-out samples, each counted once; of mixed data also by source."""
+    """Returns the mean loss over all held-out targets, each counted once; for mixed data also per source."""
     model.eval()
     measured = []
     for batch in run.held_out:
@@ -93,9 +93,9 @@ def evaluate(run, model):
 
 
 def train(args, run, model, optimizer, batches):
-    """The loop: the micro-batches of a global batch, then one update."""
+    """Training loop: per global batch, forward and backward of its micro-batches, then one update."""
     accelerator = run.accelerator
-    run.evaluations.repeat(evaluate, model)  # of a resumed run, if a stop has ended it
+    run.evaluations.repeat(evaluate, model)  # on resume, if a request to stop interrupted it
     for batch in batches:
         rate = learning_rate(batch.update, args.lr_schedule, args.learning_rate, args.num_updates, args.warmup_updates)
         set_learning_rate(optimizer, rate)
@@ -113,8 +113,8 @@ def train(args, run, model, optimizer, batches):
             optimizer.zero_grad()
         else:
             skip_step(accelerator, optimizer)
-        figures = {"learning_rate": rate} | run.evaluations.after_update(evaluate, model)
-        if run.end_update(batch, **figures):
+        metrics = {"learning_rate": rate} | run.evaluations.after_update(evaluate, model)
+        if run.end_update(batch, **metrics):
             break
 
 
@@ -124,11 +124,11 @@ def main():
     tokenizer, config, train_set, held_out = load_data(args)
     run.begin(config, tokenizer, train_set, held_out)
     model = build_base(args, config)
-    how = sum_token_losses(model)  # from here on, model(...) is the sum of the losses of a micro-batch's targets
+    loss_description = sum_token_losses(model)  # model(...) now returns the summed loss of the targets
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
     collate = partial(collate_tokens, pad_token_id=tokenizer.pad_token_id)
     describe_use(model, config, tokenizer, train_set.end_tokens)
-    model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, loss=how)
+    model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, loss=loss_description)
     with run.training(config, tokenizer) as batches:
         train(args, run, model, optimizer, batches)
     results, lines = run.end_training(), []

@@ -5,8 +5,8 @@ a GRU          the same with --architecture gru; a transformer with --architectu
 longer         the same with --sequence_length 1048576 --global_batch_size 1, and --levels 2 for less memory
 several GPUs   accelerate launch --config_file accelerate_configs/multi_gpu.yaml --num_processes 8 \\
                    recipes/long_sequence.py --train_file 'logs/*.txt' --global_batch_size 8 --hidden_size 1024
-rehearsal      the same with --dry_run, on any machine
-continue       the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in another mode
+dry run        the same with --dry_run, on any machine
+resume         the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in a different mode
 
 A recurrent network runs over the sequence in segments and keeps the state at the start of each; backward recomputes one
 segment at a time: memory grows with the square root of the length (--levels: slower still), and the gradient is that
@@ -18,7 +18,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-# The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
+# The repository root comes after this file's directory (index 0), so a common/ next to this file takes precedence.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 from common import arguments  # isort: skip  # before torch: see common/__init__.py
@@ -67,7 +67,7 @@ def parse_arguments():
 
 
 def load_data(args):
-    """Tokenizer, the model's configuration, training samples, and held-out samples or None."""
+    """Returns tokenizer, model config, training samples, and held-out samples or None."""
     source, held_out_source = arguments.text_sources(args)
     config, tokenizer = architectures.choose_model(args, source)
     refuse(check_model(config, tokenizer, args.sequence_length))
@@ -78,13 +78,13 @@ def load_data(args):
 
 
 def sum_losses(model, micro_batch):
-    """The sum of the losses of a micro-batch's targets; `main` makes the model return it (`sum_losses_in_pieces`)."""
+    """Returns the summed loss of a micro-batch's targets; `main` makes the model return it (`sum_losses_in_pieces`)."""
     return model(**micro_batch)
 
 
 @torch.no_grad()
 def evaluate(run, model):
-    """Mean loss over all targets of the held-out samples, each counted once; of mixed data also by source."""
+    """Returns the mean loss over all held-out targets, each counted once; for mixed data also per source."""
     model.eval()
     measured = []
     for batch in run.held_out:
@@ -95,9 +95,9 @@ def evaluate(run, model):
 
 
 def train(args, run, model, optimizer, batches):
-    """The loop: the micro-batches of a global batch, then one update."""
+    """Training loop: per global batch, forward and backward of its micro-batches, then one update."""
     accelerator = run.accelerator
-    run.evaluations.repeat(evaluate, model)  # of a resumed run, if a stop has ended it
+    run.evaluations.repeat(evaluate, model)  # on resume, if a request to stop interrupted it
     for batch in batches:
         rate = learning_rate(batch.update, args.lr_schedule, args.learning_rate, args.num_updates, args.warmup_updates)
         set_learning_rate(optimizer, rate)
@@ -115,8 +115,8 @@ def train(args, run, model, optimizer, batches):
             optimizer.zero_grad()
         else:
             skip_step(accelerator, optimizer)
-        figures = {"learning_rate": rate} | run.evaluations.after_update(evaluate, model)
-        if run.end_update(batch, **figures):
+        metrics = {"learning_rate": rate} | run.evaluations.after_update(evaluate, model)
+        if run.end_update(batch, **metrics):
             break
 
 
@@ -129,19 +129,19 @@ def main():
     name = (
         "common.tasks.long_sequence.recurrent.RecurrentLM" if isinstance(model, RecurrentLM) else "AutoModelForCausalLM"
     )
-    # From here on, model(...) is the sum of the losses of a micro-batch's targets.
-    how = architectures.sum_losses_in_pieces(model, args, train_set.max_length)
+    # model(...) now returns the summed loss of a micro-batch's targets.
+    loss_description = architectures.sum_losses_in_pieces(model, args, train_set.max_length)
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
     collate = partial(collate_tokens, pad_token_id=tokenizer.pad_token_id)
     describe_use(model, config, tokenizer, train_set.end_tokens)
-    model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, loss=how)
+    model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, loss=loss_description)
     with run.training(config, tokenizer) as batches:
         train(args, run, model, optimizer, batches)
     results = run.end_training()
     run.write_model(name, tokenizer)
     with run.optional_steps():
         results |= describe_held_out(evaluate(run, model), held_out) if held_out else {}
-    line = f"memory grew by {results['memory_growth_bytes'] / 2**20:,.0f} MiB while training; {how}"
+    line = f"memory grew by {results['memory_growth_bytes'] / 2**20:,.0f} MiB while training; {loss_description}"
     run.finish(results, line)
 
 

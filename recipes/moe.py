@@ -4,8 +4,8 @@ smallest run   accelerate launch --config_file accelerate_configs/cpu.yaml recip
 up-cycling     accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/moe.py --upcycle \\
                    --model_name_or_path my_llama/ --num_experts 8 --experts_per_token 2 --train_file 'books/*.txt'
 several GPUs   accelerate launch --config_file accelerate_configs/fsdp2.yaml --num_processes 8 recipes/moe.py
-rehearsal      the same with --dry_run, on any machine
-continue       the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in another mode
+dry run        the same with --dry_run, on any machine
+resume         the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in a different mode
 
 Data as in recipes/lm.py. A model from scratch, or up-cycled, has the shape of ERNIE 4.5: in each layer a softmax router
 chooses each token's experts (--balance bias shifts the choice only), all computed in one batched product (grouped_mm).
@@ -15,7 +15,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-# The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
+# The repository root comes after this file's directory (index 0), so a common/ next to this file takes precedence.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 from common import arguments  # isort: skip  # before torch: see common/__init__.py
@@ -34,7 +34,7 @@ from common.training.clipping import clip_gradients
 from common.training.losses import sum_token_losses
 from common.training.optimizers import learning_rate, make_optimizer, set_learning_rate
 
-# Models to train from scratch, with as many active parameters as the model of that name in recipes/lm.py has.
+# Models to train from scratch, with the same number of active parameters as the model of that name in recipes/lm.py.
 MODEL_CONFIGS = {
     # layers, width, heads, key-value heads, experts, experts per token, expert width, vocabulary, learning rate
     "tiny": (4, 128, 4, 2, 8, 2, 192, 4096, 6e-3),  # 3.1 M parameters, 1.3 M active
@@ -64,7 +64,7 @@ def parse_arguments():
 
 
 def load_data(args):
-    """Tokenizer, the model's configuration, training samples, and held-out samples or None."""
+    """Returns tokenizer, model config, training samples, and held-out samples or None."""
     source, held_out_source = arguments.text_sources(args)
     config, tokenizer = moe_model.choose_mixture(args, MODEL_CONFIGS, source)
     refuse(check_model(config, tokenizer, args.sequence_length))
@@ -74,13 +74,13 @@ def load_data(args):
 
 
 def sum_losses(model, micro_batch):
-    """The sum of the losses of a micro-batch's targets; `main` makes the model return it (`sum_token_losses`)."""
+    """Returns the summed loss of a micro-batch's targets; `sum_token_losses` in `main` makes the model return it."""
     return model(**micro_batch)
 
 
 @torch.no_grad()
 def evaluate(run, model):
-    """Mean loss over all targets of the held-out samples, each counted once; of mixed data also by source."""
+    """Returns the mean loss over all held-out targets, each counted once; for mixed data also per source."""
     model.eval()
     measured = []
     for batch in run.held_out:
@@ -91,9 +91,9 @@ def evaluate(run, model):
 
 
 def train(args, run, model, optimizer, batches, router):
-    """The loop: the micro-batches of a global batch, then one update."""
+    """Training loop: per global batch, forward and backward of its micro-batches, then one update."""
     accelerator = run.accelerator
-    run.evaluations.repeat(evaluate, model)  # of a resumed run, if a stop has ended it
+    run.evaluations.repeat(evaluate, model)  # on resume, if a request to stop interrupted it
     for batch in batches:
         rate = learning_rate(batch.update, args.lr_schedule, args.learning_rate, args.num_updates, args.warmup_updates)
         set_learning_rate(optimizer, rate)
@@ -107,14 +107,14 @@ def train(args, run, model, optimizer, batches, router):
         if args.dry_run:
             break
         grad_norm = clip_gradients(accelerator, model, args.max_grad_norm)
-        if is_finite := run.all_finite(batch, loss_sums, grad_norm, **router.news()):
+        if is_finite := run.all_finite(batch, loss_sums, grad_norm, **router.values_to_reduce()):
             optimizer.step()
             optimizer.zero_grad()
         else:
             skip_step(accelerator, optimizer)
-        balance = router.end_update(is_finite, run.news)
-        figures = {"learning_rate": rate} | balance | run.evaluations.after_update(evaluate, model)
-        if run.end_update(batch, **figures):
+        balance = router.end_update(is_finite, run.reduced)
+        metrics = {"learning_rate": rate} | balance | run.evaluations.after_update(evaluate, model)
+        if run.end_update(batch, **metrics):
             break
 
 
@@ -124,13 +124,13 @@ def main():
     tokenizer, config, train_set, held_out = load_data(args)
     run.begin(config, tokenizer, train_set, held_out, "balance", "balance_strength")
     model = moe_model.build_mixture(args, config)
-    how = sum_token_losses(model)  # from here on, model(...) is the sum of the losses of a micro-batch's targets
-    router = routing.Routing(model, args.balance, args.balance_strength)  # its backward: with the balancing loss
+    summary = {"loss": sum_token_losses(model)}  # model(...) now returns the summed loss of the targets
+    router = routing.Routing(model, args.balance, args.balance_strength)  # backward now includes the balancing loss
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
     collate = partial(collate_tokens, pad_token_id=tokenizer.pad_token_id)
     routing.gather_whole_blocks(run.accelerator, router.layers)
     describe_use(model, config, tokenizer, train_set.end_tokens)
-    model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, loss=how, **router.describe(model))
+    model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, **summary, **router.describe(model))
     router.prepared()
     with run.training(config, tokenizer) as batches:
         train(args, run, model, optimizer, batches, router)

@@ -3,7 +3,7 @@
 rehearsal      accelerate launch --config_file accelerate_configs/pipeline.yaml recipes/pipeline.py
 two GPUs       the same with --model_name_or_path my_model/ --train_file chats.jsonl --global_batch_size 64
 two pipelines  the same with --num_processes 4 of accelerate launch: side by side, by DDP
-continue       the same with --resume, after a stop or a crash; also in another mode, of recipes/lm.py too
+resume         the same with --resume, after a stop or a crash; also in a different mode, also with recipes/lm.py
 
 Data and flags are those of recipes/lm.py. The loop differs in one place: a schedule runs the forwards and backwards of
 a global batch, on all stages. With another config there is one stage, and this is recipes/lm.py.
@@ -13,7 +13,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-# The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
+# The repository root comes after this file's directory (index 0), so a common/ next to this file takes precedence.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 from common import arguments  # isort: skip  # before torch: see common/__init__.py
@@ -59,7 +59,7 @@ def parse_arguments():
 
 
 def load_data(args):
-    """Tokenizer, the model's configuration, training samples, and held-out samples or None."""
+    """Returns tokenizer, model config, training samples, and held-out samples or None."""
     source, held_out_source = arguments.text_sources(args)
     if args.model_name_or_path:
         config = load_config(args.model_name_or_path, args.trust_remote_code)
@@ -76,13 +76,13 @@ def load_data(args):
 
 
 def sum_losses(model, micro_batch):
-    """This stage's part of the sum of the losses of a micro-batch's targets (`sum_token_losses`), in an evaluation."""
+    """Returns this stage's part of the summed loss of a micro-batch's targets, in an evaluation."""
     return model(**micro_batch)
 
 
 @torch.no_grad()
 def evaluate(run, model):
-    """Mean loss over all targets of the held-out samples, each counted once; of mixed data also by source."""
+    """Returns the mean loss over all held-out targets, each counted once; for mixed data also per source."""
     model.eval()
     measured = []
     for batch in run.held_out:
@@ -93,9 +93,9 @@ def evaluate(run, model):
 
 
 def train(args, run, model, optimizer, batches, pipeline):
-    """The loop: the pipeline's schedule of the micro-batches of a global batch, then one update."""
+    """Training loop: per global batch, the pipeline's schedule of its micro-batches, then one update."""
     accelerator = run.accelerator
-    run.evaluations.repeat(evaluate, model)  # of a resumed run, if a stop has ended it
+    run.evaluations.repeat(evaluate, model)  # on resume, if a request to stop interrupted it
     for batch in batches:
         rate = learning_rate(batch.update, args.lr_schedule, args.learning_rate, args.num_updates, args.warmup_updates)
         set_learning_rate(optimizer, rate)
@@ -110,8 +110,8 @@ def train(args, run, model, optimizer, batches, pipeline):
             optimizer.zero_grad()
         else:
             skip_step(accelerator, optimizer)
-        figures = {"learning_rate": rate} | run.evaluations.after_update(evaluate, model)
-        if run.end_update(batch, **figures):
+        metrics = {"learning_rate": rate} | run.evaluations.after_update(evaluate, model)
+        if run.end_update(batch, **metrics):
             break
 
 
@@ -121,12 +121,14 @@ def main():
     tokenizer, config, train_set, held_out = load_data(args)
     run.begin(config, tokenizer, train_set, held_out)
     model = build_model(config, args.model_name_or_path, args.trust_remote_code)
-    how = sum_token_losses(model)  # from here on, model(...) is the sum of the losses of a micro-batch's targets
+    loss_description = sum_token_losses(model)  # model(...) now returns the summed loss of the targets
     optimizer = make_optimizer(args.optimizer, model, args.learning_rate, args.weight_decay)
-    pipeline = Pipeline(model, optimizer, run)  # from here on, this process has its own stage of the model only
+    pipeline = Pipeline(model, optimizer, run)  # this process now has only its own stage of the model
     collate = partial(collate_tokens, pad_token_id=tokenizer.pad_token_id)
     describe_use(model, config, tokenizer, train_set.end_tokens)
-    model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out, loss=how, **pipeline.description)
+    model, optimizer = run.prepare(
+        model, optimizer, collate, train_set, held_out, loss=loss_description, **pipeline.description
+    )
     with run.training(config, tokenizer) as batches:
         train(args, run, model, optimizer, batches, pipeline)
     results, lines = run.end_training(), []

@@ -5,8 +5,8 @@ one GPU        accelerate launch --config_file accelerate_configs/single_gpu.yam
                    --model_name_or_path my_t5/ --train_file 'news/*.jsonl' --target_column summary
 several GPUs   accelerate launch --config_file accelerate_configs/multi_gpu.yaml --num_processes 8 \\
                    recipes/seq2seq.py --model_name_or_path my_marian/ --train_file de_en.parquet --global_batch_size 256
-rehearsal      the same with --dry_run, on any machine
-continue       the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in another mode
+dry run        the same with --dry_run, on any machine
+resume         the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in a different mode
 
 A row has a source (--source_column) and a target (--target_column), such as a translation or a summary. The default
 data is functions and the first lines of their docstrings. The model is a new T5, or any pretrained encoder-decoder.
@@ -16,7 +16,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-# The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
+# The repository root comes after this file's directory (index 0), so a common/ next to this file takes precedence.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 from common import arguments  # isort: skip  # before torch: see common/__init__.py
@@ -63,7 +63,7 @@ def parse_arguments():
 
 
 def load_data(args):
-    """Tokenizer, the model's configuration, training samples, and held-out samples or None."""
+    """Returns tokenizer, model config, training samples, and held-out samples or None."""
     source, held_out_source = arguments.text_sources(args)
     columns, lengths = (args.source_column, args.target_column), (args.sequence_length, args.target_length)
     config, tokenizer = encoder_decoder.choose_model(args, MODEL_CONFIGS, source, columns)
@@ -73,7 +73,7 @@ def load_data(args):
 
 
 def sum_losses(model, micro_batch):
-    """The sum of the losses of a micro-batch's targets, in float32 at least."""
+    """Returns the summed loss of a micro-batch's targets, in float32 at least."""
     inputs = {name: tensor for name, tensor in micro_batch.items() if not name.startswith("target")}
     # The model's own logits: T5 scales them, Marian adds a bias. Targets are short, so they need no chunks.
     logits = model(**inputs, use_cache=False).logits.flatten(0, 1).index_select(0, micro_batch["target_rows"])
@@ -83,7 +83,7 @@ def sum_losses(model, micro_batch):
 
 @torch.no_grad()
 def evaluate(run, model):
-    """Mean loss over all targets of the held-out samples, each counted once; of mixed data also by source."""
+    """Returns the mean loss over all held-out targets, each counted once; for mixed data also per source."""
     model.eval()
     measured = []
     for batch in run.held_out:
@@ -94,9 +94,9 @@ def evaluate(run, model):
 
 
 def train(args, run, model, optimizer, batches):
-    """The loop: the micro-batches of a global batch, then one update."""
+    """Training loop: per global batch, forward and backward of its micro-batches, then one update."""
     accelerator = run.accelerator
-    run.evaluations.repeat(evaluate, model)  # of a resumed run, if a stop has ended it
+    run.evaluations.repeat(evaluate, model)  # on resume, if a request to stop interrupted it
     for batch in batches:
         rate = learning_rate(batch.update, args.lr_schedule, args.learning_rate, args.num_updates, args.warmup_updates)
         set_learning_rate(optimizer, rate)
@@ -114,8 +114,8 @@ def train(args, run, model, optimizer, batches):
             optimizer.zero_grad()
         else:
             skip_step(accelerator, optimizer)
-        figures = {"learning_rate": rate} | run.evaluations.after_update(evaluate, model)
-        if run.end_update(batch, **figures):
+        metrics = {"learning_rate": rate} | run.evaluations.after_update(evaluate, model)
+        if run.end_update(batch, **metrics):
             break
 
 
@@ -131,7 +131,7 @@ def main():
     collate = partial(collate_pairs, **tokens)
     describe_use(model, config, tokenizer, [tokenizer.eos_token_id])
     model, optimizer = run.prepare(model, optimizer, collate, train_set, held_out)
-    tokenizer.model_max_length = args.sequence_length  # cuts a source in use as in training
+    tokenizer.model_max_length = args.sequence_length  # in use, sources are truncated as in training
     with run.training(config, tokenizer) as batches:
         train(args, run, model, optimizer, batches)
     results, lines = run.end_training(), []
@@ -140,8 +140,8 @@ def main():
         results |= describe_held_out(evaluate(run, model), held_out) if held_out else {}
         if held_out and args.generate:
             written = encoder_decoder.write_targets(args, model, held_out, collate, run.accelerator, tokenizer)
-            figures, lines, *texts = scores.score_targets(written, held_out, train_set, tokenizer)
-            results |= figures | run.evaluations.compute_metrics(*texts)
+            metrics, lines, *texts = scores.score_targets(written, held_out, train_set, tokenizer)
+            results |= metrics | run.evaluations.compute_metrics(*texts)
     run.finish(results, *lines)
 
 

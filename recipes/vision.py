@@ -1,12 +1,12 @@
-"""Trains an image classifier, from scratch or from a pretrained one, on any machine that accelerate_configs/ names.
+"""Trains an image classifier, from scratch or from a pretrained one, with any config of accelerate_configs/.
 
 smallest run   accelerate launch --config_file accelerate_configs/cpu.yaml recipes/vision.py
 one GPU        accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/vision.py \\
                    --model_config resnet --train_dir photos/train --validation_dir photos/test --image_size 128
 several GPUs   accelerate launch --config_file accelerate_configs/multi_gpu.yaml --num_processes 8 recipes/vision.py \\
                    --model_name_or_path my_vit/ --dataset_name ylecun/mnist --global_batch_size 512
-rehearsal      the same with --dry_run, on any machine
-continue       the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in another mode
+dry run        the same with --dry_run, on any machine
+resume         the same with --resume, after a stop or a crash; also on more or fewer GPUs, or in a different mode
 
 An image directory has one subfolder for each class. Without data of yours it learns scikit-learn's 8 x 8 digits.
 """
@@ -15,7 +15,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-# The repository's root, behind this file's folder (index 0), so that a copy of common/ beside a copy of this file wins.
+# The repository root comes after this file's directory (index 0), so a common/ next to this file takes precedence.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 from common import arguments  # isort: skip  # before torch: see common/__init__.py
@@ -62,7 +62,7 @@ def parse_arguments():
 
 
 def load_data(args):
-    """Preprocessing, the model's configuration, training samples, held-out samples or None, and is the head new?"""
+    """Returns preprocessing, model config, training samples, held-out samples or None, and whether the head is new."""
     train, held_out = image_files.find(args)
     config, preprocessing, train, held_out, new_head = image_classifier.choose_model(args, train, held_out)
     train_set = images.ImageSamples(train, preprocessing, args.augment, args.seed)
@@ -71,7 +71,7 @@ def load_data(args):
 
 
 def predict(model, micro_batch):
-    """The sum of a micro-batch's losses, cross-entropies, and its predictions, (N,)."""
+    """Returns the summed cross-entropy of a micro-batch, and its predictions, (N,)."""
     # channels_last is the layout that tensor cores compute in; on a CPU it is as fast or up to a sixth faster.
     pixels = micro_batch["pixel_values"].contiguous(memory_format=torch.channels_last)
     logits = model(pixel_values=pixels).logits[micro_batch["target_rows"]]
@@ -80,19 +80,19 @@ def predict(model, micro_batch):
 
 
 def sum_losses(model, micro_batch):
-    """The sum of the losses of a micro-batch's targets."""
+    """Returns the summed loss of a micro-batch's targets."""
     return predict(model, micro_batch)[0]
 
 
 def evaluate(run, model):
-    """Mean loss and accuracy over all held-out images, each counted once."""
+    """Returns mean loss and accuracy over all held-out images, each counted once."""
     return image_classifier.loss_and_accuracy(*measure(run, model, predict))
 
 
 def train(args, run, model, optimizer, batches):
-    """The loop: the micro-batches of a global batch, then one update."""
+    """Training loop: per global batch, forward and backward of its micro-batches, then one update."""
     accelerator = run.accelerator
-    run.evaluations.repeat(evaluate, model)  # of a resumed run, if a stop has ended it
+    run.evaluations.repeat(evaluate, model)  # on resume, if a request to stop interrupted it
     for batch in batches:
         rate = learning_rate(batch.update, args.lr_schedule, args.learning_rate, args.num_updates, args.warmup_updates)
         set_learning_rate(optimizer, rate)
@@ -110,8 +110,8 @@ def train(args, run, model, optimizer, batches):
             optimizer.zero_grad()
         else:
             skip_step(accelerator, optimizer)
-        figures = {"learning_rate": rate} | run.evaluations.after_update(evaluate, model)
-        if run.end_update(batch, **figures):
+        metrics = {"learning_rate": rate} | run.evaluations.after_update(evaluate, model)
+        if run.end_update(batch, **metrics):
             break
 
 

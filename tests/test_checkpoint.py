@@ -457,7 +457,7 @@ from common.training.stop_signals import StopRequests
 signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGUSR1}})  # as launchers/meet.py leaves it
 os.kill(os.getpid(), signal.SIGUSR1)
 with StopRequests() as stop:
-    assert stop.asked
+    assert stop.is_requested
     for _ in range({more}):
         os.kill(os.getpid(), signal.SIGUSR1)
 os.kill(os.getpid(), signal.SIGUSR1)  # what comes later is kept again, and does no harm

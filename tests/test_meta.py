@@ -127,11 +127,11 @@ def step(recipe, flags, output_dir, device, precision):
     def describe(tensor):
         return tuple(tensor.shape), tensor.dtype
 
-    def reduce_update(accelerator, loss_sums, grad_norm, batch, news):
+    def reduce_update(accelerator, loss_sums, grad_norm, batch, values):
         watch.close()
         assert len(loss_sums) > 1
         made.update(losses=[describe(loss) for loss in loss_sums], norm=describe(grad_norm))
-        return 1.0, 1.0, news
+        return 1.0, 1.0, values
 
     def stop(optimizer, *_):
         for p in (p for group in optimizer.param_groups for p in group["params"]):

@@ -17,7 +17,7 @@ OWN = {
 # What moe.py says of its own in the shared parts: it balances the experts.
 BALANCE = {
     ", router)": ")",
-    "if (is_finite := run.all_finite(batch, loss_sums, grad_norm, **router.news())):": (
+    "if (is_finite := run.all_finite(batch, loss_sums, grad_norm, **router.values_to_reduce())):": (
         "if run.all_finite(batch, loss_sums, grad_norm):"
     ),
     "{'learning_rate': rate} | balance | ": "{'learning_rate': rate} | ",
@@ -25,7 +25,7 @@ BALANCE = {
 # What pipeline.py says of its own there: a schedule computes all micro-batches, on all stages.
 SCHEDULE = {
     "batches, pipeline)": "batches)",
-    "The loop: the pipeline's schedule of the micro-batches": "The loop: the micro-batches",
+    "the pipeline's schedule of its micro-batches": "forward and backward of its micro-batches",
     """        scale = loss_scale(accelerator, batch.num_targets)
         micro_batches = [micro_batch for micro_batch, _ in run.micro_batches(batch)]
         loss_sums = pipeline.step(accelerator, model, micro_batches, scale)

@@ -110,7 +110,7 @@ from common.training.stop_signals import StopRequests
 {before}
 with StopRequests() as stop:
     {within}
-    print("asked" if stop.asked else "not asked", flush=True)
+    print("asked" if stop.is_requested else "not asked", flush=True)
 """
 
 

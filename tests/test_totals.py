@@ -156,8 +156,8 @@ def test_evaluations_and_saves_of_lost_updates_count_after_two_kills():
     add_repeated(totals, [line], {})
     later = Totals({"seconds": 1.0})
     add_repeated(later, [line, {"loss": 1.0}], repeated(totals))
-    assert (later.figures()["evaluation_seconds"], later.figures()["saving_seconds"]) == (8.0, 2.0)
+    assert (later.metrics()["evaluation_seconds"], later.metrics()["saving_seconds"]) == (8.0, 2.0)
     older = Totals({"seconds": 6.0, "tokens": 12})
     add_repeated(older, [{"seconds": 2.0, "tokens_per_second": 5.0}], {})
-    assert (older.figures()["evaluation_seconds"], older.figures()["saving_seconds"]) == (0, 0)
-    assert describe_pauses(older.figures()) is None and older.figures()["training_seconds"] == 8.0
+    assert (older.metrics()["evaluation_seconds"], older.metrics()["saving_seconds"]) == (0, 0)
+    assert describe_pauses(older.metrics()) is None and older.metrics()["training_seconds"] == 8.0

@@ -125,33 +125,33 @@ class Checkpoints:
 
         self.ranks.together(lock, only_main=True)
 
-    def news(self, stop: StopRequests) -> dict[str, float]:
+    def values_to_reduce(self, stop: StopRequests) -> dict[str, float]:
         """Returns whether this rank has a request to stop, and whether its save has failed or is written.
 
         `reduce_update` sums these values over the ranks together with the loss, and `update_done` receives the sums. A
         request, or the end of a write, that comes later in the update counts in the next update.
         """
         written = self.writer.is_written()  # before `failed`, so that a write that fails now does not count as written
-        return {"asked": stop.asked, "failed": self.writer.failure() is not None, "written": written}
+        return {"stop_requested": stop.is_requested, "failed": self.writer.failure() is not None, "written": written}
 
     @record_function("checkpoint")  # name in a profiler trace
-    def update_done(self, state: TrainingState, model: torch.nn.Module, optimizer: Any, news: dict[str, float]) -> bool:
-        """Ends an update: saves a checkpoint if due. True if any rank has a request to stop; it is then complete.
+    def update_done(self, state: TrainingState, model: torch.nn.Module, optimizer: Any, sums: dict[str, float]) -> bool:
+        """Ends an update: saves a checkpoint if due. Returns whether the run must stop; the checkpoint is then complete.
 
         Due: every --save_every updates, on a request to stop, and with --keep_best at each new lowest validation loss.
-        news: `news` summed over the ranks, so that all ranks act the same.
+        sums: those of `values_to_reduce` over the ranks, so that all ranks do the same.
         """
-        if news["failed"]:
+        if sums["failed"]:
             self.ranks.raise_first(self.writer.failure())
-        if news["written"] * running().copies == self.ranks.world:
+        if sums["written"] * running().copies == self.ranks.world:
             self.writer.commit_soon()
         is_due = self.args.save_every and state.update % self.args.save_every == 0
-        if news["asked"] or is_due or (self.args.keep_best and state.is_best):
+        if sums["stop_requested"] or is_due or (self.args.keep_best and state.is_best):
             with pause(state.training, SAVING):
                 self.save(state, model, optimizer)
-        if news["asked"]:
+        if sums["stop_requested"]:
             self.writer.finish()
-        return news["asked"] > 0
+        return sums["stop_requested"] > 0
 
     def save(self, state: TrainingState, model: torch.nn.Module, optimizer: Any, in_place: bool = False) -> None:
         """Copies the state and starts to write it; call it only between two updates.

@@ -19,7 +19,7 @@ from common import launcher
 from common.errors import reported_in_one_line
 from common.parallel import liveness
 from common.parallel.liveness import wait_for_all
-from common.training.stop_signals import keep_requests
+from common.training.stop_signals import keep_early_requests
 
 explain_error: Callable[[BaseException], None] | None = None  # prints the known cause of an error; a run sets it
 
@@ -63,7 +63,7 @@ def user_mistakes_end_here() -> Iterator[None]:
     _outlive_readers()
     gc.freeze()  # imported objects stay: they need not be scanned again, nor destroyed at the end
     gc.set_threshold(*common.GC_THRESHOLD)
-    keep_requests()
+    keep_early_requests()
     threading.Thread(target=_end_with_launcher, daemon=True, name="launcher").start()
     try:
         yield

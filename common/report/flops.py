@@ -48,7 +48,7 @@ class ModelFlops:
         num_rows = batch.num_targets if batch.num_predicted is None else batch.num_predicted
         return float(_terms(batch.lengths.numpy()).sum(0) @ self.coefficients + self.per_target * num_rows)
 
-    def figures(self, flops: float, seconds: float) -> dict[str, float]:
+    def metrics(self, flops: float, seconds: float) -> dict[str, float]:
         """Returns FLOP/s, and utilisation if the throughput is known, for metrics and results."""
         reached = flops / seconds
         return {"model_flops_per_second": reached} | ({"share_of_rate": reached / self.rate} if self.rate else {})

@@ -132,7 +132,7 @@ class Progress:
             "seconds": seconds,
             **pauses,
             "tokens_per_second": batch.num_tokens / seconds,
-            **(self.work.figures(flops, seconds) if self.work else {}),
+            **(self.work.metrics(flops, seconds) if self.work else {}),
             "peak_memory_bytes": peak_memory_bytes(self.accelerator.device),
             "waiting_for_data": self.waited / max(self.seconds, 1e-9),
             "skipped_updates": self.state.skipped_updates,
@@ -189,7 +189,7 @@ class Progress:
         results = {
             "updates": self.state.update,
             "unit": self.unit,
-            **self.totals.figures(),
+            **self.totals.metrics(),
             "skipped_updates": self.state.skipped_updates,
             "skipped_at_end": self.state.skipped_in_a_row,
             "peak_memory_bytes": peak,
@@ -197,7 +197,7 @@ class Progress:
             "memory_growth_bytes": peak - self.memory_at_start,
         }
         if self.work and (seconds := self.totals.get("seconds")):
-            results |= self.work.figures(self.totals.get("flops"), seconds)
+            results |= self.work.metrics(self.totals.get("flops"), seconds)
             if self.num_updates < self.totals.get("updates"):  # other starts may have used other devices
                 results.pop("share_of_rate", None)
         if self.is_main and not self.num_updates:  # nothing was left to train

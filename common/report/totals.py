@@ -49,7 +49,7 @@ class Totals:
         work = work + batch.rank_work if len(work) == len(batch.rank_work) else batch.rank_work
         self.saved["rank_work"] = work.tolist()
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """Returns the totals for the results."""
         seconds = self.get("seconds") + self.get("repeated_seconds")
         tokens, processed = self.get("tokens"), self.get("processed")

@@ -197,7 +197,7 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, i
     record_results(results, output_dir, model_class, status=f"failed: {failure}" if failure else "finished")
     run, printed = read_run(output_dir), []
     if is_again:
-        printed.append("\nnothing was left to train; the figures of the training are those of the finished run")
+        printed.append("\nnothing was left to train; the training metrics are those of the finished run")
     if results["tokens_per_second"]:
         printed.append(
             f"\n{totals.describe(results, len(run['commands']))}; "

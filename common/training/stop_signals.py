@@ -31,7 +31,7 @@ class EarlyRequest:
         self.is_received = True
 
 
-def keep_requests() -> None:
+def keep_early_requests() -> None:
     """Keeps SIGUSR1 for the loop; called at the start of a recipe. Outside the loop, SIGTERM and SIGINT end it."""
     signal.signal(signal.SIGUSR1, EarlyRequest())
 
@@ -46,10 +46,10 @@ def _ignores_hangup() -> bool:
 
 
 class StopRequests:
-    """A `with` block in which the signals only set `asked`. A third signal of the same kind acts as outside the block.
+    """Context in which the signals only set `is_requested`. A third signal of the same kind acts as outside of it.
 
     The death of the launcher also counts as a request: otherwise its ranks would continue alone. If the launcher
-    blocked a signal, as launchers/meet.py does, a signal before the block counts in the block.
+    blocked a signal, as launchers/meet.py does, a signal sent before the context counts in the context.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class StopRequests:
             os.write(sys.stderr.fileno(), line.encode())
 
     @property
-    def asked(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether this rank received a request or its launcher died; the other ranks may not know."""
         return bool(self.counts) or launcher.has_died()
 
@@ -106,14 +106,14 @@ class StopVotes:
         self.interval = self.left = 1  # micro-batches between two sums, and until the next sum
         self.last = time.monotonic()
 
-    def are_for_stop(self, now: bool = False) -> bool:
+    def stop_is_requested(self, now: bool = False) -> bool:
         """Returns whether any rank has a stop request, as of the last synchronisation; `now`: synchronises first."""
         self.left -= 1
         if self.left > 0 and not now:
             return False
         milliseconds = int(1000 * (time.monotonic() - self.last))
-        num_asked, total = self.sum_over_ranks(self.requests.asked, milliseconds)
+        num_requests, total = self.sum_over_ranks(self.requests.is_requested, milliseconds)
         fitting = int(self.interval * self.SECONDS / max(1e-3, total / 1000 / self.num_ranks))
         self.interval = self.left = max(1, min(2 * self.interval, fitting))
         self.last = time.monotonic()
-        return num_asked > 0
+        return num_requests > 0

@@ -44,7 +44,7 @@ def after(owner, name, action):
 def before_reduce(action):
     """Calls `action` with the Accelerator and the number of the update, before the ranks agree on its end."""
 
-    def act(accelerator, loss_sums, grad_norm, batch, news):
+    def act(accelerator, loss_sums, grad_norm, batch, values):
         action(accelerator, batch.update)
 
     before(accumulation, "reduce_update", act)

@@ -49,8 +49,9 @@ def own_counts(_):
     """Each rank moves the biases of its routers by what it counted itself."""
     end = Routing.end_update
 
-    def alone(self, finite, news):
-        return end(self, finite, news | {name: counts.cpu().double() for name, counts in self.news().items()})
+    def alone(self, finite, reduced):
+        own = {name: counts.cpu().double() for name, counts in self.values_to_reduce().items()}
+        return end(self, finite, reduced | own)
 
     change(Routing, "end_update", alone)
 

@@ -178,10 +178,10 @@ class TracedRun:
         if not is_evaluated:
             self._begin("clip")
 
-    def all_finite(self, batch: GlobalBatch, loss_sums: Any, grad_norm: Any, **own_news: Any) -> bool:
+    def all_finite(self, batch: GlobalBatch, loss_sums: Any, grad_norm: Any, **extra: Any) -> bool:
         """Exchanges nothing; sets the values that a recipe reads to zero."""
         with without_fakes():
-            self.news = {name: torch.zeros(getattr(value, "shape", ())) for name, value in own_news.items()}
+            self.reduced = {name: torch.zeros(getattr(value, "shape", ())) for name, value in extra.items()}
         return True
 
     @property

@@ -249,7 +249,7 @@ class Routing:
         dtype = torch.promote_types(self.layers[0].router.weight.dtype, torch.float32)
         self.shares = counts.to(dtype) / (batch.num_targets * self.layers[0].top_k)
 
-    def news(self) -> dict[str, Tensor]:
+    def values_to_reduce(self) -> dict[str, Tensor]:
         """Returns this rank's token counts, to reduce together with the global batch's loss (`reduce_update`)."""
         if not self.layers:
             return {}
@@ -259,15 +259,15 @@ class Routing:
         return {"expert_counts": self.counts[True]}
 
     @torch.no_grad()
-    def end_update(self, finite: bool, news: dict[str, Any]) -> dict[str, float]:
+    def end_update(self, finite: bool, reduced: dict[str, Any]) -> dict[str, float]:
         """Moves the biases of `bias` after the optimizer's step, equally on all ranks, and returns metrics to record.
 
         Args:
-            news: the values of `news`, summed over the ranks, on the host.
+            reduced: the sums of `values_to_reduce` over the ranks, on the host.
         """
         if not self.layers:
             return {}
-        counts = news["expert_counts"]
+        counts = reduced["expert_counts"]
         if finite and self.balance == "bias":
             bias, steps = self.layers[0].bias, self.strength * (counts.mean(1, keepdim=True) - counts).sign()
             steps = steps.to(bias.dtype).to(bias.device, non_blocking=True)  # one copy, without waiting for the device
