@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/plan_of_a_batch.py                   the simulation: a minute
     .venv/bin/python benchmarks/plan_of_a_batch.py --processes 4     recipes/lm.py too: three minutes
 
-The simulation cuts one global batch for all ranks (`cut_global_batch`), of lengths that are drawn. It prints, and
+The simulation cuts one global batch for all ranks (`split_global_batch`), of lengths that are drawn. It prints, and
 writes to benchmarks/results/plan-of-a-batch.md, how far the busiest rank is above what is possible.
 
 In the run, each process counts the processor's time in its forwards and backwards between two reductions, without what
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))
 
 from common.report.tracking import versions
-from common.training.micro_batch_partition import cut_global_batch
+from common.training.micro_batch_partition import split_global_batch
 from common.training.padding import longest_of, row_work
 
 # Samples of an update, ranks, tokens of a micro-batch.
@@ -74,7 +74,7 @@ def measure_plan(name: str, num_samples: int, world_size: int, budget: int, atte
     lengths, seconds = draw_lengths(name, num_samples, budget), []
     for _ in range(7):
         started = time.process_time()
-        plan = cut_global_batch(lengths, world_size, micro_batch_tokens=budget, attention_length=attention_length)
+        plan = split_global_batch(lengths, world_size, micro_batch_tokens=budget, attention_length=attention_length)
         seconds.append(time.process_time() - started)
     lengths = lengths.reshape(num_samples, -1)
     runs = [positions for steps in plan for positions in steps]

@@ -25,7 +25,7 @@ from common.report.tracking import peak_memory_bytes
 from common.training.activation_checkpointing import ACTIVATION_CHECKPOINTING, apply_activation_checkpointing
 from common.training.batching import collate_tokens
 from common.training.losses import sum_token_losses
-from common.training.micro_batch_partition import cut_global_batch
+from common.training.micro_batch_partition import split_global_batch
 from common.training.optimizers import ADAM_BETAS, OPTIMIZERS, make_optimizer
 
 PYTORCHS_ADAMW = "pytorch"  # as torch makes it without an option: one operator after the other
@@ -45,7 +45,7 @@ class Updates(Dataset):
         rows = self.rows[update * args.global_batch_size :][: args.global_batch_size]
         if args.sort:
             lengths = np.array([len(row["input_ids"]) for row in rows])
-            (cut,) = cut_global_batch(lengths, 1, args.micro_batch_size, None, math.inf)
+            (cut,) = split_global_batch(lengths, 1, args.micro_batch_size, None, math.inf)
         else:
             cut = np.arange(len(rows)).reshape(-1, args.micro_batch_size)
         total = sum(num_targets(row, self.model) for row in rows)

@@ -18,7 +18,7 @@ from common.training.batching import (
     sample_ids_of,
     updates_per_epoch,
 )
-from common.training.micro_batch_partition import cut_global_batch
+from common.training.micro_batch_partition import split_global_batch
 from common.training.padding import longest_of, row_work
 from common.training.process_grid import Degrees
 from common.training.recipe_traits import Traits
@@ -101,7 +101,7 @@ def test_position_needs_no_history():
 @pytest.mark.parametrize("num_samples", [1, 7, 32, 128])
 def test_cutting_loses_nothing_and_every_rank_takes_as_many_steps(world_size, how, num_samples):
     lengths = np.random.default_rng(num_samples).integers(1, 300, num_samples)
-    assigned = cut_global_batch(lengths, world_size, **how)
+    assigned = split_global_batch(lengths, world_size, **how)
     assert len(assigned) == world_size and len({len(steps) for steps in assigned}) == 1
     positions = [p for steps in assigned for batch in steps for p in batch]
     assert sorted(positions) == list(range(num_samples))
@@ -119,7 +119,7 @@ def test_a_budget_holds_for_samples_of_two_sequences(world_size):
     lengths = np.stack([generator.integers(1, 200, 400), generator.integers(1, 90, 400)], 1)
 
     def sizes(lengths_to_cut):
-        assigned = cut_global_batch(lengths_to_cut, world_size, micro_batch_tokens=900)
+        assigned = split_global_batch(lengths_to_cut, world_size, micro_batch_tokens=900)
         assert sorted(p for steps in assigned for batch in steps for p in batch) == list(range(400))
         return [len(batch) * lengths[batch].max(0).sum() for steps in assigned for batch in steps if len(batch)]
 
@@ -137,7 +137,7 @@ def stdlib_function_lengths():
 def test_sorted_global_batches_pad_little_and_share_equally(world_size, how):
     """Global batches of 128 functions: at most 12 % padding over an epoch, and at most 5 % between the ranks."""
     lengths = stdlib_function_lengths()
-    padded, work = measure(lengths, world_size, how, cut_global_batch)
+    padded, work = measure(lengths, world_size, how, split_global_batch)
     padding, difference = 1 - lengths.sum() / padded, work.max() / work.min() - 1
     print(f"{how}, {world_size} ranks: padding {padding:.1%}, ranks differ by {difference:.2%}")
     assert padding <= 0.12 and difference <= 0.05
@@ -198,7 +198,7 @@ def test_any_plan_is_whole_and_within_its_budget(name):
         lengths = draw(name, num_samples, budget, seed=num_samples)
         for attention_length, size in ((np.inf, None), (100, None), (np.inf, 3)):
             how = {"micro_batch_size": size} if size else {"micro_batch_tokens": budget}
-            plan = cut_global_batch(lengths, world_size, **how, attention_length=attention_length)
+            plan = split_global_batch(lengths, world_size, **how, attention_length=attention_length)
             assert len(plan) == world_size and len({len(steps) for steps in plan}) == 1
             runs = [positions for steps in plan for positions in steps]
             assert sorted(np.concatenate(runs)) == list(range(num_samples))
@@ -219,7 +219,7 @@ def test_ranks_share_equally_and_pad_little_in_any_world(name, num_samples, worl
     Control: with as many samples on every rank, taken in turn from the sorted ones, the busiest is far above that.
     """
     lengths = draw(name, num_samples, budget).clip(1, budget // 2)
-    plan = cut_global_batch(lengths, world_size, micro_batch_tokens=budget, attention_length=attention_length)
+    plan = split_global_batch(lengths, world_size, micro_batch_tokens=budget, attention_length=attention_length)
     padding, busiest, num_steps = measured(lengths, plan, attention_length)
     print(f"padding {padding:.2%}, busiest {busiest:.2%} above what is possible, {num_steps} micro-steps")
     assert busiest <= 0.03 and padding <= (0.02 if num_samples >= 64 * world_size else 0.05)
@@ -232,7 +232,7 @@ def test_work_counts_attention_and_not_tokens_alone():
     """Ranks with equal work where attention costs. Control: the plan by tokens leaves them unequal."""
     lengths = draw("long tail", 512, 16384).clip(1, 8192)
     by_work, by_tokens = (
-        cut_global_batch(lengths, 8, micro_batch_tokens=16384, attention_length=length) for length in (1000, np.inf)
+        split_global_batch(lengths, 8, micro_batch_tokens=16384, attention_length=length) for length in (1000, np.inf)
     )
     assert measured(lengths, by_work, 1000)[1] <= 0.03 < 0.04 < measured(lengths, by_tokens, 1000)[1]
 
@@ -250,7 +250,7 @@ def test_more_ranks_cost_no_more_padding_and_few_more_steps(name):
     for num_samples, world_size in ((128, 2), (128, 4), (512, 8)):
         lengths = draw(name, num_samples, 1024)
         (alone, _, num_alone), (padding, _, num_steps) = (
-            measured(lengths, cut_global_batch(lengths, world, micro_batch_tokens=1024)) for world in (1, world_size)
+            measured(lengths, split_global_batch(lengths, world, micro_batch_tokens=1024)) for world in (1, world_size)
         )
         assert padding <= alone + 0.08 and num_steps * world_size <= 2 * num_alone + world_size, (padding, alone)
 
@@ -259,7 +259,7 @@ def test_of_micro_batches_of_a_fixed_size_the_largest_are_spread():
     """As many samples in each; the busiest rank within 2 % of the mean, or of the longest with the shortest."""
     for world_size, size, steps in ((2, 4, 8), (4, 8, 8), (64, 8, 4), (256, 2, 16)):
         lengths = draw("lognormal", world_size * size * steps, 4096)
-        plan = cut_global_batch(lengths, world_size, micro_batch_size=size)
+        plan = split_global_batch(lengths, world_size, micro_batch_size=size)
         assert {len(positions) for ranks in plan for positions in ranks} == {size}
         work = np.sort([[size * lengths[positions].max() for positions in ranks] for ranks in plan])
         flat = np.sort(work.ravel())

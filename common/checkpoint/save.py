@@ -136,7 +136,7 @@ class Checkpoints:
 
     @record_function("checkpoint")  # name in a profiler trace
     def update_done(self, state: TrainingState, model: torch.nn.Module, optimizer: Any, sums: dict[str, float]) -> bool:
-        """Ends an update: saves a checkpoint if due. Returns whether the run must stop; the checkpoint is then complete.
+        """Ends an update: saves a checkpoint if due. Returns whether the run must stop; the save is then complete.
 
         Due: every --save_every updates, on a request to stop, and with --keep_best at each new lowest validation loss.
         sums: those of `values_to_reduce` over the ranks, so that all ranks do the same.

@@ -1,8 +1,8 @@
 """Gradient accumulation over a global batch: loss scaling, gradient synchronisation, and skipped updates.
 
-The loss of a global batch is the sum of the losses of its target tokens, divided by their number. Both include every
-micro-batch on every rank. The number is known before the first backward, because the samples of a global batch are
-known (see `batching`).
+The loss of a global batch is the sum of the losses of its target tokens, divided by the number of targets. Both include
+every micro-batch on every rank. The number of targets is known before the first backward, because `batching` computes
+it from the sample ids.
 """
 
 from collections import Counter
@@ -24,18 +24,18 @@ def synchronize_gradients(accelerator: Accelerator, model: torch.nn.Module, now:
     """Context for one micro-batch's forward and backward: gradients are reduced over the ranks only if `now`.
 
     `accelerator.accumulate` is not used, because it divides the loss by a fixed number of steps, and ends the global
-    batch early at the end of a data loader. FSDP, ZeRO-2 and ZeRO-3 reduce after each micro-batch. Otherwise every
-    process would hold the full model's gradients until the last micro-batch. Under DeepSpeed the last backward also
-    clips and steps: `clip_gradients` then only returns the norm, and the optimizer's `step` does nothing.
+    batch early at the end of a data loader. FSDP, ZeRO-2 and ZeRO-3 reduce after each micro-batch, because otherwise
+    every process would hold the full model's gradients until the last one. Under DeepSpeed the last backward also clips
+    and steps: `clip_gradients` then only returns the norm, and the optimizer's `step` does nothing.
 
-    With --micro_batch_tokens auto, nothing is reduced here (`token_budget`), and an out-of-memory error ends here.
-    Only the loop's `loss_sum` still holds activations; therefore the loop sets it to None before each update.
+    With --micro_batch_tokens auto, `clip_gradients` reduces instead, and an out-of-memory error is caught here. Then
+    only `loss_sum` in the recipe's loop references activations; therefore the loop sets it to None before each update.
     """
     accelerator.sync_gradients = now  # read by AcceleratedOptimizer.step, and passed to DeepSpeed's engine
-    keeps_whole_gradients = not now and accelerator.distributed_type != DistributedType.FSDP
+    skips_reduction = not now and accelerator.distributed_type != DistributedType.FSDP
     budget = getattr(accelerator, "token_budget", None)
     with (
-        accelerator.no_sync(model) if keeps_whole_gradients else nullcontext(),
+        accelerator.no_sync(model) if skips_reduction else nullcontext(),
         budget.catch_out_of_memory() if budget else nullcontext(),
     ):
         yield
@@ -44,37 +44,37 @@ def synchronize_gradients(accelerator: Accelerator, model: torch.nn.Module, now:
 def loss_scale(accelerator: Accelerator, num_targets: int) -> float:
     """Returns the factor by which a micro-batch's SUM of losses is multiplied before its backward.
 
-    1 / num_targets turns the sum into the mean over the global batch. DDP, FSDP and ZeRO average the gradients of the
-    ranks with tokens of their own and the same weights; the number of these ranks undoes this.
+    1 / num_targets turns the sum into the mean over the global batch. DDP, FSDP and ZeRO average the gradients over the
+    ranks with different tokens and the same weights; multiplying by the number of these ranks turns this into a sum.
     """
     assert num_targets > 0, "a global batch without a target has no loss"
     assert accelerator.gradient_accumulation_steps == 1, "Accelerate would divide the loss once more"
     return running().averaged / num_targets
 
 
-def _widest(device: torch.device) -> torch.dtype:
+def _sum_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def sum_over_ranks(accelerator: Accelerator, first: torch.Tensor, *others: torch.Tensor | float) -> list[Any]:
     """Returns the sum of each value over the ranks, by one collective; in float64 if supported, else in float32.
 
-    Ranks that compute the same values, such as those of a tensor group, count once in total. `first` is on the device.
-    Host numbers are filled into device tensors, because a copy would make the host wait; it waits only at the end.
+    A group of ranks that compute the same values, such as a tensor group, counts once. `first` is on the device.
+    Numbers become device tensors by `torch.full`, because copying them would make the host wait, which it does once.
 
     Returns: a float for each scalar; for any other tensor, a tensor of its shape on the host.
     """
-    device, dtype = first.device, _widest(first.device)
-    parts = [
+    device, dtype = first.device, _sum_dtype(first.device)
+    tensors = [
         value.detach().to(device, dtype)
         if isinstance(value, torch.Tensor) and value.device == device
         # A number on the host, such as the norm of offloaded gradients.
         else torch.full((), float(value), dtype=dtype, device=device)
         for value in (first, *others)
     ]
-    sums = accelerator.reduce(torch.cat([part.flatten() for part in parts]), reduction="sum").cpu() / running().copies
-    shaped = zip(sums.split([part.numel() for part in parts]), parts, strict=True)
-    return [total.view(part.shape) if part.ndim else total.item() for total, part in shaped]
+    sums = accelerator.reduce(torch.cat([x.flatten() for x in tensors]), reduction="sum").cpu() / running().copies
+    pairs = zip(sums.split([x.numel() for x in tensors]), tensors, strict=True)
+    return [total.view(x.shape) if x.ndim else total.item() for total, x in pairs]
 
 
 def mean_losses(accelerator: Accelerator, batches: Iterable[tuple[str, int, list[torch.Tensor]]]) -> dict[str, float]:
@@ -105,8 +105,8 @@ def reduce_update(
 ) -> tuple[float, float, dict[str, Any]]:
     """Returns the loss of the global batch (mean over its targets), its gradient norm, and the sums of `values`.
 
-    All values that the ranks must synchronise are in this one collective. The host waits for the device only here. Each
-    value is a separate element, so a non-finite loss does not affect the others.
+    A single collective synchronises all values of an update, and the host waits for the device only here. Each value is
+    a separate element, so a non-finite loss does not affect the others.
 
     Args:
         loss_sums: this rank's sums of token losses, one scalar per micro-batch.
@@ -114,21 +114,23 @@ def reduce_update(
         values: this rank's values, with the same names and shapes on all ranks. Their sums are as in `sum_over_ranks`.
     """
     sums = loss_sums or [torch.zeros((), device=accelerator.device)]  # empty if the first micro-batch ran out of memory
-    loss_sum = torch.stack(sums).sum(dtype=_widest(accelerator.device))
+    loss_sum = torch.stack(sums).sum(dtype=_sum_dtype(accelerator.device))
     num_targets = sum(len(micro_batch["targets"]) for micro_batch in batch.micro_batches)
     if isinstance(grad_norm, DTensor):  # FSDP2: clipping has reduced it over the shards
         grad_norm = grad_norm.full_tensor()
     totals = sum_over_ranks(accelerator, loss_sum, num_targets, grad_norm, *values.values())
     total_loss, total_targets, norm_sum = totals[:3]
-    assert total_targets == batch.num_targets, f"divided by {batch.num_targets}, but ranks saw {total_targets:.0f}"
+    assert total_targets == batch.num_targets, (
+        f"num_targets is {batch.num_targets}, but the ranks have {total_targets:.0f}"
+    )
     mean_norm = norm_sum * running().copies / accelerator.num_processes
     return total_loss / batch.num_targets, mean_norm, dict(zip(values, totals[3:], strict=True))
 
 
 def skip_step(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
-    """Replaces the step: drops the gradients, keeps weights and optimizer state, and lowers fp16's loss scale.
+    """Replaces the optimizer step: drops gradients, keeps weights and optimizer state, and lowers fp16's loss scale.
 
-    Under DeepSpeed it does nothing, because the engine has already skipped its own step.
+    Under DeepSpeed this has no effect, because the engine has already skipped its step.
     """
     if accelerator.scaler is not None:
         accelerator.scaler.update()  # unscale_ has recorded the overflow, so the scale is halved

@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 
 from common.internals.transformers import is_checkpointed
 
-# Help texts; without percent signs, because argparse would read them as format codes. `activation_recomputation` has
-# the measurements.
+# Help texts; without percent signs, because argparse would read them as format codes. The ratios are measured, see
+# `activation_recomputation`.
 ACTIVATION_CHECKPOINTING: dict[str, str] = {
     "none": "keep all activations: most memory, least time",
     "selective": "keep the results of matmuls and fused attention, recompute the rest in backward: about 0.6 (float32) "
@@ -24,8 +24,8 @@ ACTIVATION_CHECKPOINTING: dict[str, str] = {
 def apply_activation_checkpointing(model: PreTrainedModel, mode: str, device: torch.device) -> None:
     """Makes the layers of a bare transformers model keep, recompute or offload their activations in training mode.
 
-    It covers the layers that the library itself can checkpoint, but not the loss and the output head. The recomputation
-    has the same RNG state. `full` is "Training Deep Nets with Sublinear Memory Cost" (Chen et al. 2016), with one
+    It covers the layers that transformers can checkpoint, but not the loss and the output head. The recomputation uses
+    the RNG state of the forward, so dropout is the same. `full` is arXiv:1604.06174 with one
     segment per layer.
 
     Args:

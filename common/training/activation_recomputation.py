@@ -18,7 +18,7 @@ from common.internals.transformers import is_checkpointed, wrap_checkpointing
 # attention included: selective 1.00, full 1.26. Time relative to none: selective 1.0 to 1.1, full 1.15 to 1.35. If
 # attention with dropout has no fused kernel, none needs more memory, and both memory ratios are smaller (BERT on CPU:
 # 0.33 and 0.11).
-# Operators whose results are worth their memory. Only overloads (`.default`) match the dispatched operators; `aten.mm`
+# Operators whose results `selective` keeps. Only overloads (`.default`) match the dispatched operators; `aten.mm`
 # would silently never match. `bmm` is excluded on purpose: attention without a fused kernel computes its length x
 # length scores with it, and checkpointing must not keep these.
 _KEPT_OPERATORS = frozenset(
@@ -64,7 +64,7 @@ def enable_recomputation(model: PreTrainedModel, mode: str, device: torch.device
     if mode == "selective":
         settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep_matmuls)
     _first_method(model, "activation_checkpointing_enable", "gradient_checkpointing_enable")(settings)
-    # A few models have their own switch, which ignores these settings: the mode would differ from the requested mode.
+    # A few models implement this method themselves and ignore the settings, so the mode would differ from the request.
     checkpointed = [module for module in model.modules() if is_checkpointed(module)]
     if not checkpointed:
         raise UserError(unsupported)
@@ -73,8 +73,8 @@ def enable_recomputation(model: PreTrainedModel, mode: str, device: torch.device
 
         offload = HostOffload(device)
         for module in checkpointed:
-            wrap_checkpointing(module, offload.around)
-    # The library also makes the embedding's output require a gradient, which only re-entrant checkpointing needs. With
+            wrap_checkpointing(module, offload.wrap)
+    # transformers also makes the embedding's output require a gradient, which only re-entrant checkpointing needs. With
     # frozen embeddings this computes an unused gradient, and it breaks the graph of torch.compile.
     model.disable_input_require_grads()
 

@@ -1,8 +1,8 @@
 """Selects the samples of update k, and each rank's share of them.
 
-Position is arithmetic. The samples of update k are a pure function of seed, number of samples, global batch size and k,
-and for mixed data also of the weights (`data_mixing`). So a run can start at any update at once, and any number of
-ranks sees the same samples.
+The samples of update k are a pure function of seed, number of samples, global batch size and k, and for mixed data also
+of the weights (`data_mixing`). So a run can start at any update without reading earlier samples, and the samples do not
+depend on the number of ranks.
 
 A *global batch* contains all samples of one update, on all ranks. Its samples are sorted by length before they are
 split, because the order inside a global batch does not change the update. This gives little padding and equal work.
@@ -21,7 +21,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from common.training.micro_batch_partition import cut_global_batch
+from common.training.micro_batch_partition import split_global_batch
 from common.training.padding import longest_of, round_up, row_work
 from common.training.process_grid import Degrees
 from common.training.recipe_traits import Traits
@@ -49,8 +49,8 @@ class Samples(Protocol):
     def describe(self) -> str: ...
 
 
-# Builds a micro-batch from a list of samples: named tensors; `targets` contains the real targets, without padding. It
-# may also accept `multiple_of`: then it pads to a multiple of it.
+# Builds a micro-batch, a dict of tensors, from a list of samples; `targets` contains only the targets, without padding.
+# With an optional argument `multiple_of`, it pads lengths to a multiple of this number.
 Collate = Callable[..., dict[str, torch.Tensor]]
 
 
@@ -73,8 +73,8 @@ class GlobalBatch(NamedTuple):
 def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
     """Returns the images of `index` (int64, values in [0, size)) under a pseudo-random permutation of range(size).
 
-    A Feistel network over the smallest power of four >= `size`, which walks along the cycle until the value is in the
-    range (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). It needs no table and no library's RNG.
+    A Feistel network over the smallest power of four >= `size`, applied again until the value is in the range (cycle
+    walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). It needs no table and no library's RNG.
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     half, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
@@ -128,9 +128,9 @@ def collate_tokens(
 ) -> dict[str, torch.Tensor]:
     """Pads samples on the right into one micro-batch: `input_ids` (B, L), `targets` (N,), `target_rows` (N,), int64.
 
-    `target_rows[i]` is the position in the flattened input that predicts `targets[i]`; a sample has the same three for
-    its own row. Indexing with a mask instead would make the host wait for a GPU at every micro-batch. There is no
-    attention mask: in a causal model no real token attends to padding on the right, and padding is no target.
+    `target_rows[i]` is the position in the flattened input that predicts `targets[i]`. A sample is a tuple of the same
+    three arrays for a single row. Indexing with a mask would make the host wait for a GPU in every micro-batch. There
+    is no attention mask: in a causal model no real token attends to padding on the right, and padding is not a target.
     """
     length = round_up(max(len(ids) for ids, *_ in samples), multiple_of)
     input_ids = np.full((len(samples), length), pad_token_id, np.int64)
@@ -148,7 +148,7 @@ def collate_tokens(
 class GlobalBatches(torch.utils.data.Dataset):
     """Item k is this rank's share of update k: `DataLoader(dataset, sampler=range(k, n), batch_size=None)` starts at k.
 
-    Exactly one of `micro_batch_size` and `micro_batch_tokens` is set. `seed=None` keeps the order of the data.
+    Either `micro_batch_size` or `micro_batch_tokens` is set. `seed=None` keeps the order of the data.
     """
 
     samples: Samples
@@ -157,12 +157,12 @@ class GlobalBatches(torch.utils.data.Dataset):
     global_batch_size: int
     micro_batch_size: int | None
     micro_batch_tokens: int | None
-    rank: int  # index among the groups with their own samples
-    world_size: int
+    rank: int  # index of this rank's group (`process_grid`)
+    world_size: int  # number of groups
     seed: int | None
     drop_last_window: bool = False
-    attention_length: float = math.inf  # row length at which attention costs as much as all else
-    multiple_of: int = 1  # padded lengths are a multiple of it
+    attention_length: float = math.inf  # row length at which attention costs as much as all other work
+    multiple_of: int = 1  # padded lengths are a multiple of this
     part: int = 0  # index of this rank's part of each micro-batch's tokens
     num_parts: int = 1
 
@@ -184,7 +184,7 @@ class GlobalBatches(torch.utils.data.Dataset):
         return getattr(self.samples, "mixing", None) if self.seed is not None else None
 
     def _sample_ids(self, update: int) -> tuple[str, np.ndarray]:
-        """Returns the source that is evaluated, if sources are evaluated separately, and the ids of its samples."""
+        """Returns the source ("" unless sources are evaluated separately), and the ids of the update's samples."""
         if self.mixing is not None:
             return "", self.mixing.sample_ids_of(update, self.global_batch_size, self.seed)
         start = 0
@@ -202,10 +202,10 @@ class GlobalBatches(torch.utils.data.Dataset):
         own_lengths = samples.lengths(ids)
         lengths = round_up(round_up(own_lengths, self.multiple_of), self.num_parts)
         limits = self.micro_batch_size, self.micro_batch_tokens
-        assigned = cut_global_batch(lengths, self.world_size, *limits, self.attention_length)
-        runs = [positions for steps in assigned for positions in steps]
-        counts = np.array([len(positions) for positions in runs])
-        longest = longest_of(lengths[np.concatenate(runs)].reshape(len(ids), -1), counts)
+        assigned = split_global_batch(lengths, self.world_size, *limits, self.attention_length)
+        on_all_ranks = [positions for steps in assigned for positions in steps]
+        counts = np.array([len(positions) for positions in on_all_ranks])
+        longest = longest_of(lengths[np.concatenate(on_all_ranks)].reshape(len(ids), -1), counts)
         dummy = self.multiple_of  # length of a single padded token
         work = (counts * row_work(longest, self.attention_length)).clip(min=dummy)
         sequence_lengths = samples.sequence_lengths(ids) if hasattr(samples, "sequence_lengths") else own_lengths
@@ -249,9 +249,9 @@ def make_loader(
     samples: Samples,
     updates: range | None = None,
 ) -> Any:
-    """Returns the `DataLoader` of this rank's share of `updates`; None: of all samples in order (evaluation).
+    """Returns the `DataLoader` of this rank's share of `updates`; None: all samples in order (evaluation).
 
-    Its `dataset` is a `GlobalBatches`. attention_length: row length at which attention costs as much as all else.
+    Its `dataset` is a `GlobalBatches`. attention_length: row length at which attention costs as much as all other work.
     """
     is_cpu, rank = accelerator.device.type == "cpu", accelerator.process_index
     global_batch_size, micro_batch_size = args.global_batch_size, args.micro_batch_size
@@ -271,7 +271,7 @@ def make_loader(
         collate,
         global_batch_size=global_batch_size,
         micro_batch_size=micro_batch_size,
-        # The flag is per rank, which has only a part of each sequence.
+        # The flag is per rank, and a rank of a sequence group has only a part of each sequence.
         micro_batch_tokens=micro_batch_tokens and micro_batch_tokens * degrees.sequence,
         rank=degrees.data_rank(rank),
         world_size=degrees.data,

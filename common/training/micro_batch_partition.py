@@ -11,7 +11,7 @@ import numpy as np
 from common.training.padding import cheapest_counts, longest_of
 
 
-def cut_global_batch(
+def split_global_batch(
     lengths: np.ndarray,
     world_size: int,
     micro_batch_size: int | None = None,
@@ -22,14 +22,14 @@ def cut_global_batch(
 
     A micro-batch has `micro_batch_size` samples, or at most as many as fit into `micro_batch_tokens` tokens with
     padding. Every rank gets the same number of micro-batches; if there are too few, an empty array replaces a
-    micro-batch. The ranks get equal work (`row_work`), as nearly as possible without splitting samples.
+    micro-batch. The ranks get nearly equal work (`row_work`); samples are not split.
 
     `lengths` is (n,), or (n, 2) if a sample has two sequences that are padded separately (a source and a target). Such
     samples are sorted by their sum. The length of a micro-batch is then its longest source plus its longest target.
     """
     lengths = lengths.reshape(len(lengths), -1)
     totals = lengths.sum(1)
-    # (With the fewest bits, because numpy sorts 16 bits in a tenth of the time.)
+    # In the smallest dtype, because numpy sorts 16 bits in a tenth of the time.
     order = np.argsort((totals.max() - totals).astype(np.min_scalar_type(totals.max())), kind="stable")
     descending = lengths[order]
     if micro_batch_size is not None:
@@ -40,7 +40,7 @@ def cut_global_batch(
         if world_size > 1:
             from common.training import load_balancing
 
-            ranks, _ = load_balancing.spread(descending, counts, world_size, attention_length)
+            ranks, _ = load_balancing.assign(descending, counts, world_size, attention_length)
     else:
         assert micro_batch_tokens is not None and totals.max() <= micro_batch_tokens, "a sample exceeds the budget"
         if world_size == 1:
@@ -49,15 +49,15 @@ def cut_global_batch(
         else:
             from common.training import load_balancing
 
-            again, counts, ranks = load_balancing.cut(descending, world_size, micro_batch_tokens, attention_length)
-            order = order[again]
-    # The largest steps come first, so that an OOM shows at once. A step stays together, so that the ranks keep pace.
+            resorted, counts, ranks = load_balancing.split(descending, world_size, micro_batch_tokens, attention_length)
+            order = order[resorted]
+    # The largest steps run first, so that an OOM occurs at once. A step runs on all ranks at the same time.
     tokens = counts.ravel() * longest_of(lengths[order], counts.ravel()).sum(1)
     sizes = tokens.reshape(len(counts), -1).sum(1)
     largest = np.argsort(-sizes, kind="stable")
     ends = np.cumsum(counts).reshape(counts.shape)
     assigned: list[list[np.ndarray]] = [[] for _ in range(world_size)]
-    runs = (ranks[largest], (ends - counts)[largest], ends[largest])
-    for rank, start, end in zip(*(values.ravel().tolist() for values in runs), strict=True):
+    columns = (ranks[largest], (ends - counts)[largest], ends[largest])
+    for rank, start, end in zip(*(values.ravel().tolist() for values in columns), strict=True):
         assigned[rank].append(order[start:end])
     return assigned

@@ -13,17 +13,17 @@ def round_up(lengths: Any, multiple_of: int) -> Any:
 
 
 def row_work(lengths: np.ndarray, attention_length: float = math.inf) -> np.ndarray:
-    """Returns the work (n,), float64, of rows with lengths (n, columns) including padding, in tokens of a short row.
+    """Returns the work (n,), float64, of rows with padded lengths (n, columns), in units of a token of a short row.
 
-    A row's attention grows with the square of its length; at `attention_length` it costs as much as all else. If a row
-    has a source and a target, the target attends to both.
+    A row's attention grows with the square of its length; at `attention_length` it costs as much as all other work. If
+    a row has a source and a target, the target attends to both.
     """
     pairs = (lengths.astype(float) ** 2).sum(1) + (lengths.prod(1) if lengths.shape[1] == 2 else 0)
     return lengths.sum(1) + pairs / attention_length
 
 
 def longest_of(lengths: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Returns (m, columns): the maximum per column of `lengths` in each of m runs of `counts` samples; 0 if empty."""
+    """Returns (m, columns): maximum lengths in each of m micro-batches of `counts` samples; 0 if empty."""
     longest = np.zeros((len(counts), lengths.shape[1]), np.int64)
     filled = counts > 0
     longest[filled] = np.maximum.reduceat(lengths, (np.cumsum(counts) - counts)[filled])
@@ -31,10 +31,10 @@ def longest_of(lengths: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def cheapest_ends(num_samples: int, sizes_from: Callable[[int], np.ndarray], price: float) -> np.ndarray:
-    """Returns the ends of the runs of samples that minimise their total size plus `price` per run.
+    """Returns the ends of the micro-batches that minimise their total size plus `price` per micro-batch.
 
-    sizes_from: returns the sizes of the allowed runs of 1, 2, ... samples, by the index of the first sample. The method
-    is dynamic programming from the first sample.
+    sizes_from: maps the index of the first sample to the sizes of the allowed micro-batches of 1, 2, ... samples. The
+    method is dynamic programming from the first sample.
     """
     cost, previous = np.full(num_samples + 1, np.inf), np.zeros(num_samples + 1, np.int64)
     cost[0] = 0
@@ -51,7 +51,7 @@ def cheapest_ends(num_samples: int, sizes_from: Callable[[int], np.ndarray], pri
 
 
 def cheapest_counts(descending: np.ndarray, budget: int) -> np.ndarray:
-    """Returns the sizes of micro-batches of at most `budget` tokens, with the fewest tokens plus a price for each."""
+    """Returns the sizes of micro-batches of at most `budget` tokens, with minimal tokens plus a price for each."""
     lengths = descending.sum(1).tolist()
 
     def sizes_from(start: int) -> np.ndarray:

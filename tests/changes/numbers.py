@@ -95,7 +95,7 @@ def unsorted(_):
         batches += [np.arange(0)] * (-len(batches) % world_size)
         return [batches[rank::world_size] for rank in range(world_size)]
 
-    change(batching, "cut_global_batch", cut)
+    change(batching, "split_global_batch", cut)
 
 
 def nan_loss(at):

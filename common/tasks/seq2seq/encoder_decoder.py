@@ -23,7 +23,7 @@ from common.models.model_setup import without_wrapper
 from common.parallel.distributed_mode import is_sharded
 from common.tasks.seq2seq.pairs import Pairs
 from common.training.batching import Collate
-from common.training.micro_batch_partition import cut_global_batch
+from common.training.micro_batch_partition import split_global_batch
 
 # Arguments of the recipe's `Traits`.
 TRAITS = {"size_flags": ("sequence_length", "target_length"), "held_out_flags": ("generate",)}
@@ -109,7 +109,7 @@ def write_targets(
     generator: Any = without_wrapper(model)
     register_fsdp_forward_method(generator, "generate")  # all-gathers weights sharded by FSDP2; else no effect
     written: list[tuple[int, list[int]]] = []
-    shares = cut_global_batch(lengths, accelerator.num_processes, args.micro_batch_size, budget)
+    shares = split_global_batch(lengths, accelerator.num_processes, args.micro_batch_size, budget)
     for positions in shares[accelerator.process_index]:
         # If weights are sharded, every rank must participate in every step, hence dummy samples and synced_gpus.
         micro_batch = collate([samples[i] for i in ids[positions]] or [samples.dummy_sample()])
