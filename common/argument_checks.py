@@ -112,7 +112,7 @@ def check_samples(
     if args.num_epochs is not None or any(isinstance(every, str) for every in (args.eval_every, args.save_every)):
         from common.training import epochs
 
-        epochs.settle(args, updates_per_epoch(len(train), args.global_batch_size, args.drop_last_window))
+        epochs.resolve(args, updates_per_epoch(len(train), args.global_batch_size, args.drop_last_window))
         refuse(check_updates(args))
     if args.eval_every or "--save_every" in given_flags() or getattr(train, "mixing", None):
         from common.rare_arguments import warn_without_effect

@@ -87,7 +87,7 @@ def _digits(text: str) -> int:
 
 
 def _updates_or_epochs(text: str) -> int | str:
-    """Returns an integer >= 0, or whole epochs, such as "1epoch", as text until `epochs.settle`."""
+    """Returns an integer >= 0, or whole epochs, such as "1epoch", as text until `epochs.resolve`."""
     from common.training.epochs import EPOCHS
 
     return text if EPOCHS.fullmatch(text) else _digits(text)

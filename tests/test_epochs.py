@@ -50,7 +50,7 @@ def losses(out):
 def test_epochs_are_updates(asked, updates):
     """Rounded up; 1.1 x 10 is a little above 11 in floats. Control: what is told in updates stays."""
     args = argparse.Namespace(num_epochs=asked, eval_every="2epochs", save_every=7, num_updates=None)
-    epochs.settle(args, 10)
+    epochs.resolve(args, 10)
     assert (args.num_updates, args.eval_every, args.save_every) == (updates, 20, 7)
 
 

@@ -90,7 +90,7 @@ def test_two_thousand_micro_batches_need_few_files_and_little_shared_memory(shar
 
 
 def test_a_batch_that_cannot_be_sent_ends_the_run():
-    """Where each tensor takes a file, as without `hand_over`; it was printed, and the run waited for ever."""
+    """Where each tensor takes a file, as without `pack_batch`; it was printed, and the run waited for ever."""
     result = load("apart", 256)
     assert result.returncode == 1 and "Too many open files" in result.stderr, result.stderr[-3000:]
 
@@ -106,7 +106,7 @@ def test_tensors_of_any_layout_arrive_with_the_same_bits():
     ids = torch.arange(12, dtype=torch.int64).view(3, 4)
     sent = [ids.t(), ids[:, ::2], ids[:0], torch.tensor(7.5), torch.tensor([3]).expand(1), torch.tensor([3]).expand(5)]
     sent += [torch.tensor(9).expand(1), ids > 5, ids.to(torch.bfloat16), ids.to(torch.uint8)[1, 1:]]
-    batch = handover.hand_over({"tensors": sent, "number": 3})
+    batch = handover.pack_batch({"tensors": sent, "number": 3})
     function, arguments = batch.__reduce__()
     got = function(*arguments)
     assert got["number"] == 3 and len(got["tensors"]) == len(sent)

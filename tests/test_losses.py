@@ -324,7 +324,7 @@ def test_a_loss_that_grows_where_the_head_is_not_understood_is_refused(monkeypat
         return output
 
     monkeypatch.setattr(type(model), "forward", more)
-    with pytest.raises(UserError, match="is not the cross-entropy of its logits; take another"):
+    with pytest.raises(UserError, match="is not the cross-entropy of its logits; use a different"):
         sum_token_losses(model)
 
 

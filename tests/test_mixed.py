@@ -27,7 +27,7 @@ from common.arguments import text_sources
 from common.data.mixed import Mixed
 from common.errors import UserError
 from common.training.batching import GlobalBatches, permute, sample_ids_of
-from common.training.data_mixing import LONGEST, Mixing, in_lowest_terms, order_of
+from common.training.data_mixing import MAX_LENGTH, Mixing, build_order, reduce_weights
 from common.training.process_grid import Degrees
 from common.training.recipe_traits import Traits
 
@@ -78,7 +78,7 @@ def test_a_source_is_never_a_whole_sample_away_from_its_share():
     generator = np.random.default_rng(0)
     drawn = [generator.integers(1, 60, generator.integers(1, 9)).tolist() for _ in range(200)]
     for weights in [*drawn, [1, 1], [1, 999], [1] * 50 + [450], [333, 333, 334]]:
-        order = order_of(weights)
+        order = build_order(weights)
         assert np.bincount(order).tolist() == list(weights)
         assert off_the_share(order, weights) < 1 - 1e-9, weights
     assert off_the_share(generator.permutation(order), weights) > 1
@@ -123,8 +123,8 @@ def test_weights_are_read_exactly():
         (("1/3", "2/3"), (1, 2)),
         ((".5", "1/4", "2"), (2, 1, 8)),
     ]:
-        assert in_lowest_terms([Fraction(text) for text in texts]) == whole
-    assert in_lowest_terms([Fraction(0.1), Fraction(0.3)]) != (1, 3)
+        assert reduce_weights([Fraction(text) for text in texts]) == whole
+    assert reduce_weights([Fraction(0.1), Fraction(0.3)]) != (1, 3)
 
 
 def test_held_out_sources_are_cut_apart_and_each_sample_is_counted_once():
@@ -340,7 +340,7 @@ MISTAKES = {
     "code.jsonl:1": "a single source has no weight; remove :1, or pass more files",
     "code.jsonl:1 code.jsonl:2": "code.jsonl is in both sources; leave it in one",
     "code.jsonl:1 *.jsonl:2": "code.jsonl is in both sources; leave it in one",
-    "code.jsonl:0.123457 books.txt:1": f"whose sum is 1,123,457; round them until it is {LONGEST:,} at most",
+    "code.jsonl:0.123457 books.txt:1": f"whose sum is 1,123,457; round them until it is {MAX_LENGTH:,} at most",
     "nothing.jsonl:1 books.txt:1": "nothing.jsonl: no such file; correct the path",
     "code.jsonl:1 books.txt:1 --num_epochs 2": "--num_epochs 2.0: mixed files have no one epoch.*give --num_updates N",
     "code.jsonl:1 books.txt:1 --eval_every 1epoch": "--eval_every 1epoch: mixed files have no one epoch",

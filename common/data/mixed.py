@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from common.training.batching import Samples
-from common.training.data_mixing import Mixing, in_lowest_terms
+from common.training.data_mixing import Mixing, reduce_weights
 
 
 class Mixed:
@@ -109,7 +109,7 @@ class Mixed:
         start = 0
         for end, sources in (*earlier, (num_samples, facts)):
             if sources:  # otherwise the data was not mixed then
-                mixing = Mixing(in_lowest_terms([Fraction(entry["share"]) for entry in sources]), ())
+                mixing = Mixing(reduce_weights([Fraction(entry["share"]) for entry in sources]), ())
                 for entry, before, after in zip(sources, mixing.counts(start), mixing.counts(end), strict=True):
                     taken[entry["source"]] += after - before
             start = end

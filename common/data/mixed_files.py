@@ -26,13 +26,13 @@ def training_files(given: list[str], **columns: Any) -> Source:
     if all(weight is None for _, weight in named):
         return Source(files=tuple(given), **columns)
     refuse(_problems(named))
-    from common.training.data_mixing import LONGEST, in_lowest_terms
+    from common.training.data_mixing import MAX_LENGTH, reduce_weights
 
-    weights = in_lowest_terms([Fraction(weight) for _, weight in named if weight])
-    if sum(weights) > LONGEST:
+    weights = reduce_weights([Fraction(weight) for _, weight in named if weight])
+    if sum(weights) > MAX_LENGTH:
         raise UserError(
             f"--train_file: the weights are in the proportion {':'.join(map(str, weights))}, whose sum is "
-            f"{sum(weights):,}; round them until it is {LONGEST:,} at most"
+            f"{sum(weights):,}; round them until it is {MAX_LENGTH:,} at most"
         )
     return _apart([file for file, _ in named], weights, **columns)
 

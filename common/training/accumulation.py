@@ -1,8 +1,7 @@
 """Gradient accumulation over a global batch: loss scaling, gradient synchronisation, and skipped updates.
 
-The loss of a global batch is the sum of the losses of its target tokens, divided by the number of targets. Both include
-every micro-batch on every rank. The number of targets is known before the first backward, because `batching` computes
-it from the sample ids.
+The loss of a global batch is the sum of the losses of its targets, divided by the number of targets. Both include every
+micro-batch on every rank. `batching` computes the number from the sample ids, so it is known before the first backward.
 """
 
 from collections import Counter
@@ -65,15 +64,15 @@ def sum_over_ranks(accelerator: Accelerator, first: torch.Tensor, *others: torch
     Returns: a float for each scalar; for any other tensor, a tensor of its shape on the host.
     """
     device, dtype = first.device, _sum_dtype(first.device)
-    tensors = [
+    values = [
         value.detach().to(device, dtype)
         if isinstance(value, torch.Tensor) and value.device == device
         # A number on the host, such as the norm of offloaded gradients.
         else torch.full((), float(value), dtype=dtype, device=device)
         for value in (first, *others)
     ]
-    sums = accelerator.reduce(torch.cat([x.flatten() for x in tensors]), reduction="sum").cpu() / running().copies
-    pairs = zip(sums.split([x.numel() for x in tensors]), tensors, strict=True)
+    sums = accelerator.reduce(torch.cat([x.flatten() for x in values]), reduction="sum").cpu() / running().copies
+    pairs = zip(sums.split([x.numel() for x in values]), values, strict=True)
     return [total.view(x.shape) if x.ndim else total.item() for total, x in pairs]
 
 
@@ -120,9 +119,7 @@ def reduce_update(
         grad_norm = grad_norm.full_tensor()
     totals = sum_over_ranks(accelerator, loss_sum, num_targets, grad_norm, *values.values())
     total_loss, total_targets, norm_sum = totals[:3]
-    assert total_targets == batch.num_targets, (
-        f"num_targets is {batch.num_targets}, but the ranks have {total_targets:.0f}"
-    )
+    assert total_targets == batch.num_targets, f"num_targets: {batch.num_targets}, but ranks have {total_targets:.0f}"
     mean_norm = norm_sum * running().copies / accelerator.num_processes
     return total_loss / batch.num_targets, mean_norm, dict(zip(values, totals[3:], strict=True))
 

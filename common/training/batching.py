@@ -288,7 +288,7 @@ def make_loader(
 
         handover.raise_file_limit()
         # Workers ignore signals: the run handles them, then stops its workers.
-        workers = {"collate_fn": handover.hand_over, "worker_init_fn": handover.start_worker}
+        workers = {"collate_fn": handover.pack_batch, "worker_init_fn": handover.start_worker}
     return DataLoader(
         dataset,
         sampler=range(len(dataset)) if updates is None else updates,

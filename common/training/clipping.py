@@ -1,4 +1,4 @@
-"""Clips by the norm of the full gradient, also if a rank has only a part of the weights or of a gradient."""
+"""Gradient clipping by the global norm, also if a rank has only a part of the weights or partial gradients."""
 
 import math
 
@@ -7,12 +7,12 @@ from accelerate import Accelerator
 from torch.profiler import record_function
 
 
-@record_function("optimizer")  # its name in a trace
+@record_function("optimizer")  # name in a profiler trace
 def clip_gradients(accelerator: Accelerator, model: torch.nn.Module, max_norm: float) -> torch.Tensor | float:
     """Scales the gradients down to norm `max_norm` (0: never), and returns the norm before, equal on all ranks.
 
-    If ranks have a part of each layer, partial gradients are summed first, in float32 at least: once per update, so
-    that no gradient is summed twice.
+    If ranks have a part of each layer, partial gradients are summed over them first, once per update, in float32 at
+    least. With --micro_batch_tokens auto, gradients are averaged over the ranks here, not in backward.
     """
     if budget := getattr(accelerator, "token_budget", None):
         budget.average_gradients(model)

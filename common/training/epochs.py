@@ -1,4 +1,4 @@
-"""Converts lengths in epochs to updates, when the number of updates per epoch is known."""
+"""Converts numbers of epochs to numbers of updates, when the number of updates per epoch is known."""
 
 import argparse
 import math
@@ -7,8 +7,8 @@ import re
 EPOCHS = re.compile(r"([1-9]\d*)epochs?")
 
 
-def settle(args: argparse.Namespace, updates_per_epoch: int) -> None:
-    """Converts the flags that count in epochs to updates, in place; a partial update counts as a full update."""
+def resolve(args: argparse.Namespace, updates_per_epoch: int) -> None:
+    """Converts flags in epochs to updates, in place; a fraction of an update is rounded up."""
     if args.num_epochs is not None:
         # Rounded, because in floating point 1.1 epochs of 10 updates are slightly more than 11.
         args.num_updates = math.ceil(round(args.num_epochs * updates_per_epoch, 6))

@@ -1,4 +1,4 @@
-"""Completes autocast, DeepSpeed and FSDP2 in bf16 and fp16: matmuls of experts, inputs, batch norms."""
+"""Adds to bf16 and fp16 support of autocast, DeepSpeed and FSDP2: expert matmuls, inputs and batch norms."""
 
 from types import MethodType
 from typing import Any
@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from common.internals.torch import replace_parameters
 from common.training.precision import BATCH_NORMS
 
-# Transformers' MoE experts use these; the second, if torch's own cannot run. Autocast supports neither.
+# Operators of transformers' MoE experts, which autocast does not support; the second is the fallback for the first.
 GROUPED_MATMULS = (("aten", "_grouped_mm"), ("transformers", "grouped_mm_fallback"))
 
 
@@ -34,7 +34,7 @@ _LIBRARIES = _register_autocast_rules()
 
 
 def follow_precision(model: PreTrainedModel) -> None:
-    """Adapts a bare model's inputs and batch norms to weights in bf16 or fp16, as under DeepSpeed and FSDP2."""
+    """Adapts a bare model's inputs and batch norms to bf16 or fp16 weights, which DeepSpeed and FSDP2 use."""
     model.register_forward_pre_hook(_narrow_inputs, with_kwargs=True)
     for module in model.modules():
         if isinstance(module, BATCH_NORMS) and module.affine and module.track_running_stats:

@@ -1,7 +1,7 @@
-"""Sends a global batch from a data worker as one block of bytes, for any number of micro-batches.
+"""Sends a global batch from a DataLoader worker to the training process as a single block of shared memory.
 
-Each tensor shared between processes needs a file descriptor, and a process has 1,024 by default. If a block does not
-fit in shared memory, or no descriptor is left, it is sent through the pipe between the processes.
+Each tensor that is sent separately needs a file descriptor, and a process has 1,024 by default. If a block does not
+fit in shared memory, or no descriptor is left, the block is sent through the pipe between the processes.
 """
 
 import io
@@ -19,13 +19,13 @@ from common.internals.python import handle_unsent
 from common.training.stop_signals import SIGNALS
 
 ALIGNMENT = 64  # bytes, as torch aligns its own tensors
-MOST_FILES = 65536  # if the limit is infinite; with an infinite limit, some programs try each number
+MAX_OPEN_FILES = 65536  # replaces an infinite limit, because some programs loop over all possible descriptors
 
 
-def hand_over(batch: Any) -> Any:
+def pack_batch(batch: Any) -> Any:
     """Packs a batch in a data worker, as a DataLoader's collate_fn.
 
-    The training process receives the batch itself, with identical bits.
+    The training process receives the unpacked batch, with identical bits.
     """
     return _Packed(batch)
 
@@ -46,12 +46,12 @@ def _end_worker(error: BaseException, _: Any) -> None:
 
 
 def raise_file_limit() -> None:
-    """Raises this process's limit of open files to the maximum allowed without administrator rights."""
+    """Raises this process's soft limit of open files to its hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
+    limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
         with suppress(OSError, ValueError):  # macOS has a lower limit that it does not report
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 class _Packed:
@@ -59,20 +59,20 @@ class _Packed:
 
     def __init__(self, batch: Any) -> None:
         file = io.BytesIO()
-        packer = _Packer(file)
-        packer.dump(batch)
-        self.rest, self.block = file.getvalue(), torch.empty(packer.size, dtype=torch.uint8)
+        pickler = _Pickler(file)
+        pickler.dump(batch)
+        self.pickled, self.block = file.getvalue(), torch.empty(pickler.size, dtype=torch.uint8)
         with suppress(RuntimeError):
             self.block.share_memory_()
-        for start, tensor in packer.tensors:
-            _tensor_in(self.block, start, tensor.dtype, tensor.shape).copy_(tensor)
+        for start, tensor in pickler.tensors:
+            _view(self.block, start, tensor.dtype, tensor.shape).copy_(tensor)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpack, (self.rest, self.block if self.block.is_shared() else bytearray(self.block.numpy()))
+        return _unpack, (self.pickled, self.block if self.block.is_shared() else bytearray(self.block.numpy()))
 
 
-class _Packer(pickle.Pickler):
-    """Pickles everything except tensors, which it replaces by their position in the block, dtype and shape."""
+class _Pickler(pickle.Pickler):
+    """Pickles all except tensors, which are replaced by their position in the block, dtype and shape."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -89,21 +89,21 @@ class _Packer(pickle.Pickler):
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, rest: bytes, block: torch.Tensor) -> None:
-        super().__init__(io.BytesIO(rest))
+    def __init__(self, pickled: bytes, block: torch.Tensor) -> None:
+        super().__init__(io.BytesIO(pickled))
         self.block = block
 
-    def persistent_load(self, place: tuple[int, torch.dtype, tuple[int, ...]]) -> torch.Tensor:
-        return _tensor_in(self.block, *place)
+    def persistent_load(self, location: tuple[int, torch.dtype, tuple[int, ...]]) -> torch.Tensor:
+        return _view(self.block, *location)
 
 
-def _tensor_in(block: torch.Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _view(block: torch.Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Returns the tensor of this dtype and shape that starts at byte `start` of the block; a view."""
     size = torch.Size(shape).numel() * dtype.itemsize
     return block[start : start + size].view(dtype).view(shape)
 
 
-def _unpack(rest: bytes, block: torch.Tensor | bytearray) -> Any:
+def _unpack(pickled: bytes, block: torch.Tensor | bytearray) -> Any:
     return _Unpacker(
-        rest, block if isinstance(block, torch.Tensor) else torch.frombuffer(block, dtype=torch.uint8)
+        pickled, block if isinstance(block, torch.Tensor) else torch.frombuffer(block, dtype=torch.uint8)
     ).load()

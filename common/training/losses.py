@@ -2,8 +2,8 @@
 
 Logits are the largest tensor of a training step: 8 x 1024 positions over a vocabulary of 128,000 use 4 GB in float32,
 and cross-entropy needs several such tensors. `sum_token_losses(model)` computes the loss over a few hundred rows at a
-time. The relation of last hidden state and logits is first measured on random numbers; a model whose logits cannot be
-reproduced keeps its own.
+time. `output_head` first finds how a model computes logits from its last hidden state. If it cannot reproduce them, the
+model's own full logits are used.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from common.training.linear_cross_entropy import linear_cross_entropy
-from common.training.output_head import Head, examine_head, left_unchanged
+from common.training.output_head import Head, examine_head, restore_afterwards
 
 
 def sum_token_losses(model: PreTrainedModel, chunk_rows: int = 512, keeps_own_loss: bool = True) -> str:
@@ -24,15 +24,14 @@ def sum_token_losses(model: PreTrainedModel, chunk_rows: int = 512, keeps_own_lo
     Call it on the bare model, before `Accelerator.prepare`. Without `targets` the model works as before.
 
     With `input_ids` (B, L), `targets` (N,) and `target_rows` (N,), position `target_rows[i]` of the flattened (B * L,)
-    input predicts token `targets[i]`; nothing is shifted inside. The model returns a scalar tensor: the sum of the N
-    cross-entropies in nats, in float32 (float64 for a float64 model). If N is 0, the loss is 0, and every parameter has
-    a zero gradient, not None. If the model's own loss has more terms (such as a router's load balancing) and is used,
-    the model returns N times its own mean loss. With `loss_of`, a function of the token losses (N,), it returns that
-    function's result, as in `linear_cross_entropy`.
+    input predicts token `targets[i]`, without a further shift. The model returns a scalar tensor: the sum of the N
+    cross-entropies in nats, in float32 (float64 for a float64 model). If N is 0, the loss is 0, and gradients are zero,
+    not None. If the model's own loss has more terms (such as a router's load balancing) and is used, the result is N
+    times its own mean loss. With `loss_of`, it is the result of this function of the token losses (N,).
 
     Args:
-        model: a causal LM. Its `forward` and its output layer's are replaced, on these two instances only.
-        chunk_rows: maximum rows of logits at once. More than 256 gains little on a CPU.
+        model: a causal LM. The `forward` of this instance and of its output layer are replaced.
+        chunk_rows: maximum rows of logits at once. More than 256 brings little on a CPU.
         keeps_own_loss: whether the model's own loss is used if it has more terms than the cross-entropy.
 
     Returns: one line that describes the loss computation.
@@ -41,7 +40,7 @@ def sum_token_losses(model: PreTrainedModel, chunk_rows: int = 512, keeps_own_lo
     """
     patched: Any = model
     original = patched.forward.__func__
-    with left_unchanged(model):
+    with restore_afterwards(model):
         loss_sum, message = _choose(model, chunk_rows, keeps_own_loss)
 
     def forward(self: Any, *args: Any, targets: Any = None, target_rows: Any = None, **kwargs: Any) -> Any:
@@ -51,8 +50,8 @@ def sum_token_losses(model: PreTrainedModel, chunk_rows: int = 512, keeps_own_lo
 
     signature = inspect.signature(original)
     no_cache = {"use_cache": False} if "use_cache" in signature.parameters else {}
-    # A bound method, which accelerate's prepare() relies on. generate() looks up the names of forward's arguments. No
-    # functools.wraps: accelerate's unwrap_model would follow its __wrapped__ down to the original forward.
+    # A bound method, because accelerate's prepare() requires it. generate() reads the signature. functools.wraps is not
+    # used, because accelerate's unwrap_model would follow __wrapped__ to the original forward.
     patched.forward = types.MethodType(forward, model)
     vars(forward)["__signature__"] = signature
     return message
@@ -62,7 +61,7 @@ def _choose(model: PreTrainedModel, chunk_rows: int, keeps_own_loss: bool) -> tu
     """Returns the function that computes the loss sum, and a line that describes it; equal on ranks without weights."""
     try:
         head = examine_head(model)
-    except Exception as error:  # any error of foreign code: not reproducible, but the model has its own logits
+    except Exception as error:  # any error of a model's own code: use its own logits
         from common.training.own_loss import choose_own_loss
 
         return choose_own_loss(model, error, keeps_own_loss)
@@ -78,7 +77,7 @@ def _chunked_loss_sum(head: Head, chunk_rows: int) -> Callable[..., Any]:
         backbone = model.get_submodule(head.backbone)
         hidden = backbone(input_ids=input_ids, **(head.backbone_arguments | kwargs))[0]
         hidden = hidden.flatten(0, 1).index_select(0, target_rows)
-        # Calls the layer itself, so that hooks run that all-gather its weight (ZeRO-3, FSDP).
+        # Calls the layer, not a function of its weight, because hooks all-gather the weight (ZeRO-3, FSDP).
         return model.get_output_embeddings()(
             hidden, targets=targets, scale=head.scale, softcap=head.softcap, chunk_rows=chunk_rows, loss_of=loss_of
         )
@@ -87,7 +86,7 @@ def _chunked_loss_sum(head: Head, chunk_rows: int) -> Callable[..., Any]:
 
 
 def _add_loss(head: nn.Module) -> None:
-    """Makes the output layer return the loss, if it is called with targets."""
+    """Makes the output layer return the loss if it is called with targets."""
     patched: Any = head
     original = patched.forward.__func__
 

@@ -1,4 +1,4 @@
-"""Names of suitable optimizers for messages, and the preparation of optimizers that wrap others."""
+"""Optimizer suggestions for messages, and support for optimizers that wrap others."""
 
 import math
 from typing import Any
@@ -18,7 +18,7 @@ def name_optimizers(*properties: str) -> str:
 def smaller_optimizers(name: str, is_split: bool) -> list[str]:
     """Returns the optimizers with less state that can replace `name` at AdamW's learning rate.
 
-    is_split: whether processes hold shards of the weights or parts of layers.
+    is_split: whether a process has only shards of the weights or parts of layers.
     """
     return [
         other
@@ -30,9 +30,9 @@ def smaller_optimizers(name: str, is_split: bool) -> list[str]:
 
 
 def keep_objects(optimizer: Any, groups: list[dict[str, Any]], state: Any) -> None:
-    """Restores groups and state as the objects before `accelerator.prepare`, with their present content.
+    """Restores the identity of `param_groups` and `state` after `accelerator.prepare`, keeping their new content.
 
-    An optimizer that wraps others shares them with these, and Accelerate has loaded a copy of the state.
+    Accelerate loads a copy of the state, but an optimizer that wraps others shares these objects with them.
     """
     if vars(optimizer).get("param_groups", groups) is not groups:
         for group, new in zip(groups, optimizer.param_groups, strict=True):

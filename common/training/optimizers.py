@@ -18,13 +18,13 @@ from torch import nn
 
 from common.errors import UserError
 
-# Modules whose weight counts as a matrix for any sizes: a regression head has shape (1, width) and is decayed.
+# Modules whose weight is decayed for any sizes, for example a regression head of shape (1, width).
 MATRIX_MODULES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d) + (
     nn.ConvTranspose1d,
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
 )
-# As GPT-3, LLaMA and nanoGPT. torch's 0.999 averages over 1000 updates, which is longer than many of these runs.
+# As GPT-3, LLaMA and nanoGPT. torch's default 0.999 averages over 1000 updates, longer than many of these runs.
 ADAM_BETAS = (0.9, 0.95)
 SGD_MOMENTUM = 0.9
 COSINE_FLOOR = 0.1  # fraction of the peak: the final rate of Chinchilla (arXiv:2203.15556), LLaMA and nanoGPT
@@ -34,9 +34,9 @@ Groups = list[dict[str, Any]]
 # No percent signs: argparse would read them as format codes.
 SCHEDULES = {
     "constant": "warm-up, then the peak to the end",
-    "linear": "warm-up, then straight towards 0",
-    "cosine": "warm-up, then half a cosine towards a tenth of the peak",
-    "wsd": "warm-up, stable at the peak, straight towards 0 over the last fifth of the updates",
+    "linear": "warm-up, then linear decay to 0",
+    "cosine": "warm-up, then cosine decay to a tenth of the peak",
+    "wsd": "warm-up, constant peak, then linear decay to 0 over the last fifth of the updates",
 }
 
 
@@ -49,7 +49,7 @@ def parameter_groups(
     Embeddings are decayed as in nanoGPT and `transformers.Trainer`, because tied embeddings are also the head, which
     must not grow without bound. Groups without parameters are omitted, because DeepSpeed cannot flatten them.
 
-    head: names of weights with `head_ratio` times the learning rate of the others.
+    head: names of weights whose learning rate is `head_ratio` times that of the others.
 
     Raises UserError: the model has no trainable parameter.
     """
@@ -59,36 +59,34 @@ def parameter_groups(
             if parameter.requires_grad and parameter not in decayed:
                 decayed[parameter] = _is_decayed(module, name, parameter)
     if not decayed:
-        raise UserError(
-            "the model has no trainable parameter: unfreeze some (requires_grad) before the optimizer is made"
-        )
-    new = _head_parameters(model, head) if head_ratio != 1 else set()
+        raise UserError("the model has no trainable parameter: set requires_grad before the optimizer is created")
+    in_head = _head_parameters(model, head) if head_ratio != 1 else set()
     groups = [
         {
             "name": f"{prefix}{'decay' if is_decayed else 'no_decay'}",
-            "params": [p for p in decayed if decayed[p] == is_decayed and (p in new) == is_new],
+            "params": [p for p in decayed if decayed[p] == is_decayed and (p in in_head) == is_head],
             "weight_decay": weight_decay if is_decayed else 0.0,
             "rate_ratio": ratio,
         }
-        for prefix, is_new, ratio in (("", False, 1.0), ("head_", True, head_ratio))
+        for prefix, is_head, ratio in (("", False, 1.0), ("head_", True, head_ratio))
         for is_decayed in (True, False)
     ]
     return [group for group in groups if group["params"]]
 
 
 def _head_parameters(model: nn.Module, names: Collection[str]) -> set[nn.Parameter]:
-    """Returns the parameters with these names; next to an adapter, peft trains a copy under a longer name."""
+    """Returns the parameters with these names; with an adapter, peft trains a copy under a longer name."""
     copy = ".modules_to_save.default."
     return {p for name, p in model.named_parameters() if name in names or name.replace(copy, ".") in names}
 
 
 def _is_decayed(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    """Returns whether weight decay applies to `parameter`, which `module` itself owns under `name`."""
+    """Returns whether weight decay applies to `parameter`, a direct parameter of `module` with this `name`."""
     shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 has already partitioned the parameter
     if isinstance(module, MATRIX_MODULES):
         return len(shape) > 1
-    # The weight of a norm may have several dimensions. Most norms of transformers have their own unrelated classes, so
-    # only the class name identifies them. Mamba excludes its time constants (A_log), a matrix only by shape.
+    # The weight of a norm may have several dimensions. Norms of transformers have no common base class, so the class
+    # name identifies them. Mamba excludes its time constants (A_log), which are a matrix only by shape.
     if "norm" in type(module).__name__.lower() or name == "A_log":
         return False
     # A router or a stack of experts has several sizes above 1. A class token (1, 1, width) and a scale per channel
@@ -106,7 +104,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Returns an optimizer of `OPTIMIZERS` over the groups of `parameter_groups`. Call it before `accelerator.prepare`.
 
-    The weights named in `head` are trained at `head_learning_rate`, all others at `learning_rate`. Weight decay is
+    The weights named in `head` use `head_learning_rate`, all others `learning_rate`. Weight decay is
     decoupled: an update subtracts learning_rate x weight_decay of each decayed parameter (arXiv:1711.05101). Only sgd
     adds it to the gradient, so it passes through the momentum.
 
@@ -116,7 +114,7 @@ def make_optimizer(
     groups = parameter_groups(model, weight_decay, head, ratio)
     if weight_decay > 0 and not any(group["weight_decay"] for group in groups):
         warnings.warn(
-            f"--weight_decay {weight_decay} has no effect: only norms, biases and vectors train", stacklevel=2
+            f"--weight_decay {weight_decay} has no effect: only norms, biases and vectors are trained", stacklevel=2
         )
     return OPTIMIZERS[name].build(groups, model, learning_rate)
 
@@ -178,13 +176,13 @@ OPTIMIZERS: dict[str, OptimizerInfo] = {
     ),
     "adafactor": OptimizerInfo(
         _adafactor,
-        "row and column averages in place of the states; takes AdamW's learning rate",
+        "row and column averages instead of the full states; uses AdamW's learning rate",
         state_bytes=0.01,
         uses_adamw_rate=True,
     ),
     "sgd": OptimizerInfo(
         lambda groups, _, rate: torch.optim.SGD(groups, lr=rate, momentum=SGD_MOMENTUM, fused=True),
-        "momentum 0.9; needs a learning rate some 30 times AdamW's",
+        "momentum 0.9; needs about 30 times AdamW's learning rate",
         state_bytes=4,
         is_elementwise=True,
         class_names=("SGD",),
@@ -228,25 +226,25 @@ def learning_rate(update: int, schedule: str, peak: float, num_updates: int, war
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
     """Sets the learning rate; each group keeps its ratio to it, its `rate_ratio`.
 
-    In an optimizer that `make_optimizer` has not made, the ratio is the group's learning rate divided by the
-    optimizer's, at the first call.
+    For an optimizer that `make_optimizer` did not create, the ratio is the group's initial learning rate divided by
+    the optimizer's default.
     """
     for group in optimizer.param_groups:
         if "rate_ratio" not in group:
-            own = getattr(inner_optimizer(optimizer), "defaults", {}).get("lr") or group["lr"]
-            group["rate_ratio"] = group["lr"] / own if own else 1.0
+            default = getattr(inner_optimizer(optimizer), "defaults", {}).get("lr") or group["lr"]
+            group["rate_ratio"] = group["lr"] / default if default else 1.0
         group["lr"] = value * group["rate_ratio"]
 
 
 def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Returns the recipe's optimizer (or DeepSpeed's, made from it) from inside the wrappers."""
+    """Returns the recipe's optimizer, or the optimizer that DeepSpeed created from it, without wrappers."""
     while is_wrapper(optimizer):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def is_wrapper(optimizer: Any) -> bool:
-    """Returns whether this is a wrapper of Accelerate or DeepSpeed: a recipe's own may also have `optimizer`."""
+    """Returns whether this is a wrapper of Accelerate or DeepSpeed; others may also have an attribute `optimizer`."""
     deepspeed = sys.modules.get("deepspeed.runtime.base_optimizer")
     is_deepspeed = deepspeed is not None and isinstance(optimizer, deepspeed.DeepSpeedOptimizer)
     return is_deepspeed or isinstance(optimizer, AcceleratedOptimizer)
@@ -254,10 +252,11 @@ def is_wrapper(optimizer: Any) -> bool:
 
 def wrapped_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Returns the optimizers in an optimizer's attributes, also in lists and dicts; innermost last."""
-    found = [optimizer]
-    for outer in found:
+    optimizers = [optimizer]
+    for outer in optimizers:
         for value in vars(outer).values():
             values = list(value.values()) if isinstance(value, dict) else value
             values = values if isinstance(values, list | tuple) else [values]
-            found += [inner for inner in values if isinstance(inner, torch.optim.Optimizer) and inner not in found]
-    return found[1:]
+            values = [value for value in values if isinstance(value, torch.optim.Optimizer)]
+            optimizers += [inner for inner in values if inner not in optimizers]
+    return optimizers[1:]

@@ -1,8 +1,8 @@
-"""Finds the output head of a causal language model, and the operations that it applies to its logits.
+"""Finds how a causal language model computes its logits: output layer, scale and soft-cap.
 
-It is found by a run on random numbers, because a list of architectures would be incomplete. Of 136 architectures of
-transformers, ten scale or cap their logits, and 22 others apply further operations. No weight is read, so ranks without
-weights (FSDP2) get the same result.
+The model's forward is compared with a formula on random numbers, because a list of architectures would be incomplete:
+of 136 in transformers, ten scale or soft-cap their logits, and 22 others apply further operations. No weight is read,
+so ranks without weights (FSDP2) get the same result.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from common.training.precision import without_autocast
 
 # Names of a factor on the logits in transformers' configs (Cohere, Granite, Falcon-H1, ...). Some models multiply by it
-# and some divide. So both are tried, and the model's own logits decide.
+# and some divide, so both are compared with the model's own logits.
 SCALE_NAMES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 SOFTCAP_NAME = "final_logit_softcapping"
 
@@ -39,12 +39,12 @@ class Head(NamedTuple):
 
 
 def examine_head(model: PreTrainedModel) -> Head:
-    """Finds how a model computes logits, by its forward on a random last hidden state and random head weights.
+    """Finds how a model computes logits, from its forward on a random last hidden state and random head weights.
 
-    The hidden rows range from 0 (only the bias remains) to logits in the hundreds (bent by a soft-cap). A stub replaces
-    the backbone. A float32 copy of the head's weight temporarily uses memory.
+    Logits range from the bias (hidden is 0) to hundreds (bent by a soft-cap). A stub replaces the backbone. A float32
+    copy of the head's weight temporarily uses memory.
 
-    Raises: MoreTerms; ValueError with the part that cannot be reproduced; any error of the model.
+    Raises: MoreTerms; ValueError that describes what cannot be reproduced; any error of the model.
     """
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         raise MoreTerms("its config has output_router_logits, which adds a router loss")
@@ -54,11 +54,11 @@ def examine_head(model: PreTrainedModel) -> Head:
     if type(head) is not nn.Linear:
         raise ValueError(f"its output layer is a {type(head).__name__}")
     if backbone is model:
-        raise ValueError("its backbone is not a module of its own")
-    known = {id(x) for x in [*backbone.parameters(), *backbone.buffers(), head.weight, head.bias]}
-    foreign = [name for name, x in [*model.named_parameters(), *model.named_buffers()] if id(x) not in known]
-    if foreign:
-        raise ValueError(f"{foreign[0]} is neither in its backbone nor its output layer")
+        raise ValueError("its backbone is not a separate module")
+    covered = {id(x) for x in [*backbone.parameters(), *backbone.buffers(), head.weight, head.bias]}
+    others = [name for name, x in [*model.named_parameters(), *model.named_buffers()] if id(x) not in covered]
+    if others:
+        raise ValueError(f"{others[0]} is neither in its backbone nor its output layer")
 
     vocabulary, width = head.out_features, head.in_features
     device = torch.device("cpu") if head.weight.is_meta else head.weight.device
@@ -69,7 +69,7 @@ def examine_head(model: PreTrainedModel) -> Head:
     sizes = torch.tensor([0, 0.1, 1, 3, 10, 30, 100, 300]).unsqueeze(1)
     hidden = (sizes * torch.randn(len(sizes), width, generator=generator)).to(device)
 
-    names = {id(p): name for name, p in model.named_parameters()}  # a tied weight has a single name here: enough
+    names = {id(p): name for name, p in model.named_parameters()}  # of a tied weight only the first name: enough
     random_head = {names[id(head.weight)]: weight} | ({} if bias is None else {names[id(head.bias)]: bias})
     ids = torch.zeros(1, len(sizes), dtype=torch.int64, device=device)
     with torch.no_grad(), _stubbed(backbone, hidden.unsqueeze(0)) as calls:
@@ -82,21 +82,21 @@ def examine_head(model: PreTrainedModel) -> Head:
     return Head(backbone_name, arguments, scale, softcap)
 
 
-def _fit(logits: Tensor, products: Tensor, config: Any) -> tuple[float, float | None]:
-    """Returns the scale and soft-cap that turn `products` into the model's `logits`, both (rows, V).
+def _fit(logits: Tensor, matmul: Tensor, config: Any) -> tuple[float, float | None]:
+    """Returns the scale and soft-cap that turn `matmul`, hidden @ weight.T + bias, into the model's `logits`.
 
-    Raises ValueError: no pair does.
+    Raises ValueError: no scale and soft-cap reproduce the logits.
     """
     settings = [getattr(config, name, None) for name in SCALE_NAMES]
     factors: list[float] = [x for x in settings if isinstance(x, int | float) and x]
     errors: dict[tuple[float, float | None], float] = {}
     for scale in (1.0, *factors, *(1 / x for x in factors)):
         for cap in {None, getattr(config, SOFTCAP_NAME, None)}:
-            guess = products * scale if cap is None else torch.tanh(products * scale / cap) * cap
-            largest = logits.abs().amax(1) + 1e-3  # relative per row: otherwise large rows hide small ones
+            guess = matmul * scale if cap is None else torch.tanh(matmul * scale / cap) * cap
+            largest = logits.abs().amax(1) + 1e-3  # per row: otherwise rows with large logits would hide the others
             errors[scale, cap] = ((logits - guess).abs().amax(1) / largest).max().item()
     best = min(errors, key=errors.__getitem__)
-    if not errors[best] < 1e-4:  # float32 rounding is 1e-6; written this way, NaN is rejected too
+    if not errors[best] < 1e-4:  # float32 rounding is 1e-6; `not <` also rejects NaN
         raise ValueError(f"its logits differ by {errors[best]:.1%} from a linear map of its last hidden state")
     return best
 
@@ -111,19 +111,19 @@ def _constant_arguments(calls: list[tuple[tuple, dict[str, Any]]], ids: Tensor) 
     positional, named = calls[0]
     named = {"input_ids": positional[0], **named} if positional else dict(named)
     if named.pop("input_ids", None) is not ids or any(x is not None for x in positional[1:]):
-        raise ValueError("its backbone gets something else than the token ids")
+        raise ValueError("its backbone gets an input other than the token ids")
     constants = {name: value for name, value in named.items() if value is not None}
     for name, value in constants.items():
         if not isinstance(value, bool | int | float | str) or (name == "output_router_logits" and value):
-            raise ValueError(f"its backbone gets {name} beside the token ids")
+            raise ValueError(f"its backbone gets {name} in addition to the token ids")
     return constants
 
 
 def own_loss_is_cross_entropy(model: PreTrainedModel, ids: Tensor, weights: dict[str, Tensor] | None = None) -> bool:
     """Returns whether the model's loss is the mean cross-entropy of its logits.
 
-    All labels are the same token, so the result does not depend on a shift of the labels. It is also True for a loss
-    that cannot run (a vocabulary padded beyond config.vocab_size, no labels argument), because nothing is lost then.
+    All labels are the same token, so the result does not depend on a shift of the labels. Also True if the loss cannot
+    run (a vocabulary padded beyond config.vocab_size, no labels argument), because such a loss cannot be used.
     """
     inputs = {"input_ids": ids, "labels": torch.ones_like(ids)}
     with torch.no_grad():
@@ -138,7 +138,7 @@ def own_loss_is_cross_entropy(model: PreTrainedModel, ids: Tensor, weights: dict
 
 @contextmanager
 def _stubbed(backbone: nn.Module, hidden: Tensor) -> Iterator[list[tuple[tuple, dict[str, Any]]]]:
-    """Makes `backbone` return `hidden` for the duration of the block, and yields the list of recorded arguments."""
+    """Makes `backbone` return `hidden` during the block, and yields a list of the arguments of each call."""
     calls: list[tuple[tuple, dict[str, Any]]] = []
 
     def stub(*args, **kwargs) -> BaseModelOutputWithPast:
@@ -153,13 +153,13 @@ def _stubbed(backbone: nn.Module, hidden: Tensor) -> Iterator[list[tuple[tuple, 
 
 
 @contextmanager
-def left_unchanged(model: PreTrainedModel) -> Iterator[None]:
-    """Restores modes and RNG state after the block; inside, the model is in train mode and without autocast."""
+def restore_afterwards(model: PreTrainedModel) -> Iterator[None]:
+    """Restores train/eval modes and RNG state after the block, which runs in train mode without autocast."""
     modes = [(module, module.training) for module in model.modules()]
     device = model.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []), without_autocast(device):
         try:
-            model.train()  # makes dropout in a head visible
+            model.train()  # so that dropout in a head shows as a difference
             yield
         finally:
             for module, training in modes:

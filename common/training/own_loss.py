@@ -1,4 +1,4 @@
-"""The loss sum of a causal language model whose logits are more than a matmul: its own logits, or its own loss."""
+"""The summed loss of a causal language model whose logits cannot be reproduced: from its own logits or its own loss."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,11 +22,11 @@ def choose_own_loss(model: PreTrainedModel, error: Exception, keeps_own_loss: bo
     if isinstance(error, MoreTerms) and keeps_own_loss:
         if has_weights:
             _check_shifted_targets(model)
-        message = f"the model's own loss over full logits (because {reason}); it is a mean of each micro-batch, so "
-        return _own_loss_sum, message + "that the update depends, a little, on how its global batch is cut"
+        message = f"the model's own loss over full logits (because {reason}); it is a mean per micro-batch, so "
+        return _own_loss_sum, message + "that the update depends slightly on the split of the global batch"
     if not isinstance(error, MoreTerms) and has_weights and not own_loss_is_cross_entropy(model, _few_tokens(model)):
-        name = type(model).__name__
-        raise UserError(f"{name}: its own loss is not the cross-entropy of its logits; take another") from error
+        problem = f"{type(model).__name__}: its own loss is not the cross-entropy of its logits"
+        raise UserError(f"{problem}; use a different model") from error
     return _full_logits_loss_sum, f"cross-entropy over the model's own full logits (because {reason})"
 
 
@@ -42,18 +42,18 @@ def _own_loss_sum(model, original, targets, target_rows, input_ids, **kwargs) ->
     count = len(targets)
     labels = targets.new_full((input_ids.numel(),), -100).index_copy(0, target_rows, targets)
     if count == 0:
-        labels[0] = 0  # a mean over no targets is NaN; this mean is multiplied by 0
+        labels[0] = 0  # because a mean over no targets is NaN; this loss is multiplied by count = 0
     labels = labels.view_as(input_ids)
     return original(model, input_ids=input_ids, labels=labels, shift_labels=labels, **kwargs).loss * count
 
 
 def _check_shifted_targets(model: PreTrainedModel) -> None:
-    """Checks that a target changes the gradient of the model's own loss at exactly the row of that target.
+    """Checks that a target affects the gradient of the model's own loss only at the row of this target.
 
-    Raises UserError: it does not, or the loss cannot run with shift_labels.
+    Raises UserError: it affects other rows, or the loss cannot run with shift_labels.
     """
     ids, rows = _few_tokens(model), [1, 2, 5]
-    model.eval()  # two runs are compared, so no dropout or router noise
+    model.eval()  # without dropout or router noise, because two runs are compared
 
     def logits_gradient(target: int) -> Tensor:
         labels = torch.full_like(ids, -100)
@@ -62,13 +62,13 @@ def _check_shifted_targets(model: PreTrainedModel) -> None:
         return torch.autograd.grad(output.loss, output.logits)[0][0]
 
     try:
-        with torch.enable_grad():  # terms of all rows (a z-loss) cancel in the difference
+        with torch.enable_grad():  # terms that do not depend on targets (a z-loss) cancel in the difference
             change = (logits_gradient(1) - logits_gradient(2)).abs().amax(1)
         changed = (change > 1e-3 * change.max()).nonzero().flatten().tolist()
     except Exception as error:
         raise UserError(f"{type(model).__name__}: cannot run its own loss with shift_labels: {error}") from error
     if changed != rows:
-        raise UserError(f"{type(model).__name__}: its own loss ignores shift_labels; give it one that takes them")
+        raise UserError(f"{type(model).__name__}: its own loss ignores shift_labels; use a loss that supports them")
 
 
 def _few_tokens(model: PreTrainedModel) -> Tensor:

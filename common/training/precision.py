@@ -29,7 +29,7 @@ def is_fsdp() -> bool:
 
 
 def narrow_dtype() -> torch.dtype | None:
-    """Returns the 16-bit dtype of autocast or FSDP2; None without, and under DeepSpeed, which casts the full model."""
+    """Returns the 16-bit dtype of autocast or FSDP2; None in float32, and under DeepSpeed, which casts the model."""
     if not is_initialized() or is_deepspeed():
         return None
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(AcceleratorState().mixed_precision)
@@ -43,9 +43,9 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
 
 @contextmanager
 def weights_cast_once(keeps_copies: bool) -> Iterator[None]:
-    """Makes autocast keep its casts of the weights between forwards, if `keeps_copies`; otherwise it drops them.
+    """Makes autocast keep its 16-bit copies of the weights between forwards, if `keeps_copies`.
 
-    Recomputation of activations frees them earlier, and is used if memory is short.
+    With activation recomputation they are not kept, because it is used if memory is short.
     """
     if not keeps_copies:
         yield

@@ -1,4 +1,4 @@
-"""Properties of a recipe that shared code depends on. The recipe states them; names of flags never imply them.
+"""Properties of a recipe that shared code depends on. Recipes pass them; they are never inferred from flag names.
 
 A recipe passes its traits to `Run`, if they differ from those of `recipes/lm.py`:
 
@@ -16,7 +16,7 @@ class Traits:
     """Properties of a recipe."""
 
     lengths_vary: bool = True  # whether samples have different lengths, so that --micro_batch_tokens applies
-    size_flags: tuple[str, ...] = ("sequence_length",)  # flags that limit a sample; the longest has their sum of tokens
+    size_flags: tuple[str, ...] = ("sequence_length",)  # flags whose sum is the maximum length of a sample, in tokens
     sequences_per_sample: int = 1  # 2 for preference pairs
     splits_sequences: bool = True  # whether a process can compute the loss of a part of a sequence
     pipeline_schedule: str | None = None  # schedule of the pipeline's stages; None: the recipe has no stages
@@ -32,7 +32,7 @@ class Traits:
 class Arguments(argparse.Namespace):
     """The parsed flags of a recipe.
 
-    shared_flags: names of the flags that `common.arguments` has added. A slot, so that it is not among the flags.
+    shared_flags: names of the flags that `common.arguments` has added. A slot, because vars() contains only the flags.
     """
 
     __slots__ = ("shared_flags",)
@@ -43,10 +43,10 @@ class Arguments(argparse.Namespace):
         self.shared_flags = shared_flags
 
     def shared(self, name: str) -> Any:
-        """Returns the value of a shared flag; None if this recipe does not have it, even if it has its own."""
+        """Returns the value of a shared flag; None without it, even if the recipe has an own flag of this name."""
         return vars(self)[name] if name in self.shared_flags else None
 
 
 def given_flags() -> set[str]:
-    """Returns the flags on the command line. An argument has the name of its flag, and flags cannot be shortened."""
+    """Returns the flags on the command line, such as "--seed"; abbreviated flags are rejected elsewhere."""
     return {word.split("=")[0] for word in sys.argv[1:] if word.startswith("--")}

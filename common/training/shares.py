@@ -18,7 +18,7 @@ class Share:
     dim: int | None = None  # partitioned dimension; None: every rank has the full parameter
     start: int = 0  # offset of this rank's part in that dimension
     sums_gradients: bool = False  # whether the full gradient is the sum of the ranks' gradients
-    counts: bool = True  # whether the norm includes this rank's part; it includes each element once
+    counts: bool = True  # whether this rank's part is included in the norm, so that each element is counted once
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Shares:
 def clip_shared_gradients(
     accelerator: Accelerator, model: torch.nn.Module, max_norm: float, shares: Shares
 ) -> torch.Tensor:
-    """Implements `clip_gradients` for a partitioned model: sums partial gradients, then clips by the full norm."""
+    """Implements `clip_gradients` for a partitioned model: sums partial gradients, then clips by the global norm."""
     named = {name.removeprefix("module."): p.grad for name, p in model.named_parameters() if p.grad is not None}
     local = {name: grad.to_local() if isinstance(grad, DTensor) else grad for name, grad in named.items()}
     partial = [grad for name, grad in local.items() if shares.of[name].sums_gradients]
@@ -44,7 +44,7 @@ def clip_shared_gradients(
         for gradient, part in zip(partial, total.split([gradient.numel() for gradient in partial]), strict=True):
             gradient.copy_(part.view_as(gradient))
     counted = [grad for name, grad in named.items() if shares.of[name].counts]
-    norm = torch.nn.utils.get_total_norm(counted)  # for DTensors (FSDP2), over all ranks that average them
+    norm = torch.nn.utils.get_total_norm(counted)  # of DTensors (FSDP2): over all ranks of their mesh
     square = (norm.full_tensor() if isinstance(norm, DTensor) else norm).to(accelerator.device).square()
     dist.all_reduce(square, group=shares.group)
     norm = square.sqrt()

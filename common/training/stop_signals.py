@@ -1,7 +1,7 @@
 """Handles stop requests: after SIGTERM, SIGINT, SIGUSR1 or SIGHUP, the current update ends and a checkpoint is written.
 
-The ranks synchronise once per update, after its last backward; after a later request, the next update ends too. During
-an evaluation, which may be much longer, they synchronise about once per second, and interrupt it.
+The ranks exchange requests once per update, after the last backward; a request after this exchange takes effect one
+update later. During an evaluation, which may be long, they exchange requests about once per second, and interrupt it.
 """
 
 import os
@@ -23,7 +23,7 @@ NOTHING_TRAINED = 1  # exit status of a run that completed no update
 
 
 class EarlyRequest:
-    """Handler that keeps SIGUSR1 for the loop. After the loop it has no effect: the run is ending."""
+    """Signal handler that records a SIGUSR1 before the loop. After the loop it has no effect, because the run ends."""
 
     is_received = False
 
@@ -32,7 +32,7 @@ class EarlyRequest:
 
 
 def keep_early_requests() -> None:
-    """Keeps SIGUSR1 for the loop; called at the start of a recipe. Outside the loop, SIGTERM and SIGINT end it."""
+    """Records SIGUSR1 for the loop; called at the start of a recipe, which SIGTERM and SIGINT still end at once."""
     signal.signal(signal.SIGUSR1, EarlyRequest())
 
 
@@ -71,7 +71,7 @@ class StopRequests:
         signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
         for number, handler in self.before.items():
             signal.signal(number, handler)
-        if error is not None:  # a launcher sends it when a different rank ends: this rank first reports its error
+        if error is not None:  # a launcher sends SIGTERM when a rank fails; this rank must first report its error
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _note(self, number: int, _: FrameType | None) -> None:
@@ -80,7 +80,7 @@ class StopRequests:
         if self.counts[number] == 2:
             before = self.before[number]
             signal.signal(number, signal.SIG_DFL if isinstance(before, EarlyRequest) else before)
-            again = "; the third one ends it at once" if before != signal.SIG_IGN else ""
+            again = "; a third signal ends the run at once" if before != signal.SIG_IGN else ""
         # Not print, because the signal may have interrupted a print.
         line = f"{signal.Signals(number).name}: saving and stopping{again}\n"
         with suppress(OSError):  # the same signal may have ended the reader of a pipe
@@ -88,7 +88,7 @@ class StopRequests:
 
     @property
     def is_requested(self) -> bool:
-        """Whether this rank received a request or its launcher died; the other ranks may not know."""
+        """Whether this rank received a request or its launcher died; other ranks may not have."""
         return bool(self.counts) or launcher.has_died()
 
 

@@ -2,10 +2,10 @@
 
 An update whose forward or backward pass ran out of memory on any rank is retried: its gradients are dropped, the same
 samples are split into smaller micro-batches, and the RNG states are restored. So the update is the same as in a run
-with the smaller budget. If a save holds a copy of the state, the copy is dropped first, and the budget stays.
+with the smaller budget. If a checkpoint in progress holds a copy of the state, only the copy is freed instead.
 
-The ranks synchronise this in the collective of each update. This requires ranks that compute independently between two
-updates: gradients are summed after the last backward (`average_gradients`), and not during it.
+The ranks exchange out-of-memory errors in the collective of each update (`Run.all_finite`). Therefore forward and
+backward must not communicate: gradients are averaged after the last backward (`average_gradients`), not during it.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from common.training.batching import GlobalBatch, GlobalBatches, Samples
 from common.training.out_of_memory import is_out_of_memory
 from common.training.padding import round_up
 
-NUMBER, RANK = "out_of_memory", "ranks_out_of_memory"  # names of the reduced values
+NUM_FAILED, FAILED_RANK = "out_of_memory", "ranks_out_of_memory"  # names of the reduced values
 
 
 class TrialOver(Exception):
-    """Ends an evaluation in a trial after its first batch."""
+    """Interrupts the evaluation of a trial after the first batch."""
 
 
 @dataclass
@@ -39,11 +39,11 @@ class TokenBudget:
 
     accelerator: Accelerator
     history: list[list[int]]  # pairs (first update, tokens)
-    longest: int  # tokens of the longest sample: the smallest possible budget
-    is_known: bool  # taken from the resumed run
-    can_free_more: Callable[[], Any]  # whether the ranks hold memory that they can release
+    longest: int  # tokens of the longest sample, which is the minimum budget
+    is_known: bool  # the budget comes from the resumed run
+    can_free_more: Callable[[], Any]  # whether the ranks can free more memory, instead of a smaller budget
     tokens: int = 0  # the current budget
-    is_trial: bool = False  # the current batch is not an update
+    is_trial: bool = False  # whether the current batch is a trial, not an update
     seconds: float = 0.0  # duration of a trial's last micro-batch, forward and backward
     has_run_out: bool = False  # out of memory on this rank, in this update
     failed_ranks: str = ""  # the processes out of memory in this update; empty if none
@@ -70,7 +70,7 @@ class TokenBudget:
     def catch_out_of_memory(self) -> Iterator[None]:
         """Catches and records an out-of-memory error in a forward and backward.
 
-        The error is raised again if neither a smaller budget nor memory to release is left.
+        The error is raised again if the budget is the minimum and no more memory can be freed.
         """
         try:
             yield
@@ -85,7 +85,7 @@ class TokenBudget:
                 torch.cuda.empty_cache()
 
     def attempt(self, batch: GlobalBatch) -> Iterator[GlobalBatch]:
-        """Yields the batch once; restores RNG states and fp16's loss scale if it does not count as an update."""
+        """Yields the batch once; restores RNG states and fp16's loss scale if it is not an update (`drops_update`)."""
         device, scaler = self.accelerator.device, self.accelerator.scaler
         state, scale = torch.get_rng_state(), scaler and scaler.state_dict()
         gpu_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -136,11 +136,11 @@ class TokenBudget:
 
     def values_to_reduce(self) -> dict[str, float]:
         """Returns the values that are summed over the ranks together with the loss of an update."""
-        return {NUMBER: self.has_run_out, RANK: self.has_run_out * self.accelerator.process_index}
+        return {NUM_FAILED: self.has_run_out, FAILED_RANK: self.has_run_out * self.accelerator.process_index}
 
     def note_out_of_memory(self, reduced: dict[str, Any]) -> bool:
         """Records which ranks ran out of memory, by the sums of `values_to_reduce`; returns `drops_update`."""
-        number, rank = reduced.pop(NUMBER), reduced.pop(RANK)
+        number, rank = reduced.pop(NUM_FAILED), reduced.pop(FAILED_RANK)
         self.failed_ranks = "" if not number else f"process {rank:.0f}" if number == 1 else f"{number:.0f} processes"
         return self.drops_update
 
@@ -175,7 +175,7 @@ def longest_samples(samples: Samples, number: int) -> np.ndarray:
 
 
 def longest_batch(dataset: GlobalBatches) -> GlobalBatch:
-    """Returns the batch with the highest peak memory: micro-batches of the longest samples; equal on all ranks."""
+    """Returns a batch of the longest samples, which has the highest peak memory; equal on all ranks."""
     assert dataset.micro_batch_tokens is not None
     share = -(-dataset.global_batch_size // dataset.world_size)
     rows = min(share, dataset.micro_batch_tokens // round_up(dataset.samples.max_length, dataset.multiple_of))

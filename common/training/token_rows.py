@@ -17,19 +17,19 @@ def pad_rows(rows: list[torch.Tensor], multiple_of: int, padding_value: int = 0)
 def shard_tokens(micro_batch: dict[str, torch.Tensor], part: int, num_parts: int) -> dict[str, torch.Tensor]:
     """Returns one of `num_parts` equal parts of a micro-batch's columns, with the targets that they predict.
 
-    `input_ids` (B, L) becomes (B, ceil(L / num_parts)). `position_ids` of the same shape are the positions in the
-    sequence. The last part is filled with padding, which is not a target, and to which no real token attends.
+    `input_ids` (B, L) becomes (B, ceil(L / num_parts)). `position_ids` of the same shape are positions in the
+    full sequence. The last part is padded; padding is not a target, and no real token attends to it.
     """
     input_ids, rows = micro_batch["input_ids"], micro_batch["target_rows"]
     num_rows, length = input_ids.shape
     size = -(-length // num_parts)
     columns = torch.arange(part * size, (part + 1) * size)
     position_ids = columns.clamp(max=length - 1)  # the model has no positions beyond the longest row
-    kept = rows % length // size == part
-    rows = rows[kept]
+    is_own = rows % length // size == part
+    rows = rows[is_own]
     return {
         "input_ids": input_ids[:, position_ids].contiguous(),
         "position_ids": position_ids.repeat(num_rows, 1),
-        "targets": micro_batch["targets"][kept],
+        "targets": micro_batch["targets"][is_own],
         "target_rows": rows // length * size + rows % length - part * size,
     }

@@ -11,11 +11,11 @@ from torch import Tensor
 def apply_to_token_losses(
     loss_of: Callable[[Tensor], Any], loss_sum: Callable[..., Tensor], rows: Tensor, with_gradients: bool
 ) -> Any:
-    """Returns the result of `linear_cross_entropy` with `loss_of`.
+    """Returns the result of `linear_cross_entropy` with `loss_of`: the loss, and the other values that it returns.
 
     Args:
-        loss_sum: computes the sum of the token losses: with or without gradients, with a weight for each row.
-        rows: (N,), is filled with the token losses.
+        loss_sum: computes the sum of the token losses, with or without gradients, weighted per row.
+        rows: (N,), buffer for the token losses.
     """
     with torch.no_grad():
         loss_sum(False, rows=rows)
@@ -23,7 +23,7 @@ def apply_to_token_losses(
         return loss_of(rows)
     loss, *others = loss_of(rows.requires_grad_())
     (row_weights,) = torch.autograd.grad(loss, rows)
-    # At most 1, so that small weights do not make the logits' gradients underflow in fp16.
+    # Normalised to a maximum of 1, so that the logits' gradients do not underflow in fp16.
     largest = F.pad(row_weights.abs(), (0, 1), value=torch.finfo(rows.dtype).tiny).amax()
     weighted = loss_sum(True, row_weights / largest) * largest
     return loss.detach() + (weighted - weighted.detach()), *(value.detach() for value in others)

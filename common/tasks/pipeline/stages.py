@@ -17,7 +17,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 
 from common.errors import UserError, one_line
 from common.parallel import process_groups
-from common.training.output_head import MoreTerms, examine_head, left_unchanged
+from common.training.output_head import MoreTerms, examine_head, restore_afterwards
 from common.training.process_grid import Degrees, running
 from common.training.shares import Share, Shares
 
@@ -200,7 +200,7 @@ class Stages:
         inputs: dict[str, Any] = {"input_ids": torch.arange(1, 9).unsqueeze(0) % model.config.vocab_size}
         # Train mode reveals dropout in the backbone itself, which would be applied once per stage. All forwards draw
         # the same random numbers.
-        with left_unchanged(model), torch.no_grad():
+        with restore_afterwards(model), torch.no_grad():
             try:
                 torch.manual_seed(0)
                 expected = self.backbone(**inputs, use_cache=False)[0]
