@@ -50,7 +50,7 @@ def start_budget(run: Any, longest: int) -> TokenBudget | None:
         history or [[run.state.update, default_tokens(run.device.type, longest)]],
         longest,
         is_known=bool(history),
-        can_free_more=lambda: run.checkpoints.writer.copies,
+        can_free_more=lambda: run.checkpoints.writer.holds_copy,
     )
     run.args.micro_batch_tokens = budget.tokens = budget.at(run.state.update)
     if run.args.dry_run:

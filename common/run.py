@@ -211,7 +211,7 @@ class Run:
             return False
         state = self.state
         if "validation_loss" in metrics:
-            state.measured(metrics["validation_loss"])
+            state.record_loss(metrics["validation_loss"])
         self.progress.update(batch, **self.record, **metrics)
         if state.skipped_in_a_row == self.args.max_skipped_updates:
             message = f"update {batch.update}: loss or gradient not finite {state.skipped_in_a_row} times in a row"

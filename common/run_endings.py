@@ -57,7 +57,7 @@ def repeat_evaluation(run: Any, evaluate: Any, model: torch.nn.Module) -> None:
     if state.update in (0, state.validation_since):  # the run has just begun, or the held-out set has just changed
         return
     metrics = run.evaluations.evaluate(evaluate, model)
-    state.measured(metrics["validation_loss"])
+    state.record_loss(metrics["validation_loss"])
     held_out.add_evaluation(run.progress, metrics)
     run.checkpoints.last_saved = -1  # because the last checkpoint has no metrics
     run.checkpoints.update_done(state, run.model, run.optimizer, {"stop_requested": 0.0, "failed": 0.0, "written": 0.0})

@@ -261,7 +261,7 @@ def test_what_is_not_the_runs_own_is_refused(finished, functions_file, model_dir
     assert len(read_metrics(other)) == 22
     fewer = ["--num_updates", 15, "--resume", "--allow_changed", "num_updates"]
     result = launch(*flags(functions_file, model_dir, finished, *fewer), check=False)
-    assert_refused(result, "has made 20 updates already, more than --num_updates 15")
+    assert_refused(result, "has completed 20 updates, more than --num_updates 15")
 
 
 def test_the_text_elsewhere_and_a_damaged_line_of_metrics_do_no_harm(finished, functions_file, model_dir, tmp_path):
@@ -288,7 +288,7 @@ def test_a_loss_that_is_not_finite_is_never_the_best(finished, tmp_path):
     assert find_best(found).name == "update-000010" and find_best(found[:2]) is None
     position = TrainingState()
     for loss in (math.nan, 0.0, 1.0, math.inf):
-        position.measured(loss)
+        position.record_loss(loss)
     assert position.best_validation_loss == 0.0
 
 

@@ -79,7 +79,7 @@ def test_a_step_stands_in_line_behind_the_copy(tmp_path):
 
     class Event:
         def record(self, stream):
-            done.append("copied" if stream is writer.copy.side else "elsewhere")
+            done.append("copied" if stream is writer.copy.copy_stream else "elsewhere")
 
         def wait(self):
             done.append("step waits")
@@ -90,7 +90,7 @@ def test_a_step_stands_in_line_behind_the_copy(tmp_path):
     writer.copy.streams = types.SimpleNamespace(
         Event=Event, current_stream=lambda: "computing", stream=torch.cpu.stream, Stream=Stream
     )
-    writer.copy.side = Stream()
+    writer.copy.copy_stream = Stream()
     optimizer = start(writer, piece("weight/w", torch.zeros(4)))
     optimizer.step()
     optimizer.step()
@@ -101,7 +101,7 @@ def test_a_step_stands_in_line_behind_the_copy(tmp_path):
 def test_the_thread_rests_while_nobody_waits_for_it(monkeypatch, tmp_path):
     """Control: without the rest, it is written at once."""
     for rest in (1e5, 0):
-        monkeypatch.setattr(write, "REST", rest)
+        monkeypatch.setattr(write, "PAUSE_RATIO", rest)
         writer = make_writer(tmp_path / str(rest))
         start(writer, piece("weight/w", torch.ones(100_000)))
         path = writer.ranks.directory / "update-000001.partial/rank-00000.safetensors"
@@ -154,7 +154,7 @@ def count():
     return len(os.listdir("/proc/self/task"))
 writer, state = make_writer(sys.argv[1]), torch.ones(1 << 20)
 state += 1  # which begins the threads of the training
-write.REST, before = 0, count()
+write.PAUSE_RATIO, before = 0, count()
 if sys.argv[2] == "control":
     writer.pool.submit(state.clone).result()
 start(writer, piece("weight/w", state))

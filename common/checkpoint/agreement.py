@@ -17,10 +17,10 @@ class Agreement:
 
     def __init__(self, accelerator: Accelerator, output_dir: Path):
         self.output_dir = output_dir
-        self.needed = 0  # bytes of the newest save, over all ranks
+        self.needed = 0  # bytes of the current save, over all ranks
         self.rank, self.world = accelerator.process_index, accelerator.num_processes
         self.group = None  # a CPU group, so that no operation waits for the GPU
-        if self.world > 1:  # a long timeout, because a rank may remove an old run or write a large part alone
+        if self.world > 1:  # a long timeout, because other ranks wait while a rank removes an old run or writes
             self.group = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=1))
 
     @property
@@ -43,7 +43,7 @@ class Agreement:
         return values[0]
 
     def together(self, action: Callable[[], Any], only_main: bool = False) -> None:
-        """Runs `action` on all ranks, or only on the main rank; raises UserError on all ranks if it failed on any."""
+        """Runs `action` on all ranks, or only on the main rank; raises UserError on all ranks if any rank failed."""
         problem = None
         try:
             if self.rank == 0 or not only_main:
@@ -65,9 +65,9 @@ class Agreement:
         raise UserError(next(text for text in problems if text is not None))
 
     def disk_line(self, error: OSError) -> str:
-        """Returns this rank's message for an error of its disk."""
+        """Returns the message for an I/O error of this rank."""
         from common.disk_errors import disk_line
 
-        has_any = any(not path.name.endswith(PARTIAL) for path in self.directory.glob("update-*"))
-        advice = "start again with --resume: the last complete checkpoint is untouched" if has_any else "start again"
+        is_saved = any(not path.name.endswith(PARTIAL) for path in self.directory.glob("update-*"))
+        advice = "start again with --resume: the last complete checkpoint is untouched" if is_saved else "start again"
         return disk_line(error, "no checkpoint could be written", self.directory, self.needed, advice)

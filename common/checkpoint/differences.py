@@ -1,4 +1,4 @@
-"""Lists the differences of a resumed run to its checkpoint: model, tokenizer, data and settings."""
+"""Lists the differences between a resumed run and its checkpoint: model, tokenizer, data and settings."""
 
 import argparse
 from collections.abc import Iterable, Iterator
@@ -9,10 +9,10 @@ from common.models.adapters import ALPHA_PER_RANK, FLAGS
 
 
 def differences(saved: dict, now: dict, args: argparse.Namespace, size_flags: Iterable[str] = ()) -> Iterator[str]:
-    """Yields one line per difference to the checkpoint.
+    """Yields one line per difference between run and checkpoint.
 
     Args:
-        saved, now: results of `identity.identify` at the start of the run and now.
+        saved, now: results of `identity.identify` at the start of the run and at the resume.
         size_flags: names of the flags that determine the size of a sample, from `Traits`.
     """
     allowed = args.allow_changed
@@ -51,7 +51,7 @@ def _data_differences(saved: dict, now: dict, allowed: list[str], and_flags: str
             "--train_file the text differs between versions of Python. To train on a different text, pass the output "
             "of `python -m tools.checkpoint export` as --model_name_or_path"
         )
-    # For image files, older checkpoints contain only the part before the hyphen: names and sizes.
+    # Older checkpoints of image files contain only the part before the hyphen: names and sizes.
     elif saved["dataset"] not in (now["dataset"], now["dataset"].partition("-")[0]) and "dataset" not in allowed:
         # For mixed data, the weights follow an @.
         files, _, weights = now["dataset"].partition("@")
@@ -98,19 +98,19 @@ def _different_settings(saved: dict, now: dict, allowed: list[str]) -> Iterator[
     if settings.get("head_learning_rate"):  # older runs trained a new head at the common learning rate
         saved_settings = {"head_learning_rate": saved_settings["learning_rate"]} | saved_settings
     own_flags = dict.fromkeys(sorted(now["settings"].keys() - SETTINGS.keys()), False)
-    if ("lora_rank" in saved_settings) != ("lora_rank" in settings):  # the other adapter flags follow from it
+    if ("lora_rank" in saved_settings) != ("lora_rank" in settings):  # the other adapter flags then differ too
         own_flags = {name: False for name in ("lora_rank", *own_flags) if name not in FLAGS}
     for name, can_change in (SETTINGS | own_flags).items():
         was, is_now = saved_settings.get(name), settings.get(name)
         if was != is_now and name not in allowed:
             flag = "--mixed_precision of the launch" if name == "mixed_precision" else f"--{name}"
-            advice = flag if was is True else _words(was)
-            problem = f"is {_words(was)}; pass {advice}" if advice else "run had none; remove it"
+            advice = flag if was is True else _format_value(was)
+            problem = f"is {_format_value(was)}; pass {advice}" if advice else "run had none; remove it"
             alternative = f", or --allow_changed {name}" if can_change else ""
-            yield f"{flag} is {_words(is_now) or 'not set'}, the checkpoint's {problem}{alternative}"
+            yield f"{flag} is {_format_value(is_now) or 'not set'}, the checkpoint's {problem}{alternative}"
 
 
-def _words(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Returns a flag's value as text for a message; "" if the flag is not set."""
     if value is None or value is False:
         return ""

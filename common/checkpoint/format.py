@@ -5,9 +5,9 @@
     rank-00000.json         position of these ranges in their tensors; counts of the optimizer; the rank's RNG states
     model/                  configuration and tokenizer, for the export
 
-XXH3 detects corruption by disks and copies, and is ten times as fast as SHA-256, which format 1 uses. Neither shows the
-author. Therefore no part of a checkpoint is ever executed, and the structure of its files is checked. Files outside the
-manifest are ignored, and links are not followed.
+XXH3 detects corruption by disks and copies, and is ten times as fast as SHA-256, which format 1 uses. Neither proves
+who wrote a checkpoint. Therefore no part of it is executed, and the structure of its files is checked. Files that are
+not in the manifest are ignored, and links are not followed.
 """
 
 import hashlib
@@ -48,8 +48,8 @@ CHUNK = 16 << 20  # bytes written and hashed at a time
 def safetensors_header(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
     """Returns the header of a safetensors file, padded to full pages; the flattened tensors must follow in this order.
 
-    `safetensors.torch.save_file` is not used, because it holds Python's lock while it writes. Training would wait for
-    the writing thread, and the hash would need a second pass. The library can read the resulting files.
+    `safetensors.torch.save_file` is not used, because it holds the GIL while it writes, so training would wait, and
+    because the hash would need a second pass. safetensors can read the resulting files.
     """
     header, start = {}, 0
     for name, tensor in tensors:
@@ -71,5 +71,5 @@ def in_chunks(contents: Iterable[Any]) -> Iterator[memoryview]:
 
 
 def hash_of(manifest: dict[str, Any]) -> str:
-    rest = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

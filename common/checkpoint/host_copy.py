@@ -16,9 +16,9 @@ from common.peak_memory import most_resident
 
 
 def has_memory(copied: int, held: int, local: int) -> bool:
-    """Returns whether the host has room for a copy by each of `local` processes, plus half of each process's peak.
+    """Returns whether host memory fits a copy per local process, plus half of each process's peak, because it may grow.
 
-    The reserve is needed because they may still grow. copied, held: bytes of a copy, and of the existing copy.
+    copied: bytes of a copy. held: bytes of the existing copy. local: number of processes on this host.
     """
     return available_memory() + held * local > local * (1.25 * copied + most_resident() / 2)
 
@@ -29,37 +29,37 @@ class HostCopy:
     def __init__(self, device: torch.device):
         self.device = device
         self.streams: Any = torch.get_device_module(device) if device.type == "cuda" else torch.cpu
-        self.side = self.streams.Stream()  # CPU streams do nothing
-        self.image = torch.empty(0, dtype=torch.uint8)  # contents of this rank's file
+        self.copy_stream = self.streams.Stream()  # CPU streams do nothing
+        self.buffer = torch.empty(0, dtype=torch.uint8)  # contents of this rank's file
         self.copying: Future | None = None  # event after the copy of tensors that the next step changes
-        self.watched: torch.optim.Optimizer | None = None
+        self.hooked_optimizer: torch.optim.Optimizer | None = None
 
     def fits(self, size: int, local: int) -> bool:
-        """Returns whether the host has room for a copy of `size` bytes by each of `local` processes."""
+        """Returns whether host memory fits a copy of `size` bytes per process, for `local` processes on this host."""
         copied = pinned_bytes([size + PAGE]) if self.device.type == "cuda" else size
-        return has_memory(copied, len(self.image), local)
+        return has_memory(copied, len(self.buffer), local)
 
     def start(self, header: bytes, tensors: list[tuple[str, torch.Tensor]], optimizer: torch.optim.Optimizer) -> Future:
         """Starts the copy, and returns the future of the event after it. The optimizer's next step waits for it."""
-        # Only buffers change before the optimizer step. The other tensors are copied during forward and backward.
+        # Buffers change in forward, so they are cloned now. The other tensors are copied during forward and backward.
         kept = [tensor.clone() if name.startswith("buffer/") else tensor for name, tensor in tensors]
-        if self.watched is not optimizer:  # the hook also runs if DeepSpeed calls the step
+        if self.hooked_optimizer is not optimizer:  # the hook also runs if DeepSpeed calls the step
             optimizer.register_step_pre_hook(lambda *_: self._wait_for_copy())
-            self.watched = optimizer
-        self.side.wait_stream(self.streams.current_stream())
-        # In a thread that ends after the copy. While a second thread has OpenMP threads, those of the training sleep
-        # instead of spinning, which makes every update a fifth longer.
-        once = ThreadPoolExecutor(1)
-        copying = self.copying = once.submit(self._copy, header, *kept)
-        once.shutdown(wait=False)
+            self.hooked_optimizer = optimizer
+        self.copy_stream.wait_stream(self.streams.current_stream())
+        # In a thread that ends after the copy, because while a second thread has OpenMP threads, those of the training
+        # sleep instead of spinning, which makes every update a fifth longer.
+        executor = ThreadPoolExecutor(1)
+        copying = self.copying = executor.submit(self._copy, header, *kept)
+        executor.shutdown(wait=False)
         if self.device.type not in ("cpu", "cuda"):  # other devices have no streams here
             self._wait_for_copy()
         return copying
 
     def free(self) -> None:
-        self.image = self.image[:0].clone()
+        self.buffer = self.buffer[:0].clone()
 
-    @record_function("checkpoint")  # its name in a trace
+    @record_function("checkpoint")  # name in a profiler trace
     def _wait_for_copy(self) -> None:
         """Waits for the copy before a step. On a GPU, only the stream waits, not the host."""
         if self.copying is not None:
@@ -72,27 +72,27 @@ class HostCopy:
         The memory of the previous save is reused, because new pages take several times as long as the copy.
         """
         size = len(header) + sum(tensor.nbytes for tensor in tensors)
-        if len(self.image) != size:
-            room = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-            self.image = room[-room.data_ptr() % PAGE :][:size]
+        if len(self.buffer) != size:
+            pages = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            self.buffer = pages[-pages.data_ptr() % PAGE :][:size]
         begin = len(header)
-        self.image[:begin] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        with self.streams.stream(self.side):
+        self.buffer[:begin] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        with self.streams.stream(self.copy_stream):
             for tensor in tensors:
                 end = begin + tensor.nbytes
-                self.image[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=tensor.is_cuda)
+                self.buffer[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=tensor.is_cuda)
                 begin = end
             copied = self.streams.Event()
-            copied.record(self.side)
+            copied.record(self.copy_stream)
         return copied
 
 
 def free_copy(writer: Any) -> bool:
     """Frees the copy of a `write.Writer` and disables further copies.
 
-    Returns whether there was a copy, the same on all ranks.
+    Returns whether there was a copy, equal on all ranks.
     """
-    was_copied, writer.copies, writer.may_copy = writer.copies, False, False
+    was_copied, writer.holds_copy, writer.may_copy = writer.holds_copy, False, False
     if was_copied:
         writer.finish()
         writer.copy.free()

@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from common.models.adapters import flags
 from common.training.recipe_traits import Arguments
 
-# Settings that affect an update besides samples and weights. A value that differs from the checkpoint is rejected.
-# False: also with --allow_changed, because the saved state would not fit.
+# Settings that affect an update, in addition to samples and weights. Different values than in the checkpoint are
+# rejected. True: unless --allow_changed names the setting; False: always, because the saved state would not fit.
 SETTINGS = {
     "global_batch_size": False,  # determines the samples of an update
     "num_updates": True,
@@ -44,17 +44,17 @@ def identify(
         for key, value in json.loads(config.to_json_string(use_diff=False)).items()
         if not key.startswith("_") and key not in ("transformers_version", "dtype", "torch_dtype", "architectures")
     }
-    words = ""
+    text = ""
     if tokenizer is not None:
         vocabulary = sorted(tokenizer.get_vocab().items())
-        words = json.dumps([vocabulary, str(tokenizer.chat_template), tokenizer.eos_token_id])
+        text = json.dumps([vocabulary, str(tokenizer.chat_template), tokenizer.eos_token_id])
     own_flags += flags(args)
     shared = (name for name in SETTINGS if name in args.shared_flags)
     settings = {name: getattr(args, name) for name in (*shared, *own_flags)}
     settings["mixed_precision"] = accelerator.mixed_precision
     identity = {
         "model": model,
-        "tokenizer": hashlib.sha256(words.encode()).hexdigest()[:16],
+        "tokenizer": hashlib.sha256(text.encode()).hexdigest()[:16],
         "dataset": samples.fingerprint,
         "validation": None if held_out is None else held_out.fingerprint,
         "settings": settings,

@@ -2,7 +2,7 @@
 
 The same checkpoint format serves all modes, because each layout splits a tensor into ranges of its flattened elements.
 FSDP2 splits the first dimension, ZeRO-3 each parameter, ZeRO-1 and 2 the concatenated parameters; DDP does not split.
-So a part is (name, start, elements), and any layout can be read from the parts of any other layout. Tensor parallelism
+So a part is (name, start, elements), and a checkpoint of any layout can be read into any layout. Tensor parallelism
 splits some matrices by columns. For these, a part also lists its columns, and its range refers to their elements.
 """
 
@@ -24,21 +24,21 @@ class Piece(NamedTuple):
     """A range of a tensor's flattened elements that this rank holds."""
 
     name: str  # "weight/NAME", "buffer/NAME" or "optimizer.KEY/NAME", by the model's own names
-    tensor: torch.Tensor  # the elements; a view of the trained tensor, in row-major order of its own shape
+    tensor: torch.Tensor  # the elements, in row-major order; a view of the training's tensor
     start: int  # position of its first element in the flattened full tensor, or in its flattened columns
     shape: tuple[int, ...]  # shape of the full tensor
     is_owner: bool  # whether this rank writes it; only one of several replicas is written
     columns: tuple[int, int] | None = None  # columns of a matrix (end exclusive) that `start` refers to; None: all
 
-    def facts(self) -> dict[str, Any]:
+    def to_record(self) -> dict[str, Any]:
         """Returns the entry in the JSON file of the rank that writes it."""
-        facts = {"dtype": DTYPE_NAMES[self.tensor.dtype], "shape": self.shape, "start": self.start}
-        facts["elements"] = self.tensor.numel()
-        return facts | ({"columns": self.columns} if self.columns else {})
+        record = {"dtype": DTYPE_NAMES[self.tensor.dtype], "shape": self.shape, "start": self.start}
+        record["elements"] = self.tensor.numel()
+        return record | ({"columns": self.columns} if self.columns else {})
 
 
 class Layout:
-    """All that this rank holds: float32 weights, persistent buffers, optimizer state."""
+    """This rank's part of the state: float32 weights, persistent buffers, optimizer state."""
 
     def __init__(self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any):
         self.rank, self.model, self.optimizer = accelerator.process_index, without_wrapper(model), optimizer
@@ -68,7 +68,7 @@ class Layout:
                 yield Piece(f"buffer/{full}", buffer.detach(), 0, tuple(buffer.shape), is_owner)
 
     def pieces(self) -> Iterator[Piece]:
-        """Yields everything that this rank holds. For an adapter, the frozen base is omitted: no update changes it."""
+        """Yields this rank's pieces. For an adapter, the frozen base is omitted, because no update changes it."""
         is_adapter = has_adapter(self.model)
         for part in self.parts:
             if is_adapter and part.holder is None:
@@ -98,7 +98,7 @@ class Layout:
         return scalars, {name: DTYPE_NAMES[value.dtype] for name, value in tensors.items()}
 
     def holders(self) -> dict[str, torch.Tensor | None]:
-        """Returns the tensor that the optimizer knows, by the parameter's name; None if it is not trained."""
+        """Returns each parameter's key in `optimizer.state` (see `Part.holder`), by name; None if it is not trained."""
         holders = {part.name: part.holder for part in self.parts}
         if self.is_sharded:
             from common.checkpoint.sharded_layouts import holders_elsewhere
@@ -121,7 +121,7 @@ class Layout:
 
 
 def _has_persistent_buffers(module: torch.nn.Module) -> bool:
-    """Returns whether the module itself has any; 4-bit layers have none, and are slow to serialise."""
+    """Returns whether the module has persistent buffers of its own; skips 4-bit layers, whose state_dict is slow."""
     names = dict(module.named_buffers(recurse=False, remove_duplicate=False)).keys()
     return bool(names) and not names.isdisjoint(module.state_dict())
 
@@ -130,5 +130,5 @@ def _state_piece(name: str, value: torch.Tensor, part: Part) -> Piece:
     if part.holder is not None and value.shape == part.holder.shape:
         return Piece(name, part.select(value).detach(), part.start, part.shape, part.is_owner, part.columns)
     # Factored or block-wise state: its parameter must be unsharded.
-    assert part.weight.shape == part.shape, f"{name} does not follow its parameter's cut"
+    assert part.weight.shape == part.shape, f"{name} does not have the shape of its sharded parameter"
     return Piece(name, value.detach(), 0, tuple(value.shape), part.is_owner)

@@ -13,11 +13,11 @@ from common.training.optimizers import inner_optimizer, wrapped_optimizers
 def problems(state: OptimizerState, holders: dict[str, torch.Tensor | None], steps: "Steps | None") -> Iterator[str]:
     """Yields a line for each kind of state that would be missing in a checkpoint.
 
-    An optimizer may keep no state for some or all parameters (SGD without momentum). State is missing if it is kept
-    elsewhere, or if a parameter of the same group and number of dimensions has state.
+    An optimizer may have no state for some or all parameters (SGD without momentum). State counts as missing if the
+    optimizer keeps tensors elsewhere, or has state for a parameter of the same group and number of dimensions.
 
     Args:
-        holders: the tensor that the optimizer knows, by the parameter's name; None if it is not trained.
+        holders: result of `Layout.holders`.
         steps: the observed steps.
     """
     if steps is not None:
@@ -29,16 +29,16 @@ def problems(state: OptimizerState, holders: dict[str, torch.Tensor | None], ste
             subject += f" in {type(state.outer).__name__}"
         own = {name: holder for name, holder in trained.items() if state.keeper(holder)[0] is optimizer}
         moved = steps.moved if steps else set()
-        lacking = [name for name, holder in own.items() if holder in moved and not state.of(holder)]
+        without_state = [name for name, holder in own.items() if holder in moved and not state.of(holder)]
         kinds = {name: (id(state.keeper(holder)[1]), holder.ndim) for name, holder in own.items()}
         kept = {kinds[name] for name, holder in own.items() if state.of(holder)}
-        attributes = _tensor_attributes(optimizer) if lacking or state.all[1:] else {}
+        attributes = _tensor_attributes(optimizer) if without_state or state.all[1:] else {}
         if attributes:
             yield (
                 f"{subject} keeps tensors in its {', '.join(attributes)}, which a checkpoint does not hold; keep them "
                 "in its state, by parameter: self.state[parameter][NAME]"
             )
-        elif missing := [name for name in lacking if kinds[name] in kept]:
+        elif missing := [name for name in without_state if kinds[name] in kept]:
             more = f" and {len(missing) - 1} more" if missing[1:] else ""
             yield (
                 f"{subject} has no state for the trained weight {missing[0]}{more}; keep it in self.state[parameter], "
@@ -48,7 +48,7 @@ def problems(state: OptimizerState, holders: dict[str, torch.Tensor | None], ste
 
 
 def _value_problems(state: OptimizerState, trained: dict[str, torch.Tensor]) -> Iterator[str]:
-    """Yields at most one line: a state that two optimizers keep, or with a value that JSON cannot contain."""
+    """Yields at most one line, about state that two optimizers keep, or that is neither a tensor nor a number."""
     for name, holder in trained.items():
         keeper = state.keeper(holder)[0]
         if any(other.state is not keeper.state and other.state.get(holder) for other in state.all):
@@ -86,8 +86,8 @@ class Steps:
     """Observes an optimizer's steps: the tensors they update, and changes to values that a checkpoint does not contain.
 
     moved: the tensors that had a gradient in a step.
-    changed: the settings of groups (of Prodigy, of schedule-free optimizers) and the attributes that a step changed. A
-    tensor that an attribute gets in the first step may be a constant table; it counts if a later step changes it.
+    changed: group settings and attributes that a step changed, as in Prodigy and schedule-free optimizers. A tensor
+    that is created in the first step may be a constant table; it counts only if a later step changes it.
     """
 
     def __init__(self, optimizer: Any):
@@ -111,19 +111,19 @@ class Steps:
 
     def _values(self) -> dict[str, set[Any]]:
         """Returns numbers, and identity and write count of tensors. Omits the learning rate, set before each step."""
-        found: dict[str, set[Any]] = {}
+        all_values: dict[str, set[Any]] = {}
         for optimizer in self.all:
             for number, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
                     if key not in ("params", "lr"):
-                        values = found.setdefault(f"its groups' {key}", set())
+                        values = all_values.setdefault(f"its groups' {key}", set())
                         values.update((number, item) for item in _comparable(value))
             for key, value in vars(optimizer).items():
                 if not key.startswith("_") and isinstance(value, int | float):
-                    found[f"its {key}"] = set(_comparable(value))
+                    all_values[f"its {key}"] = set(_comparable(value))
             for key, tensors in _tensor_attributes(optimizer).items():
-                found[f"its {key}"] = {item for tensor in tensors for item in _comparable(tensor)}
-        return found
+                all_values[f"its {key}"] = {item for tensor in tensors for item in _comparable(tensor)}
+        return all_values
 
     def problems(self) -> Iterator[str]:
         """Yields a line if the steps change values that a checkpoint does not contain."""
@@ -135,7 +135,7 @@ class Steps:
 
 
 def _comparable(value: Any) -> list[Any]:
-    """Returns the values to compare. Switches are omitted: whether an optimizer has built its tables is not state."""
+    """Returns the values to compare, without booleans, which often only record that something is initialised."""
     if isinstance(value, torch.Tensor):
         return [(id(value), write_count(value))]
     return [value] if isinstance(value, int | float) and not isinstance(value, bool) else []

@@ -17,8 +17,8 @@ class Part:
     shape: tuple[int, ...]  # of the full parameter
     start: int  # position of its first element, as in `layouts.Piece`
     weight: torch.Tensor
-    # The tensor that the inner optimizer knows: the parameter, or the flat partition of many parameters; None if it is
-    # not trained.
+    # The key of its state in `optimizer.state`: the parameter, or ZeRO's flat partition of many parameters; None if it
+    # is not trained.
     holder: torch.Tensor | None
     is_owner: bool
     # Selects this part's elements from a state tensor of the holder's size.
@@ -29,11 +29,11 @@ class Part:
 def check_known(named: Mapping[str, torch.Tensor], optimizer: Any) -> None:
     known = {id(p) for group in inner_optimizer(optimizer).param_groups for p in group["params"]}
     for name, p in named.items():
-        assert not p.requires_grad or id(p) in known, f"{name} requires a gradient, and the optimizer does not hold it"
+        assert not p.requires_grad or id(p) in known, f"{name} requires a gradient, but is not in the optimizer"
 
 
 def replicated_parts(named: Mapping[str, torch.Tensor], rank: int, replicas: list[int]) -> Iterator[Part]:
-    """Yields parameters of which all `replicas` have a copy; each of these ranks writes an equal share of the bytes."""
+    """Yields parameters that are replicated on the ranks `replicas`; each rank writes an equal share of the bytes."""
     num_bytes = [0] * len(replicas)
     for name, p in named.items():
         owner = num_bytes.index(min(num_bytes))
@@ -42,14 +42,14 @@ def replicated_parts(named: Mapping[str, torch.Tensor], rank: int, replicas: lis
 
 
 class OptimizerState:
-    """The state of each parameter in the optimizer that keeps it: the innermost optimizer with it in its groups."""
+    """Access to the optimizer state of each parameter, also in optimizers that wrap others (the innermost counts)."""
 
     def __init__(self, optimizer: Any):
         self.outer = inner_optimizer(optimizer)
         self.all = [self.outer, *wrapped_optimizers(self.outer)]
-        # Group of ZeRO-3's flat partitions, which are in a group only during a step.
+        # For ZeRO-3's flat partitions, which are in a parameter group only during a step.
         self._no_group: dict[str, Any] = {}
-        self._keepers = {id(p): (one, group) for one in self.all for group in one.param_groups for p in group["params"]}
+        self._keepers = {id(p): (own, group) for own in self.all for group in own.param_groups for p in group["params"]}
 
     def keeper(self, holder: torch.Tensor) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
         """Returns the optimizer that keeps the state of a tensor, and the tensor's group there."""

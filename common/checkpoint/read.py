@@ -30,7 +30,7 @@ UNIFORM = [name for info in OPTIMIZERS.values() for name in info.class_names]
 
 
 def own_file(directory: Path, name: str) -> Path:
-    """Returns the path of a file in the manifest; UserError of one line for a link, a pipe, or a path outside."""
+    """Returns the path of a file in the manifest. Raises UserError for links, pipes, and paths outside `directory`."""
     root = os.path.realpath(directory)
     path = os.path.join(root, name)
     if os.path.realpath(path) != path or not path.startswith(root + os.sep):
@@ -41,7 +41,7 @@ def own_file(directory: Path, name: str) -> Path:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Returns the manifest; UserError of one line without the directory's name if it is missing or malformed."""
+    """Returns the manifest. Raises UserError if it is missing or malformed; callers add the directory."""
     try:
         manifest = json.loads(own_file(directory, MANIFEST).read_text())
     except OSError as error:
@@ -76,12 +76,12 @@ def _check_manifest(manifest: dict[str, Any]) -> None:
     for name, least in {"format": 1, "update": 0, "world_size": 1}.items():
         require(is_number(manifest[name], least=least), f"{MANIFEST} is malformed: its {name} is {manifest[name]!r}")
     if manifest["format"] > FORMAT:
-        return  # this version cannot check a newer format
+        return  # this version does not know a newer format
     texts = (manifest["mode"], manifest["architecture"], *manifest["files"])
     require(all(text.isprintable() for text in texts), f"{MANIFEST} is malformed: a name is not printable")
-    for facts in manifest["files"].values():
-        digests = [facts[name] for name in DIGESTS if name in facts]
-        is_valid = is_number(facts["bytes"]) and len(digests) == 1 and isinstance(digests[0], str)
+    for entry in manifest["files"].values():
+        digests = [entry[name] for name in DIGESTS if name in entry]
+        is_valid = is_number(entry["bytes"]) and len(digests) == 1 and isinstance(digests[0], str)
         require(is_valid, f"{MANIFEST} is malformed: its files")
     state, identity = TrainingState.of(manifest), manifest["identity"]
     is_valid = state.update == manifest["update"] and is_number(state.samples)
@@ -103,16 +103,16 @@ def newer_line(manifest: dict[str, Any]) -> str:
 
 
 def find_damage(directory: Path, manifest: dict[str, Any], rank: int = 0, world: int = 1) -> str | None:
-    """Returns the first problem of this rank's share of the files, or None."""
+    """Returns the first problem in this rank's share of the files, or None."""
     name = MANIFEST
     try:
-        for name, facts in list(manifest["files"].items())[rank::world]:
+        for name, entry in list(manifest["files"].items())[rank::world]:
             path = own_file(directory, name)
-            if path.stat().st_size != facts["bytes"]:
-                return f"{name} has {path.stat().st_size} bytes instead of {facts['bytes']}"
-            kind = next(kind for kind in DIGESTS if kind in facts)
+            if path.stat().st_size != entry["bytes"]:
+                return f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
+            kind = next(kind for kind in DIGESTS if kind in entry)
             with open(path, "rb") as file:
-                if hashlib.file_digest(file, DIGESTS[kind]).hexdigest() != facts[kind]:
+                if hashlib.file_digest(file, DIGESTS[kind]).hexdigest() != entry[kind]:
                     return f"{name} is damaged: its {kind} differs"
         if manifest["format"] <= FORMAT:
             Reader(directory, manifest).check(rank, world)
@@ -138,7 +138,7 @@ def list_checkpoints(output_dir: Path) -> tuple[list[tuple[Path, dict[str, Any]]
 
 
 def find_best(found: Iterable[tuple[Path, dict[str, Any]]]) -> Path | None:
-    """Returns the checkpoint with the lowest validation loss; None if no finite loss was measured.
+    """Returns the checkpoint with the lowest validation loss; None if no checkpoint has a finite loss.
 
     Losses on a different held-out set than that of the newest checkpoint are ignored.
     """
@@ -149,21 +149,21 @@ def find_best(found: Iterable[tuple[Path, dict[str, Any]]]) -> Path | None:
     return min(measured, key=losses.__getitem__, default=None)
 
 
-def remove_older(output_dir: Path, damaged: set[Path], keep_last: int, keep_best: bool) -> None:
-    """Keeps the newest checkpoints and the best, and removes all others; the corrupted `damaged` do not count.
+def remove_older(output_dir: Path, corrupted: set[Path], keep_last: int, keep_best: bool) -> None:
+    """Removes all checkpoints except the newest `keep_last`, and the best with `keep_best`; `corrupted` never count.
 
-    Directories with different names remain.
+    Directories with other names remain.
     """
     found, _ = list_checkpoints(output_dir)
     found = [(path, manifest) for path, manifest in found if path.name == f"update-{manifest['update']:06}"]
-    valid = [(path, manifest) for path, manifest in found if path not in damaged]
+    valid = [(path, manifest) for path, manifest in found if path not in corrupted]
     kept = {path for path, _ in valid[:keep_last]} | {find_best(valid) if keep_best else None}
     for path, _ in found:
         if path not in kept:
-            going = path.with_name(path.name + ".old" + PARTIAL)
-            remove(going)
-            path.rename(going)  # an interrupted removal must not look like a corrupted checkpoint
-            remove(going)
+            removed = path.with_name(path.name + ".old" + PARTIAL)
+            remove(removed)
+            path.rename(removed)  # an interrupted removal must not look like a corrupted checkpoint
+            remove(removed)
 
 
 WHOLE = (0, -1)  # columns of a range over full rows
@@ -209,9 +209,9 @@ def _check_cover(name: str, shape: tuple[int, ...], parts: list[_Range]) -> None
 
 
 class Reader:
-    """Reads the tensors of a checkpoint, in full or in part, for any sharding at the time of the save.
+    """Reads the tensors of a checkpoint, in full or in part, for any sharding with which it was saved.
 
-    Raises UserError: one line, if the files of the ranks do not form complete tensors.
+    Raises UserError: the files of the ranks do not form complete tensors.
     """
 
     def __init__(self, directory: Path, manifest: dict[str, Any]):
@@ -233,7 +233,7 @@ class Reader:
         self._require_training_state()
 
     def _require_training_state(self) -> None:
-        """Raises UserError unless each trained weight has the dtype of master weights and its optimizer state."""
+        """Raises UserError if a trained weight lacks optimizer state, or is not float32 or float64."""
         kept: dict[str, set[str]] = {}
         for name in (*self.tensors, *self.scalar_state):
             kind, _, weight = name.partition("/")
@@ -242,21 +242,21 @@ class Reader:
         trained = {name.removeprefix("weight/") for name in self.tensors if name.startswith("weight/")}
         if "untrained" in self.manifest:
             trained -= set(self.manifest["untrained"])
-        elif self.manifest["mode"] != "FSDP":  # older checkpoints lack this list; only FSDP could lose a state
+        elif self.manifest["mode"] != "FSDP":  # older checkpoints lack this list; only FSDP could lose state
             trained &= kept.keys()
-        every = set().union(*kept.values())
+        all_kinds = set().union(*kept.values())
         optimizer, state = self.manifest["identity"]["settings"].get("optimizer"), TrainingState.of(self.manifest)
         # A user's own optimizer may keep different states for some weights.
         info = OPTIMIZERS.get(str(optimizer))
         is_uniform = info is not None and info.is_elementwise and self.manifest.get("optimizer", "AdamW") in UNIFORM
-        # Older versions also saved without state if no update had been made, or if a wrapping optimizer hid it.
+        # Older versions saved no state before the first update, or if a wrapping optimizer hid the state.
         if not kept and "training" not in self.manifest:
             is_lost = state.update > state.skipped_updates and info is not None and info.state_bytes > 0
             trained = trained if is_lost else set()
         for name in sorted(trained):
             dtype = self.tensors[f"weight/{name}"][0]
             require(dtype in MASTER_DTYPES, f"weight/{name} is {DTYPE_NAMES[dtype]}, but a trained weight must be F32")
-            missing = sorted(every - kept.get(name, set())) if is_uniform or name not in kept else []
+            missing = sorted(all_kinds - kept.get(name, set())) if is_uniform or name not in kept else []
             require(not missing, f"weight/{name} lacks its {', '.join(missing)}")
             require(name in kept, f"weight/{name} lacks its optimizer state")
 
@@ -273,13 +273,14 @@ class Reader:
         require(set(rank.get("number_dtypes", {}).values()) <= DTYPES.keys(), "a dtype of its numbers")
         self.scalar_dtypes |= rank.get("number_dtypes", {})
         for tensor, entry in rank["tensors"].items():
-            facts = (DTYPES[entry["dtype"]], tuple(entry["shape"]))
-            sizes = (*facts[1], entry["start"], entry["elements"])
+            dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+            sizes = (*shape, entry["start"], entry["elements"])
             require(all(is_number(size) for size in sizes), f"{tensor}: its sizes")
-            require(self.tensors.setdefault(tensor, facts) == facts, f"{tensor} differs between ranks")
+            is_same = self.tensors.setdefault(tensor, (dtype, shape)) == (dtype, shape)
+            require(is_same, f"{tensor} differs between ranks")
             columns = tuple(entry.get("columns", WHOLE))
             part = _Range(entry["start"], entry["start"] + entry["elements"], f"{name}.safetensors", columns)
-            require(columns == WHOLE or part.are_rows(facts[1]), f"{tensor}: its columns")
+            require(columns == WHOLE or part.are_rows(shape), f"{tensor}: its columns")
             parts = self._parts.setdefault(tensor, [])
             if entry["elements"]:
                 parts.append(part)
@@ -287,18 +288,18 @@ class Reader:
     def check(self, rank: int = 0, world: int = 1) -> None:
         """Raises UserError if the contents of a file of this rank's share differ from its JSON."""
         for number in range(rank, len(self.ranks), world):
-            name, facts = f"rank-{number:05}", self.ranks[number]
+            name, json_file = f"rank-{number:05}", self.ranks[number]
             try:
                 file = self._file(f"{name}.safetensors")
                 slices = {tensor: file.get_slice(tensor) for tensor in file.keys()}
                 tensors = {tensor: (part.get_dtype(), part.get_shape()) for tensor, part in slices.items()}
-                listed = {tensor: (entry["dtype"], [entry["elements"]]) for tensor, entry in facts["tensors"].items()}
+                entries = json_file["tensors"].items()
+                listed = {tensor: (entry["dtype"], [entry["elements"]]) for tensor, entry in entries}
                 require(tensors == listed, f"its tensors are not those of {name}.json")
             except Exception as error:  # SafetensorError and others, depending on the header
                 raise UserError(f"{name}.safetensors is malformed: {one_line(error)}") from error
             try:
-                # In temporary generators.
-                _set_random_states(facts["random"], random.Random(), np.random.RandomState(0), torch.Generator())
+                _set_random_states(json_file["random"], random.Random(), np.random.RandomState(0), torch.Generator())
             except Exception as error:  # KeyError, TypeError, RuntimeError, ...
                 raise UserError(f"{name}.json is malformed: its random states ({one_line(error)})") from error
 
@@ -310,7 +311,7 @@ class Reader:
     def read(
         self, name: str, start: int = 0, elements: int | None = None, columns: tuple[int, int] | None = None
     ) -> torch.Tensor:
-        """Returns a range of a tensor's flattened elements, or of those of some columns; by default the full tensor."""
+        """Returns a range of a tensor's flattened elements, or of elements of `columns`; by default the full tensor."""
         dtype, shape = self.tensors[name]
         if elements is None:
             return self.read(name, 0, math.prod(shape)).view(shape)
@@ -363,7 +364,7 @@ def _decode(text: str) -> torch.Tensor:
 
 
 def restore_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Restores the RNG states of a rank: the result of `save.random_states`."""
+    """Restores the RNG states of a rank, which `save.random_states` returned."""
     _set_random_states(states, random, np.random, torch.default_generator)
     if device.type in states and device.type != "cpu":
         torch.get_device_module(device).set_rng_state(_decode(states[device.type]))

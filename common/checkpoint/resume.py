@@ -40,12 +40,12 @@ def find_own(checkpoints: Any, identity: dict[str, Any], size_flags: Iterable[st
 
     The output directory is locked first, because a stopping run may still be writing its last checkpoint.
 
-    Raises UserError: as `Checkpoints.find`.
+    Raises UserError: see `Checkpoints.find`.
     """
     args, ranks, accelerator = checkpoints.args, checkpoints.ranks, checkpoints.accelerator
     if not args.dry_run:
         ranks.together(lambda: lock_output_dir(ranks.output_dir), only_main=True)
-    reader = find_sound(ranks, checkpoints.writer.damaged)
+    reader = find_valid(ranks, checkpoints.writer.corrupted)
     if line := keep_warmup(args, reader.manifest, identity):
         accelerator.print(line)
     check_is_own(reader, args, identity, size_flags)
@@ -67,12 +67,12 @@ def list_on_main(ranks: Agreement) -> tuple[list[tuple[Path, dict[str, Any]]], l
 def _require_seen(path: Path, manifest: dict[str, Any], ranks: Agreement) -> None:
     """Raises UserError on all ranks if a rank does not see the same files of a checkpoint as rank 0."""
     names = [MANIFEST, *manifest["files"]]
-    there = decided_by_main(f"files of {path}", lambda: [name for name in names if os.path.exists(path / name)])
+    present = decided_by_main(f"files of {path}", lambda: [name for name in names if os.path.exists(path / name)])
 
     def is_seen() -> bool:
         with suppress(UserError):
             is_same = read_manifest(path)["sha256"] == manifest["sha256"]
-            return is_same and all(os.path.exists(path / name) for name in there)
+            return is_same and all(os.path.exists(path / name) for name in present)
         return False
 
     line = (
@@ -82,7 +82,7 @@ def _require_seen(path: Path, manifest: dict[str, Any], ranks: Agreement) -> Non
     ranks.raise_first(None if is_soon(is_seen) else line)
 
 
-def is_sound(path: Path, manifest: dict[str, Any], ranks: Agreement) -> bool:
+def is_valid(path: Path, manifest: dict[str, Any], ranks: Agreement) -> bool:
     """Returns whether all files match the manifest. Each rank checks its share, and prints any problem.
 
     Raises UserError: a rank does not see the checkpoint as rank 0 does.
@@ -94,8 +94,8 @@ def is_sound(path: Path, manifest: dict[str, Any], ranks: Agreement) -> bool:
     return ranks.sum(problem is not None)[0] == 0
 
 
-def find_sound(ranks: Agreement, damaged: set[Path]) -> Reader:
-    """Returns the newest valid checkpoint. A corrupted checkpoint is printed, added to `damaged` and skipped.
+def find_valid(ranks: Agreement, corrupted: set[Path]) -> Reader:
+    """Returns the newest valid checkpoint. Corrupted checkpoints are printed, added to `corrupted` and skipped.
 
     Raises UserError: there is no valid checkpoint, or its format is newer.
     """
@@ -103,33 +103,33 @@ def find_sound(ranks: Agreement, damaged: set[Path]) -> Reader:
     for path, manifest in found:
         if manifest["format"] > FORMAT:
             raise UserError(f"--resume {path}: {newer_line(manifest)}")
-        if is_sound(path, manifest, ranks):
+        if is_valid(path, manifest, ranks):
             if ranks.rank == 0:
                 for line in problems:
                     print(line, file=sys.stderr, flush=True)
             return Reader(path, manifest)
-        damaged.add(path)
+        corrupted.add(path)
     reason = f"none of its {len(found) + len(problems)} is valid" if found or problems else "there is none"
     raise UserError(
-        f"--resume: {ranks.directory} has no complete checkpoint ({reason}); name the --output_dir of the run, or "
-        "start anew with --overwrite in place of --resume"
+        f"--resume: {ranks.directory} has no complete checkpoint ({reason}); pass the --output_dir of the run, or "
+        "start anew with --overwrite instead of --resume"
     )
 
 
 def keep_warmup(args: argparse.Namespace, manifest: dict[str, Any], identity: dict[str, Any]) -> str | None:
-    """Sets a missing --warmup_updates to the value at the start of the run, whatever its length now.
+    """Sets a missing --warmup_updates to its value at the start of the run, also if --num_updates has changed.
 
     Returns a line to print if more than half of the run is warm-up, otherwise None.
     """
     if args.warmup_updates is not None:
         return None
-    began_with = manifest["identity"]["settings"].get("warmup_updates")
-    began_with = began_with if is_number(began_with) else args.num_updates // 20
-    args.warmup_updates = min(began_with, args.num_updates - 1)
-    identity["settings"]["warmup_updates"] = began_with
-    if 2 * began_with <= args.num_updates:
+    warmup_at_start = manifest["identity"]["settings"].get("warmup_updates")
+    warmup_at_start = warmup_at_start if is_number(warmup_at_start) else args.num_updates // 20
+    args.warmup_updates = min(warmup_at_start, args.num_updates - 1)
+    identity["settings"]["warmup_updates"] = warmup_at_start
+    if 2 * warmup_at_start <= args.num_updates:
         return None
-    text = f"--num_updates {args.num_updates} is half warm-up: the run began with {began_with} updates"
+    text = f"--num_updates {args.num_updates} is half warm-up: the run began with {warmup_at_start} updates"
     return f"{text} of it; --warmup_updates with --allow_changed changes that"
 
 
@@ -149,13 +149,13 @@ def begin_state(reader: Reader, identity: dict[str, Any], allowed: list[str]) ->
 
 
 def check_is_own(reader: Reader, args: argparse.Namespace, identity: dict[str, Any], size_flags: Iterable[str]) -> None:
-    """Raises UserError, one line per difference to the start of the run. size_flags: from `Traits`."""
+    """Raises UserError: one line per difference from the start of the run. size_flags: see `Traits`."""
     path, manifest = reader.directory, reader.manifest
     refuse(f"--resume {path}: {line}" for line in differences(manifest["identity"], identity, args, size_flags))
     if manifest["update"] > args.num_updates:
         raise UserError(
-            f"--resume {path}: it has made {manifest['update']} updates already, more than --num_updates "
-            f"{args.num_updates}; give more, or export it as a model"
+            f"--resume {path}: it has completed {manifest['update']} updates, more than --num_updates "
+            f"{args.num_updates}; pass a higher number, or export it as a model"
         )
 
 
@@ -173,8 +173,8 @@ def find_best_at_end(
     load_best = checkpoints.args.load_best_at_end
     found = dict(list_on_main(checkpoints.ranks)[0])
     path = find_best(found.items())
-    # Only a checkpoint that is loaded must be valid.
-    while load_best and path and not is_sound(path, found[path], checkpoints.ranks):
+    # Files are checked only if the checkpoint is loaded.
+    while load_best and path and not is_valid(path, found[path], checkpoints.ranks):
         del found[path]
         path = find_best(found.items())
     if path is None:
@@ -182,35 +182,35 @@ def find_best_at_end(
     if load_best:
         load_state(Reader(path, found[path]), checkpoints.accelerator, model, optimizer)
     best = found[path]["position"]
-    facts = {"checkpoint": str(path), "loss": best["validation_loss"]}
-    facts["is_model"] = load_best or best["update"] == state.update
+    entry = {"checkpoint": str(path), "loss": best["validation_loss"]}
+    entry["is_model"] = load_best or best["update"] == state.update
     lowest = state.best_validation_loss
-    # Its loss was measured without --keep_best, or it was corrupted since.
+    # The checkpoint with the lowest loss was not kept, or is corrupted.
     if lowest is not None and lowest < best["validation_loss"]:
-        facts["lowest_measured"] = lowest
-    return facts
+        entry["lowest_measured"] = lowest
+    return entry
 
 
 @torch.no_grad()
 def load_state(reader: Reader, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> None:
     """Loads weights, buffers and optimizer state saved in any mode with any world size; each rank reads its part."""
     layout = Layout(accelerator, model, optimizer)
-    make_state(layout, reader)
+    create_state(layout, reader)
     for piece in layout.pieces():
         if piece.name not in reader.tensors or reader.tensors[piece.name][1] != tuple(piece.shape):
             saved: Any = reader.tensors.get(piece.name, (None, "not there"))[1]
             raise UserError(f"--resume {reader.directory}: {piece.name} is {tuple(piece.shape)}, and {saved} in it")
         values = reader.read(piece.name, piece.start, piece.tensor.numel(), piece.columns)
         piece.tensor.copy_(values.view(piece.tensor.shape))
-    wait_for_all()  # a rank may read slowly
+    wait_for_all()  # because ranks may read at different speeds
     if layout.is_sharded:
         from common.checkpoint.sharded_layouts import copy_master_weights
 
         copy_master_weights(optimizer)
 
 
-def make_state(layout: Layout, reader: Reader) -> None:
-    """Creates the state of a new optimizer, so that the saved values can be read into the tensors of the pieces."""
+def create_state(layout: Layout, reader: Reader) -> None:
+    """Creates the state tensors of a new optimizer, into which `load_state` reads the saved values."""
     by_parameter: dict[str, dict[str, Any]] = {}
     for name, value in (reader.tensors | reader.scalar_state).items():
         kind, _, parameter = name.partition("/")
@@ -229,8 +229,8 @@ def make_state(layout: Layout, reader: Reader) -> None:
                 else:
                     state[key] = torch.zeros(shape, dtype=dtype, device=part.holder.device)
             elif dtype := _scalar_dtype(key, part.name, keeper, reader.scalar_dtypes):
-                # The device on which torch loads a step. (ZeRO-3's groups are empty between steps; it keeps steps on
-                # the device.)
+                # The device on which torch expects a step. (ZeRO-3 has empty groups between steps, and its steps on the
+                # device.)
                 on_device = key != "step" or not group or group.get("fused") or group.get("capturable")
                 device = part.holder.device if on_device else "cpu"
                 state[key] = torch.tensor(value, dtype=dtype, device=device)

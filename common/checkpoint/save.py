@@ -1,4 +1,4 @@
-"""Checkpoints for the training loop: complete or absent, the same for every mode, resumed bit for bit.
+"""Checkpoints for the training loop: atomic, in the same format for every mode, resumed bit for bit.
 
     python -m tools.checkpoint list OUTPUT_DIR
     python -m tools.checkpoint export OUTPUT_DIR/checkpoints/update-000100 DIR
@@ -34,7 +34,7 @@ from common.training.optimizers import inner_optimizer
 from common.training.process_grid import running
 from common.training.stop_signals import StopRequests
 
-# Optimizers that keep their full state by parameter. All others are checked, because a user may have written them.
+# Optimizers whose full state is in `optimizer.state`. Others are checked, because a user may have written them.
 KNOWN = (torch.optim.AdamW, torch.optim.SGD)
 
 
@@ -49,12 +49,12 @@ class Checkpoints:
         self.ranks = Agreement(accelerator, Path(args.output_dir))
         self.writer = Writer(self.ranks, accelerator.device, args.keep_last, args.keep_best)
         self.last_saved = -1  # update
-        self.steps: Any = None  # observed steps of a user's own optimizer
-        self.cannot: str | None = None  # why the state of this run cannot be saved
+        self.steps: Any = None  # `optimizer_checks.Steps` of a user's own optimizer
+        self.unsupported: str | None = None  # reason why the state of this run cannot be saved
         if accelerator.deepspeed_plugin is not None:
             from common.checkpoint.sharded_layouts import why_not_saved
 
-            self.cannot = why_not_saved(accelerator)
+            self.unsupported = why_not_saved(accelerator)
         if self.ranks.world > 1:
             from common.checkpoint.shared_files import share_output_dir
 
@@ -63,12 +63,12 @@ class Checkpoints:
     def find(self, identity: dict[str, Any], size_flags: Iterable[str]) -> Any:
         """Returns the newest valid checkpoint, or None without --resume. Corrupted checkpoints are printed and skipped.
 
-        Raises UserError: a different process writes there, nothing to resume, one line per difference to the start of
-        the run, or a state that cannot be saved.
+        Raises UserError: the directory is in use, no valid checkpoint, differences from the start of the run, or a
+        state that cannot be saved.
         """
         is_requested = 0 < self.args.save_every <= self.args.num_updates or self.args.keep_best
-        if self.cannot and (self.args.resume or is_requested):
-            raise UserError(self.cannot)
+        if self.unsupported and (self.args.resume or is_requested):
+            raise UserError(self.unsupported)
         if self.ranks.world > 1:
             from common.checkpoint.shared_files import check_identity
 
@@ -102,7 +102,7 @@ class Checkpoints:
             pretrained: objects with `save_pretrained` that the export needs besides the weights.
             metadata: added to every manifest.
 
-        Raises UserError: a different process writes there.
+        Raises UserError: another process uses the directory.
         """
         model = without_wrapper(model)
         # The class name in a single process; FSDP2 uses its own class, FSDPLlamaForCausalLM.
@@ -156,14 +156,14 @@ class Checkpoints:
     def save(self, state: TrainingState, model: torch.nn.Module, optimizer: Any, in_place: bool = False) -> None:
         """Copies the state and starts to write it; call it only between two updates.
 
-        in_place: write without a copy, which saves its memory; the call returns when the state is written.
+        in_place: write without a copy, which saves memory; the call returns when the state is written.
 
         Raises UserError: the disk is full, the previous save failed, or a part of the state would be missing.
         """
         if state.update == self.last_saved:
             return
-        if self.cannot:
-            raise UserError(self.cannot)
+        if self.unsupported:
+            raise UserError(self.unsupported)
         self.writer.finish()  # one save at a time
         layout = Layout(self.accelerator, model, optimizer)
         numbers, number_dtypes = layout.scalar_state()
@@ -174,17 +174,17 @@ class Checkpoints:
             problem = next(problems(layout.state, layout.holders(), self.steps), None)
         self.ranks.raise_first(problem and f"no checkpoint can be saved: {problem}")
         owned = [piece for piece in layout.pieces() if piece.is_owner]
-        rank_facts = {
+        rank_metadata = {
             "numbers": numbers,
             "number_dtypes": number_dtypes,
             "random": random_states(self.accelerator.device),
-            "tensors": {piece.name: piece.facts() for piece in owned},
+            "tensors": {piece.name: piece.to_record() for piece in owned},
         }
         manifest = {
             "format": FORMAT,
             "update": state.update,
             "samples": state.samples,
-            **state.facts(),
+            **state.to_record(),
             "mode": running_mode(self.accelerator),
             "world_size": self.ranks.world,
             "scaler": _scaler_state(self.accelerator, optimizer),
@@ -193,13 +193,13 @@ class Checkpoints:
             "identity": self.identity,
             **self.metadata,
         }
-        self.writer.start(manifest, rank_facts, owned, inner_optimizer(optimizer), in_place)
+        self.writer.start(manifest, rank_metadata, owned, inner_optimizer(optimizer), in_place)
         self.last_saved = state.update
 
     def training_done(self, state: TrainingState, model: torch.nn.Module, optimizer: Any) -> None:
         """Saves a checkpoint after the last update, in case the run dies before its model is written."""
         with pause(state.training, SAVING) if self.args.save_every or self.args.keep_best else nullcontext():
-            if self.args.save_every and not self.cannot:
+            if self.args.save_every and not self.unsupported:
                 self.save(state, model, optimizer, in_place=True)
             self.writer.finish()
 

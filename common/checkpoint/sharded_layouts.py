@@ -22,7 +22,7 @@ def sharded_parts(model: torch.nn.Module, optimizer: Any, rank: int) -> Iterator
     """Yields this rank's part of each parameter."""
     for module in model.modules():
         # After a forward pass without backward, such as an evaluation, FSDP2 leaves the parameters of its root
-        # all-gathered. These are plain tensors in the compute dtype, which no optimizer knows.
+        # all-gathered. These are plain tensors in the compute dtype, which are not in the optimizer.
         if isinstance(module, FSDPModule):
             module.reshard()
     named: dict[str, Any] = dict(model.named_parameters())
@@ -50,7 +50,7 @@ def sharded_parts(model: torch.nn.Module, optimizer: Any, rank: int) -> Iterator
 
 
 def _within_group(part: Part, p: torch.Tensor, share: Share | None) -> Part:
-    """Returns the part with its position in a parameter that a group of ranks shares. share: the group's, or None."""
+    """Returns the part with its position in the full parameter, if a group of ranks partitions it (`share`)."""
     if share is None:
         return part
     part = replace(part, is_owner=part.is_owner and share.counts)
@@ -63,9 +63,9 @@ def _within_group(part: Part, p: torch.Tensor, share: Share | None) -> Part:
 
 def _dtensor_part(name: str, p: DTensor) -> Part:
     placements, mesh = p.placements, p.device_mesh
-    assert all(one in (Replicate(), Shard(0)) for one in placements), f"{name} is cut as {placements}"
+    assert all(placement in (Replicate(), Shard(0)) for placement in placements), f"{name} is sharded as {placements}"
     # Only the first of HSDP's replicas is written.
-    is_owner = all(mesh.get_local_rank(dim) == 0 for dim, one in enumerate(placements) if one == Replicate())
+    is_owner = all(mesh.get_local_rank(dim) == 0 for dim, p in enumerate(placements) if p == Replicate())
     start = shard_offset(p)[0] * (p.numel() // p.shape[0]) if p.ndim else 0
     holder = p if p.requires_grad else None
     return Part(name, tuple(p.shape), start, _local(p.detach()), holder, is_owner, select=_local)
@@ -124,12 +124,12 @@ def _zero3_part(name: str, p: Any, weight: torch.Tensor, holder: torch.Tensor | 
     """Returns ZeRO-3's part of a parameter. All parts have equal size; zeros that pad the last parts are removed."""
     size = p.ds_tensor.ds_numel
     start = min(torch.distributed.get_rank(p.ds_process_group) * size, p.ds_numel)
-    held = min(size, p.ds_numel - start)
+    num_elements = min(size, p.ds_numel - start)
 
     def unpadded(state: torch.Tensor) -> torch.Tensor:
-        return select(state).narrow(0, 0, held)
+        return select(state).narrow(0, 0, num_elements)
 
-    return Part(name, tuple(p.ds_shape), start, weight.narrow(0, 0, held), holder, True, unpadded)
+    return Part(name, tuple(p.ds_shape), start, weight.narrow(0, 0, num_elements), holder, True, unpadded)
 
 
 def holders_elsewhere(model: torch.nn.Module, optimizer: Any) -> dict[str, torch.Tensor | None]:
@@ -159,8 +159,8 @@ def why_not_saved(accelerator: Accelerator) -> str | None:
     zero = accelerator.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
     if offload_devices(zero)["offload_optimizer"] == "nvme":
         return (
-            "--save_every, --resume: checkpoints do not hold an optimizer state that lies in files (nvme_path); give "
-            "--save_every 0, or take zero3_offload_cpu.yaml"
+            "--save_every, --resume: checkpoints do not contain an optimizer state on NVMe (nvme_path); pass "
+            "--save_every 0, or use zero3_offload_cpu.yaml"
         )
     return None
 

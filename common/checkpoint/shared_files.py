@@ -25,13 +25,13 @@ SUBJECTS = {
 
 
 def check_identity(identity: dict) -> None:
-    """Raises UserError, one line per difference, if this rank's files or directory listing differ from rank 0's."""
+    """Raises UserError, one line per difference, if this rank's identity (files, settings) differs from rank 0's."""
     wait_for_all()  # a rank may have tokenised for hours, while the others had the result in their caches
     main = decided_by_main("identity", lambda: identity)
-    mine = json.loads(json.dumps(identity))
-    texts = [{name: json.dumps(view.get(name), sort_keys=True) for name in main | mine} for view in (main, mine)]
+    own = json.loads(json.dumps(identity))
+    texts = [{name: json.dumps(view.get(name), sort_keys=True) for name in main | own} for view in (main, own)]
     refuse(
-        f"{SUBJECTS.get(name, name)}: this rank and rank 0 see different ones; give all hosts the same files"
+        f"{SUBJECTS.get(name, name)}: this rank and rank 0 differ; make the same files available on all hosts"
         for name, text in texts[0].items()
         if text != texts[1][name]
     )
@@ -62,8 +62,8 @@ def share_output_dir(ranks: Agreement, args: argparse.Namespace) -> None:
         return
     is_seen = is_soon(written.exists)
     line = (
-        f"--output_dir {ranks.output_dir}: what rank 0 on host {host} writes there is not seen on host "
-        f"{socket.gethostname()}; name a directory that all hosts share, by its whole path"
+        f"--output_dir {ranks.output_dir}: a file that rank 0 on host {host} wrote there is not seen on host "
+        f"{socket.gethostname()}; pass the absolute path of a directory that all hosts share"
     )
     ranks.raise_first(None if is_seen else line)
     if token is not None:

@@ -18,16 +18,16 @@ class TrainingState:
     validation_loss: float | None = None  # set if the last update ended with an evaluation
     evaluations_since_best: int = 0
     validation_since: int = 0  # update since which the losses are on the current held-out set
-    tracker_runs: dict[str, str] = field(default_factory=dict)  # IDs with which a tracker continues its run
+    tracker_runs: dict[str, str] = field(default_factory=dict)  # IDs with which trackers resume their runs
     # Totals over all starts (`report.totals`), saved separately from the position because they depend on the clock.
     training: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, manifest: dict[str, Any]) -> "TrainingState":
-        """Returns the state in a checkpoint's manifest. Checkpoints of older versions have no totals."""
+        """Returns the state in a manifest. Checkpoints of older versions have no totals."""
         return cls(**manifest["position"], training=manifest.get("training", {}))
 
-    def facts(self) -> dict[str, dict[str, Any]]:
+    def to_record(self) -> dict[str, dict[str, Any]]:
         """Returns the manifest entries from which `of` restores the state."""
         position = asdict(self)
         training = position.pop("training")
@@ -38,7 +38,7 @@ class TrainingState:
         """Returns whether the last update ended with an evaluation with the lowest loss so far."""
         return self.validation_loss is not None and self.evaluations_since_best == 0
 
-    def measured(self, validation_loss: float) -> None:
+    def record_loss(self, validation_loss: float) -> None:
         """Records the validation loss after the last update. A non-finite loss is never the best."""
         self.validation_loss, best = validation_loss, self.best_validation_loss
         if math.isfinite(validation_loss) and (best is None or validation_loss < best):

@@ -1,4 +1,4 @@
-"""Writes a checkpoint during training: a copy in memory, a file per rank, then the rename that completes it.
+"""Writes a checkpoint during training: copies the state, writes a file per rank, then renames the directory.
 
 The checkpoint is written under a temporary name (`.partial`), flushed, and renamed when its manifest is on the disk. So
 a killed save never looks like a checkpoint. host_copy.py copies the state; a thread does the rest.
@@ -23,9 +23,9 @@ from common.checkpoint.format import MANIFEST, hash_of, in_chunks, safetensors_h
 from common.checkpoint.layouts import Piece
 from common.files import PARTIAL, fsync, remove, replace_directory, write_file
 
-# On a CPU, seconds that the writing thread pauses per second of computing. Its computing slows down the updates, so
-# that each loses a fiftieth, instead of a few losing a tenth.
-REST = 50
+# On a CPU, seconds that the writing thread pauses per second of computing. So many updates are slower by a fiftieth,
+# instead of a few by a tenth.
+PAUSE_RATIO = 50
 
 
 class Writer:
@@ -34,18 +34,18 @@ class Writer:
     def __init__(self, ranks: Agreement, device: torch.device, keep_last: int, keep_best: bool):
         self.ranks, self.device, self.keep_last, self.keep_best = ranks, device, keep_last, keep_best
         self.model_files: dict[str, bytes] = {}  # on rank 0: files that the export needs besides the weights
-        self.damaged: set[Path] = set()  # corrupted checkpoints that were skipped on resume
+        self.corrupted: set[Path] = set()  # checkpoints that were skipped on resume
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self.is_awaited = threading.Event()  # set if a caller waits for the write; then the thread does not pause
+        self.is_awaited = threading.Event()  # set if a caller waits for the write, so that the thread does not pause
         self.writing: Future | None = None  # write of this rank's files, until all ranks know that all are written
         self.committing: Future | None = None  # on rank 0: manifest, rename, removal of older checkpoints
         self.copy: Any = None  # the `HostCopy`, from the first save that may copy
-        self.may_copy, self.copies = True, False  # whether this rank may hold a copy, and whether all ranks hold one
+        self.may_copy, self.holds_copy = True, False  # whether a copy is allowed; whether all ranks hold one
 
     def start(
         self,
         manifest: dict[str, Any],
-        rank_facts: dict[str, Any],
+        rank_metadata: dict[str, Any],
         owned: list[Piece],
         optimizer: torch.optim.Optimizer,
         in_place: bool,
@@ -53,9 +53,9 @@ class Writer:
         """Copies the pieces that this rank owns, and starts to write them.
 
         Args:
-            rank_facts: contents of this rank's JSON file.
+            rank_metadata: contents of this rank's JSON file.
             optimizer: waits before its next step until everything is copied.
-            in_place: write without a copy, which saves its memory; the call returns when all is written.
+            in_place: write without a copy, which saves memory; the call returns when all is written.
 
         Raises UserError: the disk is full.
         """
@@ -73,20 +73,20 @@ class Writer:
             copying = self.copy.start(header, tensors, optimizer)
             self.is_awaited.clear()
         contents = [header, *(tensor for _, tensor in tensors)]
-        self.writing = self.pool.submit(self._write_rank, partial, rank_facts, contents, copying)
+        self.writing = self.pool.submit(self._write_rank, partial, rank_metadata, contents, copying)
         if copying is None:
             self.ranks.together(self.writing.result)
 
     def _make_room(self, partial: Path, size: int, in_place: bool) -> bool:
-        """Creates the directory if the disk has room. Returns whether all ranks copy the state; otherwise none does.
+        """Creates the directory if the disk has room. Returns whether the ranks copy the state: all or none.
 
-        size: bytes of this rank's file. The copies need as much host memory as the state of all ranks of this machine.
+        size: bytes of this rank's file. The copies need host memory for the state of all ranks on this machine.
         """
         local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         lacks_memory = in_place or not self.may_copy or not self.copy.fits(size, local)
-        needed, num_lacking = self.ranks.sum(size + 65536 * (1 + len(self.model_files)), lacks_memory)
-        self.copies = num_lacking == 0
-        if num_lacking and not in_place:
+        needed, num_in_place = self.ranks.sum(size + 65536 * (1 + len(self.model_files)), lacks_memory)
+        self.holds_copy = num_in_place == 0
+        if num_in_place and not in_place:
             self.copy.free()
         self.ranks.needed = int(needed)
 
@@ -98,12 +98,12 @@ class Writer:
             partial.mkdir()
 
         self.ranks.together(make, only_main=True)
-        return self.copies
+        return self.holds_copy
 
-    def _write_rank(self, partial: Path, facts: dict[str, Any], contents: list[Any], copying: Future | None) -> None:
+    def _write_rank(self, partial: Path, metadata: dict[str, Any], contents: list[Any], copying: Future | None) -> None:
         if copying is not None:
             copying.result().synchronize()
-            contents = [self.copy.image]
+            contents = [self.copy.buffer]
         name = f"rank-{self.ranks.rank:05}"
         files = {f"{name}.safetensors": write_file(partial / f"{name}.safetensors", self._paused(in_chunks(contents)))}
         if self.ranks.rank == 0:
@@ -111,7 +111,7 @@ class Writer:
             for file, content in self.model_files.items():
                 files[f"model/{file}"] = write_file(partial / "model" / file, [content])
             fsync(partial / "model")
-        write_file(partial / f"{name}.json", [json.dumps(facts | {"files": files}).encode()])
+        write_file(partial / f"{name}.json", [json.dumps(metadata | {"files": files}).encode()])
 
     def _paused(self, parts: Iterable[Any]) -> Iterator[Any]:
         """Yields the parts, with a pause after each if the writing thread shares a CPU with the training."""
@@ -119,7 +119,7 @@ class Writer:
             began = time.thread_time()
             yield part  # resumes when the part is written
             if self.device.type == "cpu":
-                self.is_awaited.wait(REST * (time.thread_time() - began))
+                self.is_awaited.wait(PAUSE_RATIO * (time.thread_time() - began))
 
     def is_written(self) -> bool:
         """Returns whether this rank has written its part of the current save."""
@@ -159,15 +159,15 @@ class Writer:
             files |= json.loads(content)["files"]
             files[name] = {"bytes": len(content), "xxh3_128": xxhash.xxh3_128(content).hexdigest()}
         manifest = manifest | {"files": files}
-        manifest = json.loads(json.dumps(manifest))  # as it will be read: tuples become lists, keys become text
+        manifest = json.loads(json.dumps(manifest))  # as it will be read back: tuples become lists, keys become strings
         manifest["sha256"] = hash_of(manifest)
         write_file(partial / MANIFEST, [json.dumps(manifest, indent=1).encode()])
         fsync(partial)
         if (metrics := self.ranks.output_dir / "metrics.jsonl").is_file():
             fsync(metrics)  # so that the lines up to this update survive a power failure
         replace_directory(partial, final)
-        self.damaged.discard(final)
-        if len(os.listdir(self.ranks.directory)) > self.keep_last or self.damaged:
+        self.corrupted.discard(final)
+        if len(os.listdir(self.ranks.directory)) > self.keep_last or self.corrupted:
             from common.checkpoint.read import remove_older
 
-            remove_older(self.ranks.output_dir, self.damaged, self.keep_last, self.keep_best)
+            remove_older(self.ranks.output_dir, self.corrupted, self.keep_last, self.keep_best)

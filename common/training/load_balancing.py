@@ -215,17 +215,12 @@ def _fill_level(loads: np.ndarray, work: float) -> float:
 
 
 def _take(
-    work: list[float],
-    max_rows: list[int],
-    start: int,
-    wanted: np.ndarray,
-    most_for_one: np.ndarray,
-    rounding: float = 0,
+    work: list[float], limits: list[int], start: int, wanted: np.ndarray, most_for_one: np.ndarray, rounding: float = 0
 ) -> tuple[list[int], int]:
     """Returns the number of samples that each rank takes, in order from sample `start`, and the end of the last.
 
     Args:
-        work, max_rows: `sample_work` and `max_rows` of `_fill`.
+        work, limits: `sample_work` and `max_rows` of `_fill`.
         wanted: target work of each rank.
         most_for_one: a rank whose `wanted` is less than a sample takes the sample if its work is at most this limit.
         rounding: 0.5 rounds to the nearest number, 0 rounds down.
@@ -235,8 +230,8 @@ def _take(
         if end == len(work):
             break
         count = int(target / work[end] + rounding) or int(limit >= work[end])
-        if count > max_rows[end]:  # (faster than min())
-            count = max_rows[end]
+        if count > limits[end]:  # (faster than min())
+            count = limits[end]
         count = count if end + count <= len(work) else len(work) - end
         taken.append(count)
         end += count

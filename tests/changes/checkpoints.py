@@ -43,7 +43,7 @@ def forget(what):
         change(resume, "restore_scaler", lambda *_: None)
     elif what == "optimizer":
         pieces = layouts.Layout.pieces
-        change(resume, "make_state", lambda *_: None)
+        change(resume, "create_state", lambda *_: None)
         only_weights = lambda layout: (one for one in pieces(layout) if one.name.startswith("weight/"))  # noqa: E731
         change(layouts.Layout, "pieces", only_weights)
     elif what == "buffers":
