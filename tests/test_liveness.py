@@ -15,6 +15,7 @@ from conftest import read_metrics, run_specs, specs_command
 from running import Run, find_rank, num_updates, wait_for_updates, wait_until
 
 from common.parallel import rank_watch
+from common.training.process_grid import Degrees
 
 LINE = r"error: rank {rank} on host \S+ {what} at update \d+; this process \(rank \d+\) ends"
 
@@ -127,10 +128,11 @@ def test_two_ranks_that_leave_together_spoil_neithers_good_bye(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     watches = {}
-    starts = [
-        threading.Thread(target=lambda rank=rank: watches.update({rank: rank_watch.RankWatch(rank, 2, 60, "together")}))
-        for rank in (0, 1)
-    ]
+
+    def watch(rank):
+        watches[rank] = rank_watch.RankWatch(rank, 2, 60, "together", Degrees(2))
+
+    starts = [threading.Thread(target=watch, args=[rank]) for rank in (0, 1)]
     for start in starts:
         start.start()
     for start in starts:

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 import yaml
+from accelerate import PartialState
 from conftest import (
     ROOT,
     assert_refused,
@@ -39,7 +40,6 @@ from transformers import (
 from common.argument_checks import check_arguments
 from common.parallel.launch import parse_launch
 from common.tasks.pipeline.stages import check_stages, place_cuts
-from common.training import process_grid
 from common.training.process_grid import Degrees
 from common.training.recipe_traits import Traits
 
@@ -188,10 +188,10 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_model_that_has_no_stages_is_refused(case, monkeypatch):
     config, stages, pattern = REFUSED[case]
-    monkeypatch.setattr(process_grid, "_running", Degrees(stages, pipeline=stages))
+    monkeypatch.setattr(PartialState(), "process_grid", Degrees(stages, pipeline=stages), raising=False)
     (line,) = check_stages(config)
     assert re.search(pattern, line)
-    monkeypatch.setattr(process_grid, "_running", Degrees(stages))
+    monkeypatch.setattr(PartialState(), "process_grid", Degrees(stages), raising=False)
     assert not [*check_stages(config)]
 
 

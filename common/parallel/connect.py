@@ -43,7 +43,6 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs: Any) ->
 
     Raises UserError: mode, world size or precision of this run differ from the request.
     """
-    set_running(launch.degrees)
     if not sys.stderr.isatty():  # in a log, each of transformers' bars would be one long line
         disable_progress_bar()
     for name in mpi_variables():  # no effect in this process, but in processes that it starts
@@ -54,7 +53,7 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs: Any) ->
     if started_world_size() > 1:
         from common.parallel import rank_connection, rank_watch
 
-        rank_watch.start(args.connect_timeout)
+        rank_watch.start(args.connect_timeout, launch.degrees)
         rank_connection.name_interface()
         connecting = rank_connection.connecting(args.connect_timeout)
     if launch.mode in ("FSDP", "DeepSpeed"):
@@ -71,6 +70,7 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs: Any) ->
         if sharded is not None:
             sharded.connect()
         accelerator = Accelerator(**kwargs)
+        set_running(launch.degrees)
         if running_mode(accelerator) != "plain":
             from common.parallel.process_groups import AveragedByPeers
 

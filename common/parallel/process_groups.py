@@ -1,6 +1,7 @@
 """Groups of ranks that exchange or sum tensors with each other."""
 
 from collections.abc import Callable
+from functools import cache
 
 import torch.distributed as dist
 from accelerate.utils import DistributedDataParallelKwargs
@@ -31,23 +32,16 @@ def peers(degrees: Degrees, rank: int) -> list[int]:
     return list(range(start + degrees.tensor_rank(rank), start + degrees.stage_size, degrees.tensor))
 
 
-_made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
-
-
+@cache
 def group_of(members: Callable[[Degrees, int], list[int]]) -> dist.ProcessGroup:
     """Returns this rank's process group; created at the first call, which all ranks make together.
 
     Args:
         members: returns the ranks in the group of a rank, such as `neighbours`.
     """
-    degrees = running()
-    all_groups = tuple(dict.fromkeys(tuple(members(degrees, rank)) for rank in range(dist.get_world_size())))
-    if all_groups not in _made:
-        for ranks in all_groups:  # torch requires that every rank creates all groups
-            group = dist.new_group(list(ranks))
-            if dist.get_rank() in ranks:
-                _made[all_groups] = group
-    return _made[all_groups]
+    all_groups = dict.fromkeys(tuple(members(running(), rank)) for rank in range(dist.get_world_size()))
+    made = {ranks: dist.new_group(list(ranks)) for ranks in all_groups}  # every rank must create all groups
+    return next(group for ranks, group in made.items() if dist.get_rank() in ranks)
 
 
 class AveragedByPeers(DistributedDataParallelKwargs):

@@ -40,7 +40,6 @@ LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # mask from tokens. Found by running 100 model types of transformers 5.23 on two processes and on one process.
 OTHERS = {"camembert", "data2vec-text", "doge", "llama4_text", "roberta", "roberta-prelayernorm", "xlm-roberta"}
 OTHERS |= {"xlm-roberta-xl", "xmod"}
-_group: dist.ProcessGroup | None = None  # group of this process, while the model sees parts of sequences
 
 
 def check_model(config: PreTrainedConfig, model_class: Any, degrees: Degrees) -> Iterator[str]:
@@ -89,7 +88,6 @@ def share_sequences(model: PreTrainedModel, degrees: Degrees) -> None:
     Call it on the bare model, on all ranks together. A forward raises UserError if the model's attention does not use
     transformers' interface, because it would then see only its own part.
     """
-    global _group
     if degrees.sequence == 1:
         return
     name, num_layers = type(model).__name__, getattr(model.config.get_text_config(), "num_hidden_layers", 1)
@@ -97,34 +95,29 @@ def share_sequences(model: PreTrainedModel, degrees: Degrees) -> None:
         raise UserError(
             f"parallelism_config_sp_size: {name} does not run transformers' own code with SDPA; set it to 1"
         )
-    _group = group_of(neighbours)
-    # The registered functions may already be wrapped for an earlier model of this process.
-    attention, mask = (
-        inspect.unwrap(interface["sdpa"]) for interface in (AttentionInterface(), AttentionMaskInterface())
-    )
-    calls = []
+    whole_sequences()  # the registered functions may be wrapped for an earlier model of this process
+    group, calls = group_of(neighbours), []
+    attention, mask = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]
 
     @wraps(attention)
     def shared_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **given: Any):
-        if _group is None:
-            return attention(module, query, key, value, *args, **given)
         calls.append(module)
         num_key_heads = key.shape[1]
-        query, key, value = _to_heads(query, key, value, _group)
-        if num_key_heads % _group.size():  # keys were repeated; transformers would read the repetitions from the module
+        query, key, value = _to_heads(query, key, value, group)
+        if num_key_heads % group.size():  # keys were repeated; transformers would read the repetitions from the module
             causal = getattr(module, "is_causal", True)
             module = SimpleNamespace(is_causal=causal, num_key_value_groups=query.shape[1] // key.shape[1])
         output, _ = attention(module, query, key, value, *args, **given)
-        return _to_tokens(output, _group), None
+        return _to_tokens(output, group), None
 
     @wraps(mask)
     def whole_mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **given: Any):
-        size = 1 if _group is None else _group.size()
-        assert size == 1 or attention_mask is None, "a part of a sequence has no mask of its own"
-        return mask(q_length=q_length * size, kv_length=kv_length * size, attention_mask=attention_mask, **given)
+        assert attention_mask is None, "a part of a sequence has no mask of its own"
+        q_length, kv_length = q_length * group.size(), kv_length * group.size()
+        return mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **given)
 
     def check_calls(*_: Any) -> None:
-        if _group is not None and len(calls) < num_layers:
+        if AttentionInterface()["sdpa"] is shared_attention and len(calls) < num_layers:
             raise UserError(
                 f"parallelism_config_sp_size: {name} has layers with an attention of their own; set it to 1"
             )
@@ -137,8 +130,8 @@ def share_sequences(model: PreTrainedModel, degrees: Degrees) -> None:
 
 def whole_sequences() -> None:
     """Makes later forwards of this process compute full sequences alone, for example to generate a sample."""
-    global _group
-    _group = None
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        interface.register("sdpa", inspect.unwrap(interface()["sdpa"]))
 
 
 def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -7,6 +7,7 @@ parallelism. Sample counts (batching) are per group; gradient averaging is over 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from accelerate import PartialState
 
@@ -70,15 +71,13 @@ class Degrees:
         return f"{self.data} group{'s' * (self.data > 1)} of {self.group} processes"
 
 
-_running: Degrees | None = None
-
-
 def set_running(degrees: Degrees) -> None:
-    """Sets the process grid of this process's run."""
-    global _running
-    _running = degrees
+    """Sets the process grid of this process's run, next to its mode and rank in Accelerate's state."""
+    state: Any = PartialState()
+    state.process_grid = degrees
 
 
 def running() -> Degrees:
     """Returns the process grid of this process's run; by default, data parallelism over all ranks."""
-    return _running or Degrees(PartialState().num_processes)
+    state = PartialState()
+    return getattr(state, "process_grid", None) or Degrees(state.num_processes)

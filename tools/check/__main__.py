@@ -36,7 +36,7 @@ from common.parallel.precision_choice import sustained_rates
 from common.parallel.process_checks import check_started
 from common.parallel.rank_connection import at_most, connecting, name_interface
 from common.parallel.shutdown import leave_together, user_mistakes_end_here
-from common.training.process_grid import Degrees, set_running
+from common.training.process_grid import Degrees
 from common.versions import versions
 from tools.check.report import report
 
@@ -88,10 +88,9 @@ def connect(launch: Launch, timeout: float) -> torch.device:
 
     Raises UserError: a rank is missing after `timeout` seconds, or the ranks cannot connect.
     """
-    set_running(Degrees(launch.num_processes))  # otherwise the watching thread would create Accelerate's state
     liveness.reset()
     if started_world_size() > 1:
-        rank_watch.start(timeout)
+        rank_watch.start(timeout, Degrees(launch.num_processes))
     name_interface()
     device = torch.device("cpu")
     if torch.cuda.is_available() and not runs_on_cpu(launch):
