@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, base_env
+from conftest import ROOT, base_env, equivalence_flags, read_metrics, told
 
 from common.training import handover
 
@@ -65,6 +65,23 @@ with user_mistakes_end_here():
 print("same bits")
 """
 
+# The recipe, which fails in update 1 and from there on cannot open a file.
+NO_DESCRIPTOR = """
+import resource, runpy
+from accelerate import Accelerator
+from common.parallel import liveness
+clip = Accelerator.clip_grad_norm_
+
+def fail(*args, **kwargs):
+    if liveness.update == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        raise RuntimeError("no descriptor left")
+    return clip(*args, **kwargs)
+
+Accelerator.clip_grad_norm_ = fail
+runpy.run_path("recipes/lm.py", run_name="__main__")
+"""
+
 
 def load(kind, num_files, shared_memory=None):
     """The finished process of a loader of 2,000 micro-batches per update, with two workers."""
@@ -99,6 +116,16 @@ def test_a_sample_that_fails_ends_the_run_and_the_soft_limit_of_files_is_raised(
     result = load("error", 256)
     assert 256 < int(result.stdout.removeprefix("open files "))
     assert result.returncode == 1 and "ValueError: no such sample" in result.stderr, result.stderr[-3000:]
+
+
+def test_a_run_without_a_descriptor_left_ends_its_workers(functions_file, model_dir, tmp_path):
+    """What ends them is imported before: an import would fail, and Python would wait for the workers."""
+    flags = equivalence_flags(functions_file, model_dir, tmp_path / "run", "--num_workers", 1)
+    command = [sys.executable, "-c", NO_DESCRIPTOR, *map(str, flags)]
+    env = base_env(PYTHONPATH=ROOT, CUDA_VISIBLE_DEVICES="")
+    result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 1 and "no descriptor left" in result.stderr, told(result)
+    assert len(read_metrics(tmp_path / "run")) == 1
 
 
 def test_tensors_of_any_layout_arrive_with_the_same_bits():

@@ -181,7 +181,7 @@ REFUSED = {
     "no plan": (GPT2Config(), 2, "transformers has no pipeline plan .base_model_pp_plan. for gpt2"),
     "layers": (LlamaConfig(**SIZES), 8, "8 is more than the model's 4 layers; use at most 4"),
     "router": (MixtralConfig(output_router_logits=True), 2, "mixtral has a router loss .output_router_logits."),
-    "images": (Gemma3Config(), 2, "gemma3 has other inputs than text"),
+    "images": (Gemma3Config(), 2, "gemma3 has inputs other than text"),
 }
 
 

@@ -93,14 +93,14 @@ REFUSED = {
         MambaConfig(),
         CAUSAL,
         2,
-        "mamba passes something .* outside of attention in its layers of linear_attention",
+        "mamba passes information .* outside of attention in its layers of linear_attention",
     ),
-    "layers": (Qwen3NextConfig(), CAUSAL, 2, "qwen3_next passes something .* layers of linear_attention"),
-    "attention": (BloomConfig(), CAUSAL, 2, "bloom does not ask for its attention by transformers"),
-    "positions": (RobertaConfig(is_decoder=True), CAUSAL, 2, "roberta finds positions or masks by itself"),
+    "layers": (Qwen3NextConfig(), CAUSAL, 2, "qwen3_next passes information .* layers of linear_attention"),
+    "attention": (BloomConfig(), CAUSAL, 2, "bloom does not use transformers' attention interface"),
+    "positions": (RobertaConfig(is_decoder=True), CAUSAL, 2, "roberta computes positions or masks itself"),
     "rotary": (LlamaConfig(**LLAMA, rope_parameters=LONG), CAUSAL, 2, "llama has rotary positions .longrope."),
-    "chance": (OPTConfig(layerdrop=0.1), CAUSAL, 2, "opt attends to what comes later, or drops layers"),
-    "images": (Gemma3Config(), CAUSAL, 2, "gemma3 has other inputs than text"),
+    "chance": (OPTConfig(layerdrop=0.1), CAUSAL, 2, "opt attends to later tokens, or drops layers"),
+    "images": (Gemma3Config(), CAUSAL, 2, "gemma3 has inputs other than text"),
     "task": (LlamaConfig(**LLAMA), AutoModelForSequenceClassification, 2, "is for causal language models"),
 }
 
@@ -120,7 +120,7 @@ def test_a_model_that_does_not_run_sdpa_is_refused_before_anything_is_written(fu
     (tmp_path / "eager/config.json").write_text(json.dumps(config | {"attn_implementation": "eager"}))
     given = example_flags(functions_file, tmp_path / "eager", tmp_path / "run", "--num_updates", 1)
     result = launch(*given, config="sequence_parallel", check=False, CUDA_VISIBLE_DEVICES="")
-    assert_refused(result, "LlamaForCausalLM does not run transformers' own code with SDPA")
+    assert_refused(result, "LlamaForCausalLM is not a class of transformers, or does not use SDPA")
     assert not (tmp_path / "run").exists()
 
 
@@ -129,7 +129,7 @@ def test_a_layer_with_an_attention_of_its_own_is_refused_in_the_first_forward(fu
     given = equivalence_flags(functions_file, model_dir, tmp_path / "run", "--activation_checkpointing", "full")
     runs = [(given, {"own_attention": 1})]
     result = run_specs("lm", runs, tmp_path, "sequence_parallel", check=False)
-    assert_refused(result, "LlamaForCausalLM has layers with an attention of their own")
+    assert_refused(result, "LlamaForCausalLM has layers that compute attention themselves")
     assert not read_metrics(tmp_path / "run")
 
 

@@ -46,37 +46,37 @@ def check_model(config: PreTrainedConfig, model_class: Any, degrees: Degrees) ->
     """Yields a line for each reason why a model cannot share its sequences; called before it is built."""
     if degrees.sequence == 1:
         return
-    asked = f"parallelism_config_sp_size {degrees.sequence}"
+    setting = f"parallelism_config_sp_size {degrees.sequence}"
     if model_class is not AutoModelForCausalLM:
-        yield f"{asked} is for causal language models (lm.py, moe.py, long_sequence.py); set it to 1"
+        yield f"{setting} is for causal language models (lm.py, moe.py, long_sequence.py); set it to 1"
         return
     name, text = config.model_type, config.get_text_config()
     if why := _why_not(config):
-        yield f"{asked}: {name} {why}; set it to 1, or take another model"
+        yield f"{setting}: {name} {why}; set it to 1, or use a different model"
         return
     for heads in {text.num_attention_heads, *(getattr(text, "num_attention_heads_per_layer", None) or ())}:
         if heads % degrees.sequence:
             fit = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-            yield f"{asked} does not divide the model's {heads} attention heads; use one of {fit}"
+            yield f"{setting} does not divide the model's {heads} attention heads; use one of {fit}"
 
 
 def _why_not(config: PreTrainedConfig) -> str | None:
     """Returns why a causal LM's sequences cannot be shared, as the end of a sentence; None if they can."""
     kind, text = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), config.get_text_config()
     if isinstance(kind, tuple) or kind is None or text is not config:
-        return "has other inputs than text, or is a model of its own"
+        return "has inputs other than text, or is not a causal language model of transformers"
     others = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
     if others or is_recurrent(kind):
         where = f" in its layers of {', '.join(others)}" if others else ""
-        return f"passes something from token to token outside of attention{where}"
+        return f"passes information between tokens outside of attention{where}"
     if not supports_sdpa(kind) or not kind.is_backend_compatible():
-        return "does not ask for its attention by transformers' interface, or not for SDPA's"
+        return "does not use transformers' attention interface, or does not support SDPA"
     if "position_ids" not in inspect.signature(kind.forward).parameters or config.model_type in OTHERS:
-        return "finds positions or masks by itself, and would count each part from 0"
+        return "computes positions or masks itself, so the positions of each part would start at 0"
     if "longrope" in str(getattr(text, "rope_parameters", None)):
-        return "has rotary positions (longrope) that depend on the longest of them, which differs between the parts"
+        return "has rotary positions (longrope) that depend on the largest position, which differs between the parts"
     if getattr(text, "use_bidirectional_attention", False) or getattr(text, "layerdrop", 0):
-        return "attends to what comes later, or drops layers by chance"
+        return "attends to later tokens, or drops layers at random (layerdrop)"
     if not isinstance(getattr(text, "num_attention_heads", None), int):
         return "does not define the number of attention heads per layer"
     return None
@@ -93,7 +93,7 @@ def share_sequences(model: PreTrainedModel, degrees: Degrees) -> None:
     name, num_layers = type(model).__name__, getattr(model.config.get_text_config(), "num_hidden_layers", 1)
     if attention_name(model) != "sdpa" or not type(model).__module__.startswith("transformers."):
         raise UserError(
-            f"parallelism_config_sp_size: {name} does not run transformers' own code with SDPA; set it to 1"
+            f"parallelism_config_sp_size: {name} is not a class of transformers, or does not use SDPA; set it to 1"
         )
     whole_sequences()  # the registered functions may be wrapped for an earlier model of this process
     group, calls = group_of(neighbours), []
@@ -119,7 +119,7 @@ def share_sequences(model: PreTrainedModel, degrees: Degrees) -> None:
     def check_calls(*_: Any) -> None:
         if AttentionInterface()["sdpa"] is shared_attention and len(calls) < num_layers:
             raise UserError(
-                f"parallelism_config_sp_size: {name} has layers with an attention of their own; set it to 1"
+                f"parallelism_config_sp_size: {name} has layers that compute attention themselves; set it to 1"
             )
 
     AttentionInterface.register("sdpa", shared_attention)

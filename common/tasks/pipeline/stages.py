@@ -35,7 +35,7 @@ def check_stages(config: PreTrainedConfig, degrees: Degrees | None = None) -> It
         return
     subject, name = f"parallelism_config_pp_size {degrees.pipeline}", config.model_type
     if config.get_text_config() is not config or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        yield f"{subject}: {name} has other inputs than text, or its own class; {OTHER_MODEL}"
+        yield f"{subject}: {name} has inputs other than text, or is not a model of transformers; {OTHER_MODEL}"
     elif not (plan := getattr(config, "base_model_pp_plan", None)):
         yield f"{subject}: transformers has no pipeline plan (base_model_pp_plan) for {name}; {OTHER_MODEL}"
     elif len(plan) != 3:
