@@ -114,7 +114,7 @@ def start(directory, runs):
     specs = []
     for name, (command, changes) in runs.items():
         recipe, *flags = f"{command} {SMALL} --output_dir DIR/out/{name}".replace("DIR", str(directory)).split()
-        specs.append((flags, changes, recipe))
+        specs.append((flags, changes | {"no_prediction": 1}, recipe))
     # As a user starts it, who names no number of threads.
     return run_specs("all", specs, directory, "fsdp2_offload", OMP_NUM_THREADS=None)
 

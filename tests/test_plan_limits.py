@@ -4,6 +4,8 @@ import json
 import re
 import shlex
 import sys
+from bisect import bisect_left
+from functools import cache
 
 import pytest
 from conftest import BIN, ROOT, base_env
@@ -12,7 +14,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import memory_limit
 import plan_limits
 
-LIMITS = range(576 * 2**20, 1024 * 2**20, 32 * 2**20)  # bytes; what a process takes before it has a model differs
+LIMITS = range(576 * 2**20, 1025 * 2**20, 64 * 2**20)  # bytes; what a process takes before it has a model differs
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA limits mapped memory on Linux only")
@@ -26,13 +28,16 @@ def test_what_is_advised_lives_under_a_limit_and_too_much_dies(tmp_path):
     def limited(limit, *command):
         return memory_limit.run_limited([str(word) for word in command], limit, "rlimit", cwd=ROOT, env=base_env())
 
-    for limit in LIMITS:
+    @cache
+    def advice(limit):
         planned = limited(limit, BIN / "python", "recipes/lm.py", *flags, "--plan")
         assert planned.status == 0, planned.output
-        if advice := re.search(r"^ +(accelerate launch .*)$", planned.output, re.MULTILINE):
-            break
-        assert "nothing fits" in planned.output
-    _, _, *advised = shlex.split(advice[1])
+        found = re.search(r"^ +(accelerate launch .*)$", planned.output, re.MULTILINE)
+        assert found or "nothing fits" in planned.output
+        return found and found[1]
+
+    limit = LIMITS[bisect_left(LIMITS, True, key=lambda limit: advice(limit) is not None)]
+    _, _, *advised = shlex.split(advice(limit))
     assert advised[-1] in ("selective", "full")
     trained = limited(limit, BIN / "accelerate", "launch", *advised)
     assert trained.status == 0 and (tmp_path / "out/model/model.safetensors").is_file(), trained.output

@@ -4,6 +4,7 @@ import os
 import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import psutil
@@ -16,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from changes import RANK, UNDO, after, before, before_reduce, change
-from common import run
+from common import planner, run
 from common.checkpoint.save import Checkpoints
 from common.models import attention_masks, cpu_kernels, untrained
 from common.parallel import process_groups, sharding
@@ -159,3 +160,8 @@ def slow_phase(how):
 def draw_in_profile(_):
     """Profiling takes a random number, which the updates then do not."""
     before(profiling, "_named_phases", lambda run: torch.rand(1))
+
+
+def no_prediction(_):
+    """A dry run without the planner's process, which takes longer than all the rest of it."""
+    change(planner, "Prediction", lambda _: SimpleNamespace(describe=lambda: ""))
