@@ -185,13 +185,13 @@ def test_the_budget_doubles_while_it_fits_and_gains(limit, outcomes, tried, best
 
 def test_the_budget_is_found_under_an_enforced_limit(text, tmp_path):
     """The largest that fits, if speed does not matter. Control: without a limit, the whole share of 8,192 fits."""
-    asked = [*flags(text, tmp_path / "limited"), "--global_batch_size", 64, "--model_config", "small"]
+    asked = [*flags(text, tmp_path / "limited"), "--global_batch_size", 64]
     asked += ["--num_updates", 2, "--warmup_updates", 1, "--save_every", 0]
     limits = "import resource, re, runpy, sys; sys.path.insert(0, 'recipes'); sys.argv = sys.argv[1:]\n"
     limits += f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom common import auto_micro_batch as auto\n"
     limits += "def limited(*args):\n"
     limits += "    used = int(re.search(r'VmData:\\s+(\\d+)', open('/proc/self/status').read())[1]) * 1024\n"
-    limits += "    resource.setrlimit(resource.RLIMIT_DATA, (used + 480 * 2**20, resource.RLIM_INFINITY))\n"
+    limits += "    resource.setrlimit(resource.RLIMIT_DATA, (used + 100 * 2**20, resource.RLIM_INFINITY))\n"
     limits += "    return trials(*args)\n"
     limits += "trials, auto._trials = auto._trials, limited\nauto._has_room = lambda *_: True\nauto.MIN_SPEEDUP = 0\n"
     limits += "runpy.run_path(sys.argv[0], run_name='__main__')\n"
