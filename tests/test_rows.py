@@ -121,16 +121,16 @@ def test_answers_without_a_target_are_counted_and_refused_if_they_are_all(words,
     late = SPACED_TAGGED.replace("{% generation %}{{ m.content }}", "{{ m.content }}{% generation %}")
     rows = [{"messages": ask(one)} for one in ("yes", "no")]
     with pytest.raises(
-        UserError, match="a.jsonl: none of its 2 answers has a target of its own; fix the chat"
+        UserError, match="a.jsonl: none of its 2 answers has a target; fix the chat"
     ) as error:
         samples_of(tmp_path, words, late, "a.jsonl", *rows)
     assert len(str(error.value).splitlines()) == 1
     some = SPACED_TAGGED.replace("m.role == 'assistant'", "m.content == 'no'")
     told = samples_of(tmp_path, words, some, "b.jsonl", {"messages": [*ask("yes"), *ask("no")]}).describe()
-    assert "1 of 2 answers have no target of their own" in told
+    assert "1 of 2 answers have no targets" in told
     silent = SPACED.replace("m.content", "'' if loop.index == 2 else m.content")
     told = samples_of(tmp_path, words, silent, "c.jsonl", {"messages": [*ask("yes"), *ask("no")]}).describe()
-    assert "does not write content (1 messages)" in told and "1 of 2 answers have no target" in told
+    assert "leaves out content (1 messages)" in told and "1 of 2 answers have no targets" in told
     assert "of 2 answers" not in samples_of(tmp_path, words, SPACED_TAGGED, "d.jsonl", *rows).describe()
 
 
@@ -148,7 +148,7 @@ def test_a_turn_of_weight_0_is_context(tokenizer, tmp_path, template, key):
         for flags in found:
             made = samples(str(len(list(tmp_path.iterdir()))), *flags)
             assert targets_as_text(tokenizer, made[0]) == expected
-            assert ("2 messages of others have weight 1: only" in made.describe()) == (flags[0] == 1)
+            assert ("2 messages of other roles have weight 1: only" in made.describe()) == (flags[0] == 1)
     turns = [turn | {key: 1, "weight": 1} for turn in CHAT]
     for name, wrong, told in (
         ("half", CHAT[1] | {key: 0.5}, f"of assistant with {key} 0.5; only 0 \\(context\\) and 1 \\(learned\\) are"),
@@ -189,7 +189,7 @@ def test_tools_reach_the_template_as_objects_or_as_json(tokenizer, tmp_path):
         found = samples_of(tmp_path, tokenizer, AS_JSON, f"other {number}.jsonl", other | {"tools": tools})
         assert tokenizer.decode(found[0][0]).startswith('[{"type": "function", ')
     told = samples_of(tmp_path, tokenizer, PLAIN, "plain.jsonl", row | {"tools": tools}).describe()
-    assert "the chat template does not write tools (1 rows): the model does not see them" in told
+    assert "the chat template leaves out tools (1 rows): the model does not see them" in told
     for number, wrong in enumerate(["level", {"name": "level"}, ["level"], 3]):
         with pytest.raises(UserError, match="line 1: column tools is neither a list of functions nor JSON of one"):
             samples_of(tmp_path, tokenizer, AS_JSON, f"wrong {number}.jsonl", row | {"tools": wrong})
@@ -232,17 +232,17 @@ def test_what_the_template_does_not_write_is_named(tokenizer, tmp_path):
     turns = ask("yes", reasoning_content="hm", name="bob") + ask("no", mood="oh", tool_calls=[{"name": "f"}])
     told = samples_of(tmp_path, tokenizer, PLAIN, "a.jsonl", {"messages": turns}, {"messages": CHAT}).describe()
     names = "mood (1 messages), name (1 messages), reasoning_content (1 messages), tool_calls (1 messages)"
-    assert f"the chat template does not write {names}: the model does not see them" in told
+    assert f"the chat template leaves out {names}: the model does not see them" in told
     thinks = PLAIN.replace("{{ m.content", "{{ m.reasoning_content }}{{ m.name }}{{ m.content")
     told = samples_of(tmp_path, tokenizer, thinks, "a.jsonl", {"messages": turns}).describe()
-    assert "does not write mood (1 messages), tool_calls (1 messages)" in told
+    assert "leaves out mood (1 messages), tool_calls (1 messages)" in told
     deaf = PLAIN.replace("{{ m.content }}", "{{ m.content if m.role != 'system' }}")
     system = {"role": "system", "content": "be kind"}
     told = samples_of(tmp_path, tokenizer, deaf, "c.jsonl", {"messages": [system, *CHAT]}).describe()
-    assert "the chat template does not write content (1 messages)" in told
+    assert "the chat template leaves out content (1 messages)" in told
     turned = [{"from": "human", "value": "x", "weight": 0, "lang": "de"}, {"from": "gpt", "value": "y"}]
     told = samples_of(tmp_path, tokenizer, PLAIN, "d.jsonl", {"conversations": turned}).describe()
-    assert "does not write lang (1 messages)" in told and "weight" not in told
+    assert "leaves out lang (1 messages)" in told and "weight" not in told
 
 
 # --- columns beside messages and instructions
@@ -259,10 +259,10 @@ def test_what_a_template_leaves_out_of_an_answer_is_counted(tokenizer, tmp_path)
     first = PLAIN.replace("{{ m.content }}", "{{ m.content.split('</think>')[0] }}")
     thought, said = "<think>only thoughts</think>", "<think>deep thoughts good bad</think>yes"
     for template in (last, first):
-        with pytest.raises(UserError, match="none of its 2 answers has a target of its own"):
+        with pytest.raises(UserError, match="none of its 2 answers has a target"):
             told(template, *([thought] * 2 if template == last else ["</think>only said"] * 2))
-    assert "1 of 2 answers have no target of their own" in told(last, thought, "yes")
-    assert "1 of 2 answers are targets in part only" in told(last, said, "yes")
+    assert "1 of 2 answers have no targets" in told(last, thought, "yes")
+    assert "1 of 2 answers are only partly targets" in told(last, said, "yes")
     apart = "{% set parts = m.content.split('</think>') %}{{ parts[0] }} </think> {{ parts[-1] }}"
     assert "of 2 answers" not in told(PLAIN.replace("{{ m.content }}", apart), said, said)
 
@@ -346,9 +346,9 @@ def test_preferences_have_their_context_or_are_refused(tokenizer, tmp_path):
     earlier = [*ask("so", weight=0), *ask("")[:1]]
     assert len(pairs("earlier", {"prompt": earlier} | answers)) == 1  # is context, as every earlier answer
     fine = pairs("f", {"question": "it?", "chosen": "it? yes", "rejected": "it? no", "score_chosen": 3.5})
-    assert fine.describe().endswith("columns not used: score_chosen (all rows count alike)")
+    assert fine.describe().endswith("columns not used: score_chosen (all rows have equal weight)")
     said = pairs("g", {"question": "so?", "chosen": ask("yes"), "rejected": ask("no")})
-    assert said.describe().endswith("columns not used: question (its text is not in the samples)")
+    assert said.describe().endswith("columns not used: question (its text is not trained on)")
 
 
 KINDS = {
@@ -365,7 +365,7 @@ def test_columns_that_nothing_uses_are_named(tokenizer, tmp_path, file):
     """Of every kind of row; those with a meaning elsewhere first. Control: without them, and with nulls, no line."""
     extra, told = (
         {"id": 7, "weight": 0.5, "images": ["a.png"]},
-        "images (only text is learned), weight (all rows count alike), id",
+        "images (only text is trained on), weight (all rows have equal weight), id",
     )
     for kind, row in KINDS.items():
         (tmp_path / kind).mkdir()
@@ -390,7 +390,7 @@ def test_the_first_block_names_them(recipe, tmp_path):
     result = run_recipe_alone(f"{recipe}.py", *flags, "--sequence_length", 32)
     block = result.stdout.partition("output")[0]
     assert result.returncode == 0 and "columns not used: " in block, result.stderr
-    assert "sample_weight (all rows count alike)" in block
+    assert "sample_weight (all rows have equal weight)" in block
 
 
 def test_a_weight_that_is_no_switch_ends_a_run_in_one_line(tmp_path):

@@ -17,26 +17,26 @@ def chat_notes(name: str, counts: Counter) -> list[str]:
     answers = f"{counts['answers']:,}"
     if counts["lost"] and counts["lost"] >= counts["answers"]:
         raise UserError(
-            f"{name}: none of its {answers} answers has a target of its own; fix the chat template, which leaves "
+            f"{name}: none of its {answers} answers has a target; fix the chat template, which leaves "
             "them out or does not mark them with {% generation %}, or name one with --chat_template"
         )
     notes = []
     if unwritten := sorted((key[1:], n) for key, n in counts.items() if isinstance(key, tuple) and n):
         parts = ", ".join(f"{key} ({n:,} {unit})" for (key, unit), n in unwritten)
-        notes.append(f"the chat template does not write {parts}: the model does not see them")
+        notes.append(f"the chat template leaves out {parts}: the model does not see them")
     if counts["lost"]:
         notes.append(
-            f"{counts['lost']:,} of {answers} answers have no target of their own: the chat template "
-            "leaves them out, or does not mark them with {% generation %}; nothing is learned of them but their ends"
+            f"{counts['lost']:,} of {answers} answers have no targets except their end tokens: the chat template "
+            "leaves them out, or does not mark them with {% generation %}"
         )
     if counts["partly"]:
         notes.append(
-            f"{counts['partly']:,} of {answers} answers are targets in part only: the chat template "
+            f"{counts['partly']:,} of {answers} answers are only partly targets: the chat template "
             "leaves more than half of them out, or does not mark it"
         )
     if counts["learned in vain"]:
         notes.append(
-            f"{counts['learned in vain']:,} messages of others have weight 1: only the assistant's are learned"
+            f"{counts['learned in vain']:,} messages of other roles have weight 1: only the assistant's are trained on"
         )
     if counts["nulls"]:
         notes.append(

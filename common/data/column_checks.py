@@ -10,22 +10,22 @@ PAIRS_ELSEWHERE = (
 )
 # Columns that have a meaning in other tools, each with the effect of ignoring it here.
 MEANINGS = {
-    **dict.fromkeys(("system", "system_prompt"), "its text is not in the samples"),
-    "history": "earlier turns are not in the samples",
-    **dict.fromkeys(("instruction", "input", "question", "query", "context"), "its text is not in the samples"),
-    **dict.fromkeys(("tools", "functions"), "which functions may be called is not in the samples"),
-    "documents": "they are not in the samples",
-    **dict.fromkeys(("weight", "weights", "sample_weight", "loss_weight"), "all rows count alike"),
-    **dict.fromkeys(("train", "loss", "mask", "loss_mask", "completion_mask", "assistant_masks"), "it masks nothing"),
-    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text is learned"),
-    **dict.fromkeys(("reasoning", "reasoning_content", "thinking"), "the reasoning is not learned"),
-    **dict.fromkeys(("score", "score_chosen", "score_rejected", "margin", "rating", "reward"), "all rows count alike"),
-    "label": "good and bad rows are learned alike",
-    "rejected": "nothing is learned of what was rejected",
+    **dict.fromkeys(("system", "system_prompt"), "its text is not trained on"),
+    "history": "earlier turns are left out",
+    **dict.fromkeys(("instruction", "input", "question", "query", "context"), "its text is not trained on"),
+    **dict.fromkeys(("tools", "functions"), "the list of functions is left out"),
+    "documents": "they are left out",
+    **dict.fromkeys(("weight", "weights", "sample_weight", "loss_weight"), "all rows have equal weight"),
+    **dict.fromkeys(("train", "loss", "mask", "loss_mask", "completion_mask", "assistant_masks"), "no token is masked"),
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text is trained on"),
+    **dict.fromkeys(("reasoning", "reasoning_content", "thinking"), "the reasoning is not trained on"),
+    **dict.fromkeys(("score", "score_chosen", "score_rejected", "margin", "rating", "reward"), "all rows have equal weight"),
+    "label": "good and bad rows are trained on equally",
+    "rejected": "rejected answers are not trained on",
     **dict.fromkeys(
         ("chat_template", "chat_template_kwargs"), "the template and its settings are the same for all rows"
     ),
-    **dict.fromkeys(("messages", "conversations", "prompt", "completion"), "another form of the row is read"),
+    **dict.fromkeys(("messages", "conversations", "prompt", "completion"), "the row is read from its other columns"),
 }
 
 
