@@ -6,10 +6,17 @@ import re
 import shutil
 from pathlib import Path
 
-# Error numbers of a full, read-only, inaccessible or broken disk, and of a path of the wrong type.
-DISK_ERRORS = {
-    getattr(errno, name)
-    for name in ("ENOSPC", "EDQUOT", "EROFS", "EIO", "EFBIG", "EACCES", "EISDIR", "ENOTDIR", "EBUSY")
+# Error numbers of a full, read-only, inaccessible or broken disk, and of a path of the wrong type, each with the fix.
+FIXES = {
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "make room in the quota",
+    errno.EFBIG: "use a file system for larger files",
+    errno.EROFS: "make the disk writable",
+    errno.EACCES: "change the permissions",
+    errno.EIO: "repair the disk",
+    errno.EISDIR: "use a different path",
+    errno.ENOTDIR: "use a different path",
+    errno.EBUSY: "end the program that uses it",
 }
 
 # Error numbers that cannot be caused by a wrong path or name in the code.
@@ -23,7 +30,8 @@ def disk_line(error: BaseException, what: str, directory: Path, needed: int, adv
     reason = os.strerror(number) if number else getattr(error, "strerror", None) or error
     size = f"{needed:,} bytes needed, " if needed else ""
     free = shutil.disk_usage(existing).free
-    return f"disk: {what}: {reason} ({path}); {size}{free:,} free; make room or fix the disk, then {advice}"
+    fix = FIXES.get(number or 0, "repair the disk")
+    return f"disk: {what}: {reason} ({path}); {size}{free:,} free; {fix}, then {advice}"
 
 
 def disk_error_number(error: BaseException) -> int | None:
@@ -32,7 +40,7 @@ def disk_error_number(error: BaseException) -> int | None:
     if number is None and type(error).__name__ == "SafetensorError":
         match = re.search(r"os error (\d+)", str(error))
         number = int(match[1]) if match else errno.ENOSPC if "No space left" in str(error) else None
-    return number if number in DISK_ERRORS else None
+    return number if number in FIXES else None
 
 
 def lost_line(directory: Path) -> str:

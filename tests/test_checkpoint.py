@@ -16,6 +16,7 @@ import pytest
 from conftest import (
     BIN,
     ROOT,
+    assert_mistake,
     assert_refused,
     example_flags,
     launch,
@@ -206,6 +207,8 @@ def test_the_newest_sound_checkpoint_is_taken(finished, functions_file, model_di
         exported = checkpoint_command("export", out / f"checkpoints/update-{update:06}", tmp_path / "model")
         assert damage in line and damage in exported.stderr and exported.returncode == 2
     assert not (tmp_path / "model").exists()
+    exported = checkpoint_command("export", out / "checkpoints/update-000010", "/proc/model")
+    assert_mistake(exported, "/proc/model cannot be written: .+ in /proc; name a different directory")
 
     shutil.copytree(out / "checkpoints/update-000015", out / "checkpoints/update-000016")
     os.truncate(out / "checkpoints/update-000016/manifest.json", 100)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BIN, ROOT, launch, launch_command, run, write_rows
+from conftest import BIN, ROOT, assert_refused, launch, launch_command, run, write_rows
 from test_recipes import RECIPES
 
 from common.errors import UserError
@@ -138,9 +138,10 @@ COPIES = {
 
 
 def copy_files(recipe, directory, left_out=()):
-    """Copies a recipe and the files of common/ that its page names."""
+    """Copies a recipe and the files of common/ that its page names, also those for error messages."""
     shutil.copy(ROOT / "recipes" / recipe, directory)
-    for name in documented()[recipe] - set(left_out):
+    (errors,) = re.findall(r"^Error messages also need (.+)\. For$", (ROOT / "docs/new_recipe.md").read_text(), re.M)
+    for name in (documented()[recipe] | set(re.findall(r"[\w/]+\.py", errors))) - set(left_out):
         (directory / "common" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "common" / name, directory / "common" / name)
     shutil.copy(ROOT / "common/__init__.py", directory / "common")
@@ -159,6 +160,8 @@ def test_a_copy_of_these_files_trains_from_another_directory(recipe, tmp_path):
     for part in ("the copy of common/", COPIES[recipe][1]):
         assert part in printed, part
     assert (tmp_path / "run/model").is_dir() and not list((tmp_path / "empty").iterdir())
+    again = launch(*flags, script=tmp_path / recipe, cwd=tmp_path / "empty", check=False)
+    assert_refused(again, "run holds a run; continue it with --resume")
 
 
 def test_a_copy_without_one_of_these_files_does_not_train(tmp_path):

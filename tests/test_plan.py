@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import BIN, ROOT, assert_refused, launch, make_model_dir, recipe_arguments, run
+from conftest import BIN, ROOT, assert_mistake, assert_refused, launch, make_model_dir, recipe_arguments, run
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig
 
@@ -289,6 +289,9 @@ def test_the_tool_says_what_it_is_not_given(tmp_path):
     for given, words in (([], "no recipe"), (["recipes/none.py"], "recipes/none.py: no such recipe")):
         result = run([BIN / "python", "-m", "tools.plan", *given], cwd=ROOT)
         assert result.returncode == 2 and words in result.stderr and "Traceback" not in result.stderr
+    for text in ("hi", "", "from common import run"):
+        (tmp_path / "no_recipe.py").write_text(text)
+        assert_mistake(run([BIN / "python", "-m", "tools.plan", tmp_path / "no_recipe.py"]), "is not a recipe")
     flags = ["--output_dir", tmp_path / "out", "--model_config", "tiny"]
     refused = run([BIN / "python", "-m", "tools.plan", "recipes/lm.py", *flags, "8 x A1000"], cwd=ROOT)
     assert refused.returncode == 2 and "'8 x A1000' names no devices" in refused.stderr

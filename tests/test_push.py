@@ -231,6 +231,8 @@ def test_what_cannot_be_uploaded_is_told(finished, hub, tmp_path, monkeypatch):
     assert_told(push(tmp_path, "me/x", hub.address), "has no finished model/; name the --output_dir of a run")
     (tmp_path / "run.json").write_text(json.dumps({"status": "stopped after update 3"}))
     assert_told(push(tmp_path, "me/x", hub.address), "(status: stopped after update 3)")
+    (tmp_path / "run.json").write_text('{"bad')
+    assert_told(push(tmp_path, "me/x", hub.address), "has no finished model/; name the --output_dir of a run")
     assert_told(push(finished, "me/x/y", hub.address), "give a name such as me/my-model")
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))

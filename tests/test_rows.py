@@ -120,9 +120,7 @@ def test_answers_without_a_target_are_counted_and_refused_if_they_are_all(words,
     """The template marks what is behind an answer only, or leaves an answer out. Control: it marks all."""
     late = SPACED_TAGGED.replace("{% generation %}{{ m.content }}", "{{ m.content }}{% generation %}")
     rows = [{"messages": ask(one)} for one in ("yes", "no")]
-    with pytest.raises(
-        UserError, match="a.jsonl: none of its 2 answers has a target; fix the chat"
-    ) as error:
+    with pytest.raises(UserError, match="a.jsonl: none of its 2 answers has a target; fix the chat") as error:
         samples_of(tmp_path, words, late, "a.jsonl", *rows)
     assert len(str(error.value).splitlines()) == 1
     some = SPACED_TAGGED.replace("m.role == 'assistant'", "m.content == 'no'")

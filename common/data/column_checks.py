@@ -19,7 +19,7 @@ MEANINGS = {
     **dict.fromkeys(("train", "loss", "mask", "loss_mask", "completion_mask", "assistant_masks"), "no token is masked"),
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text is trained on"),
     **dict.fromkeys(("reasoning", "reasoning_content", "thinking"), "the reasoning is not trained on"),
-    **dict.fromkeys(("score", "score_chosen", "score_rejected", "margin", "rating", "reward"), "all rows have equal weight"),
+    **dict.fromkeys("score score_chosen score_rejected margin rating reward".split(), "all rows have equal weight"),
     "label": "good and bad rows are trained on equally",
     "rejected": "rejected answers are not trained on",
     **dict.fromkeys(

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from common.checkpoint.format import FORMAT
 from common.checkpoint.read import Reader, find_damage, newer_line, own_file, read_manifest, require
 from common.errors import UserError, one_line
-from common.files import PARTIAL, complete_or_absent
+from common.files import PARTIAL, complete_or_absent, nearest_existing, why_not_writable
 from common.internals.transformers_uncommon import make_model
 from common.models import export_dtype
 from common.models.saved_model import ADAPTER_CONFIG
@@ -38,6 +38,8 @@ def export(directory: Path, target: Path, dtype: str | None = None, merge: bool 
         raise UserError(f"{target} already exists; name a different directory")
     if target.is_mount():
         raise UserError(f"{target} is a disk's own directory; name a directory below it")
+    if reason := why_not_writable(parent := nearest_existing(target.parent)):
+        raise UserError(f"{target} cannot be written: {reason} in {parent}; name a different directory")
     if (unfinished := target.with_name(target.name + PARTIAL)).exists():
         raise UserError(f"{unfinished} already exists, perhaps from a killed export; remove it, or name another target")
     if merge and not is_adapter(manifest):

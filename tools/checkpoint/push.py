@@ -2,10 +2,12 @@
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from common.errors import UserError, one_line
 from common.models.saved_model import ADAPTER_CONFIG
+from common.report.records import read_run
 
 # Fixes for errors of the hub, by HTTP status.
 ADVICE = {
@@ -27,9 +29,9 @@ def push(output_dir: Path, name: str, is_private: bool = False) -> str:
 
     model = output_dir / "model"
     if not (model / "README.md").is_file():
-        path, status = output_dir / "run.json", ""
-        if path.is_file():
-            status = f" (status: {json.loads(path.read_text())['status']})"
+        status = ""
+        with suppress(OSError, ValueError, LookupError, TypeError):  # no run.json, or a damaged one
+            status = f" (status: {read_run(output_dir)['status']})"
         raise UserError(f"{output_dir} has no finished model/{status}; name the --output_dir of a run that has ended")
     adapter = model / ADAPTER_CONFIG
     if adapter.is_file() and Path(base := json.loads(adapter.read_text())["base_model_name_or_path"]).exists():

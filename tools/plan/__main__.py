@@ -13,6 +13,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 USAGE = "usage: python -m tools.plan RECIPE [FLAGS ...] [MACHINE]"
 # A last word with a number of devices or a memory size is a machine, not the value of a flag. The name of a GPU alone,
@@ -33,6 +34,8 @@ def main() -> None:
     if not Path(recipe).is_file():
         print(f"error: {recipe}: no such recipe; {USAGE}", file=sys.stderr)
         sys.exit(2)
+    if not re.search(rb"^\s*(from|import) common\b", Path(recipe).read_bytes(), re.MULTILINE):
+        _end_without_plan(recipe)
     machine = options.get("--machine", "here")
     if not options:
         flags, machine = split_machine(flags)
@@ -74,6 +77,12 @@ def _run(recipe: str, flags: list[str], question: dict) -> None:
 
     common.run.Run = partial(PlannedRun, question)  # type: ignore[assignment, misc]  # replaced on purpose
     runpy.run_path(recipe, run_name="__main__")
+    _end_without_plan(recipe)  # `PlannedRun` ends the process
+
+
+def _end_without_plan(recipe: str) -> NoReturn:
+    print(f"error: {recipe} is not a recipe: it does not use common.run; {USAGE}", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -195,6 +195,8 @@ def _describe_shortfall(mode: Mode, parts: Parts, question: dict[str, Any]) -> s
     missing = max(needed - per_process, *(mode.processes * needed - limit for limit in total), 0)
     if not missing:
         return ""
+    others = format_bytes(needed - sum(parts.values()))
     return (
-        f"; this exceeds the available {format_bytes(per_process)} by {format_bytes(missing)}; --plan lists what fits"
+        f"; with {others} for the process itself, this exceeds the available {format_bytes(per_process)} by "
+        f"{format_bytes(missing)}; --plan lists what fits"
     )
