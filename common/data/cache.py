@@ -20,7 +20,7 @@ FORMAT = 4  # increase this when the meaning of a cached file changes
 def cached(
     kind: str, identity: list[Any], write: Callable[[Path], object], cache_dir: str | Path | None = None
 ) -> Path:
-    """Returns a cache directory that `write` has filled; of many processes that call this, one writes.
+    """Returns a cache directory filled by `write`; of several concurrent processes, only one calls `write`.
 
     The cache is $XDG_CACHE_HOME/accelerate_recipes, or by default ~/.cache/accelerate_recipes.
 
@@ -38,7 +38,7 @@ def cached(
                 with complete_or_absent(directory, "start again, or set XDG_CACHE_HOME to another disk") as partial:
                     write(partial)
             except OSError as error:
-                # A different host may have filled it, which an outdated directory listing did not show.
+                # A different host may have filled the directory, but this host's directory listing was outdated.
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
     return directory
@@ -52,7 +52,7 @@ def cache_path(kind: str, identity: list[Any], cache_dir: str | Path | None = No
 
 
 def _only_one(directory: Path) -> AbstractContextManager:
-    """Acquires the lock of a cache directory, because a collective would time out while rank 0 tokenises for hours.
+    """Acquires the lock of a cache directory: a collective would time out while one process tokenises for hours.
 
     Raises UserError if the cache cannot be written.
     """
@@ -66,7 +66,7 @@ def _only_one(directory: Path) -> AbstractContextManager:
 
 
 def _remove_unfinished(root: Path) -> None:
-    """Removes the incomplete files of killed processes; files that a process is still writing are locked and remain."""
+    """Removes incomplete entries of killed processes; entries that are still being written are locked and remain."""
     for path in root.glob(f"*{PARTIAL}"):
         name = path.name.removesuffix(PARTIAL).removesuffix(".old")
         with suppress(Timeout, OSError), FileLock(root / f"{name}.lock", timeout=0):
@@ -74,7 +74,7 @@ def _remove_unfinished(root: Path) -> None:
 
 
 def hash_files(directory: Path) -> str:
-    """Returns a hash of the contents of a directory's files, in the order of their names."""
+    """Returns a hash of the contents of a directory's files, sorted by name."""
     digest = hashlib.blake2b(digest_size=10)
     for path in sorted(directory.iterdir()):
         with open(path, "rb") as file:

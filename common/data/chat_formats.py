@@ -12,7 +12,7 @@ from common.errors import UserError
 
 CONVERSATIONS = ("conversations", "conversation")  # column names of ShareGPT
 ALPACA = ("instruction", "output")  # some rows also have an `input`
-# Message roles, by the speaker names that datasets in these formats use.
+# Maps the speaker names in datasets of these formats to message roles.
 ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 ROLES |= {"model": "assistant", "chatgpt": "assistant", "tool": "tool", "observation": "tool"}
 
@@ -20,13 +20,13 @@ ROLES |= {"model": "assistant", "chatgpt": "assistant", "tool": "tool", "observa
 def with_known_format(corpus: Corpus, source: Source, shape: str | None, has_template: bool) -> Corpus:
     """Returns a corpus with the column `messages`, or `prompt` and `completion`, if its columns match a known format.
 
-    The corpus is returned unchanged if it already has a prompt and a completion, or if blocks or columns were
-    requested. The column `system` becomes a message; for instructions, so does `history`. The column `tools` is kept.
+    The corpus is returned unchanged if it has a prompt and a completion but no `messages`, or if blocks or columns were
+    requested. The column `system` and, for instructions, `history` become messages. The column `tools` is kept.
 
     Args:
         shape: the requested kind of samples, as in `tokenize`.
-        has_template: whether a chat template will write the messages; without a template, an instruction becomes a
-            prompt.
+        has_template: whether the tokenizer has a chat template; without a template, instructions become prompts with
+            completions.
     """
     names = set(corpus.columns)
     if not names_decide(source, shape):
@@ -78,11 +78,11 @@ def _messages(row: Row, column: str) -> list[dict[str, Any]]:
 
 
 def _instructed(row: Row, has_template: bool) -> dict[str, Any]:
-    """Returns messages for a chat template; without a template, a prompt with the headings of the Alpaca dataset.
+    """Returns {"messages": ...} for a chat template; without a template, a prompt and a completion.
 
-    The prompt comes with a completion.
+    The prompt has the headings of the Alpaca dataset.
 
-    Raises UserError if there are earlier turns but no chat template.
+    Raises UserError if there are earlier turns but no chat template, or a value is not text.
     """
     instruction, output = (text_of(row, name) for name in ALPACA)
     more = text_of(row, "input") if row.values.get("input") else ""

@@ -1,4 +1,4 @@
-"""The notes saved with tokenised conversations: parts of messages that are not targets or not in the samples."""
+"""Notes for the run summary on message parts that are not targets, or that are missing from the samples."""
 
 from collections import Counter
 
@@ -6,10 +6,10 @@ from common.errors import UserError
 
 
 def chat_notes(name: str, counts: Counter) -> list[str]:
-    """Returns a line for each kind of message content without targets.
+    """Returns one line for each kind of message part that is omitted or has no targets.
 
     Args:
-        name: the corpus, for messages.
+        name: name of the corpus, for the error message.
         counts: the counts of `chats.encode_chats`.
 
     Raises UserError, one line, if no answer contains a target.

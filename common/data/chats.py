@@ -19,7 +19,7 @@ from common.data.source_types import Row
 from common.data.tokenizer import Encoded, encode_plain
 from common.errors import UserError, one_line
 
-GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")  # chat templates mark the assistant's text with it
+GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")  # begins the assistant's text in a chat template
 CHATML = Path(__file__).with_name("chatml.jinja")
 
 
@@ -38,7 +38,7 @@ def read_chat_template(name: str) -> str:
         written = render_jinja_template([probe], chat_template=text)[0][0]
     except TemplateSyntaxError as error:
         raise UserError(f"--chat_template {name}, line {error.lineno}: {one_line(error)}; fix it") from error
-    except Exception:  # The template needs other messages; it is tested when they are read.
+    except Exception:  # The template may require different messages; `encode_chats` reports errors for real rows.
         return text
     if "abc" not in written:
         raise UserError(f"--chat_template {name}: it writes nothing of a message; loop over `messages` in it")
@@ -52,10 +52,10 @@ Render = Callable[..., tuple[str, Spans]]
 def encode_chats(
     batch: list[Row], tokenizer: PreTrainedTokenizerBase, counts: Counter, column: str = "messages"
 ) -> Iterator[Encoded]:
-    """Yields the encoded conversations of a batch; the tokenizer's chat template determines every token.
+    """Yields the encoded conversations of a batch; the tokenizer adds no special tokens to the chat template's text.
 
-    The tokens of the assistant's turns are the targets. `counts` counts the id of the token that ends each turn, and
-    the values that `chat_notes` reports.
+    The tokens of the assistant's turns are the targets. `counts` receives the values that `chat_notes` reports and, by
+    token id, the number of target turns that end with each special token.
 
     Raises UserError if the template or the tokenizer cannot be used, or a row has no valid messages.
     """
@@ -79,7 +79,7 @@ def encode_chats(
             turn = (starts >= start) & (starts < end)
             is_target |= turn
             tokens = [ids[index] for index in np.flatnonzero(turn)]
-            # Many templates end a turn with a line break.
+            # Skips trailing whitespace tokens, because many templates end a turn with a line break.
             while tokens and not str(tokenizer.decode(tokens[-1:])).strip():
                 tokens.pop()
             # Only special tokens are counted: ordinary text does not end generation.
@@ -99,8 +99,8 @@ def _without_crossing(
     """Returns (ids, starts, ends) in which no token begins before a turn and ends inside it.
 
     At inference, the prompt is tokenised without its answer, so the model would never see such a token. Therefore the
-    parts are tokenised separately. If the tokenizer then decodes to a different text, the token belongs to the turn
-    instead.
+    parts are tokenised separately. If their tokens decode to a different text than `ids`, then `ids` are kept, and a
+    token across the start of a turn is treated as part of the turn.
     """
     starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
     crossing = {start: (starts < start) & (ends > start) for start, _ in spans}
@@ -120,9 +120,9 @@ def _without_crossing(
 
 
 def _count_answers(chat: Chat, text: str, starts: np.ndarray, ends: np.ndarray, counts: Counter) -> None:
-    """Counts the answers, those without a target, and those with targets in less than half of a text.
+    """Counts all answers, those without a target, and those whose content or function name is less than half targets.
 
-    A text that is not found was rewritten or omitted by the template; `_count_unwritten` counts omitted texts.
+    Parts that the template rewrites or omits are skipped; `_count_unwritten` counts the omitted parts.
 
     Args:
         starts, ends: character offsets of the targets.
@@ -140,7 +140,7 @@ def _count_answers(chat: Chat, text: str, starts: np.ndarray, ends: np.ndarray, 
 
 
 def _learned_part(text: str, piece: str, position: int, starts: np.ndarray, ends: np.ndarray) -> tuple[int, float]:
-    """Returns (end, share of targets) of the first occurrence after `position` with a target, or (0, 0)."""
+    """Returns (end, share of target characters) of the first occurrence after `position` with a target, or (0, 0)."""
     while (following := int(np.searchsorted(ends, position, side="right"))) < len(ends):
         at = text.find(piece, max(position, int(starts[following]) - len(piece) + 1))
         if at < 0:
@@ -200,11 +200,11 @@ def _render_with_arguments(chat: Chat, render: Render) -> tuple[Chat, str, Spans
 
 
 def _added_turns(chat: Chat, text: str, _: Spans, render: Render, cannot: str) -> Spans:
-    """Returns the span of each target turn: the text that it adds to the rendering of the turns before it.
+    """Returns the character span of each target turn, from two renderings.
 
-    The rendering of the turns before it ends with the generation prompt.
+    The span begins where the earlier turns with the generation prompt end, and ends where the rendered turn ends.
 
-    Raises UserError if a turn changes the text before it.
+    Raises UserError if a turn changes the rendering of the earlier turns.
     """
     spans = []
     for turn in (number for number, is_learned in enumerate(chat.is_learned) if is_learned):
@@ -219,9 +219,9 @@ def _added_turns(chat: Chat, text: str, _: Spans, render: Render, cannot: str) -
 
 
 def _marked_turns(chat: Chat, _: str, spans: Spans, render: Render, __: str) -> Spans:
-    """Returns the spans that the template marks with {% generation %}, except those of turns that are only context.
+    """Returns the spans that the template marks with {% generation %}, except in assistant turns that are not targets.
 
-    Context turns are identified by counting marks: a turn has the marks that its rendering adds to the turns before it.
+    The marks of a turn are found by rendering the conversation twice, without the turn and with it as the last turn.
     """
     left_out = set()
     for turn, (message, is_learned) in enumerate(zip(chat.messages, chat.is_learned, strict=True)):
@@ -232,7 +232,7 @@ def _marked_turns(chat: Chat, _: str, spans: Spans, render: Render, __: str) -> 
 
 
 def _count_unwritten(chat: Chat, text: str, render: Render, counts: Counter) -> None:
-    """Counts the parts of messages that the template omits, whose removal or change leaves its text the same."""
+    """Counts message parts that the template omits: removing or changing them does not change the rendered text."""
 
     def written(messages: list[Message], *tools: None) -> str | None:
         try:
@@ -241,7 +241,7 @@ def _count_unwritten(chat: Chat, text: str, render: Render, counts: Counter) -> 
             return None
 
     def is_unwritten(numbers: list[int], key: str) -> bool:
-        """Returns whether the text is the same without the key; for "content", with different or empty content."""
+        """Returns whether the text stays the same if the key is removed; "content" is changed or emptied instead."""
 
         def changed(content: Callable[[Message], str]) -> list[Message]:
             return [
@@ -270,7 +270,7 @@ def _count_unwritten(chat: Chat, text: str, render: Render, counts: Counter) -> 
         if key != "content":
             continue
         counts["lost"] += sum(chat.is_learned[number] for number in unwritten)
-        # The template omits a part of the content, such as the text before </think>.
+        # Counts content of which the template omits more than half, such as the text before </think>.
         for number in set(numbers) - set(unwritten):
             message = chat.messages[number]
             without = written([*chat.messages[:number], message | {key: ""}, *chat.messages[number + 1 :]]) or ""

@@ -1,9 +1,9 @@
-"""Messages about columns: those that are not used, and those that other datasets use as prompt and completion."""
+"""Texts about columns: a list of ignored columns, and a hint on columns that may hold prompts and completions."""
 
 from common.data.source_types import Corpus
 from common.errors import shorten
 
-# Names of the prompt and the completion in other datasets.
+# Common column names for prompts, and for completions, the most likely name first.
 PAIRS_ELSEWHERE = (
     ("prompt", "instruction", "question", "query", "problem", "input", "user", "source"),
     ("completion", "output", "response", "answer", "solution", "chosen", "assistant", "target"),
@@ -30,7 +30,7 @@ MEANINGS = {
 
 
 def unused_columns(corpus: Corpus) -> str:
-    """Returns a text that lists the ignored columns, those of MEANINGS first; empty if all columns are used."""
+    """Returns a list of the ignored columns as text, columns in MEANINGS first; empty if all columns are used."""
     names = sorted(
         (name for name, number in corpus.unused.items() if number), key=lambda name: (name not in MEANINGS, name)
     )
@@ -39,7 +39,7 @@ def unused_columns(corpus: Corpus) -> str:
 
 
 def pair_hint(columns: tuple[str, ...]) -> str:
-    """Returns a hint with the flags for columns that other datasets use as `prompt` and `completion`."""
+    """Returns a hint with the flags for columns whose names suggest prompts or completions; empty if there are none."""
     names = {column.lower(): column for column in columns}
     prompt, completion = (next((names[name] for name in known if name in names), None) for known in PAIRS_ELSEWHERE)
     if not (prompt or completion):

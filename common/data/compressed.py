@@ -1,4 +1,4 @@
-"""Reads compressed files with all their members and frames; a truncated file is an error."""
+"""Reads compressed files, including files of several gzip members or zstd frames; a truncated file is an error."""
 
 import io
 import lzma
@@ -16,7 +16,7 @@ PIECE_BYTES = 1 << 16  # compressed bytes per read
 
 
 def can_unpack(compression: str) -> bool:
-    """Returns whether this Python has the module for a compression in `source_types.COMPRESSIONS`."""
+    """Returns whether the module for a compression (a value of `source_types.COMPRESSIONS`) is installed."""
     return find_spec("zstandard") is not None if compression == "zstd" else compression in available_compressions()
 
 

@@ -5,11 +5,11 @@ import lzma
 from collections.abc import Iterator
 from typing import Any
 
-COMPRESSED_BYTES = 64 << 20  # xz needs a minute for this size; larger texts are not compressed
+COMPRESSED_BYTES = 64 << 20  # xz needs a minute for this size; larger texts are not measured
 
 
 def measure_sizes(samples: Iterator[tuple[Any, str]], sizes: dict[str, int | None]) -> Iterator[tuple[Any, str]]:
-    """Yields the (tokens, text) of the samples; after the last sample, sets gzip_bytes and xz_bytes in `sizes`."""
+    """Yields the samples unchanged, (tokens, text); after the last sample, sets gzip_bytes and xz_bytes in `sizes`."""
     whole_text = bytearray()  # up to about COMPRESSED_BYTES
     for tokens, text in samples:
         if len(whole_text) <= COMPRESSED_BYTES:

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_dataset(source: Source) -> Corpus:
-    """Opens a split on the hub, or in a directory that `save_to_disk` wrote; raises UserError if it cannot be read."""
+    """Opens a split of a dataset on the hub or from `save_to_disk`; raises UserError if it cannot be read."""
     dataset = load_split(str(source.dataset_name), source.dataset_config, source.split)
     where = f"{source.dataset_name}[{source.split}]"
     classes = {column: kind.names for column, kind in dataset.features.items() if isinstance(kind, ClassLabel)}
@@ -25,7 +25,7 @@ def open_dataset(source: Source) -> Corpus:
 
     def rows(wanted: tuple[str, ...], whole_files: bool) -> Iterator[Row]:
         unused.update(dict.fromkeys(set(dataset.column_names) - set(wanted), 1))
-        # Leaves images and other large columns on the disk.
+        # Unused columns, such as images, are not read from disk.
         columns = dataset.select_columns([name for name in wanted if name in dataset.column_names])
         for start in range(0, len(columns), 64):
             batch = columns[start : start + 64]
@@ -40,7 +40,7 @@ def open_dataset(source: Source) -> Corpus:
 def list_folder(source: Source) -> tuple[str, ...] | None:
     """Returns the files of the split in a folder, sorted; None if the dataset is not a folder of files.
 
-    `datasets` recognises names such as train.jsonl or data/test-*.parquet, and a list in a README.
+    `datasets` assigns files to splits by their names (train.jsonl, data/test-*.parquet) or by the list in README.md.
 
     Raises UserError if there are no data files or the split does not exist.
     """
@@ -55,6 +55,6 @@ def list_folder(source: Source) -> tuple[str, ...] | None:
         raise UserError(f"{path}: no split {source.split}; there are: {', '.join(map(str, files))}; name one of them")
     used = {Path(name).resolve() for names in files.values() for name in names}
     unused = [p for p in sorted(path.rglob("*")) if file_type(str(p))[0] in FILE_TYPES and p.resolve() not in used]
-    if unused:  # `datasets` uses the most common type of a folder and silently ignores the others.
+    if unused:  # `datasets` uses the most common file type of a folder and silently ignores files of other types.
         logger.warning("%s: %d files are in no split and are not read, such as %s", path, len(unused), unused[0].name)
     return tuple(sorted(files[source.split]))

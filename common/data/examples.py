@@ -1,4 +1,4 @@
-"""Tokenises rows that are samples of their own: texts, prompts with completions, or conversations."""
+"""Tokenises rows into one sample each: texts, prompts with completions, or conversations."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def encode_examples(
     sequence_length: int,
     counts: Counter,
 ) -> Iterator[tuple[np.ndarray, str]]:
-    """Yields (tokens as stored, text) of the examples that have a target."""
+    """Yields (tokens in the stored form of `mark_targets`, text) of each example with a target; updates `counts`."""
     if columns == ("messages",):
         from common.data.chats import encode_chats
 
@@ -48,7 +48,7 @@ def encode_texts(
     Targets are all tokens of the text and eos, or the completion and eos. The text or the prompt is encoded as
     `tokenizer(text)` does; special tokens before a text are not targets. Prompt and completion are tokenised
     separately. At inference, the prompt is tokenised without the completion, so the model would never see a token
-    across the boundary. A completion without a prompt follows eos, unless the tokenizer adds other tokens before it.
+    across the boundary. If the prompt is empty and the tokenizer adds no special tokens, eos is the prompt.
     """
     before, behind = special_tokens_around(tokenizer)
     texts = [[text_of(row, column) for row in batch] for column in columns]
@@ -57,7 +57,7 @@ def encode_texts(
         text = "".join(column[number] for column in texts)
         context, targets = before, ids[0][number] + behind
         if len(columns) == 2:
-            # A first token cannot be a target, because no token precedes it.
+            # A completion must follow a token, because the first token of a sample cannot be a target.
             context, targets = before + ids[0][number] + behind or [tokenizer.eos_token_id], ids[1][number]
             counts["empty"] += bool(text) and not targets
         targets = with_end_of_text(targets, tokenizer.eos_token_id) if text else []
@@ -65,9 +65,9 @@ def encode_texts(
 
 
 def mark_targets(ids: list[int], is_target: list[bool], sequence_length: int) -> np.ndarray:
-    """Returns a sequence as it is stored, truncated to `sequence_length` inputs and their targets.
+    """Returns the stored form of a sequence, int32: targets as they are, other tokens as their bitwise complement.
 
-    Its first token is never a target.
+    It is truncated to `sequence_length` inputs and their targets. The first token is never a target.
     """
     tokens, mask = np.array(ids[: sequence_length + 1], np.int32), np.array(is_target[: sequence_length + 1], bool)
     mask[:1] = False  # no token precedes it

@@ -18,9 +18,9 @@ from common.parallel.rank_store import is_soon
 class Place(NamedTuple):
     """The location of a model or dataset, determined by rank 0 for all ranks."""
 
-    is_here: bool  # it is a local directory or file
-    problem: str | None  # why it cannot be downloaded or used now
-    revision: str | None  # commit on the hub, or in its cache, that all ranks load
+    is_here: bool  # whether the name is a local directory
+    problem: str | None  # the reason why the model or dataset cannot be downloaded or used now; None: it can
+    revision: str | None  # commit on the hub, or in the local cache, that all ranks load
 
 
 @cache
@@ -52,7 +52,7 @@ def locate(name: str, repo_type: str) -> Place:
 
 
 def _local_problem(path: Path, repo_type: str) -> str | None:
-    """Returns why a local path is not a model directory, or None."""
+    """Returns the reason why a local path cannot be used, or None; the contents of a dataset are checked elsewhere."""
     if path.is_file():
         return "it is a file; give the directory of a model"
     if repo_type == "model" and (path / "run.json").exists():
@@ -63,10 +63,10 @@ def _local_problem(path: Path, repo_type: str) -> str | None:
 
 
 def _ask_hub(name: str, repo_type: str) -> tuple[str | None, str | None]:
-    """Returns (why it cannot be downloaded from the hub now, or None; the commit to load, which may be in the cache).
+    """Returns (problem, commit): why the name cannot be downloaded now, or None; the commit to load, or None.
 
-    It sends a single request with a time limit. The libraries' own loaders retry for 20 to 50 s before they report a
-    missing network.
+    If the hub does not answer, the commit is from the cache. The request has a time limit and no retries: the
+    libraries' own loaders retry for 20 to 50 s before they report a missing network.
     """
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
@@ -84,16 +84,16 @@ def _ask_hub(name: str, repo_type: str) -> tuple[str | None, str | None]:
         why = f"no such directory here, and the hub does not answer ({one_line(error)}); give a local directory"
         return why, Path(config).parent.name if isinstance(config, str) else None
     if repo_type == "model":
-        with suppress(Exception):  # The file may be missing; this saves the commit for a later run without a network.
+        with suppress(Exception):  # config.json may be missing; its download saves the commit for runs without network
             commit = Path(hf_hub_download(name, "config.json")).parent.name
     return None, commit
 
 
 def locate_pretrained(name_or_path: str) -> tuple[dict[str, Any], str | None]:
-    """Returns the first arguments of transformers' `from_pretrained`, and the problem with the model or None.
+    """Returns the arguments of transformers' `from_pretrained` that locate a model, and the problem with it or None.
 
-    The name is a local directory, in which ~ is the user's home directory, or a name on the hub. A model on the hub may
-    be in the cache although the hub does not answer.
+    The name is a local directory (~ is expanded) or a name on the hub. With a problem, a model can still be loaded if
+    it is in the cache.
     """
     place = locate(name_or_path, "model")
     if place.is_here:
@@ -121,7 +121,7 @@ def fingerprint(directory: Path) -> str:
 def identify_pretrained(name_or_path: str) -> str:
     """Returns the identity of a pretrained model: a hash of its directory's weights, or its hub name and commit.
 
-    Only rank 0 reads the weights, because they can be large and the hosts' disks slow.
+    Only rank 0 reads the weights, because the files can be large and the disks of other hosts slow.
 
     Raises UserError if the weight files of this host differ from those of rank 0 in name or size.
     """
@@ -153,12 +153,12 @@ def held_out_splits(name: str, config: str | None) -> Iterator[str]:
     place, path = locate(name, "dataset"), Path(name).expanduser()
 
     def splits() -> list[str]:
-        with suppress(Exception):  # there are a dozen exception types
+        with suppress(Exception):  # the libraries raise a dozen types
             if (path / "dataset_dict.json").exists():
                 return list(load_from_disk(str(path)))
             if not is_saved(path) and (place.is_here or not place.problem):
                 return list(get_dataset_split_names(name, config, revision=place.revision))
-        return []  # also for a single split that was saved by itself
+        return []  # also for a dataset that was saved without splits
 
     available = decided_by_main(f"splits of {name}", splits)
     yield from (split for split in ("validation", "test") if split in available)
@@ -167,8 +167,8 @@ def held_out_splits(name: str, config: str | None) -> Iterator[str]:
 def load_split(name: str, config: str | None, split: str) -> Any:
     """Returns a split of a dataset on the hub, or of a dataset written by `save_to_disk`.
 
-    A dataset that was saved without splits serves as any split. Data of the hub is downloaded once and memory-mapped by
-    `datasets`, so that a second run needs no network.
+    A dataset that was saved without splits is returned for any `split`. Data from the hub is downloaded once and
+    memory-mapped by `datasets`, so that a second run needs no network.
 
     Raises UserError if the dataset or the split cannot be read, or has no rows.
     """

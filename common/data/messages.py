@@ -1,9 +1,9 @@
-"""Extracts the messages of a row, marks those that are targets, and reads the available tools.
+"""Extracts the messages of a row and its tools, and determines the messages that are targets.
 
 Datasets store the same conversation in several formats; this module converts it to a single format. Arrow (Parquet,
-`datasets`) adds the keys of all other objects to each object, with null values: these are dropped. Arguments of a tool
-call become objects, also if they were stored as JSON. System texts and earlier turns in separate columns become
-messages.
+`datasets`) adds the keys of all other objects to each object, with null values; these keys are dropped. Arguments of
+tool calls become objects, even if they were stored as JSON strings. System texts and earlier turns in separate columns
+become messages.
 """
 
 import json
@@ -31,7 +31,7 @@ class Chat(NamedTuple):
 def read_chat(row: Row, column: str, counts: Counter) -> Chat:
     """Returns the conversation in a column, with the functions in the column `tools`.
 
-    `counts` counts the parts that are omitted or have no effect.
+    Null-valued keys that are dropped, and target marks without an effect, are added to `counts`.
 
     Raises UserError if the messages or tools are invalid.
     """
@@ -61,13 +61,12 @@ def is_wanted(message: Message, where: str) -> bool | None:
 def messages_of(row: Row, column: str = "messages", counts: Counter | None = None) -> list[Message]:
     """Returns the messages of a column in the single format of this module.
 
-    Raises UserError if the column is not a list of messages, or a message has no content.
+    Raises UserError if the column is not a list of messages, or a message has no content or a part that is not text.
     """
     messages = row.values.get(column)
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise UserError(f'{row.where}: column {column} is not a list of {{"role": ..., "content": ...}}; fix the row')
-    # Nulls are dropped because Parquet gives every message the keys of all, and templates test for the presence of a
-    # key.
+    # Parquet gives each message the keys of all messages, with nulls; templates test whether a key is present.
     present = [
         {key: _without_nulls(value, counts) for key, value in message.items() if value is not None}
         for message in messages
@@ -90,9 +89,9 @@ def _without_nulls(value: Any, counts: Counter | None) -> Any:
 
 
 def _joined(message: Message, where: str) -> dict[str, str]:
-    """Returns a dictionary with the content of a message as one text if it consists of parts; otherwise it is empty.
+    """Returns {"content": text} with all parts concatenated if the content is a list of parts; otherwise {}.
 
-    Many templates would write a list in Python syntax.
+    Without this, many templates would render the list in Python syntax.
 
     Raises UserError if a part is not text.
     """
@@ -118,7 +117,7 @@ def _from_json(value: Any, kind: type) -> Any:
 
 
 def _called(message: Message) -> Message:
-    """Returns the message's tool calls as objects, decoded if the calls or their arguments are JSON strings."""
+    """Returns {"tool_calls": ...} with calls and arguments decoded if they are JSON strings; {} without tool calls."""
     calls = _from_json(message.get("tool_calls"), list)
     if not isinstance(calls, list):
         return {}
@@ -134,7 +133,7 @@ def _called(message: Message) -> Message:
 
 
 def arguments_of(messages: list[Message]) -> list[dict[str, Any]]:
-    """Returns the arguments of all tool calls that are objects."""
+    """Returns the arguments of all tool calls; arguments that are not objects are omitted."""
     calls = (call for message in messages for call in message.get("tool_calls") or () if isinstance(call, dict))
     functions = (call["function"] if isinstance(call.get("function"), dict) else call for call in calls)
     return [call["arguments"] for call in functions if isinstance(call.get("arguments"), dict)]
@@ -170,7 +169,7 @@ def function_names(message: Message) -> list[str]:
 def _tools_of(row: Row, counts: Counter) -> list[dict[str, Any]] | None:
     """Returns the functions of the column `tools`, or None.
 
-    Raises UserError if the column is neither a list of functions nor such a list as JSON.
+    Raises UserError if the column is neither a list of functions nor a JSON string of such a list.
     """
     tools = _from_json(row.values.get("tools"), list)
     if tools is None or tools in ("", []):
@@ -181,7 +180,7 @@ def _tools_of(row: Row, counts: Counter) -> list[dict[str, Any]] | None:
 
 
 def with_system(row: Row, messages: list[Message]) -> list[Message]:
-    """Returns the messages, preceded by the text of the row's column `system` if it has a text.
+    """Returns the messages, preceded by a system message with the text of the column `system`, if it is not empty.
 
     Raises UserError if the messages begin with a different system text.
     """
@@ -196,11 +195,11 @@ def with_system(row: Row, messages: list[Message]) -> list[Message]:
 
 
 def history_of(row: Row) -> list[Message]:
-    """Returns the turns of the column `history`, which precede the row's own: pairs of a question and its answer.
+    """Returns the earlier turns as messages, from the column `history`: a list of [question, answer] pairs.
 
     Raises UserError if the column is not a list of such pairs.
     """
-    rounds = _from_json(row.values.get("history"), list) or []  # in CSV it is JSON
+    rounds = _from_json(row.values.get("history"), list) or []  # a CSV file contains JSON
     if not isinstance(rounds, list) or not all(
         isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
         for pair in rounds
@@ -211,6 +210,6 @@ def history_of(row: Row) -> list[Message]:
 
 
 def contents_of(row: Row, column: str) -> list[str]:
-    """Returns the contents of the messages in a column that are texts."""
+    """Returns the contents of the messages in a column; contents that are not strings are omitted."""
     contents = [message.get("content") for message in messages_of(row, column)]
     return [content for content in contents if isinstance(content, str)]

@@ -19,9 +19,9 @@ from common.training.data_mixing import Mixing, reduce_weights
 
 
 class Mixed:
-    """The samples of several sources, `batching.Samples`; ids count through the sources in order.
+    """Implements `batching.Samples` for several sources; sample ids number one source after the other.
 
-    No sample is shared between two sources, and no text is concatenated across sources.
+    No sample contains text of two sources.
 
     Args:
         parts: the samples of each source, by its name.
@@ -37,7 +37,7 @@ class Mixed:
         self.num_target_tokens = sum(part.num_target_tokens for part in self._all)
         self.max_length = max(part.max_length for part in self._all)
         digest = hashlib.blake2b("/".join(part.fingerprint for part in self._all).encode(), digest_size=10)
-        # The part after the @ is compared separately, so that different weights are reported as such.
+        # A resumed run compares the part after the @ separately, to report that the weights differ, not the data.
         self.fingerprint = digest.hexdigest() + (f"@{':'.join(map(str, weights))}" if weights else "")
         # Some kinds of samples lack these: bytes of text, compressed bytes, and end tokens.
         self.num_bytes, self.gzip_bytes, self.xz_bytes = map(self._sum, ("num_bytes", "gzip_bytes", "xz_bytes"))
@@ -67,7 +67,7 @@ class Mixed:
         return self._of_each("lengths", ids)
 
     def num_targets(self, ids: np.ndarray) -> np.ndarray:
-        """Returns the targets of each sample, int64."""
+        """Returns the number of targets of each sample, int64."""
         return self._of_each("num_targets", ids)
 
     def _of_each(self, name: str, ids: np.ndarray) -> np.ndarray:
@@ -81,23 +81,23 @@ class Mixed:
 
     @property
     def mean_targets(self) -> float:
-        """The mean number of targets per sample that a run trains on."""
+        """The mean number of targets per sample, weighted by the mixing weights (if any)."""
         means = [part.num_target_tokens / len(part) for part in self._all]
         return float(np.average(means, weights=self.mixing.weights if self.mixing else None))
 
     def shares(self) -> list[Fraction]:
-        """Returns the share of each source: of the samples in training, of the targets in evaluation."""
+        """Returns the share of each source: of the samples with mixing weights, otherwise of all targets."""
         sizes = self.mixing.weights if self.mixing else [part.num_target_tokens for part in self._all]
         return [Fraction(size, sum(sizes)) for size in sizes]
 
     def facts(
         self, num_samples: int = 0, earlier: Sequence[tuple[int, list[dict[str, Any]]]] = ()
     ) -> list[dict[str, Any]]:
-        """Returns the entries for run.json: the sources, and how many samples a run of `num_samples` takes from each.
+        """Returns the entries for run.json: each source, and the number of its samples in a run of `num_samples`.
 
         Args:
-            earlier: for a run that began with different weights: (end position in its samples, the entries at that
-                time).
+            earlier: for a run that resumes with different weights, its earlier parts: (position in the run's samples
+                at the end of the part, entries of the part).
         """
         facts: list[dict[str, Any]] = [
             {"source": name, "share": str(share), "samples": size, "first_id": int(end) - size}
@@ -108,7 +108,7 @@ class Mixed:
         taken: Counter[str] = Counter()
         start = 0
         for end, sources in (*earlier, (num_samples, facts)):
-            if sources:  # otherwise the data was not mixed then
+            if sources:  # empty if the data of this part was not mixed
                 mixing = Mixing(reduce_weights([Fraction(entry["share"]) for entry in sources]), ())
                 for entry, before, after in zip(sources, mixing.counts(start), mixing.counts(end), strict=True):
                     taken[entry["source"]] += after - before

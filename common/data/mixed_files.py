@@ -1,4 +1,4 @@
-"""Reads `--train_file code.jsonl:0.7 books.txt:0.3`: files with weights become the parts of a mixed source."""
+"""Parses `--train_file code.jsonl:0.7 books.txt:0.3`: files with weights become the parts of a mixed source."""
 
 import re
 from argparse import Namespace
@@ -40,7 +40,7 @@ def training_files(given: list[str], **columns: Any) -> Source:
 def held_out_files(files: list[str], is_mixed: bool, **columns: Any) -> Source:
     """Returns the files of --validation_file as one source; if the training data is mixed, each file is its own source.
 
-    Raises UserError if a file has a weight, or if a file belongs to two of the sources.
+    Raises UserError if a file has a weight or belongs to two sources.
     """
     refuse(needless_weights("--validation_file", files, "all held-out data is evaluated; remove the weights"))
     if not is_mixed or len(files) == 1:
@@ -54,7 +54,7 @@ def _apart(files: list[str], weights: tuple[int, ...], **columns: Any) -> Source
 
 
 def _split_weight(given: str) -> tuple[str, str | None]:
-    """Returns (file or pattern, weight as text); the weight is None if it is absent or a file has the whole name."""
+    """Returns (file or pattern, weight as text); the weight is None if it is absent or `given` is an existing file."""
     file, colon, weight = given.rpartition(":")
     if not (colon and file) or expand(given):
         return given, None
@@ -90,7 +90,7 @@ def _is_positive(number: str) -> bool:
 
 
 def _given_twice(flag: str, files: list[str]) -> Iterator[str]:
-    """Yields a line for each two sources that have a file in common."""
+    """Yields a line for each pair of sources with a common file."""
     paths = [{Path(path).resolve() for path in expand(file)} or {Path(file)} for file in files]
     for (first, some), (second, others) in combinations(zip(files, paths, strict=True), 2):
         if both := sorted(some & others):
@@ -98,7 +98,7 @@ def _given_twice(flag: str, files: list[str]) -> Iterator[str]:
 
 
 def find_flag_problems(args: Namespace) -> Iterator[str]:
-    """Yields a line for each flag that counts epochs, because each mixed source has its own epoch length."""
+    """Yields a line for --drop_last_window and for each flag in epochs: the epoch length differs between sources."""
     for name in ("num_epochs", "eval_every", "save_every"):
         value = getattr(args, name)
         if isinstance(value, str) or (name == "num_epochs" and value is not None):

@@ -7,7 +7,7 @@ from common.errors import UserError, one_line
 
 
 def load(name_or_path: str, trust_remote_code: bool, needs_end_of_text: bool) -> PreTrainedTokenizerBase:
-    """Loads a tokenizer from a local directory or the hub; without a pad token, it uses the end-of-text token to pad.
+    """Loads a tokenizer from a local directory or the hub; if it has no pad token, sets it to the end-of-text token.
 
     Args:
         needs_end_of_text: False for an encoder, which needs no end-of-text token if it has a pad token.
@@ -17,10 +17,10 @@ def load(name_or_path: str, trust_remote_code: bool, needs_end_of_text: bool) ->
     where, problem = locate_pretrained(name_or_path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=trust_remote_code)
-    except Exception as error:  # a dozen types, which depend on the missing file
+    except Exception as error:  # one of a dozen types, depending on the missing file
         reason = problem or f"cannot be loaded; save it there (tokenizer.save_pretrained): {one_line(error)}"
         raise UserError(f"tokenizer {name_or_path}: {reason}") from error
-    # If its files are missing, the library returns an empty tokenizer.
+    # If the tokenizer's files are missing, transformers returns an empty tokenizer.
     if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
         raise UserError(f"tokenizer {name_or_path}: its files are missing; save it there (tokenizer.save_pretrained)")
     if tokenizer.eos_token_id is None and (needs_end_of_text or tokenizer.pad_token_id is None):

@@ -12,7 +12,7 @@ from common.data.source_types import Corpus, Row
 
 
 def write_functions(directory: Path, texts: Iterator[tuple[str, str]]) -> None:
-    """Writes functions.jsonl with the file name and the source of each function; finding them takes seconds."""
+    """Writes functions.jsonl: [file name, source] per function; cached, because parsing takes seconds."""
     with open(directory / "functions.jsonl", "w", encoding="utf-8") as out:
         for name, text in texts:
             try:
@@ -46,9 +46,9 @@ def python_functions(text: str) -> Iterator[str]:
 
 
 def find_docstring(function: str) -> tuple[str, int, int] | None:
-    """Returns (docstring, its first line, the line after it), with lines from 0; None if there is no docstring.
+    """Returns (docstring, its first line, the line after it), with 0-based lines; None if there is no docstring.
 
-    It also returns None if no line of code follows the docstring, or the function cannot be parsed.
+    Also None if no code follows on a separate line, or if the function cannot be parsed.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # hides warnings on invalid escapes in third-party code

@@ -1,4 +1,4 @@
-"""Reads the rows of text files and JSON Lines, also if they are compressed."""
+"""Reads the rows of text files and JSON Lines, compressed or not."""
 
 import codecs
 import itertools
@@ -15,7 +15,7 @@ PIECE_BYTES = 1 << 18  # a document in a .txt file is read in pieces of about th
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns a JSON object; raises ValueError for a repeated key, of which Python would keep only the last value."""
+    """Returns a JSON object; raises ValueError for a repeated key, because Python would keep only its last value."""
     values = dict(pairs)
     if len(values) < len(pairs):
         raise ValueError(f"an object has the key {', '.join(map(repr, repeated(name for name, _ in pairs)))} twice")
@@ -40,7 +40,7 @@ def open_binary(path: str) -> AbstractContextManager[IO[bytes]]:
 
 
 def decode(path: str, size: int | None = None) -> Iterator[str]:
-    """Yields the lines of a file with their ends (b"\\n" only), or pieces of about `size` bytes that end at a line end.
+    """Yields lines including "\\n", the only line separator, or pieces of about `size` bytes that end after a line.
 
     Raises UserError if the file is not UTF-8.
     """
@@ -61,7 +61,7 @@ def decode(path: str, size: int | None = None) -> Iterator[str]:
 
 
 def read_pieces(path: str, text_column: str) -> Iterator[Row]:
-    """Yields a document, in several rows if it is large."""
+    """Yields the file as one document, in several rows if it is large."""
     previous = None
     for text in decode(path, PIECE_BYTES):
         if previous is not None:

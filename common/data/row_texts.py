@@ -7,7 +7,7 @@ from tqdm import tqdm
 from common.data.source_types import Corpus, Row
 from common.errors import UserError, missing_column
 
-BATCH_CHARACTERS = 1 << 20  # text per tokenizer call, which needs about 100 bytes per token meanwhile
+BATCH_CHARACTERS = 1 << 20  # per tokenizer call, which temporarily uses about 100 bytes per token
 
 
 def text_of(row: Row, column: str) -> str:
@@ -23,7 +23,7 @@ def text_of(row: Row, column: str) -> str:
 
 
 def filled_text(row: Row, column: str) -> str:
-    """Returns the same as `text_of`, but raises UserError for an empty text too."""
+    """Returns a row's text like `text_of`, but also raises UserError if it is empty or only whitespace."""
     text = text_of(row, column)
     if not text.strip():
         raise UserError(f"{row.where}: column {column} is an empty text; fill it or remove the row")
@@ -42,7 +42,7 @@ def utf8_length(text: str, where: str) -> int:
 def batches(corpus: Corpus, columns: tuple[str, ...], whole_files: bool = False) -> Iterator[list[Row]]:
     """Yields rows in batches of bounded text size, so that memory use does not depend on their length or number."""
     batch, size = [], 0
-    with tqdm(desc=f"tokenising {corpus.name}", unit="B", unit_scale=True, disable=None) as bar:  # None: on terminals
+    with tqdm(desc=f"tokenising {corpus.name}", unit="B", unit_scale=True, disable=None) as bar:  # None: not in logs
         for row in corpus.rows(columns, whole_files):
             batch.append(row)
             size += sum(len(value) if isinstance(value, str) else len(str(value)) for value in row.values.values())

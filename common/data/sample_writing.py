@@ -23,7 +23,7 @@ def write_samples(
     sequence_length: int,
     measure_compression: bool,
 ) -> None:
-    """Fills a store: a stream for blocks; for examples also the column target_counts, a running sum."""
+    """Writes a token store: a stream for blocks; for examples, also the column target_counts, a running sum."""
     is_blocks, is_text = shape == "blocks", len(columns) == 1 and columns != ("messages",)
     counts = Counter(dict.fromkeys(("documents", "targets", "bytes", "truncated", "dropped", "empty", "max_length"), 0))
     rows = batches(corpus, columns, is_blocks)
@@ -51,7 +51,7 @@ def write_samples(
                 f"{corpus.name}: no sample with a target in it ({counts['dropped']} rows were empty or all prompt); "
                 "give more text, or raise --sequence_length"
             )
-        # Each byte of the text belongs to exactly one target, so that the loss can be given in bits per byte.
+        # Whether each byte of the text belongs to exactly one target, which the loss in bits per byte requires.
         is_whole = is_text and not counts["truncated"] and (is_blocks or bool(special_tokens_around(tokenizer)[0]))
         facts = corpus_facts(corpus, columns, counts, tokenizer) | sizes
         writer.finish(counts, **facts, shape=shape, whole_text=is_whole)
@@ -60,13 +60,13 @@ def write_samples(
 def _encode_stream(
     rows: Iterator[list[Row]], column: str, tokenizer: PreTrainedTokenizerBase, counts: Counter
 ) -> Iterator[tuple[list[int], str]]:
-    """Yields (tokens, text) pieces of the document stream, each encoded as by `tokenizer(document)`, then eos.
+    """Yields (tokens, text) pieces of the document stream: each document encoded as by `tokenizer(document)`, then eos.
 
-    If the tokenizer adds nothing or eos before a document, the eos of the previous document takes this role.
+    If the tokenizer adds nothing or eos before a document, the stream begins with eos, and one eos separates documents.
     """
     begin, end = special_tokens_around(tokenizer)
     end = with_end_of_text(end, tokenizer.eos_token_id)
-    inside = False  # the previous row's document continues in this row
+    inside = False  # whether the document of the previous row continues in this row
     if begin[:1] in ([], [tokenizer.eos_token_id]):
         begin = begin[1:]
         yield [tokenizer.eos_token_id], ""
@@ -85,7 +85,7 @@ def _encode_stream(
 def corpus_facts(
     corpus: Corpus, columns: tuple[str, ...], counts: Counter, tokenizer: PreTrainedTokenizerBase, *notes: str
 ) -> dict[str, Any]:
-    """Returns the metadata to save with the tokens of a corpus, with the notes that are not empty.
+    """Returns the metadata to save with the tokens of a corpus, including all non-empty notes.
 
     Raises UserError, one line, if there are conversations and no answer contains a target.
     """

@@ -1,4 +1,4 @@
-"""Finds missing and unreadable files of a source, to report them all before anything is read."""
+"""Finds missing and unsupported files of a source, to report them together before any file is read."""
 
 import glob
 from collections.abc import Iterator

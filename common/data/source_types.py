@@ -1,4 +1,4 @@
-"""Types for text sources and opened sources (rows of named columns), and the names of their files."""
+"""Types for text sources and opened sources (rows with named columns), and the supported file extensions."""
 
 import glob
 from collections import Counter
@@ -13,15 +13,15 @@ COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 
 @dataclass(frozen=True)
 class Source:
-    """The location of text; exactly one of `files`, `dataset_name`, `embedded` and `parts` is set.
+    """A text source, not yet opened; exactly one of `files`, `dataset_name`, `embedded` and `parts` is set.
 
     Attributes:
         files: paths or globs of FILE_TYPES; all types except .parquet can also have the extensions of COMPRESSIONS.
         dataset_name: a name on the hub, a directory that `save_to_disk` wrote, or a folder of files.
         embedded: "train" or "validation": the source files of the running Python's standard library.
-        parts: sources that are kept separate; for training with their `weights`, integers in lowest terms.
+        parts, weights: sources that are tokenised separately; their mixing weights in training, in lowest terms.
         text_column: the column with the text (.txt files and the embedded corpus have only this column).
-        prompt_column, completion_column: columns to use instead of the text, if they do not have the default names.
+        prompt_column, completion_column: columns of prompts and completions, if they do not have the default names.
         chat_template: Jinja template that replaces the tokenizer's own.
     """
 
@@ -53,12 +53,12 @@ class Corpus:
     Attributes:
         identity: JSON values that identify the contents.
         columns: the names of all columns.
-        rows: a function (wanted, whole_files) that yields Rows. The caller reports wanted columns that a row lacks.
+        rows: a function (wanted, whole_files) that yields Rows. A row may lack wanted columns; the caller must check.
             With `whole_files`, a .txt file or a file of the embedded corpus is one document; otherwise each line that
             is not blank, or each function, is a row.
         classes: the class names of each ClassLabel column (`datasets`). A row contains the name instead of the number,
             and None for a hidden label.
-        unused: the number of rows read with a value in a column that is not wanted; 1 for a column that is not read.
+        unused: per unwanted column, the number of rows with a value so far; 1 or more if the column is not read.
     """
 
     name: str
@@ -76,7 +76,7 @@ def file_type(path: str) -> tuple[str, str | None]:
 
 
 def expand(pattern: str) -> list[str]:
-    """Returns the files of a path or glob, sorted, so that their order does not depend on the file system."""
+    """Returns an existing path, or the files that match a glob, sorted: their order is the same on all file systems."""
     path = Path(pattern).expanduser()
     if path.exists():  # before globbing, because a name may contain brackets
         return [str(path)]

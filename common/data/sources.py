@@ -1,4 +1,4 @@
-"""Opens text sources (files, datasets, the standard library's code) and selects the columns with their text.
+"""Opens text sources (files, datasets, the standard library's code) and selects the columns for samples.
 
     corpus = open_source(Source(files=("books/*.txt.gz",)))
     for row in corpus.rows(("text",), True): ...
@@ -42,7 +42,7 @@ def open_source(source: Source) -> Corpus:
 
         return open_embedded(source)
     paths = list(dict.fromkeys(path for pattern in source.files for path in expand(pattern)))  # globs may overlap
-    # Path, size and time instead of the contents: hashing 1 TB takes longer than many training runs.
+    # Path, size and modification time instead of the contents: hashing 1 TB takes longer than many training runs.
     stats = [(path.resolve(), path.stat()) for path in map(Path, paths)]
     identity = [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
     name = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
@@ -67,7 +67,7 @@ def open_source(source: Source) -> Corpus:
 def _read_file(
     path: str, text_column: str, wanted: tuple[str, ...] | None, whole_files: bool, unused: Counter[str]
 ) -> Iterator[Row]:
-    """Yields the rows of a file, with all its columns if `wanted` is None; raises UserError if there are none."""
+    """Yields the rows of a file, with all columns if `wanted` is None; raises UserError if it has no readable rows."""
     from common.data.readers import read_json_lines, read_lines, read_pieces  # the embedded corpus does not need them
 
     extension = file_type(path)[0]
@@ -95,7 +95,7 @@ def names_decide(source: Source, shape: str | None) -> bool:
 
 
 def choose_columns(corpus: Corpus, source: Source, shape: str | None) -> tuple[str, tuple[str, ...]]:
-    """Returns (shape, columns): messages, else prompt and completion, else text, unless something else was requested.
+    """Returns (shape, columns): requested columns, else messages, else prompt and completion, else text.
 
     Raises UserError if a required column is missing.
     """

@@ -1,4 +1,4 @@
-"""The source code of Python's standard library as a text corpus, available without files and network."""
+"""The source code of Python's standard library as a text corpus, which needs no data files and no network."""
 
 import hashlib
 import json
@@ -14,9 +14,9 @@ from common.data.cache import cached
 from common.data.source_types import Corpus, Row, Source
 from common.errors import UserError
 
-VALIDATION_SHARE = 20  # one of this many files of the embedded corpus is held out
-# Excluded from the embedded corpus: tests, third-party packages, and files written by a program (tables of character
-# codes, the help topics as one dictionary, build variables). A model only memorises such tables.
+VALIDATION_SHARE = 20  # one in VALIDATION_SHARE files is held out, on average
+# Excluded from the embedded corpus: tests, third-party packages, and generated files (tables of character codes, the
+# help topics as one dictionary, build variables), because a model only memorises such tables.
 EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_bundled", "lib-dynload"}
 GENERATED = ("encodings", "pydoc_data", "_sysconfigdata", "config-")
 
@@ -58,7 +58,7 @@ def _read_texts(files: tuple[tuple[str, Path], ...]) -> Iterator[tuple[str, str]
 
 @cache
 def _hash_contents(part: str) -> str:
-    """Returns a hash of the names and contents of a part's files."""
+    """Returns a hash of the names and contents of the files of a part, "train" or "validation"."""
     digest = hashlib.blake2b(digest_size=16)
     for name, path in embedded_files(part):
         digest.update(name.encode() + b"\0" + path.read_bytes())
@@ -75,7 +75,7 @@ def embedded_files(part: str) -> tuple[tuple[str, Path], ...]:
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for folder, folders, names in os.walk(root):
-        folders[:] = set(folders) - EXCLUDED  # third-party packages have many files
+        folders[:] = set(folders) - EXCLUDED  # does not descend: third-party packages have many files
         for path in (Path(folder, name) for name in names if name.endswith(".py")):
             relative = path.relative_to(root)
             if relative.parts[0].startswith(GENERATED):
@@ -88,7 +88,7 @@ def embedded_files(part: str) -> tuple[tuple[str, Path], ...]:
 
 
 def write_files(directory: str) -> None:
-    """Writes the corpus as .txt files in train/ and validation/, to provide the same text to a different Python."""
+    """Writes the corpus as .txt files to train/ and validation/, so that any Python version can use the same text."""
     for part in ("train", "validation"):
         for name, text in _read_texts(embedded_files(part)):
             if text:  # empty files are rejected by a run and have no targets

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     import pyarrow  # at run time imported only for a Parquet file, because its import is slow
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
-MAX_CSV_FIELD_BYTES = 64 << 20  # csv's 128 KiB is too small for a document; the limit still stops an unclosed quote
+MAX_CSV_FIELD_BYTES = 64 << 20  # characters; csv's default, 131,072, is too small; a limit detects unclosed quotes
 
 
 def read_table(path: str, wanted: tuple[str, ...] | None, unused: Counter[str]) -> Iterator[Row]:
-    """Yields the rows of a file that is neither .txt nor .jsonl; the arguments are those of `sources`."""
+    """Yields the rows of a file that is neither .txt nor .jsonl; the arguments are those of `sources._read_file`."""
     extension = file_type(path)[0]
     if extension == ".parquet":
         return _read_parquet(path, wanted, unused)

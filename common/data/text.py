@@ -1,4 +1,4 @@
-"""Turns text into samples of a language model: tokenised once into a cache, then memory-mapped from it.
+"""Converts text to samples for a language model: tokenised once, cached on disk, and memory-mapped.
 
     tokenizer = train_tokenizer(Source(embedded="train"), vocab_size=8192)
     samples = tokenize(Source(embedded="train"), tokenizer, sequence_length=512)
@@ -34,14 +34,14 @@ def tokenize(
     cache_dir: str | Path | None = None,
     measure_compression: bool = False,
 ) -> "Samples | Mixed":
-    """Tokenises a source once and opens the result; if many processes call this, one works and the others wait.
+    """Tokenises a source once and opens the result; of several concurrent processes, one tokenises and the others wait.
 
     Args:
         sequence_length: maximum number of input tokens per sample.
         shape: "blocks" concatenates the documents and splits the stream: every token except the very first is a target
             once. "examples" makes one sample of each row, truncated to sequence_length. None means examples if the
             columns are `messages` or `prompt` and `completion`, otherwise blocks.
-        measure_compression: save the text's size after gzip -9 and xz -9, if it is at most 64 MiB.
+        measure_compression: save the size of the text compressed with gzip -9 and xz -9, if it is at most 64 MiB.
 
     Raises UserError with file and location if something cannot be read or yields no sample.
     """
@@ -83,13 +83,13 @@ class Samples(TokenStore):
         self.sequence_length, meta = sequence_length, self.meta
         self.num_tokens = meta["tokens"] - (1 if self.is_stream else len(self))  # input tokens of all samples
         self.num_target_tokens = meta["targets"]
-        self.num_dropped = meta["dropped"]  # rows that were empty or contained only a prompt within the length
+        self.num_dropped = meta["dropped"]  # rows without a target: empty, or only a prompt within the length
         self.max_length = meta["max_length"] or min(sequence_length, self.num_tokens)  # inputs of the longest sample
         # UTF-8 bytes of the text, to convert a loss to bits per byte; None if the targets do not cover all of it.
         self.num_bytes = meta["bytes"] if meta["whole_text"] else None
         self.gzip_bytes, self.xz_bytes = meta["gzip_bytes"], meta["xz_bytes"]  # None if not measured
         self.end_tokens = meta["end_tokens"]  # targets that end a text or an answer, the most frequent first
-        self._target_counts = None if self.is_stream else self.column("target_counts")  # mapped once, for every update
+        self._target_counts = None if self.is_stream else self.column("target_counts")  # opened once, not per update
         self.fingerprint = f"{meta['content']}-{sequence_length}"  # equal if all samples are equal
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -104,11 +104,11 @@ class Samples(TokenStore):
         return self[0][0][:1], np.zeros(0, np.int64), np.zeros(0, np.int64)
 
     def lengths(self, ids: np.ndarray) -> np.ndarray:
-        """Returns the input tokens of each sample, int64, without reading a token."""
+        """Returns the number of input tokens of each sample, int64; reads only the offsets."""
         return super().lengths(ids)[..., 0] - 1
 
     def num_targets(self, ids: np.ndarray) -> np.ndarray:
-        """Returns the targets of each sample, int64, without reading a token."""
+        """Returns the number of targets of each sample, int64; reads no tokens."""
         if self._target_counts is None:
             return self.lengths(ids)
         ids = np.asarray(ids, np.int64)

@@ -1,9 +1,9 @@
-"""Stores tokens on disk: appended once to flat files, and memory-mapped by every process that reads them.
+"""Stores tokens on disk in flat files, which one process writes once and all processes memory-map.
 
     tokens.bin   int32, all sequences; a token that is not a target can be its bitwise complement ~token (negative)
-    offsets.bin  int64, a 0 and the end of each sequence; absent for a stream, whose sequences are concatenated
+    offsets.bin  int64, 0, then the end offset of each sequence; absent for a stream (all documents concatenated)
     NAME.bin     int64, a column: numbers per row; absent for a stream
-    meta.json    metadata, and `content`, a digest of the files above; written last: it marks a complete store
+    meta.json    metadata, including `content`, a digest of the files above; written last, so it marks a complete store
 
 The files have no headers; checkpoints identify the data by the digest.
 """
@@ -51,7 +51,7 @@ class TokenWriter(ExitStack):
             file.write(array("q", columns[name]).tobytes())
 
     def finish(self, counts: Counter, **facts: Any) -> None:
-        """Completes the store and writes its metadata: these facts and the counts with a string key."""
+        """Completes the store and writes its metadata: `facts`, and the counts whose key is a string."""
         self.close()
         named = {name: number for name, number in counts.items() if isinstance(name, str)}
         meta = named | {"tokens": self.num_tokens, **facts, "content": hash_files(self.directory)}
@@ -62,7 +62,7 @@ class TokenStore:
     """A memory-mapped store.
 
     Args:
-        names: the names of a row's sequences, in their order.
+        names: the names of the sequences of a row, in stored order.
         block_length: for a stream, row b is stream[b * block_length : (b + 1) * block_length + 1]; the last is shorter.
     """
 
@@ -91,7 +91,7 @@ class TokenStore:
         return {name: self.tokens[start:end] for name, (start, end) in zip(self.names, bounds, strict=True)}
 
     def lengths(self, ids: np.ndarray) -> np.ndarray:
-        """Returns the tokens of each sequence of each row, int64 (n, sequences), without reading a token."""
+        """Returns the number of tokens of each sequence of each row, int64 (n, sequences); reads only the offsets."""
         starts = np.asarray(ids, np.int64) * self._per_row
         if self.is_stream:
             return np.minimum(self.block_length + 1, len(self.tokens) - starts)[..., None]
@@ -99,7 +99,7 @@ class TokenStore:
         return np.stack([end - start for start, end in pairwise(ends)], axis=-1)
 
     def column(self, name: str) -> np.ndarray:
-        """Returns all values of a column."""
+        """Returns all values of a column, memory-mapped: int32 for tokens, otherwise int64."""
         path, dtype = self.directory / f"{name}.bin", np.int32 if name == "tokens" else np.int64
         return np.asarray(np.memmap(path, dtype, "r")) if path.stat().st_size else np.zeros(0, dtype)
 

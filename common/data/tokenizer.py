@@ -1,4 +1,4 @@
-"""Trains a byte-level BPE tokenizer on the training text, and encodes text as the tokenizer of a model does."""
+"""Trains a byte-level BPE tokenizer on the training text, and handles the special tokens of any tokenizer."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ def load_tokenizer(
 
 
 def open_text(source: Source, shape: str | None, has_template: bool) -> tuple[Corpus, str, tuple[str, ...]]:
-    """Opens a source, converts known formats of chats, and returns (corpus, shape, columns) as `choose_columns`."""
+    """Opens a source and converts known chat formats; returns (corpus, shape, columns), see `choose_columns`."""
     corpus = open_source(source)
     if CHAT_COLUMNS & set(corpus.columns):
         from common.data.chat_formats import with_known_format
@@ -49,9 +49,9 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Trains a byte-level BPE tokenizer on the first 200 MB of the source's text, or loads it from the cache.
 
-    Each of several mixed sources contributes at most the same number of bytes, independent of the weights. The same
-    text yields the same tokenizer with any number of threads. Turn markers of the chat template, such as <|im_start|>,
-    are tokens of their own. <|endoftext|> is bos, eos and pad; the tokenizer adds it before every text.
+    Each mixed source contributes at most an equal part of the 200 MB, independent of its weight. The same text yields
+    the same tokenizer with any number of threads. Turn markers of the chat template, such as <|im_start|>, become
+    special tokens. <|endoftext|> is bos, eos and pad; the tokenizer adds it before every text.
 
     Args:
         vocab_size: at least 257, for the 256 bytes and <|endoftext|>.
@@ -83,7 +83,7 @@ def train_tokenizer(
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    """Returns everything that determines the tokens of a text."""
+    """Returns all settings of a tokenizer that affect the tokens of a text, as JSON values."""
     settings: Any
     if tokenizer.is_fast:
         settings = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -94,12 +94,12 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 
 
 def no_more_threads() -> None:
-    """Disables the tokenizer's threads, for which each DataLoader worker that is forked later would print a warning."""
+    """Disables the threads of tokenizers, because every DataLoader worker forked later would print a warning."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def encode_plain(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options: Any) -> Any:
-    """Returns token ids without the special tokens that most tokenizers add (see `special_tokens_around`)."""
+    """Returns the tokenizer's output without the special tokens that most tokenizers add (`special_tokens_around`)."""
     return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False, **options)
 
 
@@ -109,10 +109,10 @@ def with_end_of_text(ids: list[int], eos: int) -> list[int]:
 
 
 def special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Returns the tokens that `tokenizer(text)` adds before and after a text's own tokens.
+    """Returns (before, after): the special tokens that `tokenizer(text)` adds around a text.
 
-    Training adds exactly these, so that a model sees its training format whenever its tokenizer is called with
-    defaults. The existence of a bos token does not imply that the tokenizer adds it.
+    Training adds exactly these tokens, so that `tokenizer(text)` at inference has the same format. A tokenizer with a
+    bos token does not necessarily add it.
 
     Raises UserError if the tokenizer encodes the text differently when it adds special tokens.
     """

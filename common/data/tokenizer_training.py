@@ -48,7 +48,7 @@ def train_bpe(
             for row in corpus.rows(columns, True):
                 for text in _texts_of(row, columns):
                     left -= utf8_length(text, row.where)
-                    # The library collects 256 items before it processes them, so each item is kept small.
+                    # tokenizers collects 256 items before it processes them; small items limit its memory.
                     yield from (text[start : start + 65536] for start in range(0, len(text), 65536))
                 if left < 0:
                     break
