@@ -1,16 +1,16 @@
-"""The call that loads an adapter."""
+"""Describes the Python call that loads a saved adapter."""
 
 from typing import Any
 
 
 def describe_call(settings: dict[str, Any], subfolder: str, model_class: str | None, path: str) -> str:
-    """Returns the call that loads an adapter directory.
+    """Returns the Python call that loads an adapter directory.
 
-    Only a classifier's adapter has layers of its own. A DoRA adapter needs peft's class, because transformers 5.23
-    re-initialises its magnitudes from the base.
+    Only classifiers have adapters with fully trained layers. A DoRA adapter is loaded with peft's class, because
+    transformers 5.23 re-initialises its magnitudes from the base.
 
-    settings: peft's configuration of the adapter. subfolder: subdirectory with the configuration of a model with its
-    own head, or empty.
+    settings: peft's configuration of the adapter.
+    subfolder: subdirectory with the model configuration if the adapter has its own head, otherwise empty.
     """
     options = ""
     if subfolder:

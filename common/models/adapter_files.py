@@ -1,4 +1,4 @@
-"""The files of an adapter directory besides those of peft, and its description."""
+"""The files that an adapter directory has in addition to peft's files, and the description of the adapter."""
 
 import copy
 import json
@@ -18,12 +18,12 @@ def write_config(config: Any, directory: Path) -> None:
     """Writes the model's configuration to `CONFIG` in an adapter directory, if the adapter has its own head."""
     if has_own_layers(directory):
         config = copy.deepcopy(config)
-        config.dtype = None  # the dtype of the base's files applies, whatever the run's precision
+        config.dtype = None  # the adapter is loaded in the dtype of the base's files, not of this run
         config.save_pretrained(directory / CONFIG)
 
 
 def describe_adapter(directory: Path) -> str:
-    """Returns a description of an adapter for a model card, from peft's config, because the flags may be unset."""
+    """Returns a description of an adapter for a model card, from peft's config: flags may be left at their defaults."""
     config = json.loads((directory / ADAPTER_CONFIG).read_text())
     layers, new = [*config["target_modules"], *(config.get("target_parameters") or [])], config.get("modules_to_save")
     names = [", ".join(f"`{name}`" for name in group) for group in (sorted(layers), new or [])]

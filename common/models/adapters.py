@@ -1,4 +1,4 @@
-"""Flags of an adapter on a frozen base model, and the model that they configure; `models.lora` adds the adapter."""
+"""Flags for an adapter on a frozen base model, and the model that they configure; `models.lora` adds the adapter."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -17,7 +17,7 @@ FLAGS = ("lora_alpha", "lora_targets", "lora_dropout", "use_dora", "use_rslora",
 
 
 def is_asked(args: Arguments) -> bool:
-    """Returns whether an adapter is trained."""
+    """Returns whether --lora_rank is set, so that an adapter is trained."""
     return args.shared("lora_rank") is not None
 
 
@@ -60,7 +60,7 @@ def build_base(args: Arguments, config: PreTrainedConfig, model_class: Any = Aut
 
 
 def empty_base(args: Arguments, config: PreTrainedConfig, model_class: Any) -> PreTrainedModel:
-    """Returns the same model without data, on the `meta` device; its frozen layers are not quantised."""
+    """Returns the model of `build_base` on the `meta` device, without data; its frozen layers are not quantised."""
     return with_adapter(args, empty_model(config, args.trust_remote_code, model_class))
 
 
@@ -81,7 +81,7 @@ def number_of(weight: Any) -> int:
 
 
 def describe_frozen(args: Arguments) -> str:
-    """Returns the precision of the frozen weights under an adapter, to follow the precision in the run summary."""
+    """Returns the precision of the frozen weights, to append to the precision in the run summary; "" if none."""
     if not is_asked(args):
         return ""
     from common.models import lora

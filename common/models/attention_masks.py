@@ -35,10 +35,10 @@ def _mask(
 ) -> torch.Tensor | None:
     """Returns the mask, bool or float (B, 1, Q, KV).
 
-    None if all tokens attend to all others, or, with `has_causal_flag`, to all previous tokens.
+    None if all tokens attend to all others or, with `has_causal_flag`, if the mask would be only causal.
     """
     given |= {"q_length": q_length, "kv_length": kv_length, "local_size": local_size}
-    if attention_mask is not None:  # there is padding, so the mask needs no check
+    if attention_mask is not None:  # a mask means padding: its values need no check
         return make(attention_mask=attention_mask, **given | {"allow_is_causal_skip": False})
     is_whole = local_size is None or kv_length < local_size
     is_causal = has_causal_flag and given.get("allow_is_causal_skip", True) and q_length == kv_length

@@ -20,8 +20,8 @@ from common.training.batching import Collate, Samples
 from common.training.recipe_traits import Arguments
 
 HEAD = "ForSequenceClassification"  # suffix of transformers' classes with a head for labels
-# A new head starts at random next to weights that need small steps. DeepLab (arXiv:1606.00915) trains its last layer at
-# 10 times the learning rate of the pretrained layers.
+# A new head starts from random weights and needs larger steps than the pretrained layers. DeepLab (arXiv:1606.00915)
+# trains its last layer at 10 times the learning rate of the pretrained layers.
 HEAD_RATIO = 10
 HEAD_RATE_HELP = f"peak learning rate of a new head (default: {HEAD_RATIO} x --learning_rate, with an adapter the same)"
 
@@ -29,7 +29,7 @@ HEAD_RATE_HELP = f"peak learning rate of a new head (default: {HEAD_RATIO} x --l
 def resolve_head_rate(args: Arguments, is_new: bool) -> None:
     """Sets the default of --head_learning_rate if the head is new.
 
-    Raises UserError: the flag has no effect, because the model keeps its head or has no pretrained weights.
+    Raises UserError: the flag is set, but the model keeps its head or has no pretrained weights.
     """
     if is_new:
         ratio = 1 if args.shared("lora_rank") else HEAD_RATIO
@@ -41,12 +41,12 @@ def resolve_head_rate(args: Arguments, is_new: bool) -> None:
 def choose_labels(
     config: PreTrainedConfig, names: list[str] | None, new_head: bool, classes: list[str] | None = None
 ) -> list[str] | None:
-    """Returns the labels for a pretrained model's head: its own labels if they include the data's, else the data's.
+    """Returns the labels for a pretrained model's head; None for regression.
 
-    classes: labels of the data in the order of their numbers, if the data numbers them; used for a head without names.
+    They are `names`, the labels of the data, if the head is new; otherwise the head's own, which must include `names`.
+    classes: all labels in the order of their numbers, if the data numbers them; used for a head without label names.
 
-    Raises UserError: the model has a head for different labels and must keep it, or `new_head` is set and it has no
-    head.
+    Raises UserError: the head has different labels and `new_head` is not set, or `new_head` is set without a head.
     """
     has_head = any(name.endswith(HEAD) for name in config.architectures or ())
     if new_head and not has_head:
@@ -74,20 +74,20 @@ def _label_names(config: Any) -> list[str]:
 
 
 def set_labels(config: PreTrainedConfig, names: list[str] | None, label_column: str, pad_token_id: int) -> None:
-    """Sets labels, problem type and padding token in the configuration; a decoder uses the token to detect padding."""
+    """Sets labels, problem type and padding token in the configuration."""
     config.id2label = dict(enumerate(names or [label_column]))
     config.label2id = {name: number for number, name in config.id2label.items()}
     config.problem_type = "regression" if names is None else "single_label_classification"
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
-        part.pad_token_id = pad_token_id  # a decoder's output is read at its last token without padding
+        part.pad_token_id = pad_token_id  # a decoder's logits are those of the last token that is not padding
         if hasattr(part, "use_cache"):
             part.use_cache = False  # the cache of keys and values is for generation only
 
 
 def find_inputs(model: PreTrainedModel) -> tuple[str, ...]:
-    """Returns the tensors that the model accepts besides `input_ids`.
+    """Returns the names of the tensors that the model accepts in addition to `input_ids`.
 
-    Some tokenizers return token types although the model has a single type.
+    Token types are omitted if the model has a single type, because some tokenizers return them nevertheless.
     """
     accepted = inspect.signature(model.forward).parameters
     inputs = ["attention_mask"] if "attention_mask" in accepted else []
@@ -100,8 +100,8 @@ def find_inputs(model: PreTrainedModel) -> tuple[str, ...]:
 def check_padding(model: torch.nn.Module, collate: Collate, samples: Samples, accelerator: Accelerator) -> None:
     """Checks that the shortest text has the same logits alone and padded; call it on all ranks, after `prepare`.
 
-    Raises UserError: the logits differ, for example if the model reads its output at the last token even if this is
-    padding. An update would then depend on the split of its global batch.
+    Raises UserError: the logits differ, for example because the model uses the output at the last token even if this
+    token is padding. An update would then depend on the split of its global batch into micro-batches.
     """
     if are_imagined():
         return
@@ -127,7 +127,7 @@ def check_padding(model: torch.nn.Module, collate: Collate, samples: Samples, ac
 def choose_classes(config: PreTrainedConfig, classes: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
     """Returns the data's classes in the order of a pretrained model's head, and whether the model needs a new head.
 
-    The model keeps its head if both have the same names. LABEL_0, LABEL_1, ... stand for numbers.
+    The model keeps its head if data and head have the same class names. LABEL_0, LABEL_1, ... match 0, 1, ...
     """
     own = tuple(_label_names(config))
     if own == tuple(f"LABEL_{number}" for number in range(len(own))):
@@ -145,9 +145,9 @@ def build_classifier(
 ) -> tuple[PreTrainedModel, list[str]]:
     """Returns a model with a head for `config`'s labels, and the names of its randomly initialised weights.
 
-    The names are empty for a model from scratch.
-    new_head: replace the checkpoint's head even if its number of labels is the same; otherwise an existing head is
-    kept.
+    The list of names is empty if the model is built from scratch.
+    new_head: replace the head of the pretrained model even if it has the same number of labels; otherwise an existing
+    head is kept.
     options: further arguments of `from_pretrained`.
     """
     if name_or_path is None:
@@ -155,7 +155,7 @@ def build_classifier(
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": new_head}
     model, loaded = build_model(config, name_or_path, trust_remote_code, model_class, **options)
     new_weights = {*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])}
-    if new_head:  # a head with the same number of labels fits, and was loaded
+    if new_head:  # `from_pretrained` has loaded an old head with the same number of labels
         kept = set(_head_parameters(config, trust_remote_code, model_class)) - new_weights
         _draw_again(model, kept)
         new_weights |= kept
@@ -164,7 +164,7 @@ def build_classifier(
 
         layers = quantization.unquantize_new(model, new_weights)
         _draw_again(model, {f"{layer}.weight" for layer in layers})
-    return model, decided_once(lambda: sorted(new_weights))  # decided by the ranks that have read the files
+    return model, decided_once(lambda: sorted(new_weights))  # only ranks with the weights know the names
 
 
 def _head_parameters(config: Any, trust_remote_code: bool, model_class: Any) -> list[str]:
@@ -179,7 +179,7 @@ def _head_parameters(config: Any, trust_remote_code: bool, model_class: Any) -> 
 
 
 def _draw_again(model: PreTrainedModel, names: set[str]) -> None:
-    """Initialises the layers of these parameters at random, as in a new model."""
+    """Reinitialises the layers of these parameters with random weights, as in a new model."""
     for layer in sorted({name.rpartition(".")[0] for name in names}):
         module = model.get_submodule(layer)
         with gathered(list(module.parameters(recurse=False)), modifier_rank=0):
@@ -187,6 +187,6 @@ def _draw_again(model: PreTrainedModel, names: set[str]) -> None:
 
 
 def describe_new_weights(head: list[str], head_learning_rate: float | None) -> dict[str, str]:
-    """Returns a line of the run summary, if there are new weights."""
+    """Returns the line of the run summary on new weights, {label: text}; {} if there are none."""
     rate = f", learning rate {head_learning_rate:g}" if head_learning_rate else ""
     return {"new head": f"{shorten(head)} start at random{rate}"} if head else {}

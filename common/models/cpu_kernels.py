@@ -25,10 +25,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from common.internals.torch import replace_parameters
 from common.training.precision import autocast_dtype, without_autocast
 
-# In queries or keys. The memory kept for the backward pass grows with its square. At this length, it is about as large
-# as that of the rest of a layer.
+# Maximum number of queries and of keys. The attention weights saved for the backward pass grow with the square of the
+# length; at this length, they use about as much memory as the rest of a layer.
 LONGEST_ROW = 512
-# Attention arguments that transformers' own function supports or rejects.
+# Attention arguments that these kernels do not support; transformers' own function supports or rejects them.
 SPECIAL = ("cache", "output_attentions", "softcap")
 
 
@@ -62,7 +62,7 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Computes attention with the signature of transformers' interface.
 
-    Transformers' own "sdpa" computes everything except short rows in bf16, or in float32 with dropout, on a CPU.
+    It computes short rows on a CPU in bf16, or in float32 with dropout; transformers' own "sdpa" computes all others.
     Shapes: query (B, H, Q, D), key and value (B, H / n, K, D), attention_mask bool or float (B or 1, 1 or H, Q, K),
     position_bias (B or 1, H, Q, K), which is added to the scores. The result is (B, Q, H, D).
     """
@@ -81,7 +81,7 @@ def attention(
         scaling = query.shape[-1] ** -0.5
     with without_autocast(query.device):
         query, key, value = (x.to(dtype) for x in (query, key, value))
-        # Heads that share a key are computed as more queries of this key, so that it is not repeated.
+        # Query heads that share a key head become additional queries of one head, so that keys are not repeated.
         shape = (num_rows * num_key_heads, num_heads // num_key_heads * num_queries)
         query, key, value = query.reshape(*shape, -1), key.flatten(0, 1), value.flatten(0, 1)
         bias = _bias(query, (num_queries, num_keys), attention_mask, position_bias, causal)
@@ -115,8 +115,8 @@ def _bias(
 def fast_dropout(x: Tensor, probability: float) -> Tensor:
     """Returns `x` with elements zeroed with this probability, and the others scaled to keep the mean.
 
-    The probability is rounded to a multiple of 1 / 65,536. The random numbers are from torch's generator, as those of
-    torch's dropout, but differ from them.
+    The probability is rounded to a multiple of 1 / 65,536. The mask comes from torch's default generator, but differs
+    from the mask of torch's dropout with the same seed.
     """
     threshold = min(round(probability * 2**16), 2**16 - 1)
     draws = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
@@ -131,7 +131,7 @@ def _dropout_forward(dropout: nn.Dropout, x: Tensor) -> Tensor:
 
 
 def _is_root_mean_square_norm(module: Any) -> bool:
-    """Returns whether this is `weight * x / sqrt(mean(x**2) + eps)` (Zhang and Sennrich, 2019, arXiv:1910.07467)."""
+    """Returns whether a module computes `weight * x / sqrt(mean(x**2) + eps)` (RMSNorm, arXiv:1910.07467)."""
     given, eps = _parameters_of(module), _eps(module)
     if given != ("weight",) or module.weight.ndim != 1 or eps is None or list(module.children()):
         return False
@@ -165,7 +165,7 @@ def _norm_forward(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 class _RootMeanSquareNorm(torch.autograd.Function):
-    """Root mean square norm. Shapes: x (..., D) and weight (D,), both float32; the result is (..., D) of `dtype`."""
+    """Root mean square norm. Shapes: x (..., D) and weight (D,), both float32; the result is (..., D) in `dtype`."""
 
     @staticmethod
     def forward(ctx, x, weight, eps, dtype):

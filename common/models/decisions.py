@@ -1,4 +1,4 @@
-"""Decisions that depend on the weights: only processes with weights can make them."""
+"""Decisions that depend on the weights: only processes that hold weights can make them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from common.parallel.liveness import wait_for_all
 
 
 def decided_once(decide: Callable[[], Any]) -> Any:
-    """Returns the result of `decide`; if only the main process has the weights, its result on all ranks."""
+    """Returns the result of `decide`; if only the main process holds weights, its result is broadcast to all ranks."""
     if not has_one_copy():
         return decide()
     decided = [decide() if holds_weights() else None]

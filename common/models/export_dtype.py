@@ -1,4 +1,4 @@
-"""Writes model files in a dtype that differs from the dtype of the weights."""
+"""Converts weights and config.json to the dtype of an export, if it differs from the dtype in training."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import torch
 
 
 def cast(weights: dict[str, torch.Tensor], dtype: str | None) -> dict[str, torch.Tensor]:
-    """Returns the weights in a dtype; None: unchanged. Integer tensors keep their dtype, shared tensors stay shared."""
+    """Returns the weights in a dtype; None: unchanged. Integer tensors keep their dtype; tied weights stay tied."""
     if dtype is None:
         return weights
     made: dict[tuple, torch.Tensor] = {}

@@ -1,8 +1,8 @@
 """Shards the weights of the main process over the ranks of FSDP2. Each other rank receives only its shards.
 
-Otherwise each process of a machine would hold the full model until it is sharded. Accelerate's method is not used. It
-identifies an optimizer's parameters by their addresses, but tensors on the meta device have none. It also ties weights
-that a checkpoint keeps separate, and ignores persistent buffers. transformers 5.23 reads the weights on every rank.
+Otherwise each process would hold the full model until it is sharded. Accelerate's own method is not used, because it
+finds an optimizer's parameters by their addresses, which meta tensors do not have, ties weights that a checkpoint keeps
+separate, and ignores persistent buffers. Loading by transformers 5.23 reads the weights on every rank.
 """
 
 from typing import Any
@@ -20,9 +20,9 @@ from common.models.decisions import decided_once
 def prepare(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, weights: dict[str, torch.Tensor]
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Applies `accelerator.prepare` to a model whose weights only the main process holds; call it on all ranks."""
+    """Applies `accelerator.prepare` to a model whose `weights` only the main process holds; call it on all ranks."""
     tied, groups, buffers, generation = decided_once(lambda: _describe(model, optimizer))
-    if generation is not None:  # from the files, which only the main process has read
+    if generation is not None:  # only the main process has read it from the files
         model.generation_config = generation
     empty = _empty(model, tied, buffers)
     for group, names in zip(optimizer.param_groups, groups, strict=True):
@@ -30,7 +30,7 @@ def prepare(
     plugin = accelerator.state.fsdp_plugin
     plugin.cpu_ram_efficient_loading = False
     try:
-        # Shards parameters without data, which copies no values.
+        # The parameters are on the meta device, so no values are copied.
         model, optimizer = accelerator.prepare(model, optimizer)
     finally:
         plugin.cpu_ram_efficient_loading = True
@@ -44,10 +44,10 @@ def prepare(
 def _describe(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, str], list[list[str]], dict[str, torch.Tensor], Any]:
-    """Returns the properties of the model that a rank without weights does not know, or knows differently.
+    """Returns the properties of the model that may be missing or different on a rank without weights.
 
-    These are the first name of each parameter (tied parameters have several names), the optimizer's groups, the
-    buffers, and any generation config.
+    These are, for each parameter name, the first name of the same parameter (tied parameters have several names), the
+    parameter names of each optimizer group, the buffers, and the generation config or None.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     tied = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
@@ -71,7 +71,7 @@ def _empty(model: nn.Module, tied: dict[str, str], buffers: dict[str, torch.Tens
 
 @torch.no_grad()
 def _give_shards(model: nn.Module, tied: dict[str, str], weights: dict[str, torch.Tensor], to_host: bool) -> None:
-    """Sends each rank its shard of each parameter, one parameter at a time; empties the main process's `weights`."""
+    """Sends each rank its shard of each parameter, one parameter at a time; frees the main process's `weights`."""
     shards: dict[str, nn.Parameter] = {}
     shares = getattr(model, "shares", None)
     p: Any

@@ -17,7 +17,7 @@ def load_config(
 ) -> PreTrainedConfig:
     """Returns the configuration of a pretrained model of an Auto class: a local directory or a hub name.
 
-    Raises UserError: the model does not exist, or `model_class` does not support its type.
+    Raises UserError: the model cannot be found or read, is only an adapter, or `model_class` does not support its type.
     """
     from common.models import pretrained
 
@@ -39,17 +39,17 @@ def check_model(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, se
 
 
 def _max_positions(config: PreTrainedConfig) -> float:
-    """Returns the number of positions, also under GPT-2's name n_positions and others; XLNet's is unlimited, -1."""
+    """Returns the maximum number of positions; infinite if the configuration has none, or -1 as XLNet does."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
     return positions if positions > 0 else math.inf
 
 
 def attention_length(config: PreTrainedConfig) -> float:
-    """Returns the row length at which attention costs as much as the rest of the model; infinite without attention.
+    """Returns the sequence length at which attention needs as many FLOPs as the rest; infinite without attention.
 
-    In a layer of width d, linear maps need about 12 d² multiplications per token (an MLP of width 4 d, or Llama's
-    shape). Attention needs 2 d for each token attended to. It also computes the masked future tokens, or runs at half
-    the speed.
+    In a layer of width d, linear layers need about 12 d² multiplications per token (an MLP of width 4 d, or Llama's
+    shape). Attention needs 2 d per token attended to. Causal attention is not counted as half, because kernels compute
+    the masked tokens too, or reach half the throughput.
     """
     text = config.get_text_config()
     is_attending = getattr(text, "num_attention_heads", None) and getattr(text, "hidden_size", None)
@@ -66,9 +66,9 @@ def build_model(
 ) -> Any:
     """Returns the model in float32 (torch's default dtype), loaded from `name_or_path` or with random weights.
 
-    Weights saved in half precision are loaded as float32 too, because the optimizer's small steps would be lost in half
-    precision. Accelerate sets the precision of the matmuls. Attention is SDPA if the model supports it. Under FSDP2, a
-    process other than the main process builds a model without data, which `fsdp_loading.prepare` fills.
+    Weights saved in half precision are also loaded as float32, because half precision would round away the optimizer's
+    small steps. Accelerate sets the precision of the matmuls. Attention is SDPA if the model supports it. Under FSDP2,
+    only the main process loads weights; `fsdp_loading.prepare` fills the models of the other processes.
 
     Args:
         model_class: an Auto class, or a model's own class.
@@ -88,13 +88,13 @@ def build_model(
 def describe_use(
     model: PreTrainedModel, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, end_tokens: list[int]
 ) -> None:
-    """Sets the end tokens and the maximum length in the files that are saved with the weights.
+    """Sets the end tokens and the maximum length in the configurations and the tokenizer, before they are saved.
 
-    end_tokens: tokens that the model is trained to end with, the most frequent first. Its previous end tokens are kept
-    if they are special tokens of this tokenizer. Empty: the end tokens stay unchanged.
+    end_tokens: tokens that end the training targets, the most frequent first; empty: the end tokens stay unchanged. The
+    generation config also keeps its previous end tokens if they are special tokens of this tokenizer.
     """
     generation = getattr(model, "generation_config", None)
-    # The model has its own copy of the configuration, made by from_pretrained.
+    # `from_pretrained` has given the model a separate copy of the configuration.
     parts = [config, config.get_text_config(), model.config, model.config.get_text_config(), generation]
     for part in {id(part): part for part in parts if part is not None and end_tokens}.values():
         before = getattr(part, "eos_token_id", None)
@@ -109,7 +109,7 @@ def describe_use(
 
 @torch.no_grad()
 def write_sample(model: Any, tokenizer: Any, samples: Samples) -> str:
-    """Returns text that the model generates after the start of the first sample; requires the full model."""
+    """Returns text that the model generates after the first tokens of the first sample; requires unsharded weights."""
     if running().sequence > 1:
         from common.parallel import sequence
 

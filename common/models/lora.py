@@ -49,10 +49,10 @@ def add_adapter(
 ) -> PreTrainedModel:
     """Returns the model, frozen, with the adapter of --lora_rank next to its matrices.
 
-    At step 0, the output is that of the base, because B starts at zero. The adapter is in float32. Frozen matrices are
-    in the dtype of the matmuls, because each matmul would cast a float32 copy.
+    Before the first update, the output is that of the base, because the matrices B start at zero. The adapter is in
+    float32. Frozen matrices have the dtype of the matmuls; float32 matrices would be cast in each matmul.
 
-    new_weights: names of the weights that the pretrained model did not have; their layers are trained in full.
+    new_weights: names of the weights that the pretrained model does not have; their layers are trained in full.
 
     Raises UserError: a target is not a layer of the model, or peft cannot adapt it.
     """
@@ -60,7 +60,7 @@ def add_adapter(
 
     new = sorted({name.rpartition(".")[0] for name in new_weights or ()})
     if new_weights is not None:
-        new = decided_once(lambda: new)  # by the ranks that have read the files
+        new = decided_once(lambda: new)  # only ranks with the weights know the names
     modules, parameters = _targets(args, model, new)
     if args.quantize and any(_is_of_experts(*one) for one in model.named_parameters()):
         raise UserError(
@@ -107,12 +107,12 @@ def add_adapter(
 
 
 def _float32_rows(self: nn.Embedding, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Returns the output of a 16-bit embedding in float32, because a residual stream is in float32 under autocast."""
+    """Returns the output of a 16-bit embedding in float32, because autocast keeps the residual stream in float32."""
     return type(self).forward(self, *args, **kwargs).float()  # position embeddings take more arguments than ids
 
 
 def _targets(args: argparse.Namespace, model: PreTrainedModel, new: list[str]) -> tuple[list[str], list[str]]:
-    """Returns the names of linear layers, and of stacked expert parameters, to adapt; shortened if unambiguous."""
+    """Returns the names of the linear layers and the stacked expert parameters to adapt, shortened if unambiguous."""
     layers = {name: one for name, one in model.named_modules() if isinstance(one, (nn.Linear, Conv1D))}
     head = model.get_output_embeddings()
     linear = [name for name, one in layers.items() if one is not head and name not in new]
@@ -133,14 +133,14 @@ def _targets(args: argparse.Namespace, model: PreTrainedModel, new: list[str]) -
         raise UserError(
             f"--lora_rank {args.lora_rank}: the matrices that it adapts have a rank of {max(sides)} at most; give less"
         )
-    # peft would also adapt these layers, if only their last part were passed.
+    # peft matches the ends of names. If a layer that is not adapted has the same last part, the full name is required.
     others = set(_endings(layers.keys() - set(modules)))
     named = (name if (last := name.rpartition(".")[2]) in others else last for name in modules)
     return list(dict.fromkeys(named)), parameters
 
 
 def _most_rank(layer: Any) -> int:
-    """Returns the smaller side of a matrix, even if it is packed in 4 bits or partitioned by ZeRO-3 (GPT-2)."""
+    """Returns the smaller dimension of a layer's matrix, also if it is packed in 4 bits or partitioned by ZeRO-3."""
     if isinstance(layer, nn.Linear):
         return min(layer.in_features, layer.out_features)
     return min(getattr(layer.weight, "ds_shape", layer.weight.shape))
@@ -148,7 +148,7 @@ def _most_rank(layer: Any) -> int:
 
 def _is_of_experts(name: str, weight: torch.Tensor) -> bool:
     """Returns whether a parameter stacks the weights of all experts of a layer."""
-    shape = getattr(weight, "ds_shape", weight.shape)  # ZeRO-3 partitions it while the model is built
+    shape = getattr(weight, "ds_shape", weight.shape)  # the full shape if ZeRO-3 has partitioned the weight
     return len(shape) == 3 and ".experts." in f".{name}"
 
 

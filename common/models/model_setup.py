@@ -17,7 +17,7 @@ from common.training.process_grid import running
 
 
 def without_wrapper(model: nn.Module) -> Any:
-    """Returns the model without the wrapper of DDP or DeepSpeed, any other model unchanged.
+    """Returns the model without the wrapper of DDP or DeepSpeed; other models are returned unchanged.
 
     Accelerate's `unwrap_model` is not used, because it imports DeepSpeed if it is installed.
     """
@@ -25,7 +25,7 @@ def without_wrapper(model: nn.Module) -> Any:
 
 
 def whole_weights(accelerator: Accelerator, model: nn.Module) -> Any:
-    """Returns the full weights by name on the main process, on others any value; call it on all ranks together."""
+    """Returns the full weights by name on the main process; other ranks ignore the result. Call it on all ranks."""
     if not is_sharded(accelerator):
         return without_wrapper(model).state_dict()
     from common.models import parallel_setup
@@ -36,9 +36,9 @@ def whole_weights(accelerator: Accelerator, model: nn.Module) -> Any:
 def write_model(
     accelerator: Accelerator, model: nn.Module, directory: Path, dtype: str | None, *pretrained: Any
 ) -> PreTrainedModel | None:
-    """Writes a directory that `from_pretrained` loads, completely or not at all; `Run.write_model` documents the rest.
+    """Writes a directory that `from_pretrained` loads, completely or not at all; see `Run.write_model`.
 
-    dtype: dtype of the written weights; None: unchanged.
+    dtype: dtype of the written weights; None: unchanged. pretrained: tokenizers or processors to save with the model.
     """
     weights, bare = whole_weights(accelerator, model), without_wrapper(model)
     if not accelerator.is_main_process:
@@ -66,7 +66,7 @@ def prepare(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Applies `accelerator.prepare` to a model that `models.load.build_model` built; call it on all ranks together.
 
-    Raises UserError: the learning rate would not reach an optimizer that a different optimizer wraps.
+    Raises UserError: the optimizer wraps another optimizer, which would not receive the scheduled learning rate.
     """
     made, groups, state = optimizer, optimizer.param_groups, optimizer.state
     if has_one_copy() or running().group > 1 or hasattr(accelerator, "token_budget"):
@@ -74,7 +74,7 @@ def prepare(
 
         prepared, optimizer = parallel_setup.prepare(accelerator, model, optimizer)
     else:
-        wait_for_all()  # some ranks may read their data or model for a long time
+        wait_for_all()  # some ranks may take long to read their data or model
         prepared, optimizer = accelerator.prepare(model, optimizer)
     if not type(made).__module__.startswith("torch.optim."):
         from common.training import optimizer_choice

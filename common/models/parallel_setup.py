@@ -14,7 +14,7 @@ from common.training.process_grid import running
 
 
 def whole_weights(accelerator: Accelerator, model: nn.Module, bare: Any) -> Any:
-    """Returns the full weights on the main process, or None; call it on all ranks together. bare: without wrapper."""
+    """Implements `model_setup.whole_weights` for sharded weights. bare: the model without its wrapper."""
     if hasattr(bare, "pipeline_stages"):
         return bare.pipeline_stages.whole_weights(bare)
     if hasattr(bare, "shares"):
@@ -25,7 +25,7 @@ def whole_weights(accelerator: Accelerator, model: nn.Module, bare: Any) -> Any:
 
 
 def prepare(accelerator: Accelerator, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-    """Implements `model_setup.prepare` for FSDP2, groups that share sequences or layers, and adjusted token budgets."""
+    """Implements `model_setup.prepare` for FSDP2, sequence and tensor parallelism, and automatic token budgets."""
     weights = {name: p.detach() for name, p in model.named_parameters()} if has_one_copy() and holds_weights() else {}
     if running().sequence > 1:
         from common.parallel import sequence
@@ -39,14 +39,14 @@ def prepare(accelerator: Accelerator, model: PreTrainedModel, optimizer: torch.o
         from common.models import fsdp_loading
 
         return fsdp_loading.prepare(accelerator, model, optimizer, weights)
-    wait_for_all()  # some ranks may read their data or model for a long time
+    wait_for_all()  # some ranks may take long to read their data or model
     if hasattr(accelerator, "token_budget"):
         return _without_ddp(accelerator, model), accelerator.prepare(optimizer)
     return accelerator.prepare(model, optimizer)
 
 
 def _without_ddp(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """Returns the model with the main process's weights, but without DDP, which sums gradients during backward."""
+    """Returns the model with the main process's weights but without DDP, which all-reduces gradients in backward."""
     model = accelerator.prepare_model(model, evaluation_mode=True)
     if accelerator.num_processes > 1:
         for tensor in (*model.parameters(), *model.buffers()):

@@ -27,7 +27,7 @@ from common.models import tied_weights
 from common.models.single_copy import holds_weights
 from common.models.untrained import build_untrained, empty_model, make_ready
 
-# Description of the models of an Auto class.
+# Names for the models of an Auto class, for messages.
 JOBS = {
     AutoModelForCausalLM: "causal language model",
     AutoModelForSeq2SeqLM: "encoder-decoder",
@@ -41,7 +41,7 @@ def load_config(
 ) -> PreTrainedConfig:
     """Returns the configuration of a pretrained model of an Auto class: a local directory or a hub name.
 
-    Raises UserError: the model does not exist, or `model_class` does not support its type.
+    Raises UserError: the model cannot be found or read, is only an adapter, or `model_class` does not support its type.
     """
     where, problem = locate_pretrained(name_or_path)
     name, revision = where["pretrained_model_name_or_path"], where.get("revision")
@@ -80,7 +80,7 @@ def load_config(
 
 
 def _is_object(path: Path) -> bool:
-    """Returns whether a file is a JSON object, or missing."""
+    """Returns whether a file contains a JSON object or cannot be read; for example, it may be missing."""
     try:
         return isinstance(json.loads(path.read_bytes()), dict)
     except OSError:
@@ -126,7 +126,7 @@ def _load(
     frozen_dtype: torch.dtype | None,
     options: dict[str, Any],
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Returns the model with the weights of its files, tied or not, and the loading report of `from_pretrained`."""
+    """Returns the model with its pretrained weights, tied as in its files, and the report of `from_pretrained`."""
     where, _ = locate_pretrained(name_or_path)
     options = {**where, **options, "config": config, "trust_remote_code": trust_remote_code}
     try:

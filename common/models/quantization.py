@@ -36,7 +36,7 @@ def options(quantize: str | None) -> dict[str, Any]:
 
 
 def keep_weights(model: nn.Module) -> None:
-    """Prevents an evaluation on a CPU from repacking the weights; bitsandbytes has no gradient for the packed form."""
+    """Keeps evaluations on a CPU from repacking the weights, because bitsandbytes has no gradient for that format."""
     for module in model.modules():
         if type(module).__module__.startswith("bitsandbytes."):
             from common.internals.bitsandbytes import keep_packing  # here because most runs do not need bitsandbytes
@@ -45,11 +45,11 @@ def keep_weights(model: nn.Module) -> None:
 
 
 def find_kept(model: Any) -> list[str]:
-    """Returns patterns of the names of linear layers that stay unquantised: a head, and layers that share its weight.
+    """Returns name patterns of the linear layers that stay unquantised: heads, and layers with tied weights.
 
-    A head is everything that a model has in addition to its base, such as a classifier's head. transformers' own list
-    has only the last parameter of a head with a bias, `classifier.bias`, and so its weight would be quantised.
-    model: without data.
+    A head is every layer that a model has in addition to its base, such as a classifier's head. transformers' own list
+    contains only the last parameter of a head, `classifier.bias`, so the head's weight would be quantised.
+    model: on the `meta` device.
     """
     base, head = model.base_model, model.get_output_embeddings()
     inner = set() if base is model else set(base.modules())
@@ -63,7 +63,7 @@ def find_kept(model: Any) -> list[str]:
 
 
 def unquantize_new(model: nn.Module, new_weights: set[str]) -> set[str]:
-    """Replaces quantised layers without pretrained weights (a new pooler) by linear layers; returns their names."""
+    """Replaces quantised layers without pretrained weights (a new pooler) with linear layers; returns their names."""
     from bitsandbytes.nn import Linear4bit
 
     names = {name.rpartition(".")[0] for name in new_weights}
@@ -76,9 +76,9 @@ def unquantize_new(model: nn.Module, new_weights: set[str]) -> set[str]:
 
 
 def imagine(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replaces linear layers of a model without data by layers that allocate as much memory as 4-bit layers.
+    """Replaces linear layers of a model on the `meta` device with layers that need as much memory as 4-bit layers.
 
-    Their values are meaningless. dtype: dtype in which the layers compute.
+    Their values are meaningless. dtype: dtype of their matmuls.
     """
     from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -89,7 +89,7 @@ def imagine(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 class _Imagined(nn.Linear):
-    """A linear layer whose weight has the size of a 4-bit weight, and full size in `dtype` during a matmul."""
+    """A linear layer whose weight has the size of a 4-bit weight, and during a matmul the full size in `dtype`."""
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype):
         nn.Module.__init__(self)

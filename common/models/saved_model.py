@@ -25,9 +25,9 @@ def describe_weights(directory: Path) -> str:
 
 
 def loading_call(directory: Path, model_class: str | None = None, shown: str | None = None) -> str:
-    """Returns the call that loads a directory with a model or an adapter.
+    """Returns the Python call that loads a directory with a model or an adapter.
 
-    shown: name of the directory in the call, instead of its path.
+    shown: replaces the path of the directory in the call.
     """
     if (adapter := directory / ADAPTER_CONFIG).is_file():
         from common.models.adapter_call import describe_call

@@ -1,4 +1,4 @@
-"""Selects the processes that build the weights: all, or with FSDP2 only the main process."""
+"""Determines which processes build the weights: all, or with FSDP2 only the main process."""
 
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
@@ -9,13 +9,13 @@ _are_imagined = False
 
 
 def imagine_weights() -> None:
-    """Disables weights for all models that this process builds afterwards, in any mode."""
+    """Makes this process build all further models without weights, on the `meta` device, in any mode."""
     global _are_imagined
     _are_imagined = True
 
 
 def are_imagined() -> bool:
-    """Returns whether the models of this process have no weights."""
+    """Returns whether `imagine_weights` was called, so that the models of this process have no weights."""
     return _are_imagined
 
 

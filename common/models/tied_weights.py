@@ -1,4 +1,4 @@
-"""Unties weights that the configuration ties although the model files store them separately; the files override it."""
+"""Unties weights that the configuration ties although the model files store different values: the files override it."""
 
 import json
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin
 def find_untied(where: Mapping[str, Any], model: PreTrainedModel) -> list[str]:
     """Returns the names of weights that the model ties to a source weight although its files store different values.
 
-    where: location of the model, as `locate_pretrained` returns it. model: without data.
+    where: location of the model, from `locate_pretrained`. model: on the `meta` device.
     """
     ties = {target: source for target, source in model.all_tied_weights_keys.items() if target != source}
     with suppress(Exception):  # unreadable files: loading them reports the reason
@@ -45,7 +45,7 @@ def _differ(where: Mapping[str, Any], *names: str) -> bool:
 
 
 def _weight_files(where: Mapping[str, Any]) -> dict[str, Path | str]:
-    """Returns the file of each weight: its path, or its name on the hub if it is not on this machine yet."""
+    """Returns the file of each weight: the path, or the file name on the hub if it is not on this machine yet."""
     path = next((path for name in FILES if (path := _find(where, name))), None)
     if path is None:
         if where.get("local_files_only") or Path(where["pretrained_model_name_or_path"]).is_dir():
@@ -66,15 +66,15 @@ def _find(where: Mapping[str, Any], name: str) -> Path | None:
 
 
 def _download(where: Mapping[str, Any], name: str) -> Any:
-    """Returns the path of a model's file that exists, on this machine or on the hub."""
+    """Returns the path of a model's file, downloaded if necessary; raises OSError if it does not exist."""
     return find_file(where, name, where.get("local_files_only", False), must_exist=True)
 
 
 def follow_files(config: PreTrainedConfig, model: PreTrainedModel, untied: list[str]) -> None:
-    """Sets `tie_word_embeddings` to False if the files store all tied weights separately.
+    """Sets `tie_word_embeddings` to False if, for all tied weights, the files store different values.
 
-    It remains True if they store only some of them separately (an encoder-decoder's head, while its two embeddings are
-    the same). Otherwise transformers would initialise new embeddings; with True, it compares the values in the files.
+    It remains True if only some differ (an encoder-decoder's head, but not its two embeddings). With False,
+    transformers would initialise new embeddings; with True, it compares the values in the files.
     """
     if untied and set(untied) == set(model.all_tied_weights_keys):
         for part in {id(part): part for part in (config, config.get_text_config())}.values():

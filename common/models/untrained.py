@@ -1,4 +1,4 @@
-"""Builds a model with random weights, or without data on the `meta` device, so that every mode can train it."""
+"""Builds a model with random weights or on the `meta` device, and prepares models for training in every mode."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -44,7 +44,7 @@ def build_untrained(config: PreTrainedConfig, trust_remote_code: bool, model_cla
 def make_ready(model: PreTrainedModel) -> PreTrainedModel:
     """Prepares a new model for training in any mode, and returns it."""
     decide_on_the_host()
-    # The planner traces weights in half precision without mixed precision, as DeepSpeed has them.
+    # The planner traces half-precision weights without mixed precision, as under DeepSpeed.
     is_float32 = is_initialized() and AcceleratorState().mixed_precision == "no" and not are_imagined()
     if not is_float32:
         from common.training import half_precision
@@ -66,7 +66,7 @@ def make_ready(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _has_dropout(model: PreTrainedModel) -> bool:
-    """Returns whether a module or a setting of the configuration, such as `attention_dropout`, applies dropout."""
+    """Returns whether a module or a configuration value, such as `attention_dropout`, sets a dropout rate above 0."""
 
     def is_set(settings: dict[str, Any]) -> bool:
         return any(is_set(x) if isinstance(x, dict) else "drop" in str(name) and x for name, x in settings.items())

@@ -22,11 +22,11 @@ def gathered(parameters: list[torch.nn.Parameter], modifier_rank: int | None = N
 def whole_weights() -> Iterator[None]:
     """Context manager in which ZeRO-3 does not partition the weights of a model while it is built.
 
-    Partitioned weights would be drawn with different random numbers than on a single process. Each process temporarily
-    holds the full model from scratch. Pretrained weights are partitioned while they are loaded.
+    Otherwise random weights would differ from those of a single process. Each process temporarily holds the full model.
+    Pretrained weights are still partitioned while they are loaded.
     """
     plugin = AcceleratorState().deepspeed_plugin if is_initialized() else None
-    if plugin is None or deepspeed_config() is None:  # also in a nested block
+    if plugin is None or deepspeed_config() is None:  # None also in a nested block
         yield
         return
     # The plugin's own zero3_init_context_manager(enable=False) has no effect: transformers 5.23 partitions the weights
