@@ -1,4 +1,4 @@
-"""State of Accelerate that is overwritten. Tested with 1.15."""
+"""Overwrites or resets the state of Accelerate. Tested with 1.15."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from common.internals.library import private
 def forget_state() -> None:
     """Lets this process create a second Accelerator with different settings.
 
-    Needs `AcceleratorState._reset_state` and `GradientState._reset_state`, in all versions; raises UserError without.
+    Needs `_reset_state` of `AcceleratorState` and `GradientState`, in all versions; raises UserError without it.
     """
     from accelerate.state import AcceleratorState, GradientState
 
@@ -17,9 +17,9 @@ def forget_state() -> None:
 
 
 def shard_without_gpu() -> None:
-    """Lets Accelerate run FSDP on a CPU over gloo; the state that it creates by default does not support this.
+    """Lets Accelerate run FSDP on a CPU with gloo, which its default state does not support.
 
-    Overwrites `PartialState.distributed_type`. Accelerate checks for FSDP only if the type is one of multiple GPUs.
+    Overwrites `PartialState.distributed_type`, because Accelerate enables FSDP only for multi-GPU types.
     """
     from accelerate import PartialState
     from accelerate.utils import DistributedType
@@ -28,9 +28,9 @@ def shard_without_gpu() -> None:
 
 
 def shard_over(accelerator: Any, mesh: Any, size: int) -> None:
-    """Lets FSDP2 shard over the ranks of a device mesh, `size` ranks; by default it shards over all ranks.
+    """Makes FSDP2 shard over the `size` ranks of a device mesh instead of over all ranks.
 
-    Overwrites `device_mesh` and `parallelism_config` of the state, which its `prepare` reads.
+    Overwrites `device_mesh` and `parallelism_config` of the state, which `accelerator.prepare` reads.
     """
     from accelerate.parallelism_config import ParallelismConfig
 

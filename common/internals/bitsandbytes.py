@@ -1,4 +1,4 @@
-"""Private names of bitsandbytes, and its attributes that are overwritten. Tested with 0.50.2."""
+"""Private names and overwritten attributes of bitsandbytes. Tested with 0.50.2."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ from common.internals.library import private
 
 
 def use_own_manager(optimizer: Any) -> None:
-    """Sets a separate manager in an optimizer for the layers whose states differ.
+    """Gives an optimizer a separate manager for overrides, such as 32-bit states for some layers.
 
-    Overwrites `mng`, and creates a `GlobalOptimManager` without its constructor, which raises. The documented manager
-    is global and keeps every model alive. It stores overrides by position (group, index), so the optimizer of a second
-    model inherits the overrides of the first.
+    Overwrites `mng`, and creates a `GlobalOptimManager` without its constructor, which always raises. The documented
+    manager is global and keeps every model alive. It stores overrides by position (group, index), so the optimizer of
+    a second model would inherit the overrides of the first.
     """
     from bitsandbytes.optim import GlobalOptimManager
 
@@ -19,9 +19,9 @@ def use_own_manager(optimizer: Any) -> None:
 
 
 def keep_packing(module: Any) -> None:
-    """Keeps an evaluation on a CPU from repacking a 4-bit weight, because the new format has no gradient in 0.50.
+    """Keeps evaluations on a CPU from repacking a 4-bit weight into a format that has no gradient in 0.50.
 
-    Overwrites `support_avx512bf16_for_cpu` of the layer; older versions lack it, and never repack.
+    Overwrites `support_avx512bf16_for_cpu` of the layer. Older versions do not have this attribute and never repack.
     """
     if hasattr(module, "support_avx512bf16_for_cpu"):
         module.support_avx512bf16_for_cpu = False

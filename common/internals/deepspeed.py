@@ -1,8 +1,8 @@
-"""Private names of DeepSpeed, and its functions that are overwritten. Tested with 0.19.8.
+"""Private names and overwritten functions of DeepSpeed. Tested with 0.19.8.
 
-DeepSpeed's public `safe_get_local_fp32_param` and `safe_get_local_optimizer_state` cannot be used. They reject all
-stages except ZeRO-3 (assertion). Under ZeRO-3 they reject the state before a first step, which a resume must set
-(KeyError). They also copy to the device.
+DeepSpeed's public `safe_get_local_fp32_param` and `safe_get_local_optimizer_state` cannot be used. They support only
+ZeRO-3 (AssertionError otherwise). They raise KeyError before the first step, but a resumed run must set the optimizer
+state then. They also copy to the device.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ ZERO_NAMES = (
 
 
 def is_zero(optimizer: Any) -> bool:
-    """Returns whether it is a ZeRO optimizer. Needs one of the attributes in ZERO_NAMES."""
+    """Returns whether an optimizer is a ZeRO optimizer. Needs one of the attributes in ZERO_NAMES."""
     return any(hasattr(optimizer, groups) for groups, _ in ZERO_NAMES)
 
 
@@ -45,9 +45,9 @@ class Fragment(NamedTuple):
 
 
 def zero12_fragment(parameter: Any) -> Fragment | None:
-    """Returns the part of a parameter in this rank's partition under ZeRO-1 and 2; None if there is none.
+    """Returns the part of a parameter that is in this rank's partition under ZeRO-1 and 2; None if no part is.
 
-    Needs `parameter._hp_mapping`; fails with AttributeError without.
+    Needs `parameter._hp_mapping`; fails with AttributeError without it.
     """
     mapping = parameter._hp_mapping
     if mapping is None:
@@ -67,15 +67,15 @@ def copy_master_weights(zero: Any) -> None:
     zero.empty_partition_cache()  # earlier forward passes have all-gathered the previous weights
     for index in range(len(zero.fp16_groups)):
         zero._reassign_or_swap_out_partitioned_parameters(index)
-    if zero.persistent_parameters:  # small ones, which every rank keeps unsharded
+    if zero.persistent_parameters:  # small parameters that every rank keeps unsharded
         zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
 
 def replay_steps(cpu_adam: Any) -> None:
-    """Restores the powers of beta in DeepSpeed's CPU Adam, which are C++ products that grow with each step.
+    """Restores the powers of beta in DeepSpeed's CPU Adam, which its C++ code multiplies by beta in each step.
 
-    Needs `ds_opt_adam.adam_update` and `opt_id`. Only steps restore these products. For a step that does not follow the
-    previous step, it computes `pow(beta, step)`, which differs in the last bit (at step 10, for example). A step
+    Needs `ds_opt_adam.adam_update` and `opt_id`. Only repeating all steps gives the same powers: if the step number
+    jumps, the C++ code computes `pow(beta, step)`, which differs in the last bit (at step 10, for example). A step
     without elements takes 0.65 microseconds: 0.07 s for 100,000 updates.
     """
     group, nothing = cpu_adam.param_groups[0], [torch.zeros(0)] * 4
@@ -96,7 +96,7 @@ def silence_memory_report() -> None:
 
 
 def build_without_debug_symbols(builder: Any) -> None:
-    """Removes -g from the compiler flags of an extension: debugging symbols take a third of the build time.
+    """Removes -g from the compiler flags of an extension, because debug symbols take a third of the build time.
 
     Overwrites `cxx_args` of the builder.
     """

@@ -1,18 +1,18 @@
-"""Settings of huggingface_hub that are overwritten. Tested with 2.4."""
+"""Reads and overwrites settings of huggingface_hub. Tested with 2.4."""
 
 from common.internals.library import private
 
 
 def is_offline() -> bool:
-    """Returns whether the loaders use only their caches."""
+    """Returns whether huggingface_hub, and the libraries that use it, load only from their caches."""
     return private("huggingface_hub.constants", "HF_HUB_OFFLINE")
 
 
 def set_offline(offline: bool) -> None:
-    """Lets the loaders use only their caches, or the hub too, from now on.
+    """Sets whether huggingface_hub, and the libraries that use it, load only from their caches, or also from the hub.
 
-    Overwrites `huggingface_hub.constants.HF_HUB_OFFLINE`, which is read from the environment at import. Raises
-    UserError if it does not exist.
+    Overwrites `huggingface_hub.constants.HF_HUB_OFFLINE`, whose initial value is from the environment. Raises UserError
+    if this name does not exist.
     """
     private("huggingface_hub.constants", "HF_HUB_OFFLINE")
     from huggingface_hub import constants

@@ -1,4 +1,4 @@
-"""Private names of libraries, with an error of one line if the installed version does not have them."""
+"""Access to private names of libraries, with a one-line error if the installed version does not have them."""
 
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -12,7 +12,7 @@ def private(owner: Any, name: str) -> Any:
     """Returns `owner.name`.
 
     Args:
-        owner: module, its full name, or class of a library.
+        owner: a module, the full name of a module, or a class.
 
     Raises UserError: the installed version of the library does not have the name.
     """

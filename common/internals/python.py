@@ -14,7 +14,7 @@ def flags_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Keeps line breaks in help texts, and shows defaults, except None, False and empty lists.
 
-    Overrides `_split_lines` and `_get_help_string`, in all versions; without them, help texts are filled as usual.
+    Overrides `_split_lines` and `_get_help_string`, in all versions; without them, argparse wraps texts as usual.
     """
 
     def _split_lines(self, text: str, width: int) -> list[str]:
@@ -26,8 +26,8 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 def handle_unsent(handler: Callable[[BaseException, Any], None]) -> None:
-    """Calls `handler` with the error and the object if this process cannot send an object through a queue.
+    """Sets a function to call with (error, object) if this process cannot send an object through a queue.
 
-    Overwrites `multiprocessing.queues.Queue._on_queue_feeder_error`, since Python 3.7, which drops the object.
+    Overwrites `multiprocessing.queues.Queue._on_queue_feeder_error`, since Python 3.7, which only prints the error.
     """
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(handler)  # type: ignore[attr-defined]  # private

@@ -13,16 +13,16 @@ from torch import nn
 
 from common.internals.library import private
 
-# Called by torch's pipeline schedules for each micro-batch; replaced while `--profile` records.
+# The function that torch's pipeline schedules call in each micro-batch, as (owner, name); --profile wraps it.
 SCHEDULED_BACKWARD = (torch.autograd, "backward")
 
 
 @contextmanager
 def replace_parameters(module: nn.Module, replacements: Mapping[str, Any]) -> Iterator[None]:
-    """Replaces parameters of the module itself by tensors in the block.
+    """Context manager that replaces parameters of the module itself with tensors.
 
-    Needs `Module._parameters`. `torch.func.functional_call` would also run the module's hooks, and the method `forward`
-    of the instance instead of that of its class.
+    Needs `Module._parameters`. `torch.func.functional_call` would also run the module's hooks, and would call `forward`
+    of the instance instead of the class.
     """
     parameters = module._parameters
     before = {name: parameters[name] for name in replacements}
@@ -34,7 +34,7 @@ def replace_parameters(module: nn.Module, replacements: Mapping[str, Any]) -> It
 
 
 def write_count(tensor: torch.Tensor) -> int:
-    """Returns a number that grows with each in-place write to the tensor. Needs `Tensor._version`."""
+    """Returns a counter that increases with each in-place write to the tensor. Needs `Tensor._version`."""
     return tensor._version
 
 
@@ -55,7 +55,7 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Returns a number that identifies a tensor's storage while it is allocated, even without data.
+    """Returns a number that identifies a tensor's storage while the storage exists, also for fake tensors.
 
     Needs `UntypedStorage._cdata`, in all versions since 2.0. `data_ptr` is 0 for every storage without data.
     """
@@ -63,7 +63,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def multiply_in_place(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiplies all tensors by one factor, in a few kernels.
+    """Multiplies all tensors by the same factor, in a few kernels.
 
     Needs `torch._foreach_mul_`; without it, falls back to one kernel per tensor, with the same result.
     """
@@ -75,7 +75,7 @@ def multiply_in_place(tensors: list[torch.Tensor], factor: torch.Tensor) -> None
 
 
 def divide_in_place(tensors: list[torch.Tensor], divisor: int) -> None:
-    """Divides all tensors by one number, in a few kernels.
+    """Divides all tensors by the same number, in a few kernels.
 
     Needs `torch._foreach_div_`; without it, falls back to one kernel per tensor, with the same result.
     """
@@ -87,27 +87,27 @@ def divide_in_place(tensors: list[torch.Tensor], divisor: int) -> None:
 
 
 def shard_offset(tensor: Any) -> tuple[int, ...]:
-    """Returns the index of this rank's first element in a DTensor, per dimension.
+    """Returns the global index of this rank's first element of a DTensor, per dimension.
 
-    Needs `torch.distributed.tensor._utils.compute_local_shape_and_global_offset`, since 2.5. Raises UserError without.
+    Needs `torch.distributed.tensor._utils.compute_local_shape_and_global_offset`, since 2.5; else raises UserError.
     """
     compute = private("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset")
     return compute(tensor.shape, tensor.device_mesh, tensor.placements)[1]
 
 
 def extension_directory(name: str) -> Path:
-    """Returns the directory where torch builds a C++ extension, and creates it.
+    """Returns the directory in which torch builds a C++ extension; creates it if it does not exist.
 
-    Needs `torch.utils.cpp_extension._get_build_directory`, in all versions. Raises UserError without. The public
-    `get_default_build_root` lacks TORCH_EXTENSIONS_DIR and the folder per version of Python and CUDA.
+    Needs `torch.utils.cpp_extension._get_build_directory`, in all versions. Raises UserError without it. The public
+    `get_default_build_root` ignores TORCH_EXTENSIONS_DIR and omits the folder per version of Python and CUDA.
     """
     return Path(private("torch.utils.cpp_extension", "_get_build_directory")(name, verbose=False))
 
 
 def dispatch_mode() -> type:
-    """Returns the base class of a mode that receives each operator.
+    """Returns the base class for modes that intercept every operator call.
 
-    Needs `torch.utils._python_dispatch.TorchDispatchMode`, since 1.12. Raises UserError without.
+    Needs `torch.utils._python_dispatch.TorchDispatchMode`, since 1.12. Raises UserError without it.
     """
     return private("torch.utils._python_dispatch", "TorchDispatchMode")
 
@@ -115,7 +115,7 @@ def dispatch_mode() -> type:
 def tree_leaves(tree: Any) -> list[Any]:
     """Returns the leaves of nested tuples, lists and dicts.
 
-    Needs `torch.utils._pytree.tree_leaves`, since 2.2. Raises UserError without.
+    Needs `torch.utils._pytree.tree_leaves`, since 2.2. Raises UserError without it.
     """
     return private("torch.utils._pytree", "tree_leaves")(tree)
 
@@ -123,7 +123,7 @@ def tree_leaves(tree: Any) -> list[Any]:
 def fake_mode() -> AbstractContextManager:
     """Returns a mode in which new tensors have no data; its method `from_tensor` converts real tensors.
 
-    Needs `torch._subclasses.fake_tensor.FakeTensorMode`, since 2.0. Raises UserError without.
+    Needs `torch._subclasses.fake_tensor.FakeTensorMode`, since 2.0. Raises UserError without it.
     """
     return private("torch._subclasses.fake_tensor", "FakeTensorMode")(allow_non_fake_inputs=True)
 
@@ -136,7 +136,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
 def without_fakes() -> AbstractContextManager:
     """Returns a context inside `fake_mode` in which new tensors have data.
 
-    Needs `torch._subclasses.fake_tensor.unset_fake_temporarily`, since 2.1. Raises UserError without.
+    Needs `torch._subclasses.fake_tensor.unset_fake_temporarily`, since 2.1. Raises UserError without it.
     """
     return private("torch._subclasses.fake_tensor", "unset_fake_temporarily")()
 

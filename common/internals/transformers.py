@@ -1,4 +1,4 @@
-"""Private names of transformers that every run needs, and an overwritten function. Tested with 5.17 and 5.23."""
+"""Private names of transformers that every run needs, and a function to overwrite. Tested with 5.17 and 5.23."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,17 +9,17 @@ from common.internals.library import private
 
 
 def unsplit_layers(model: nn.Module) -> set[str]:
-    """Returns the names of the layer classes that are sharded as a whole: `_no_split_modules`; empty without."""
+    """Returns the names of the layer classes that are sharded as a unit: `_no_split_modules`; empty without it."""
     return set(getattr(model, "_no_split_modules", None) or ())
 
 
 def set_unsplit_layers(model: Any, names: set[str]) -> None:
-    """Sets `_no_split_modules`, from which Accelerate's FSDP2 plugin takes the layers that it shards."""
+    """Sets `_no_split_modules`, the layer classes that Accelerate's FSDP2 plugin shards as a unit."""
     model._no_split_modules = names
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Returns whether the layer recomputes its activations. Needs `_gradient_checkpointing_func`; False without."""
+    """Returns whether the layer recomputes its activations. Needs `_gradient_checkpointing_func`; False without it."""
     return bool(getattr(module, "gradient_checkpointing", False)) and hasattr(module, "_gradient_checkpointing_func")
 
 
@@ -29,10 +29,10 @@ def wrap_checkpointing(module: Any, wrap: Callable[[Callable[..., Any]], Callabl
 
 
 def expect_unpacked_rows() -> None:
-    """Lets attention masks assume that no row contains several sequences, for the rest of the process.
+    """Makes attention masks assume that no row contains several packed sequences, for the rest of the process.
 
-    Overwrites `transformers.masking_utils.find_packed_sequence_indices`, which waits for the device; raises UserError
-    if it does not exist.
+    Overwrites `transformers.masking_utils.find_packed_sequence_indices`, which synchronises with the device; raises
+    UserError without it.
     """
     from transformers import masking_utils
 

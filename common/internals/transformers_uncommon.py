@@ -15,8 +15,8 @@ from common.internals.library import private
 def has_model(auto_class: Any, config: Any) -> bool:
     """Returns whether an Auto class has a model for the type of a configuration.
 
-    Needs `_model_mapping` of the Auto class; raises UserError without. The public mappings
-    (`MODEL_FOR_CAUSAL_LM_MAPPING`, ...) are not connected to their Auto class.
+    Needs `_model_mapping` of the Auto class; raises UserError without it. The public mappings
+    (`MODEL_FOR_CAUSAL_LM_MAPPING`, ...) cannot be found from an Auto class.
     """
     return type(config) in private(auto_class, "_model_mapping")
 
@@ -24,7 +24,7 @@ def has_model(auto_class: Any, config: Any) -> bool:
 def make_model(model_class: Any, config: Any, **options: Any) -> Any:
     """Returns a model with random weights, for a class that is not an Auto class.
 
-    Needs `PreTrainedModel._from_config`; raises UserError without. The constructor ignores `dtype`, the requested
+    Needs `PreTrainedModel._from_config`; raises UserError without it. The constructor ignores `dtype`, the requested
     attention and ZeRO-3.
     """
     return private(model_class, "_from_config")(config, **options)
@@ -45,9 +45,9 @@ def draw_weights(model: Any, module: nn.Module) -> None:
 
 @contextmanager
 def read_matrices_in(dtype: torch.dtype | None) -> Iterator[None]:
-    """Lets `from_pretrained` read matrices in this dtype, without a float32 copy; None: as usual. Vectors: as usual.
+    """Makes `from_pretrained` load matrices in `dtype`, without a float32 copy, and vectors as usual; None: no effect.
 
-    Overwrites `PreTrainedModel._get_dtype_plan` for the duration of the block; raises UserError if it does not exist.
+    Overwrites `PreTrainedModel._get_dtype_plan` for the duration of the block; raises UserError without it.
     """
     if dtype is None:
         yield
@@ -70,10 +70,10 @@ def read_matrices_in(dtype: torch.dtype | None) -> Iterator[None]:
 
 @contextmanager
 def keep_untied(names: list[str]) -> Iterator[None]:
-    """Lets `from_pretrained` leave these weights untied.
+    """Makes `from_pretrained` leave these weights untied.
 
-    Overwrites `PreTrainedModel.tie_weights` for the duration of the block; needs its arguments since transformers 5.
-    transformers compares the values too, but not under ZeRO-3, because each process has only a part of them.
+    Overwrites `PreTrainedModel.tie_weights` for the duration of the block; needs the arguments of transformers 5. By
+    itself, transformers unties different values, but not under ZeRO-3, where each process has only a part of them.
     """
     if not names:
         yield
@@ -99,10 +99,10 @@ def find_file(where: Mapping[str, Any], name: str, local_files_only: bool, must_
     """Returns the path of a model's file, downloaded if necessary; None if it does not exist and `must_exist` is false.
 
     Needs the arguments `_raise_exceptions_for_missing_entries` and `_raise_exceptions_for_connection_errors` of
-    `transformers.utils.cached_file`; raises TypeError without.
+    `transformers.utils.cached_file`; raises TypeError without them.
 
     Args:
-        where: contains `pretrained_model_name_or_path`.
+        where: contains `pretrained_model_name_or_path`; other keys, such as `revision`, are ignored.
     """
     from transformers.utils import cached_file
 
@@ -117,7 +117,7 @@ def find_file(where: Mapping[str, Any], name: str, local_files_only: bool, must_
 
 
 def float32_modules(model: nn.Module) -> list[str]:
-    """Returns the patterns of modules that stay in float32: `_keep_in_fp32_modules`; empty without."""
+    """Returns the patterns of modules that stay in float32: `_keep_in_fp32_modules`; empty without it."""
     return list(getattr(model, "_keep_in_fp32_modules", None) or ())
 
 
@@ -127,10 +127,10 @@ def attention_name(model: Any) -> str | None:
 
 
 def is_recurrent(model_class: Any) -> bool:
-    """Returns whether the model passes a state from token to token. Needs `_is_stateful`; raises UserError without."""
+    """Returns whether the model has recurrent layers, as Mamba. Needs `_is_stateful`; raises UserError without it."""
     return private(model_class, "_is_stateful")
 
 
 def supports_sdpa(model_class: Any) -> bool:
-    """Returns whether the model can compute with SDPA. Needs `_supports_sdpa`; raises UserError without."""
+    """Returns whether the model supports SDPA attention. Needs `_supports_sdpa`; raises UserError without it."""
     return private(model_class, "_supports_sdpa")
