@@ -13,14 +13,14 @@ from common.training.batching import Samples, updates_per_epoch
 from common.training.process_grid import Degrees
 from common.training.recipe_traits import Arguments, Traits, given_flags
 
-# Flags that are off by default and conflict with other flags.
+# Flags that are off by default; if one is set, `rare_arguments.check_combinations` checks it.
 OFF_BY_DEFAULT = "allow_changed compile keep_best load_best_at_end num_epochs patience report_to".split()
 
 
 def check_arguments(args: Arguments, on_cpu: bool, traits: Traits, degrees: Degrees) -> list[str]:
-    """Returns one line per mistake in the shared flags that can be found without data and model.
+    """Checks the shared flags as far as possible without data and model; returns one line per mistake.
 
-    Sets the defaults that depend on the machine (micro-batch, workers); no update depends on these.
+    Sets defaults: the number of warm-up updates, and the micro-batch size and workers, which do not change an update.
     """
     problems = _resolve_batch(args, on_cpu, traits, degrees)
     if args.num_workers is None:
@@ -42,7 +42,7 @@ def check_arguments(args: Arguments, on_cpu: bool, traits: Traits, degrees: Degr
 
 
 def check_updates(args: argparse.Namespace, num_done: int = 0) -> Iterator[str]:
-    """Sets the default number of warm-up updates; yields a line for each flag that needs more updates.
+    """Sets the default number of warm-up updates; yields a line for each flag that needs a longer run.
 
     num_done: number of completed updates.
     """
@@ -62,7 +62,7 @@ def check_updates(args: argparse.Namespace, num_done: int = 0) -> Iterator[str]:
 
 
 def _resolve_batch(args: Arguments, on_cpu: bool, traits: Traits, degrees: Degrees) -> list[str]:
-    """Sets the default micro-batch size or token budget; returns one line per mistake."""
+    """Sets the default of --micro_batch_size or --micro_batch_tokens; returns one line per mistake."""
     tokens, longest = args.micro_batch_tokens if traits.lengths_vary else None, traits.longest_sample(args)
     default_tokens = max(1024 if on_cpu else 8192, -(-longest // degrees.sequence))
     if args.micro_batch_size and tokens:
@@ -76,7 +76,7 @@ def _resolve_batch(args: Arguments, on_cpu: bool, traits: Traits, degrees: Degre
 
 
 def _check_output_dir(path: Path, overwrite: bool, is_locked: bool = False) -> list[str]:
-    """Returns one line if the run cannot use this output directory. is_locked: whether this process holds its lock."""
+    """Returns one line if the run cannot use this directory, or []. is_locked: whether this process holds its lock."""
     if path.exists() and not path.is_dir():
         return [f"--output_dir {path} is a file; name a directory"]
     if path.is_dir() and any(entry.name != LOCK and not entry.name.endswith(PARTIAL) for entry in path.iterdir()):
@@ -124,7 +124,7 @@ def make_output_dir(args: argparse.Namespace, accelerator: Accelerator, share: C
     """Creates the output directory and locks it for this run; with `--overwrite`, empties it. Call it after all checks.
 
     If a different run has meanwhile created the default directory, the name gets a suffix.
-    share: returns on all ranks the value that the main process passes.
+    share: broadcasts the main process's argument, and returns it on all ranks.
 
     Raises UserError: the directory cannot be created, holds a run, or is in use by a different run; nothing is deleted.
     """

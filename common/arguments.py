@@ -26,7 +26,7 @@ from common.training.recipe_traits import Arguments
 if TYPE_CHECKING:
     from common.data.source_types import Source
 
-# Keywords of --metric, for recipes whose predictions can be compared with held-out targets.
+# argparse keywords of --metric, for recipes whose predictions can be compared with held-out targets.
 ABOUT_METRIC = "modules of the package evaluate, for the end: .py files, directories, hub names; or f1:average=macro"
 METRIC = {"nargs": "+", "default": [], "metavar": "NAME_OR_PATH", "help": ABOUT_METRIC}
 
@@ -87,7 +87,7 @@ def _digits(text: str) -> int:
 
 
 def _updates_or_epochs(text: str) -> int | str:
-    """Returns an integer >= 0, or whole epochs, such as "1epoch", as text until `epochs.resolve`."""
+    """Returns an integer >= 0, or whole epochs, such as "1epoch", as text for `epochs.resolve`."""
     from common.training.epochs import EPOCHS
 
     return text if EPOCHS.fullmatch(text) else _digits(text)
@@ -98,14 +98,14 @@ not_negative = _number("an integer >= 0", _digits, lambda number: True)
 updates_or_epochs = _number("an integer >= 0, nor such as 1epoch", _updates_or_epochs, lambda number: True)
 positive_float = _number("a finite number > 0", float, lambda number: 0 < number < float("inf"))
 not_negative_float = _number("a finite number >= 0", float, lambda number: 0 <= number < float("inf"))
-# numpy's limit is twice that, and ranks add their number.
+# Each rank adds its index to the seed, and numpy's limit is 2**32 - 1.
 seed = _number(f"an integer from 0 to {2**31}", _digits, lambda number: number <= 2**31)
 
 
 def one_of(table: dict, first: str = "") -> dict[str, Any]:
     """Returns argparse keywords for a choice from a table. The error message suggests the nearest name.
 
-    first: first line of the help text; the descriptions of the names follow, if the table contains them.
+    first: first line of the help text. If the values of the table are texts, they follow as descriptions of the names.
     """
 
     def name(text: str) -> str:
@@ -265,9 +265,9 @@ def choose_model(
     model_configs: dict[str, tuple],
     fine_tuning_rate: float | Callable[[Arguments], float],
 ) -> None:
-    """Sets the defaults of --model_config and --learning_rate.
+    """Sets the defaults of --model_config and --learning_rate; exits if the flags select two models.
 
-    model_configs: models to train from scratch, the default first; a row ends with AdamW's learning rate.
+    model_configs: models to train from scratch, the default first; the last value of each is AdamW's learning rate.
     fine_tuning_rate: learning rate of a pretrained model (see `default_rate`).
     """
     if args.model_config and args.model_name_or_path:

@@ -1,9 +1,9 @@
-"""Finds the token budget of `--micro_batch_tokens auto` by trying, and halves it if memory runs out later.
+"""Searches the token budget of `--micro_batch_tokens auto` by trials, and halves it if memory runs out later.
 
-A trial is a forward and backward of the longest training samples and a forward of the longest held-out samples, without
-a step. The budget starts at the default and doubles while the trial fits and its throughput improves. Between a budget
-that fits and a budget that does not, bisection finds the largest that fits. On a CPU, a process over its cgroup limit
-is killed. There, a budget is tried only if twice the memory growth of the previous trial fits.
+A trial is a forward and backward pass of the longest training samples and a forward pass of the longest held-out
+samples, without an optimizer step. The budget starts at the default and doubles while the trial fits and its throughput
+improves. After a trial that does not fit, at most MAX_BISECTIONS bisections raise the budget. On a CPU, the kernel
+kills a process over its cgroup limit, so the budget doubles only if twice the memory growth of the trials is available.
 """
 
 import time
@@ -24,7 +24,7 @@ from common.training.batching import GlobalBatch
 from common.training.optimizers import OPTIMIZERS
 from common.training.token_budget import TokenBudget, longest_batch
 
-MIN_SPEEDUP = 1.05  # in tokens/s, for twice the tokens
+MIN_SPEEDUP = 1.05  # ratio of tokens/s; a larger budget that gains less is not used
 MAX_BISECTIONS = 3
 
 
@@ -36,7 +36,7 @@ def default_tokens(device_type: str, longest: int) -> int:
 def start_budget(run: Any, longest: int) -> TokenBudget | None:
     """Sets `args.micro_batch_tokens` on all ranks to the first budget: the default, or the budget of a resumed run.
 
-    Returns the budget; None in a dry run, which only uses its size.
+    Returns the TokenBudget; None in a dry run, which needs only the number of tokens.
 
     run: a `common.run.Run`. longest: tokens of the longest sample.
     """
@@ -60,7 +60,7 @@ def start_budget(run: Any, longest: int) -> TokenBudget | None:
 
 
 def batches_with_oom_retry(run: Any) -> Generator[GlobalBatch, None, None]:
-    """Yields the trials of the budget, then the run's global batches, and retries those that ran out of memory."""
+    """Yields the trial batches, then the run's global batches; repeats a batch that ran out of memory."""
     budget, update, end = run.budget, run.state.update, run.state.end(run.args)
     if update < end:
         yield from _trials(run, budget, update)
@@ -76,9 +76,9 @@ def batches_with_oom_retry(run: Any) -> Generator[GlobalBatch, None, None]:
 
 
 def _trials(run: Any, budget: TokenBudget, update: int) -> Iterator[GlobalBatch]:
-    """Yields the batches of the trials; sets the budget that applies as of `update`."""
+    """Yields the trial batches; then sets the budget for `update` and later updates."""
     budget.is_trial = True
-    # The buffer has the size of the optimizer state that the first step allocates.
+    # Reserves the memory of the optimizer state, which the first step allocates only after the trials.
     trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
     size = 0 if run.optimizer.state else OPTIMIZERS[run.args.optimizer].state_bytes * trained
     state = torch.empty(int(size), dtype=torch.uint8, device=run.device)
@@ -102,7 +102,7 @@ def _trials(run: Any, budget: TokenBudget, update: int) -> Iterator[GlobalBatch]
 
 
 class _Search:
-    """Search for the best budget. `tokens`: the next budget to try, 0 after the last; `best`: the best that fits."""
+    """Search for the best budget. `tokens`: next budget to try, 0 at the end. `best`: best budget so far, 0 if none."""
 
     def __init__(self, tokens: int, longest: int, limit: int, is_known: bool):
         self.tokens, self.longest, self.limit, self.is_known = tokens, longest, max(limit, longest), is_known
@@ -143,7 +143,7 @@ class _Search:
 
 
 def _trial(run: Any, budget: TokenBudget, tokens: int) -> Iterator[GlobalBatch]:
-    """Yields the longest samples, twice if they are a single micro-batch, because the first run includes warm-up."""
+    """Yields a batch of the longest samples; a batch of one micro-batch twice, because the first includes warm-up."""
     budget.tokens = tokens
     _set_tokens(run, tokens)
     batch = longest_batch(run.loader.dataset)
@@ -154,7 +154,7 @@ def _trial(run: Any, budget: TokenBudget, tokens: int) -> Iterator[GlobalBatch]:
 
 
 def _set_tokens(run: Any, tokens: int) -> None:
-    """Sets the budget of the loaders; an evaluation may use twice the tokens (`loader_sizes.evaluation_sizes`)."""
+    """Sets the budget of both loaders; that of evaluations may be twice as large (`loader_sizes.evaluation_sizes`)."""
     train, held_out = run.loader.dataset, run.held_out and run.held_out.dataset
     if held_out is not None:
         held_out.micro_batch_tokens = held_out.micro_batch_tokens * tokens // train.micro_batch_tokens
@@ -169,7 +169,7 @@ def _sums(run: Any, *values: float) -> list[float]:
 
 
 def _has_room(run: Any, resident: int) -> bool:
-    """Returns whether twice the memory growth of the trials so far fits. resident: bytes of the process before it."""
+    """Returns whether twice the memory growth of the trials so far fits. resident: resident bytes before the trials."""
     if run.device.type != "cpu":  # a GPU allocator raises an error
         return True
     growth = max(0, most_resident() - resident)
@@ -178,7 +178,7 @@ def _has_room(run: Any, resident: int) -> bool:
 
 
 def _recover(run: Any, budget: TokenBudget, update: int) -> None:
-    """Frees the copy of a pending save, or else halves the budget, after an update that ran out of memory."""
+    """After an update that ran out of memory: frees the copy of a pending save; if there is none, halves the budget."""
     before = budget.tokens
     is_freed = free_copy(run.checkpoints.writer)
     if not is_freed:

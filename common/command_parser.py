@@ -7,7 +7,7 @@ from common.errors import UserError
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parser that raises a mistake in the command, or in a subcommand, as a UserError of one line."""
+    """Parser that raises a one-line UserError for a mistake in the command or in a subcommand, instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (--help lists the flags)")

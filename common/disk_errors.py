@@ -1,4 +1,4 @@
-"""Messages for disk errors and for a lost output directory."""
+"""Messages for disk errors and for an output directory that was deleted or moved during the run."""
 
 import errno
 import os

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 
 
 class UserError(Exception):
-    """A mistake that the user can fix: one line per problem with the problem, its location and the fix.
+    """A mistake that the user can fix. The message has one line per problem: the problem, its location and the fix.
 
     `user_mistakes_end_here` prints the lines and ends the run with status 2.
     """
 
     def __init__(self, text: str):
-        # torch passes an exception of a data worker as the text of a traceback, which ends with the message.
+        # torch raises a data worker's exception again with the traceback as its text; only the message is kept.
         super().__init__(text.rpartition(f"\n{__name__}.UserError: ")[2].strip())
 
 

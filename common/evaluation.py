@@ -1,8 +1,8 @@
 """Evaluations of a run: when they are due, and their interruption by a request to stop.
 
-A request to stop is handled between the micro-batches of an evaluation. An evaluation may take minutes, but a launcher
-kills its processes 30 seconds after a SIGTERM. The checkpoint saved then is the checkpoint of the last update. It has
-no validation loss; therefore the resumed run starts with this evaluation.
+A request to stop interrupts an evaluation between two micro-batches, because an evaluation may take minutes, but a
+launcher kills its processes 30 seconds after a SIGTERM. The run then saves the state after the last update, without its
+validation loss; the resumed run first repeats this evaluation.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ Evaluate = Callable[[Any, torch.nn.Module], dict[str, Any]]  # signature of a re
 
 
 class EvaluationStopped(Exception):
-    """Interruption of an evaluation on all ranks together, because the run must stop."""
+    """Raised on all ranks together to interrupt an evaluation after an update, because the run must stop."""
 
 
 class Evaluations:
@@ -43,7 +43,7 @@ class Evaluations:
             self.signal_handling = signal_handling.pop_all()
 
     def close(self) -> tuple[str, ...]:
-        """Ends the handling of requests to stop, after the last evaluation; returns lines about --metric, to print."""
+        """Ends the handling of requests to stop after the last evaluation; returns printable results of --metric."""
         self.stop_if_requested(now=True)
         self.votes = None
         self.signal_handling.close()
@@ -58,7 +58,7 @@ class Evaluations:
         return update % run.args.eval_every == 0 or (run.args.keep_best and update == run.args.num_updates)
 
     def after_update(self, evaluate: Evaluate, model: torch.nn.Module) -> dict[str, Any]:
-        """Returns the metrics of an evaluation if due; {} if a request to stop ended it, and then the run saves."""
+        """Evaluates if due and returns the metrics; {} if not due, or interrupted by a request to stop."""
         if self.run.budget and self.run.budget.is_trial:
             self.run.budget.evaluate_longest(self.run, evaluate, model)
             return {}
@@ -72,7 +72,7 @@ class Evaluations:
             self.is_of_update = False
 
     def evaluate(self, evaluate: Evaluate, model: torch.nn.Module) -> dict[str, Any]:
-        """Returns the metrics of an evaluation, whose time is not training time."""
+        """Returns the metrics of an evaluation; its duration is not counted as training time."""
         with pause(self.run.state.training, EVALUATION):
             return evaluate(self.run, model)
 
@@ -97,16 +97,16 @@ class Evaluations:
         self.metrics = Metrics(self.run.args, kind, num_labels)
 
     def compute_metrics(self, predictions: Any, references: Any) -> dict[str, Any]:
-        """Returns the results of --metric from all held-out samples, (N,), on all ranks; {} without --metric."""
+        """Returns the results of --metric on all ranks; {} without it. Arguments: (N,), for all held-out samples."""
         if self.metrics is None:
             return {}
         results, self.lines = self.metrics.compute(predictions, references)
         return results
 
     def stop_if_requested(self, now: bool = False) -> None:
-        """Ends the run if a stop is requested; `now`: synchronises the ranks first.
+        """Saves and ends the run if a stop is requested. now: synchronises the ranks first.
 
-        Raises EvaluationStopped: in an evaluation after an update, which must still be recorded.
+        Raises EvaluationStopped: during the evaluation of an update, so that the update is recorded before the save.
         """
         if self.votes is None or not self.votes.stop_is_requested(now):
             return

@@ -39,8 +39,8 @@ def fsync(path: Path) -> None:
 def write_file(path: Path, parts: Iterable[Any]) -> dict[str, Any]:
     """Writes and flushes a file; returns its size and XXH3 digest.
 
-    The digest is computed while writing, because reading the file again would take as long. Parts that are aligned to
-    pages, in memory and in the file, bypass the kernel's cache. Copying them there would use a core nine times as long.
+    The digest is computed while writing, because reading the file again would take as long. Parts that are page-aligned
+    in memory and in the file bypass the kernel's page cache: copying them to it takes nine times the CPU time.
     """
     digest, size = xxhash.xxh3_128(), 0
     with open(path, "wb", buffering=0) as file:
@@ -56,7 +56,7 @@ def write_file(path: Path, parts: Iterable[Any]) -> dict[str, Any]:
 
 
 def _write_directly(file: FileIO, part: memoryview) -> int:
-    """Writes full pages past the kernel's cache if the file system supports it; returns the number of bytes written."""
+    """Writes full pages with O_DIRECT if the file system supports it; returns the number of bytes written."""
     flags, done, whole = fcntl.fcntl(file, fcntl.F_GETFL), 0, len(part) // PAGE * PAGE
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, flags | DIRECT)
@@ -71,7 +71,7 @@ def _write_directly(file: FileIO, part: memoryview) -> int:
 
 
 def nearest_existing(path: Path) -> Path:
-    """Returns the path, or its nearest parent that exists."""
+    """Returns the path if it exists, otherwise its nearest existing parent."""
     return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
 
 
@@ -120,7 +120,7 @@ def complete_or_absent(
 
 
 def make_new_directory(path: Path) -> Path:
-    """Creates a new directory, `path`, path-2, path-3, ..., each by exactly one of several concurrent processes."""
+    """Creates and returns a new directory: `path`, path-2, path-3, ...; concurrent processes get different ones."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         directory = path if number == 1 else path.with_name(f"{path.name}-{number}")
@@ -134,7 +134,7 @@ _locks: dict[Path, FileLock] = {}  # held until this process ends
 
 
 def find_lost_directory() -> Path | None:
-    """Returns an output directory that this process has locked and that no longer exists, or None."""
+    """Returns an output directory that was deleted or moved although this process has locked it, or None."""
     taken = (directory for directory, lock in _locks.items() if lock.is_locked)
     return next((directory for directory in taken if not (directory / LOCK).exists()), None)
 
@@ -142,7 +142,7 @@ def find_lost_directory() -> Path | None:
 def lock_output_dir(directory: Path) -> None:
     """Locks an output directory for this process until it ends. Calling it again has no effect.
 
-    Raises UserError: a different process writes there.
+    Raises UserError: a different process holds the lock for more than LOCK_TIMEOUT seconds.
     """
     lock = _locks.setdefault(directory.absolute(), FileLock(directory / LOCK))
     if lock.is_locked:
@@ -168,7 +168,7 @@ def remove(path: Path) -> None:
 
 
 def replace_directory(partial: Path, directory: Path) -> None:
-    """Renames a complete directory; removes the directory that has the name already."""
+    """Renames the complete directory `partial` to `directory`; removes an existing `directory`."""
     if directory.exists():
         old = directory.with_name(directory.name + ".old" + PARTIAL)
         remove(old)

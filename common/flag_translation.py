@@ -1,4 +1,4 @@
-"""Translates flags of well-known training scripts: the error for an unknown flag shows its equivalent here."""
+"""Translates flags of well-known training scripts: the error for such a flag shows the equivalent of the recipes."""
 
 import difflib
 import re
@@ -16,8 +16,8 @@ HELD_OUT_SPLIT = "remove it; --dataset_name reads its splits train and validatio
 ON_START = "remove it; the first evaluation is after --eval_every updates"
 CORES = "remove it; the tokenizer uses all cores by itself"
 # Key: name of the flag in other scripts. Value: the scripts that have it (N: transformers' run_clm_no_trainer.py and
-# similar scripts, T: Trainer, S: TRL's SFTTrainer), and its equivalent here. Braces contain the user's value, if it has
-# this type: N an integer, X any number, NAME a text, or a key of VALUES.
+# similar scripts, T: Trainer, S: TRL's SFTTrainer), and its equivalent here. A user's value of the right type replaces
+# the braces: {N} an integer, {X} a number, {NAME} a text; the other names are keys of VALUES, which translates them.
 FLAGS: dict[str, tuple[str, str]] = {
     "max_train_steps": ("N", "--num_updates {N}"),
     "max_steps": ("TS", "--num_updates {N}"),
@@ -171,7 +171,7 @@ FLAGS: dict[str, tuple[str, str]] = {
     "hub_private_repo": ("TS", "python -m tools.checkpoint push OUTPUT_DIR REPO_NAME --private, after the run"),
     "hub_token": ("NTS", "HF_TOKEN in the environment of python -m tools.checkpoint push, after the run"),
 }
-# Values that disable a flag in other scripts. OFF contains the flags for which it is then not enough to remove them.
+# Values that disable a flag in other scripts, or are its default. OFF: advice if such a value needs more than removal.
 NOTHING = ("false", "no", "none", "off", "0", "0.0", "-1", "all-linear")
 MEASURED = "remove it; without --eval_every, evaluation runs only at the end"
 OFF = {
@@ -254,7 +254,7 @@ def here(name: str, value: str | None = None, options: Container[str] | None = N
 
 
 def _carried_over(kind: str, value: str | None) -> str:
-    """Returns the equivalent of a value in this repository, or the kind of value if there is none."""
+    """Returns the equivalent of a value here; without one, the name of the placeholder or the possible values."""
     if value is None:
         return kind
     if kind in VALUES:

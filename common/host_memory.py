@@ -17,16 +17,16 @@ def format_bytes(size: float) -> str:
 def available_memory() -> int:
     """Returns the bytes by which this process can exceed its peak: available memory minus memory freed since the peak.
 
-    The freed memory is subtracted because on a CPU, the next update allocates its activations again.
+    The freed memory is subtracted because the next update of a CPU run allocates it again for activations.
     """
     given_back = max(0, most_resident() - psutil.Process().memory_info().rss)
     return max(0, left_to_one() - given_back)
 
 
 def left_to_one() -> int:
-    """Returns the bytes available to this process: `left_to_all()`, or less by its own limits (`ulimit -d`, `-v`).
+    """Returns the bytes available to this process: `left_to_all()`, or less if its own limits (`ulimit`) leave less.
 
-    These limits count all writable memory and the full address space, whether it is resident or not.
+    `ulimit -d` limits all writable memory, `ulimit -v` the full address space; both include non-resident memory.
     """
     memory = psutil.Process().memory_info()
     left = [left_to_all()]
@@ -52,14 +52,14 @@ def left_to_all(root: Path = Path("/")) -> int:
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
-        # Version 2 has a single hierarchy. If version 1 is used too, it is next to the hierarchies of version 1.
+        # Version 1 of cgroups has a hierarchy per controller; version 2 has a single hierarchy, without a name here.
         mount, limit, usage, caches = (
             ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
             if controllers
             else ("", "memory.max", "memory.current", ("inactive_file", "active_file"))
         )
         top = root / "sys/fs/cgroup" / mount
-        # A limit applies to all cgroups below it. A container may see its own cgroup as the top, whatever its path.
+        # A cgroup's limit also applies to its descendants. In a container, `top` may be its cgroup and `own` missing.
         own = top / path.strip("/")
         for group in [own, *own.parents]:
             if group == top or top in group.parents:
@@ -68,7 +68,7 @@ def left_to_all(root: Path = Path("/")) -> int:
 
 
 def _left_in(group: Path, limit: str, usage: str, caches: tuple[str, ...]) -> list[int]:
-    """Returns the bytes that a cgroup's limit leaves, as a list; [] without a limit."""
+    """Returns [the bytes that a cgroup's limit leaves, file caches included]; [] without a limit."""
     try:
         most = int((group / limit).read_text())  # without a limit, it is "max" in version 2 and huge in version 1
         used = int((group / usage).read_text())

@@ -1,4 +1,4 @@
-"""The launcher of this process, found when `common` is first imported, because it may end before the loop begins."""
+"""Finds this process's launcher at the first import of `common`, because the launcher may end before the loop."""
 
 import os
 from pathlib import PurePath
@@ -7,7 +7,7 @@ import psutil
 
 
 def find_launch_words(command: list[str]) -> list[str] | None:
-    """Returns the words after `accelerate launch` in the command line of a process, or None if it runs no launch."""
+    """Returns the words after `accelerate launch` in a process's command line, or None if it is a different command."""
     for at, word in enumerate(command):
         name = PurePath(word).name
         if name == "accelerate" and command[at + 1 : at + 2] == ["launch"]:

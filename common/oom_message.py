@@ -1,4 +1,4 @@
-"""The message after an out-of-memory error: the peak, the flags that help most, and the command that plans the run."""
+"""The message after an out-of-memory error: peak memory, the flags that save most, and the --plan command."""
 
 import shlex
 import sys
@@ -24,7 +24,7 @@ KEPT = {"none": 1.0, "selective": 0.6, "full": 0.1}
 
 def explain(run: Any, error: BaseException) -> None:
     """Adds a note to an out-of-memory error. run: a `common.run.Run`."""
-    traceback.clear_frames(error.__traceback__)  # because the frames hold the activations
+    traceback.clear_frames(error.__traceback__)  # frees the activations, which local variables of the frames reference
     savings = sorted(_savings(run), key=lambda saving: -saving[0])[:MOST]
     lines = [f"Memory ran out. {_describe_peak(run.device, run.memory_before)}."]
     if savings:
@@ -46,8 +46,8 @@ def _describe_peak(device: torch.device, before: int) -> str:
 def _savings(run: Any) -> Iterator[tuple[float, str]]:
     """Yields flags that this run's mode supports, each with its estimated saving in bytes per process.
 
-    The estimate: weights and gradients use 4 bytes per parameter, and the optimizer its state. The rest of the peak is
-    activations. With recomputation, the fractions `KEPT` of the activations remain.
+    The estimate: weights use 4 bytes per parameter, gradients 4 and the optimizer its state per trained parameter. The
+    rest of the peak is activations, of which an --activation_checkpointing mode keeps the fraction in `KEPT`.
     """
     args, launch, model = run.args, run.launch_config, getattr(run, "model", None)
     model = without_wrapper(model) if model is not None else run.make_empty()

@@ -15,7 +15,7 @@ from common.parallel.launch import started_world_size
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 300  # time limit of a prediction
-# Flags of the output and the start of a run, which a plan does not use.
+# Flags that only matter if a run is started; a prediction ignores them.
 LEFT_OUT = ("--output_dir", "--resume", "--overwrite", "--dry_run", "--profile", "--plan")
 LAUNCHER_VARIABLES = tuple(
     "ACCELERATE_ FSDP_ TORCHELASTIC_ PARALLELISM_ LOCAL_ GROUP_ ROLE_ RANK WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
@@ -61,14 +61,14 @@ def hand_over(args: argparse.Namespace) -> NoReturn:
     Raises UserError: one line per mistake in the command, or the planner is missing.
     """
     refuse(_problems(args))
-    # The others go into the launch command that the planner recommends.
+    # Only --plan is left out, because the launch command that the planner recommends repeats the other flags.
     planner = _start("--machine", args.plan, left_out=("--plan",))
     sys.stdout.flush()
     os.execve(sys.executable, planner["args"], planner["env"])
 
 
 class Prediction:
-    """The memory prediction of a dry run. The planner runs while the dry run computes.
+    """The memory prediction of a dry run, computed by a planner process in parallel to the dry run.
 
     run: a `common.run.Run`, before its model is built.
     """

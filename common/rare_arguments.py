@@ -30,7 +30,7 @@ def resolve_micro_batch_size(
     """
     world, batch_size = degrees.data, args.global_batch_size
     if not args.micro_batch_size:
-        # The largest divisor up to the size that saturates a device, or that fills a pipeline.
+        # The largest divisor of `share` up to `most`: it saturates a device, or leaves a pipeline enough micro-batches.
         share, most = max(1, batch_size // world), 64 if on_cpu else 256
         if degrees.pipeline > 1:
             most = max(1, min(share // (MICRO_BATCHES_PER_STAGE * degrees.pipeline), default_tokens // max(1, longest)))
@@ -129,7 +129,7 @@ def _check_data(args: Arguments) -> Iterator[str]:
 
 
 def describe_occupied(path: Path, overwrite: bool, is_locked: bool) -> str | None:
-    """Returns a line if a directory with files cannot be the output directory. is_locked: by this process."""
+    """Returns a line if a non-empty directory cannot be used for output. is_locked: whether this process locked it."""
     if not (path / "run.json").is_file():
         return f"--output_dir {path} is not empty and holds no run; name another directory"
     if overwrite:
@@ -178,7 +178,7 @@ def explain_samples(
 
 
 def warn_without_effect(args: Arguments, train: Any) -> None:
-    """Warns of intervals that are longer than the run, and of mixed files that the run does not reach."""
+    """Warns of intervals longer than the run, and of mixed files of which the run uses no sample."""
     for name in ("eval_every", "save_every"):
         if f"--{name}" in given_flags() and getattr(args, name) > args.num_updates:
             much = f"{getattr(args, name)} updates, and {describe_length(args)} is the whole run"
@@ -196,7 +196,7 @@ def warn_without_effect(args: Arguments, train: Any) -> None:
 def select_sources(args: Arguments, columns: dict[str, Any]) -> "tuple[Source | None, Source | None]":
     """Returns the sources of training and held-out text for --dataset_name, --chat_template or files with weights.
 
-    None: no flag selects it. Raises UserError: one line per missing file, needless weight or exclusive flag.
+    A source that no flag selects is None. Raises UserError: missing files, unused weights or conflicting flags.
     """
     from common.data.mixed_files import find_flag_problems, held_out_files, needless_weights, training_files
     from common.data.source_types import Source

@@ -24,7 +24,7 @@ def is_secret(name: str) -> bool:
 
 
 def redact(value: Any) -> Any:
-    """Returns the same text, list or dict without secrets: known formats, and values of secret variables."""
+    """Returns a text, list or dict with its secrets replaced: known formats, and values of secret variables."""
     if isinstance(value, dict):
         return {
             name: HIDDEN if item and not isinstance(item, int | float) and is_secret(str(name)) else redact(item)

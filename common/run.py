@@ -61,7 +61,7 @@ class Run:
     def __init__(self, args: Arguments, problems: Iterable[str] = (), **traits: Any):
         """Validates the flags and the launch, and connects the processes. Raises UserError: one line per mistake.
 
-        problems: mistakes in the recipe's own flags. traits: those that differ from lm.py (`training.recipe_traits`).
+        problems: mistakes in the recipe's own flags. traits: fields of `recipe_traits.Traits` that differ from lm.py.
         """
         versions.check_versions()
         self.args, self.launch_config, self.traits = args, launch.find_launch(), Traits(**traits)
@@ -175,7 +175,7 @@ class Run:
                 self.checkpoints.training_done(self.state, self.model, self.optimizer)
 
     def micro_batches(self, batch: GlobalBatch) -> Iterator[tuple[dict[str, Tensor], bool]]:
-        """Yields this rank's micro-batches, copied to the device one at a time; with each, whether it is the last."""
+        """Yields each micro-batch of this rank, on the device, and whether it is the last of the update."""
         micro_batches = batch.micro_batches[:1] if self.args.dry_run else batch.micro_batches
         tried = self.budget.until_out_of_memory(micro_batches) if self.budget else micro_batches
         with weights_cast_once(self.args.activation_checkpointing == "none"):
@@ -189,8 +189,8 @@ class Run:
     ) -> bool:
         """Returns whether loss and gradient are finite on all ranks, so that the optimizer may step; counts the update.
 
-        Also False in a budget trial and after an OOM. loss_sums: one scalar per micro-batch of this rank. grad_norm:
-        before clipping. extra: more values to sum into `reduced`, with the same names and shapes on each rank.
+        Also False in a budget trial and after an OOM, which are not counted. loss_sums: one scalar per micro-batch of
+        this rank. grad_norm: before clipping. extra: more values to sum into `reduced`, same names and shapes per rank.
         """
         extra |= self.checkpoints.values_to_reduce(self.requests)
         extra |= self.budget.values_to_reduce() if self.budget else {}
@@ -236,7 +236,7 @@ class Run:
         written = model_setup.write_model(self.accelerator, self.model, directory, self.args.export_dtype, *pretrained)
         if self.accelerator.is_main_process:
             self.is_again = tracking.record_results(self.results, self.output_dir, model_class)
-        wait_for_all()  # because collectives of a following evaluation have a time limit
+        wait_for_all()  # because the collectives of a later evaluation would time out while rank 0 still writes
         return written
 
     def optional_steps(self) -> AbstractContextManager[None]:
@@ -255,7 +255,7 @@ class Run:
 
 def _batches(run: Run) -> Generator[GlobalBatch, None, None]:
     """Returns the global batches of the run; with a token budget, also its trial batches and the batches to retry."""
-    if run.args.num_workers:  # imported early, because after an error no file descriptor may be left for the import
+    if run.args.num_workers:  # imported now, because after an error there may be no free file descriptor for it
         from common.parallel import failures as failures
     if run.budget:
         from common.auto_micro_batch import batches_with_oom_retry
@@ -271,7 +271,7 @@ def _batches(run: Run) -> Generator[GlobalBatch, None, None]:
 
 
 def _explain(run: Run, error: BaseException) -> None:
-    """Adds the flags that save memory to an out-of-memory error."""
+    """Adds peak memory and memory-saving flags, as a note, to an out-of-memory error."""
     from common.training.out_of_memory import is_out_of_memory
 
     if is_out_of_memory(error):

@@ -1,4 +1,4 @@
-"""Ends of a run other than success, and the evaluation that a resumed run repeats. `run`: a `common.run.Run`."""
+"""Dry runs, stops on request, missing final metrics, evaluations repeated on resume. `run`: a `common.run.Run`."""
 
 import sys
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from common.training.stop_signals import STOPPED
 
 
 def dry_run(run: Any) -> Iterator[Iterator[Any]]:
-    """Yields the first global batch, then prints the settings and the predicted memory, and ends the run."""
+    """Yields an iterator over the first global batch; then prints settings and predicted memory, and ends the run."""
     batches = (batch for batch in islice(run.loader, 1))
     yield batches
     batches.close()  # also ends the data-loading processes
@@ -28,7 +28,7 @@ def dry_run(run: Any) -> Iterator[Iterator[Any]]:
 
 def save_and_stop(run: Any) -> NoReturn:
     """Saves a checkpoint because of a request to stop after the last update, and ends the run."""
-    # With --load_best_at_end, the weights may be from a different update, and everything is saved already.
+    # With --load_best_at_end, the model may contain the best weights by now, and the last state is already saved.
     if not run.args.load_best_at_end:
         run.checkpoints.save(run.state, run.model, run.optimizer, in_place=True)
     run.checkpoints.writer.finish()
@@ -67,7 +67,7 @@ def repeat_evaluation(run: Any, evaluate: Any, model: torch.nn.Module) -> None:
 
 
 def report_missing(run: Any, error: Exception) -> None:
-    """Reports an error in the final metrics or samples, in one line, which is also added to the results."""
+    """Reports an error in the final metrics or samples as one line, and adds this line to the results."""
     line = f"missing    a figure or sample of the end: {with_location(error)}; model/ and the rest are complete"
     run.results["error_after_training"] = line
     if not run.accelerator.is_main_process:  # the main process prints it among the last lines

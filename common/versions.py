@@ -66,10 +66,10 @@ def check_versions(installed: dict[str, str] | None = None) -> None:
 
 
 def exit_if_broken() -> None:
-    """Ends the process with status 2, before an import fails, if a version is known not to work."""
+    """Ends the process with status 2 if a version is known not to work, before an import of the package fails."""
     if problems := list(broken_versions(versions())):
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr, flush=True)
         else:
-            time.sleep(2)  # when a rank ends, the launcher ends all ranks, so the first rank must print before
+            time.sleep(2)  # because the launcher ends all ranks once a rank ends; the first must print before
         sys.exit(2)
