@@ -22,12 +22,12 @@ logger = main_logger(__name__)
 
 
 def check_space(launch: Launch, parameter_sizes: Callable[[], list[int]]) -> None:
-    """Checks that a mode's files and buffers have enough space, before the model is built.
+    """Checks, before the model is built, that the files and buffers of DeepSpeed's NVMe offload are large enough.
 
     Args:
         parameter_sizes: returns the number of elements of each parameter.
 
-    Raises UserError: a line per path with too little space, and a line for buffers that the file sets too small.
+    Raises UserError: one line per path with too little space, or one line if the configured buffers are too small.
     """
     if launch.mode == "DeepSpeed":
         from common.parallel import deepspeed_space
@@ -38,14 +38,14 @@ def check_space(launch: Launch, parameter_sizes: Callable[[], list[int]]) -> Non
 def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs: Any) -> Accelerator:
     """Returns the Accelerator of the requested launch; call `check_launch` first. `kwargs` are passed to `Accelerator`.
 
-    Processes wait for each other for `args.connect_timeout` seconds. From then, the death of a process ends all
-    processes.
+    Processes wait for each other for at most `args.connect_timeout` seconds. If a process dies afterwards, all others
+    end too.
 
     Raises UserError: mode, world size or precision of this run differ from the request.
     """
     if not sys.stderr.isatty():  # in a log, each of transformers' bars would be one long line
         disable_progress_bar()
-    for name in mpi_variables():  # no effect in this process, but in processes that it starts
+    for name in mpi_variables():  # they would affect processes that this process starts
         del os.environ[name]
     liveness.reset()
     connecting: AbstractContextManager[None] = nullcontext()
@@ -84,15 +84,15 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs: Any) ->
 
 
 def _name_device(launch: Launch) -> None:
-    """Sets the device of Accelerate and DeepSpeed in the environment, and a GPU's precision of float32 matmuls."""
+    """Selects the CPU for Accelerate and DeepSpeed by environment variables; on a GPU, allows TF32 matmuls."""
     if not runs_on_cpu(launch):
         if torch.cuda.is_available():
             # TF32 matmuls: float32 range, 10-bit mantissa, several times faster. Mixed precision leaves some matmuls in
             # float32 too, such as those of a recurrence. NVIDIA_TF32_OVERRIDE=0 turns TF32 off.
             torch.set_float32_matmul_precision("high")
     elif launch.mode not in ("FSDP", "DeepSpeed"):
-        # Read by Accelerate when it creates its state: CPU, and gloo instead of NCCL. Without it, the processes of a
-        # MULTI_GPU launch on a machine without a GPU are not connected, and each is a separate run.
+        # Accelerate then uses the CPU and gloo. Without this variable, the processes of a MULTI_GPU launch on a machine
+        # without a GPU are not connected, and each is a separate run.
         os.environ["ACCELERATE_USE_CPU"] = "true"
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns at import that it looked for a GPU
 

@@ -29,7 +29,7 @@ TOP_KEYS += ("optimizer", "scheduler", "activation_checkpointing", "steps_per_pr
 
 
 def inline_deepspeed_config(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the DeepSpeed configuration of the launcher's own settings, in the form of a file."""
+    """Returns the launcher's DeepSpeed settings, converted to the structure of a DeepSpeed file."""
     zero: dict[str, Any] = {"stage": int(settings.get("zero_stage") or 2)}
     for part in ("offload_optimizer", "offload_param"):
         device = settings.get(f"{part}_device") or "none"
@@ -44,7 +44,7 @@ def launched_config(
     """Returns the DeepSpeed config of a launch (name of a file, or settings), its precision, and lines with problems.
 
     Args:
-        args: settings of the launcher; those in `given` are from its command line, the others from `config_file`.
+        args: settings of the launcher. given: names of the settings that were passed as flags.
     """
     config, problems = args.deepspeed_config_file or inline_deepspeed_config(vars(args)), list[str]()
     if args.deepspeed_config_file and config_file and "deepspeed_config_file" not in given:
@@ -53,10 +53,10 @@ def launched_config(
 
 
 def find_deepspeed_file(name: str, config_file: str) -> tuple[str, list[str]]:
-    """Returns the path of the DeepSpeed file that a config file names, and a line if two different files match.
+    """Returns the path of a DeepSpeed file that the config file refers to, and a line if two different files match.
 
-    Accelerate interprets the name relative to the current directory. Here, the folder of the config file and the
-    folders above it are searched too. So a shipped config, or a copy with its ds_configs/, works from any directory.
+    Accelerate resolves `name` relative to the current directory. Here, the directory of the config file and its parents
+    are searched too. So a shipped config, or a copy with its ds_configs/, works from any directory.
     """
     folders = [*Path(os.path.abspath(config_file)).parents, *Path(config_file).resolve().parents]
     nearest = next((folder / name for folder in folders if (folder / name).is_file()), None)
@@ -106,7 +106,7 @@ def section_of(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def file_precision(config: str | dict[str, Any]) -> str | None:
-    """Returns the precision that a DeepSpeed file turns on itself, independent of the launch; None without."""
+    """Returns the precision that a DeepSpeed file enables (bf16 or fp16); None if it enables none or is unreadable."""
     try:
         config = read_deepspeed_config(config)
     except UserError:
@@ -115,10 +115,10 @@ def file_precision(config: str | dict[str, Any]) -> str | None:
 
 
 def check_zero(where: str, zero: Any, left: list[str], optimizer: str) -> Iterator[str]:
-    """Yields a line for each problem with a section zero_optimization, or with the optimizer and its offload.
+    """Yields one line per problem with the section zero_optimization, or with the optimizer under ZeRO.
 
     Args:
-        left: names of all settings that were "auto", and are left to DeepSpeed's defaults.
+        left: names of the settings that were "auto" and now have DeepSpeed's defaults.
     """
     if not isinstance(zero, dict) or not zero:
         yield f"{where}: it has no section zero_optimization; write one, as in ds_configs/"
@@ -143,20 +143,20 @@ def check_zero(where: str, zero: Any, left: list[str], optimizer: str) -> Iterat
 
 
 def check_optimizer(zero: dict[str, Any], optimizer: str) -> Iterator[str]:
-    """Yields a line if a section zero_optimization cannot be combined with the optimizer."""
+    """Yields a line if ZeRO, or its offload, does not support the optimizer. zero: section zero_optimization."""
     if offload_devices(zero)["offload_optimizer"] != "none" and not OPTIMIZERS[optimizer].deepspeed_offloads:
         # Accelerate would silently replace it by DeepSpeed's CPU Adam.
         others = name_optimizers("deepspeed_offloads")
         yield f"--optimizer {optimizer}: with its state offloaded, DeepSpeed runs only {others}; use {others}"
     elif not OPTIMIZERS[optimizer].is_elementwise:
-        # ZeRO updates flat pieces of the parameters, whose factored or block-wise states differ from those of full
-        # tensors.
+        # ZeRO updates flattened partitions of the parameters; factored or block-wise optimizer state would differ from
+        # that of unsharded parameters.
         others = name_optimizers("is_elementwise")
         yield f"--optimizer {optimizer} works on whole tensors, and ZeRO cuts them; use {others}"
 
 
 def _check_names(zero: dict[str, Any], left: list[str]) -> list[str]:
-    """Returns a line for each setting of a section zero_optimization that DeepSpeed does not know or accept."""
+    """Returns one line per setting of the section zero_optimization whose name or value DeepSpeed rejects."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # imported here because it takes seconds
     from pydantic import ValidationError
 

@@ -18,13 +18,13 @@ from common.parallel.deepspeed_files import TOP_KEYS, check_zero, flatten, read_
 from common.training.optimizers import COSINE_FLOOR, OPTIMIZERS
 from common.training.process_grid import Degrees
 
-# Accelerate fills these in from the width of the model.
+# Accelerate fills these in from the hidden size of the model.
 WIDTH_KEYS = tuple(
     f"zero_optimization.{key}"
     for key in ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 )
 GATHER_KEY = "stage3_gather_16bit_weights_on_model_save"
-# These have no effect here: Accelerate silences DeepSpeed's own output, and recipes supply models and loaders.
+# Keys without effect, because Accelerate silences DeepSpeed's own output, and recipes create the loaders.
 IDLE_KEYS = ("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dataloader_drop_last")
 TRAINS_OTHERWISE: tuple[str, ...] = (
     "progressive_layer_drop",
@@ -41,19 +41,19 @@ SCHEDULER_TYPES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 @dataclass
 class Settled:
-    """DeepSpeed's final settings, and messages about the requested settings."""
+    """DeepSpeed's resolved settings, and messages about the requested settings."""
 
     config: dict[str, Any]
-    problems: list[str] = field(default_factory=list)  # contradictions to a flag or the launch; unsupported values
+    problems: list[str] = field(default_factory=list)  # conflicts with a flag or the launch; unsupported values
     filled: list[str] = field(default_factory=list)  # settings that were "auto" or absent, each with its source
-    left: list[str] = field(default_factory=list)  # settings that were "auto", and are left to DeepSpeed's defaults
+    left: list[str] = field(default_factory=list)  # settings that were "auto" and now have DeepSpeed's defaults
     idle: list[str] = field(default_factory=list)  # settings without effect
 
 
 def check_deepspeed(
     config: str | dict[str, Any], args: argparse.Namespace, mixed_precision: str, degrees: Degrees
 ) -> list[str]:
-    """Returns a line for each value of a DeepSpeed file, or of the launch, that contradicts a flag or cannot run.
+    """Returns one line per value of a DeepSpeed file, or of the launch, that conflicts with a flag or is unsupported.
 
     Args:
         config: DeepSpeed's configuration or the name of its file.
@@ -71,7 +71,7 @@ def check_deepspeed(
 def settle_deepspeed(
     config: str | dict[str, Any], args: argparse.Namespace, mixed_precision: str, degrees: Degrees
 ) -> Settled:
-    """Returns DeepSpeed's final settings, with messages about them. For the arguments see `check_deepspeed`.
+    """Returns DeepSpeed's resolved settings, with messages. For the arguments see `check_deepspeed`.
 
     Raises UserError: the file cannot be read.
     """
@@ -101,11 +101,11 @@ def _is_given(value: Any) -> bool:
 
 
 def _contradictions(given: dict[str, Any], prefix: str, runs: dict[str, tuple[str, Any]]) -> Iterator[str]:
-    """Yields a line for each value that differs from the value that runs.
+    """Yields one line per setting of the file that differs from the effective value, or has no flag.
 
     Args:
-        given: values of the file, by name.
-        runs: by name, the flag that decides, and its value.
+        given: settings of the file.
+        runs: for each setting, the flag that determines its effective value, and this value.
     """
     for name, value in given.items():
         if not _is_given(value):
@@ -119,9 +119,9 @@ def _contradictions(given: dict[str, Any], prefix: str, runs: dict[str, tuple[st
 
 
 def _settle_batch(settled: Settled, args: argparse.Namespace, degrees: Degrees) -> None:
-    """Removes the batch settings, because the recipe splits the batch.
+    """Removes the settings of batch and clipping, because the recipe splits the batch.
 
-    `sharding.configure_plugins` sets the norm for clipping.
+    `sharding.configure_plugins` sets the clipping norm again, from --max_grad_norm.
     """
     cut = "micro_batch_size" if args.micro_batch_size else "micro_batch_tokens"
     flags = {"gradient_clipping": "max_grad_norm", "train_batch_size": "global_batch_size"}
@@ -192,7 +192,7 @@ def _settle_scheduler(settled: Settled, args: argparse.Namespace) -> None:
             if _is_given(params.get(name)) and (name == "total_num_steps" or args.warmup_updates is None):
                 said = f"scheduler.params.{name} is {json.dumps(params.pop(name))}"
                 settled.problems.append(f"{said}, but --num_epochs sets the length of the run; remove it")
-    if args.warmup_updates is None:  # not known yet
+    if args.warmup_updates is None:  # known only after the data, or the checkpoint, is read
         params["warmup_num_steps"] = "auto"
         warmup = (
             "the checkpoint's --warmup_updates" if args.num_updates or args.resume else "a twentieth of the updates"
@@ -208,7 +208,7 @@ def _settle_precision(settled: Settled, mixed_precision: str, export_dtype: str 
             f"DeepSpeed keeps the weights of model/ in {mixed_precision}, not in --export_dtype float32; remove it: "
             "python -m tools.checkpoint export makes a model of the float32 weights of a checkpoint"
         )
-    if "bfloat16" in config:  # its old name, which Accelerate does not know
+    if "bfloat16" in config:  # DeepSpeed's old name of bf16, unknown to Accelerate
         config.setdefault("bf16", config.pop("bfloat16"))
     for name in ("bf16", "fp16"):
         section, is_on = section_of(config, name), mixed_precision == name
@@ -279,7 +279,7 @@ def _settle_others(settled: Settled) -> None:
 
 
 def _take_auto(settings: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Removes settings that are still "auto", and yields their names.
+    """Removes settings that are still "auto", except WIDTH_KEYS, and yields their names.
 
     DeepSpeed treats "auto" as absent, but Accelerate would reject it.
     """

@@ -13,7 +13,7 @@ from common.parallel.launch import Launch
 
 
 def check_space(launch: Launch, parameter_sizes: Callable[[], list[int]]) -> None:
-    """Implements `connect.check_space` under DeepSpeed."""
+    """Implements `connect.check_space`: checks the disk space, and sets the buffer size."""
     check_nvme_space(launch.deepspeed_config, parameter_sizes, launch.num_machines)
     plugin = AcceleratorState().deepspeed_plugin
     if size_nvme_buffers(plugin.deepspeed_config, parameter_sizes, launch.num_processes):
@@ -26,7 +26,7 @@ def check_nvme_space(
     """Checks that the files of DeepSpeed's NVMe offload, if any, fit on this host, before a file is written.
 
     Files need 16 bytes per parameter for the optimizer (float32 master weight, AdamW's two moments, gradient), and 4
-    for the parameter itself. The hosts share them.
+    for the parameter itself. Each host stores an equal part of them.
 
     Raises UserError: one line per path with too little space.
     """
@@ -48,12 +48,11 @@ def check_nvme_space(
 
 
 def size_nvme_buffers(config: dict[str, Any], parameter_sizes: Callable[[], list[int]], num_processes: int) -> bool:
-    """Sets DeepSpeed's buffers for weights in files to a process's share of the largest parameter, in place.
+    """Sets the size of DeepSpeed's buffers for weights on NVMe, if not configured, in `config`.
 
-    DeepSpeed's default is 100 million elements, but the embedding of an 8 B model has 525 million. Returns whether
-    there are such buffers.
-
-    Raises UserError: the size in the file is too small; DeepSpeed would fail with an assertion.
+    The size is a process's part of the largest parameter. DeepSpeed's default of 100 million elements is too small for
+    the embedding of an 8 B model, which has 525 million. Returns whether the weights are on NVMe.
+    Raises UserError: the configured size is too small, so DeepSpeed would fail with an assertion.
     """
     zero = config.get("zero_optimization", {})
     if offload_devices(zero)["offload_param"] != "nvme":

@@ -1,7 +1,7 @@
 """Builds the C++ extensions of DeepSpeed once, in one process, before the other processes need them.
 
-`python -m common.parallel.extensions` builds all extensions that this machine supports: before the tests, or for the
-nodes of a shared home directory.
+`python -m common.parallel.extensions` builds all extensions that this machine supports: before the tests, or once for
+all nodes that share a home directory.
 """
 
 import os
@@ -22,7 +22,7 @@ from common.errors import UserError
 def _build_extension(builder_name: str, package: str) -> None:
     """Loads one of DeepSpeed's C++ extensions; if necessary, one process builds it (minutes) while others wait.
 
-    `package` is the Debian package that the build needs. Raises UserError, one line, if the build is not possible.
+    package: Debian package that the build needs. Raises UserError: the extension cannot be built; one line.
     """
     import deepspeed  # imported here because it takes seconds
     from deepspeed.accelerator import get_accelerator
@@ -39,9 +39,9 @@ def _build_extension(builder_name: str, package: str) -> None:
     library = directory / f"{builder.name}.so"
     # DeepSpeed builds a second extension for async_io.
     locks = [directory / "lock", *([directory.parent / "pin_memory/lock"] if builder.name == "async_io" else [])]
-    # Our lock is released when its process ends, for any reason. Torch's own lock is a file: a killed build leaves it
-    # behind, and everybody then waits for it indefinitely. All processes of a run take torch's lock inside ours, so a
-    # lock file that no process has open is left over.
+    # The operating system releases our lock when its process ends for any reason. Torch's own lock is the existence of
+    # a file: if a build is killed, the file remains, and later processes wait indefinitely. All processes of a run
+    # acquire torch's lock while they hold ours, so a lock file that no process has open is stale.
     building = FileLock(directory.parent / f"{builder.name}.building")
     try:
         held = building.acquire(timeout=5)
@@ -54,7 +54,7 @@ def _build_extension(builder_name: str, package: str) -> None:
         for lock in left:
             print(f"{lock} was left by a build that was killed; removing it", flush=True)
             lock.unlink(missing_ok=True)
-        # Ninja rebuilds files from the DeepSpeed or torch of a different environment.
+        # If the last build was of a different environment's DeepSpeed, ninja rebuilds everything.
         recipe = directory / "build.ninja"
         is_ours = recipe.exists() and str(Path(deepspeed.__file__).parent) in recipe.read_text()
         must_build = left or not library.exists() or not is_ours
@@ -73,7 +73,7 @@ def _build_extension(builder_name: str, package: str) -> None:
 
 
 def _load(builder: Any) -> None:
-    """Loads an extension; DeepSpeed keeps loaded extensions, and does not lock them again."""
+    """Loads an extension. DeepSpeed caches loaded extensions, so later loads need no lock."""
     import torch
     from torch.utils.cpp_extension import CUDA_HOME
 
@@ -86,7 +86,7 @@ def _load(builder: Any) -> None:
         raise UserError(
             f"DeepSpeed's extension {builder.name} needs the CUDA toolkit (nvcc), and none is found; install that of "
             f"CUDA {torch.version.cuda}, or set CUDA_HOME to the directory where it is"
-        ) from error  # the error: CUDA_HOME, None, was joined with "include"
+        ) from error  # TypeError: the path of the headers was built from CUDA_HOME, which is None
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1]
         raise UserError(f"DeepSpeed's extension {builder.name} does not compile ({reason})") from error
@@ -102,7 +102,7 @@ def _is_open(path: Path) -> bool:
 
 
 def build_extensions(offload_devices: Iterable[str]) -> None:
-    """Builds the extensions for offload to these devices (none, cpu, nvme); on a CPU, also that of the collectives.
+    """Builds the extensions for offload to these devices (none, cpu, nvme); on a CPU also for DeepSpeed's collectives.
 
     Raises UserError: an extension cannot be built; one line.
     """

@@ -23,10 +23,10 @@ MISTAKE_STATUS = 2  # exit status after a user error, on all ranks alike
 
 
 def end_failed(error: BaseException, explain: Callable[[BaseException], None] | None) -> None:
-    """Ends the process after a user error, Ctrl-C or a broken disk; returns if the error keeps its traceback.
+    """Ends the process after a user error, Ctrl-C or a disk error; returns if the error keeps its traceback.
 
     Args:
-        explain: prints the known cause of an error.
+        explain: adds a note with advice to an error, such as to an out-of-memory error.
     """
     sys.excepthook = _print_exception
     _end_data_workers()
@@ -46,7 +46,7 @@ def end_failed(error: BaseException, explain: Callable[[BaseException], None] | 
 
 
 def _print_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Prints a traceback without secrets. Libraries include full addresses in their errors."""
+    """Prints a traceback without secrets, because the errors of libraries may contain URLs with tokens."""
     sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))
 
 
@@ -64,9 +64,9 @@ def exit_with_mistakes(problems: list[str]) -> NoReturn:
 
 
 def leave(reason: str, status: int = 1) -> None:
-    """Announces the end of this process for a reason (lines of text); the others end too and report it.
+    """Announces to the other ranks that this process ends, with the reason (lines of text); they report it and end too.
 
-    A call after a call of this or of `liveness.leave` only records the reason.
+    If this function or `liveness.leave` was called before, it only records the reason.
     """
     left, liveness.watch = liveness.watch, None
     if left is not None:
@@ -84,7 +84,7 @@ def end_without_launcher() -> None:
 
 
 def _end_interrupted() -> NoReturn:
-    """Ends the process by SIGINT, like a program that Ctrl-C ends: a shell then ends the script that started it."""
+    """Ends the process by the default action of SIGINT, so that a shell also ends the script that started it."""
     kept = "nothing was saved" if liveness.update is None else "--resume continues from the last checkpoint"
     if _is_first_of_host():
         print(f"\ninterrupted {describe_place()}; {kept}", file=sys.stderr, flush=True)
@@ -96,10 +96,10 @@ def _end_interrupted() -> NoReturn:
 
 
 def _end_data_workers() -> None:
-    """Kills the data workers: they ignore Python's signal to end, and Python would wait for them indefinitely.
+    """Kills the data workers: they ignore the SIGTERM that Python sends at exit, and Python would wait indefinitely.
 
-    The signals are ignored in common.training.handover. After a successful run, the loader's iterator has ended the
-    workers. After an error, the traceback holds the iterator.
+    `training.handover.start_worker` lets them ignore it. After a successful run, the loader's iterator has ended the
+    workers; after an error it has not, because the traceback references it.
     """
     workers = multiprocessing.active_children()
     if workers:
@@ -115,7 +115,7 @@ def _is_first_of_host() -> bool:
 
 
 def note(reason: str) -> None:
-    """Writes a failure into the run's results, once."""
+    """Writes a failure as the status of the run into run.json, once."""
     write, liveness.note_failure = liveness.note_failure, None
     if write is not None:
         with suppress(OSError):  # a full disk, for example; the failure is printed anyway
@@ -123,9 +123,9 @@ def note(reason: str) -> None:
 
 
 def record_reason(reason: str) -> None:
-    """Writes the reason for torch's launcher, which prints it after its own text on a failed process.
+    """Writes the reason to the file from which torch's launcher reads the error of a failed process.
 
-    It replaces torch's `@record`, which neither hides secrets nor distinguishes user errors.
+    This replaces torch's `@record`, which neither hides secrets nor distinguishes user errors.
     """
     if (path := os.environ.get("TORCHELASTIC_ERROR_FILE")) and not os.path.exists(path):
         with suppress(OSError), open(path, "w") as file:
@@ -134,7 +134,7 @@ def record_reason(reason: str) -> None:
 
 
 def describe_place() -> str:
-    """Returns the position of this process in the run, in words."""
+    """Returns the progress of this process as text: the current update, or "before the first update"."""
     return "before the first update" if liveness.update is None else f"at update {liveness.update}"
 
 
@@ -145,6 +145,6 @@ def print_errors(lines: list[str]) -> None:
 
 
 def exit_now(lines: list[str], status: int) -> NoReturn:
-    """Ends the process from any thread, since the main thread may be in a collective that does not return."""
+    """Prints error lines and ends the process, from any thread: the main thread may hang in a collective."""
     print_errors(lines)
     os._exit(status)

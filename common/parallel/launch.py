@@ -18,7 +18,7 @@ from common.internals.accelerate import read_launch
 from common.launcher import find_launch_words
 from common.training.process_grid import Degrees
 
-# Variables of Accelerate's process count on a CPU if WORLD_SIZE is not set, with the prefixes of related variables.
+# Variables from which Accelerate reads the world size on a CPU if WORLD_SIZE is not set, with prefixes of related ones.
 MPI = {"PMI_SIZE": ("PMI_", "MPI_LOCAL"), "OMPI_COMM_WORLD_SIZE": ("OMPI_",), "MV2_COMM_WORLD_SIZE": ("MV2_COMM_",)}
 # Sizes of Accelerate's `parallelism_config`, and the config file's key for the number of stages.
 SIZES = ("dp_replicate", "dp_shard", "sp", "tp", "pp", "cp")
@@ -29,7 +29,7 @@ STAGES = "parallelism_config_pp_size"
 class Launch:
     """The requested `accelerate launch`, or the environment's values if a different launcher started this process."""
 
-    source: str = "the environment"  # subject of error messages
+    source: str = "the environment"  # origin of the settings, for error messages
     config_file: str | None = None
     command: list[str] = field(default_factory=list)  # `accelerate launch` as typed, up to the script
     num_processes: int = field(default_factory=lambda: int(os.environ.get("WORLD_SIZE", 1)))
@@ -52,10 +52,10 @@ class Launch:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Returns the sizes of `parallelism_config`: the launcher's, or without a launcher those of the environment."""
+        """Returns the sizes of `parallelism_config`, from the launcher or, without a launcher, from the environment."""
         if self.settings.get("use_parallelism_config"):
             stages = self.file_settings.get(STAGES)
-            settings = self.settings | ({STAGES: stages} if isinstance(stages, int) else {})  # else in `file_problems`
+            settings = self.settings | ({STAGES: stages} if isinstance(stages, int) else {})  # or in `file_problems`
             sizes = {name: settings.get(f"parallelism_config_{name}_size") for name in SIZES}
             return {name: 1 if size is None else int(size) for name, size in sizes.items()}
         if self.settings or os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
@@ -64,7 +64,7 @@ class Launch:
 
     @property
     def degrees(self) -> Degrees:
-        """Returns the process grid of an update; `check_launch` checks that it is possible."""
+        """Returns the process grid; `check_launch` checks that the sizes fit the number of processes."""
         sizes = self.sizes
         return Degrees(self.num_processes, *(max(1, sizes[name]) for name in ("sp", "tp", "pp")))
 
@@ -75,10 +75,10 @@ def started_world_size() -> int:
 
 
 def find_launch() -> Launch:
-    """Returns the requested launch, from the command line of the `accelerate launch` above this process.
+    """Returns the requested launch, from the command line of this process's nearest `accelerate launch` ancestor.
 
-    The environment contains only the number of started processes, not the requested number; these may differ. The
-    launcher's own parser reads its command line, so flags, config file and their precedence are the launcher's.
+    The environment contains only the number of started processes, not the requested number; these may differ.
+    Accelerate's own parser parses the command line, so flags override the config file exactly as in the launcher.
     """
     for process in psutil.Process().parents():
         try:
@@ -145,7 +145,7 @@ def _requested_mode(args: argparse.Namespace) -> str:
 
 
 def _read_config_file(launch: Launch, config_file: str, known: set[str]) -> None:
-    """Reads the settings of the config file. The launcher silently accepts unknown keys within a section."""
+    """Reads the config file; notes unknown keys in its sections, because the launcher silently accepts them."""
     for key, value in (yaml.safe_load(Path(config_file).read_text()) or {}).items():
         if not isinstance(value, dict):
             launch.file_settings[key] = value
@@ -163,15 +163,15 @@ def _read_config_file(launch: Launch, config_file: str, known: set[str]) -> None
 
 
 def mpi_variables() -> list[str]:
-    """Returns the names of the variables that mpirun or srun left in this process's environment."""
+    """Returns the names of the MPI variables in this process's environment, for example of mpirun or srun."""
     return sorted(name for name in os.environ if name.startswith(tuple(one for kind in MPI.values() for one in kind)))
 
 
 def runs_on_cpu(launch: Launch) -> bool:
-    """Returns whether the run computes on the CPU: on request, or as the only device."""
+    """Returns whether the run computes on the CPU: because use_cpu is set, or without an accelerator."""
     return launch.use_cpu or not torch.accelerator.is_available()
 
 
 def is_rehearsal(launch: Launch) -> bool:
-    """Returns whether a config for GPUs runs on a CPU."""
+    """Returns whether this is a rehearsal: a config for GPUs runs on a CPU."""
     return runs_on_cpu(launch) and not launch.use_cpu and launch.config_file is not None

@@ -1,7 +1,7 @@
 """Checks that the run matches the requested launch configuration.
 
 In some cases `accelerate launch` silently starts a different run: one process instead of two, two unconnected runs of
-one process each, float32 instead of fp16. So the recipe compares its config file and flags with this process.
+one process each, float32 instead of fp16. So a recipe compares the launcher's config file and flags with its process.
 """
 
 import os
@@ -15,9 +15,9 @@ from common.training.recipe_traits import Arguments, Traits
 
 
 def check_model(launch: Launch, config: Any, model_class: Any, make_empty: Callable[[], torch.nn.Module]) -> list[str]:
-    """Returns one line per reason why the launch does not support the model, before it is built.
+    """Returns one line per reason why the launch does not support the model; called before the model is built.
 
-    model_class: an Auto class. make_empty: builds the model without data.
+    model_class: an Auto class. make_empty: builds the model on the meta device.
     """
     if launch.mode == "plain":
         return []
@@ -30,7 +30,7 @@ def check_model(launch: Launch, config: Any, model_class: Any, make_empty: Calla
 def check_launch(launch: Launch, args: Arguments, traits: Traits) -> list[str]:
     """Returns a line for each difference between the requested launch and this process; needs no process group.
 
-    It also checks the recipe's flags that the mode does not support. Their defaults are already filled in
+    It also returns a line for each recipe flag that the mode does not support. The flags' defaults must be filled in
     (`argument_checks.check_arguments`).
     """
     problems = []
@@ -52,7 +52,7 @@ def check_launch(launch: Launch, args: Arguments, traits: Traits) -> list[str]:
 
 
 def check_requested(launch: Launch, args: Arguments, traits: Traits) -> list[str]:
-    """Returns a line for each mistake in launch and flags that can be found without a device and without DeepSpeed."""
+    """Returns one line per mistake in the launch, as far as it can be checked without a device and DeepSpeed."""
     problems = list(launch.file_problems)
     in_environment = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     accumulates = not {launch.gradient_accumulation_steps, in_environment} <= {"1", "auto"}

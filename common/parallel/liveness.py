@@ -1,4 +1,4 @@
-"""Connects ranks outside of collectives: they wait for each other, ask rank 0, and leave the run together.
+"""Communication of ranks without collectives: to wait for each other, get a result of rank 0, and end together.
 
 With several processes, `rank_watch` detects a process that dies or hangs, and `failures` reports errors.
 """
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 update: int | None = None  # the current update of this process; the loop sets it
-# Whether this process is in the loop; the loop sets it. Before and after the loop, silence means nothing, because a
-# library may hold Python's lock while it reads or writes a model.
+# Whether this process is in the loop; the loop sets it. Outside the loop, missing heartbeats are ignored, because a
+# library may hold the GIL while it reads or writes a model.
 in_loop = False
-# Writes a failure into the run's results, given a line with the reason; called in one process.
+# Writes a failure, given as a line of text, as the run's status into run.json; called in one process.
 note_failure: Callable[[str], None] | None = None
 watch: Any = None  # the `rank_watch.RankWatch` of a launch with several processes
 
@@ -24,7 +24,7 @@ def reset() -> None:
 
 
 def leave() -> None:
-    """Announces the normal end of this process; a second call has no effect. After an error: `failures.leave`."""
+    """Announces the normal end of this process; a second call has no effect. After an error, use `failures.leave`."""
     global watch
     left, watch = watch, None
     if left is not None:
@@ -32,18 +32,18 @@ def leave() -> None:
 
 
 def wait_for_all() -> None:
-    """Returns when all ranks have called it, without a time limit for the work of a rank before.
+    """Waits until all ranks have called this function, without a time limit, so a rank may first do long work.
 
-    A collective would reach its time limit (NCCL: 10 minutes). If a rank dies, the others end here too.
+    A collective would time out (NCCL: after 10 minutes). If a rank dies, the waiting ranks end too.
     """
     if watch is not None:
         watch.store.wait_for_all()
 
 
 def decided_by_main(question: str, answer: Callable[[], Any]) -> Any:
-    """Returns rank 0's result of `answer`, as JSON, on all ranks, because a disk or the hub may look different to each.
+    """Returns rank 0's result of `answer` on all ranks, because each may see different files or states of the hub.
 
-    Every rank calls it with the same questions. It waits for rank 0 without a time limit, as in `wait_for_all`.
+    The result must be JSON. All ranks make the same calls, and wait for rank 0 without a time limit.
     """
     if watch is None:
         return json.loads(json.dumps(answer()))
@@ -52,10 +52,10 @@ def decided_by_main(question: str, answer: Callable[[], Any]) -> Any:
 
 @contextmanager
 def optional(report: Callable[[Exception], None]) -> Iterator[None]:
-    """A block of all ranks that the run does not need: an error inside ends the block and is passed to `report`.
+    """Context manager for a block of optional work on all ranks: an error ends the block and is passed to `report`.
 
-    If rank 0 has an error, only rank 0 reports. The block must end on every rank. If the others do not leave it,
-    because they wait inside for the rank with the error, that rank raises the error after a time limit.
+    If rank 0 has an error, only rank 0 reports. A rank with an error waits until the other ranks leave the block. If
+    they exceed a time limit, because they wait for this rank inside the block, it raises the error.
     """
     problem = None
     try:

@@ -1,4 +1,4 @@
-"""Checks of launches other than one process without sharding: their settings, and the flags that they support."""
+"""Checks of launches with several processes or sharding: their settings, and the recipe flags that they support."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ def check_requested(launch: Launch, args: Arguments, traits: Traits) -> list[str
 
 
 def check_flags(launch: Launch, args: Arguments, traits: Traits) -> list[str]:
-    """Returns a line for each flag that the mode does not support, and for each contradiction to DeepSpeed's file."""
+    """Returns one line per flag that the mode does not support, or that conflicts with the DeepSpeed file."""
     problems = list(_check_budget(launch, args, traits))
     if launch.mode == "DeepSpeed":
         from common.parallel.deepspeed_flags import check_deepspeed
@@ -53,7 +53,7 @@ def check_flags(launch: Launch, args: Arguments, traits: Traits) -> list[str]:
 def check_fsdp(source: str, settings: dict[str, Any], optimizer: str) -> Iterator[str]:
     """Yields a line for each FSDP setting of the launcher that would change the recipe's run."""
     if not OPTIMIZERS[optimizer].is_elementwise:
-        # Their steps mix the shards (DTensor) with plain tensors, which raises an error.
+        # The steps of other optimizers mix shards (DTensor) with plain tensors, which raises an error.
         others = name_optimizers("is_elementwise")
         yield f"--optimizer {optimizer} does not work on the shards of FSDP2; use {others}, or multi_gpu.yaml"
     version = settings.get("fsdp_version")
@@ -110,7 +110,7 @@ DEEPSPEED_FLAGS |= {"zero_stage", "gradient_clipping", "zero3_save_16bit_model"}
 
 
 def check_deepspeed_flags(launch: Launch) -> Iterator[str]:
-    """Yields a line for each launcher setting that a DeepSpeed file overrides, or that changes its `auto`."""
+    """Yields one line per launcher setting that the DeepSpeed file overrides, or that would replace an `auto` in it."""
     file = launch.deepspeed_config
     if not isinstance(file, str):
         return
@@ -127,7 +127,7 @@ def check_deepspeed_flags(launch: Launch) -> Iterator[str]:
 
 
 def _check_parts(launch: Launch, traits: Traits) -> list[str]:
-    """Returns a line if the recipe has no stages, or cannot compute the loss of a part of a sequence."""
+    """Returns a line if the recipe does not support the launch's pipeline or sequence parallelism."""
     stages, asked = launch.degrees.pipeline, f"{launch.source} sets parallelism_config_pp_size to"
     if stages > 1 and traits.pipeline_schedule is None:
         return [f"{asked} {stages}, and this recipe has no stages; run recipes/pipeline.py, or take another config"]
@@ -138,7 +138,7 @@ def _check_parts(launch: Launch, traits: Traits) -> list[str]:
 
 
 def _check_budget(launch: Launch, args: Arguments, traits: Traits) -> Iterator[str]:
-    """Yields a line if --micro_batch_tokens auto is set but the ranks exchange data before averaging gradients."""
+    """Yields a line if --micro_batch_tokens auto is set, but the ranks communicate in forward or backward."""
     is_alone = launch.mode in ("plain", "DDP") and launch.degrees.data == launch.num_processes
     if traits.lengths_vary and args.micro_batch_tokens == "auto" and not is_alone:
         yield (
@@ -148,9 +148,9 @@ def _check_budget(launch: Launch, args: Arguments, traits: Traits) -> Iterator[s
 
 
 def _check_accumulation(launch: Launch, args: Arguments) -> list[str]:
-    """Returns a line if the launch sets gradient accumulation, which follows from the recipe's flags.
+    """Returns a line if the launch sets gradient accumulation steps, because they follow from the recipe's flags.
 
-    Under DeepSpeed, the launch may set the same number.
+    Under DeepSpeed, the launch may set the number that follows from the flags.
     """
     in_environment = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     allowed = ["1", "auto"]

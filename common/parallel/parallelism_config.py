@@ -1,7 +1,7 @@
-"""Parallelism other than data parallelism: Accelerate's `parallelism_config`, in a config file.
+"""Checks of sequence, tensor and pipeline parallelism: `parallelism_config` in Accelerate's config file.
 
-Accelerate has no size for pipeline stages. Its launcher ignores unknown keys of the file, so the recipes read the size
-from such a key: `parallelism_config_pp_size`.
+Accelerate has no size for pipeline stages. The recipes read it from `parallelism_config_pp_size`, a key that
+Accelerate's launcher does not know and therefore ignores.
 """
 
 import os
@@ -19,7 +19,7 @@ OTHERS |= {"cp_backend", "cp_comm_strategy"}
 
 
 def check_others(source: str, settings: dict[str, Any], asked: Iterable[str]) -> Iterator[str]:
-    """Yields a line for each setting in `asked` (from a flag or the config file) that has no effect."""
+    """Yields one line per setting in `asked`, the names set by flags or the config file, that has no effect."""
     if not settings.get("use_parallelism_config"):
         for name in sorted(name for name in asked if name.startswith("parallelism_config_")):
             yield f"--{name} has no effect without a parallelism_config in the file; take sequence_parallel.yaml"
@@ -77,9 +77,9 @@ def check_sizes(source: str, sizes: dict[str, int], mode: str, num_processes: in
 
 
 def check_parts(source: str, sizes: dict[str, int], mixed_precision: str, optimizer: str) -> Iterator[str]:
-    """Yields a line for each setting that does not work on a part of a layer, or of a model's depth."""
+    """Yields one line per setting that tensor or pipeline parallelism does not support."""
     if sizes["tp"] > 1 and not OPTIMIZERS[optimizer].is_elementwise:
-        # Other optimizers use a full matrix, or store state in blocks that no other layout has.
+        # Other optimizers need full matrices, or store block-wise state that would depend on the partition.
         others = name_optimizers("is_elementwise")
         yield f"--optimizer {optimizer} does not work on parts of layers; use {others}, or multi_gpu.yaml"
     if max(sizes["tp"], sizes["pp"]) > 1 and mixed_precision == "fp16":
@@ -98,10 +98,10 @@ def across_machines(degrees: Degrees, num_machines: int) -> str | None:
 
 
 def hide_from_accelerate(sizes: dict[str, int]) -> None:
-    """Lets Accelerate see only sizes over which it shards: all ranks of a replica, including a sequence's ranks.
+    """Sets the environment so that Accelerate only shards: over all ranks of a replica, also those of a sequence.
 
-    Its own sequence parallelism supports only DeepSpeed, and fails to start without a GPU. Its tensor parallelism is
-    only for models that transformers has partitioned while it read them. It supports neither DDP nor, in 1.15, FSDP2.
+    Accelerate's own sequence parallelism supports only DeepSpeed, and needs a GPU. Its tensor parallelism supports only
+    models that transformers partitions while reading the weights, and neither DDP nor (in 1.15) FSDP2.
     """
     if sizes["dp_replicate"] == 1:  # by default, FSDP shards over all ranks
         os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)

@@ -20,10 +20,10 @@ from common.parallel.matmul_throughput import (
     seconds_of,
 )
 
-# A different precision speeds up only matmuls: below this ratio, the full update is not faster.
+# Minimum ratio of matmul throughputs. Below it, the full update is not faster, because only its matmuls speed up.
 PAYS = 1.5
-# On two cores with AMX, the smallest model of lm.py gains although it is below FEWEST_PARAMETERS. Those of the other
-# recipes gain less, are slower, or end with a higher held-out loss (benchmarks/precision.py).
+# Recipes whose smallest model gains from bf16 on two cores with AMX, although it is below FEWEST_PARAMETERS. In the
+# other recipes it gains less, is slower, or ends with a higher held-out loss (benchmarks/precision.py).
 GAIN = ("lm",)
 
 
@@ -33,9 +33,9 @@ def multiplication_rates(device: torch.device) -> dict[str, float]:
 
 
 def sustained_rates(device: torch.device, seconds: float) -> dict[str, float]:
-    """Returns FLOP/s by precision, each measured for `seconds` seconds on random numbers, after a first matmul.
+    """Returns FLOP/s by precision, each measured on random numbers for `seconds` seconds, after a warm-up matmul.
 
-    This includes effects that a few matmuls do not show: a hot or power-limited GPU, and other users of the device.
+    This includes effects that short measurements miss: a hot or power-limited GPU, and other programs on the device.
     """
     size = SIZE[device.type]
     rates = {}
@@ -57,7 +57,7 @@ def fastest(rates: dict[str, float], running: str) -> str:
 
 
 def advise(device: torch.device, running: str, num_parameters: int) -> str:
-    """Returns the gain from a faster precision than `running`, as the end of a run-summary line; empty without gain."""
+    """Returns text for the run summary if a different precision than `running` is faster, otherwise ""."""
     is_small = device.type == "cpu" and num_parameters < FEWEST_PARAMETERS
     if is_small or not has_rate(device, running):
         return ""

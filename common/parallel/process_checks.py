@@ -18,7 +18,7 @@ def check_started(launch: Launch) -> list[str]:
 
 
 def check_processes(launch: Launch) -> list[str]:
-    """Returns a line if the number of started processes differs from the request, or lines with the cause."""
+    """Returns lines if the number of started processes differs from the request: the known causes, or the numbers."""
     if problems := [*check_machines(launch), *check_environment(launch)]:
         return problems
     world, processes = started_world_size(), launch.num_processes
@@ -61,7 +61,7 @@ def check_machines(launch: Launch) -> Iterator[str]:
 
 
 def check_environment(launch: Launch) -> list[str]:
-    """Returns a line if variables of a different run's processes are set, which this run would use."""
+    """Returns a line if the environment has variables of a different launch, which this run would use."""
     if "WORLD_SIZE" in launch.environment and launch.settings and "TORCHELASTIC_RUN_ID" not in os.environ:
         return ["WORLD_SIZE is set in the environment, of another launch; unset WORLD_SIZE RANK LOCAL_RANK"]
     if started_world_size() > 1 and "MASTER_ADDR" not in os.environ:
@@ -89,7 +89,7 @@ def check_accelerator(launch: Launch, accelerator: Accelerator) -> None:
 
 
 def check_precision(launch: Launch) -> list[str]:
-    """Returns a line if the device does not train in the requested precision."""
+    """Returns a line if the device does not support training in the requested precision."""
     asked, precision = f"{launch.source} asks for", launch.mixed_precision
     if precision not in ("no", "bf16", "fp16"):
         return [f"{launch.source}: mixed_precision {precision} is not one of no, bf16, fp16"]
@@ -105,7 +105,7 @@ def check_precision(launch: Launch) -> list[str]:
 
 
 def check_gpus(launch: Launch) -> list[str]:
-    """Returns a line if this process does not see a GPU of the machine, or if GPUs are missing."""
+    """Returns a line if torch does not see the machine's GPU, or if there are more processes than GPUs."""
     if runs_on_cpu(launch):
         if launch.use_cpu or not (gpu := find_unseen_gpu()):
             return []
@@ -124,9 +124,9 @@ def check_gpus(launch: Launch) -> list[str]:
 
 
 def find_unseen_gpu(root: Path = Path("/")) -> str | None:
-    """Returns a path that shows an NVIDIA GPU in this machine; None without a GPU, or if it is hidden on purpose.
+    """Returns a path that shows an NVIDIA GPU in this machine; None without, or if CUDA_VISIBLE_DEVICES hides it.
 
-    Call it if torch sees no GPU. `root` is the directory of `dev` and `proc`.
+    Call it if torch sees no GPU. root: directory that contains `dev` and `proc`.
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return None

@@ -10,7 +10,7 @@ from common.training.process_grid import Degrees, running
 
 
 def neighbours(degrees: Degrees, rank: int) -> list[int]:
-    """Returns the ranks with the same samples and layers as `rank`, including `rank`."""
+    """Returns the ranks of a sequence or tensor group: same samples and layers as `rank`, including `rank`."""
     start = rank // degrees.group * degrees.group
     return list(range(start, start + degrees.group))
 
@@ -45,7 +45,7 @@ def group_of(members: Callable[[Degrees, int], list[int]]) -> dist.ProcessGroup:
 
 
 class AveragedByPeers(DistributedDataParallelKwargs):
-    """DDP settings that average gradients over the ranks with the same weights, if other ranks hold other parts."""
+    """DDP settings that average gradients only over the ranks with the same weights (`peers`)."""
 
     def to_kwargs(self):
         more = {"process_group": group_of(peers)} if running().copies > 1 else {}

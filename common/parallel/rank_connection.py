@@ -1,4 +1,4 @@
-"""Connects the ranks of a launch with several processes: network interface and time limit."""
+"""Network interface and time limit while the ranks of a launch with several processes connect."""
 
 import os
 import socket
@@ -16,10 +16,9 @@ from common.parallel.launch import started_world_size
 
 
 def name_interface() -> None:
-    """Sets gloo's network interface to an interface that reaches the main machine, unless the user has set it.
+    """With several machines, sets gloo's network interface to one that reaches the main machine, unless already set.
 
-    It is set only with several machines. By default, gloo uses the address of the host's name, which on many systems is
-    a loopback address.
+    By default, gloo uses the address to which the host's name resolves, which on many systems is a loopback address.
     """
     if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == started_world_size() or "GLOO_SOCKET_IFNAME" in os.environ:
         return
@@ -54,7 +53,7 @@ def connecting(timeout: float) -> Iterator[None]:
 
 @contextmanager
 def at_most(seconds: float, lines: list[str]) -> Iterator[None]:
-    """Limits the block to `seconds` seconds; then the process prints these lines and ends with LOST_STATUS."""
+    """Limits the block to `seconds` seconds; if it takes longer, the process prints `lines` and ends (LOST_STATUS)."""
     timer = threading.Timer(seconds, exit_now, (lines, LOST_STATUS))
     timer.daemon = True
     timer.start()

@@ -1,4 +1,4 @@
-"""Exchanges of the ranks by torch's key-value store, which have no time limit as collectives do."""
+"""Communication between ranks through torch's key-value store, without the time limit of collectives."""
 
 import json
 import time
@@ -11,7 +11,7 @@ SHARED_TIMEOUT = 10  # seconds in which a new file must be visible on all hosts:
 
 
 def is_soon(condition: Callable[[], bool]) -> bool:
-    """Returns whether the condition holds within `SHARED_TIMEOUT`; for example, that this rank sees rank 0's file."""
+    """Returns whether the condition becomes true within `SHARED_TIMEOUT`: for example, rank 0's file is visible."""
     deadline = time.monotonic() + SHARED_TIMEOUT
     while not condition():
         if time.monotonic() > deadline:
@@ -21,7 +21,7 @@ def is_soon(condition: Callable[[], bool]) -> bool:
 
 
 class RankStore:
-    """The key-value store of a launch, with keys of one watch: the launcher may reuse its store."""
+    """The key-value store of a launch. `prefix` makes the keys unique, because the launcher may reuse its store."""
 
     def __init__(self, store: Any, prefix: str, rank: int, world_size: int):
         self.store, self.prefix, self.rank, self.world_size = store, prefix, rank, world_size
@@ -35,7 +35,7 @@ class RankStore:
         """Implements `liveness.wait_for_all`."""
         key, pause = self._new_key("wait"), 0.01
         num_here = self.store.add(key, 1)
-        while num_here < self.world_size:  # torch's store barrier ignores Ctrl-C until all ranks have come
+        while num_here < self.world_size:  # torch's store barrier ignores Ctrl-C until all arrive
             time.sleep(pause)
             num_here, pause = self.store.add(key, 0), min(0.5, 2 * pause)
 

@@ -1,18 +1,17 @@
-"""Every process of a run detects when a different process dies or hangs, reports its rank, and ends.
+"""Every process of a run detects that a different process has died or hangs, reports its rank, and ends.
 
-Rank 0 holds a TCP connection to each other rank, watched by a thread. If a process dies for any reason, the kernel
-closes the connection. TCP keep-alives detect an unreachable host within 15 seconds. Neither detects a process that was
-stopped (SIGSTOP, a frozen container), because its kernel still answers. Therefore the threads also send a few bytes per
-second, and in the training loop a silence of `SILENCE` seconds counts as a dead process. A process that was late
-itself, for example because the entire launch was stopped, restarts its count. The training loop has no overhead, and
-the method is independent of backend and mode. A process that ends normally announces it, with the reason if that is an
-error.
+Rank 0 has a TCP connection to each other rank, and each process watches its connections in a thread. If a process dies
+for any reason, the kernel closes its connections. TCP keep-alives detect an unreachable host within 15 seconds. Neither
+detects a stopped process (SIGSTOP, a frozen container), because its kernel still answers. Therefore the threads also
+send heartbeats, and in the training loop a rank without a heartbeat for `SILENCE` seconds counts as dead. A process
+that was itself stopped, for example with the entire launch, restarts the count. The training loop has no overhead, and
+the method is independent of backend and mode. A process that ends announces it, with the reason if that is an error.
 
-The alternative was torchrun with `@record`, either rendezvous and a process-group timeout of 10 seconds (torch 2.13,
-gloo). It has three disadvantages. It does not know the update. It reports a rank that died or failed on a different
-host as an address. A rank that never connected is reported as a key of the store. A stopped rank uses up the full
-timeout, and the rank that waited for it is reported as the cause. A timeout as short as `SILENCE` would replace gloo's
-30 and NCCL's 10 minutes. It would end each run in which a rank works alone for longer.
+The alternative was torchrun (either rendezvous) with `@record` and a process-group timeout of 10 seconds, tested with
+torch 2.13 and gloo. Its error messages do not contain the update. They show a rank that failed on a different host as
+an address, and a rank that never connected as a key of the store. A stopped rank is detected only after the full
+timeout, and the message then blames the rank that waited for it. A timeout as short as `SILENCE`, instead of gloo's 30
+or NCCL's 10 minutes, would also end each run in which a rank works alone for longer.
 
 A stopped process cannot end itself. Its launcher ends it 30 seconds after any other process of its host has ended. If
 it is alone on its host, it ends when it resumes. A process whose main thread hangs while its other threads run is not
@@ -40,16 +39,16 @@ from common.training.process_grid import Degrees
 
 GRACE = 1.0  # seconds until it is known whether an error occurs on all ranks, or is the result of a dead rank
 BEAT = 1.0  # seconds between two heartbeats
-LATE = 3.0  # seconds between two turns of the thread; if exceeded, this process itself was stopped
-# Seconds without a heartbeat. TCP needs as long for an unreachable host. In the loop, the threads of a process are not
-# delayed for as long, for example by a library that holds Python's lock, or by a host that swaps. A launcher ends the
-# stopped process 30 seconds later, so that the launch ends within 50 seconds.
+LATE = 3.0  # seconds between two iterations of the thread; if exceeded, this process itself was stopped
+# Seconds without a heartbeat after which a rank counts as dead; as long as TCP needs to detect an unreachable host. In
+# the loop, a library that holds the GIL, or a host that swaps, delays the threads for less time. A launcher ends a
+# stopped process 30 seconds later, so the launch ends within 50 seconds.
 SILENCE = 15.0
 _num_watches = 0
 
 
 def start(timeout: float, degrees: Degrees) -> None:
-    """Waits until all ranks of the launch have arrived, then watches them; every rank calls it before it connects.
+    """Waits until all ranks have arrived, then watches them; all ranks call it before they create the process group.
 
     Args:
         timeout: seconds to wait.
@@ -74,7 +73,7 @@ def _keep_alive(connected: socket.socket) -> Connection:
 
 
 def listen(port: int, backlog: int) -> socket.socket:
-    """Returns a server socket on all addresses of this host, IPv4 and IPv6 if it has both."""
+    """Returns a server socket on all addresses of this host, for IPv4 and, if the host supports it, IPv6."""
     is_dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual else socket.AF_INET
     return socket.create_server(("", port), family=family, dualstack_ipv6=is_dual, backlog=backlog)
@@ -94,7 +93,7 @@ class RankWatch:
         self.first_here = rank - int(os.environ.get("LOCAL_RANK", 0))  # the first rank on this host
         self.peers: dict[Connection, tuple[int, str]] = {}  # rank and host
         self.is_failing = self.has_left = False
-        self.sending = threading.Lock()  # otherwise messages of the main thread and the watching thread mix
+        self.sending = threading.Lock()  # otherwise messages of the main thread and the watching thread interleave
         self.deadline = time.monotonic() + timeout
         try:
             store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout)))
@@ -115,7 +114,7 @@ class RankWatch:
             connection.close()
 
     def _accept(self, timeout: float) -> None:
-        token = secrets.token_hex(8)  # a stranger that connects by chance does not know it
+        token = secrets.token_hex(8)  # rejects unrelated programs that connect to the port
         with listen(0, backlog=self.store.world_size) as server:
             self.store.store.set(self.store.prefix, json.dumps([server.getsockname()[1], token, self.host]))
             while len(self.peers) < self.store.world_size - 1:
@@ -146,7 +145,7 @@ class RankWatch:
         self.peers[connection] = (0, host)
 
     def _listen(self) -> None:
-        """Runs in the watching thread: receives messages and heartbeats, and ends this process after a failure."""
+        """Runs in the watching thread: receives messages and heartbeats; ends this process if another rank fails."""
         failure, due = None, 0.0
         failed: list[Connection] = []  # kept open until this process ends too: the other side waits for it
         now = next_beat = time.monotonic()
@@ -170,7 +169,7 @@ class RankWatch:
                     self._end(message)
                 if message["reason"] and failure is None:
                     failure, due = message, time.monotonic() + GRACE
-                with self.sending:  # the main thread may be sending to it
+                with self.sending:  # the main thread may be sending on this connection
                     del self.peers[connection]
                     failed.append(connection) if message["reason"] else connection.close()
             if failure and time.monotonic() >= due:
@@ -201,7 +200,7 @@ class RankWatch:
     def leave(self, reason: str | None, status: int) -> None:
         self.is_failing = reason is not None
         if self.is_failing and status != MISTAKE_STATUS:
-            # If a dead rank is the cause, as in a broken collective, the thread ends this process meanwhile.
+            # If a dead rank caused the error, for example in a collective, the watching thread ends this process here.
             time.sleep(GRACE)
         self.has_left = True
         if reason is not None:
@@ -210,7 +209,7 @@ class RankWatch:
                 failures.note(reason)
         self._tell({"rank": self.rank, "host": self.host, "status": status, "reason": reason})
         if self.is_failing:
-            # A launcher ends all ranks of its host after the first: they must print their reasons before.
+            # Wait, because a launcher ends all ranks of its host after the first; they must print their reasons before.
             self.thread.join(3 * GRACE)
 
     def _end(self, message: dict[str, Any]) -> None:

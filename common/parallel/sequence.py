@@ -1,12 +1,12 @@
-"""Sequence parallelism: several processes share a sequence, each with a part of its tokens and some of its heads.
+"""Sequence parallelism (DeepSpeed-Ulysses, arXiv:2309.14509): N processes share each sequence.
 
 In a transformer, each token is processed independently, except in attention. So each process of a sequence group runs
-the model on its part of the tokens. Around attention, the group exchanges parts of sequences for heads, and back
-(DeepSpeed-Ulysses, arXiv:2309.14509). In attention every process has full sequences with H / N of the H heads. So
-masks, windows and kernels are the same as with one process. Activations use 1 / N of the memory.
+the model on its part of the tokens. An all-to-all before attention gives each process the full sequences for H / N of
+the H heads; an all-to-all after attention returns the output to the parts of the tokens. In attention, masks, windows
+and kernels are therefore the same as with one process. Activations use 1 / N of the memory.
 
-Queries, keys and values are exchanged together before attention, and the output is exchanged after it. A process sends
-(N - 1) / N of its part, so the communication volume falls with N.
+Queries, keys and values are exchanged in one all-to-all. A process sends (N - 1) / N of its part, which is 1 / N of the
+sequence, so the communication volume per process falls with N.
 """
 
 import inspect
@@ -34,16 +34,16 @@ from common.parallel.process_groups import group_of, neighbours
 from common.training.precision import autocast_dtype
 from common.training.process_grid import Degrees
 
-# Supported layer types. All others pass information from token to token outside of attention.
+# Supported layer types. All others pass information between tokens outside of attention.
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-# Models that appear to support a split, but compute a different update: they count positions themselves, or derive a
-# mask from tokens. Found by running 100 model types of transformers 5.23 on two processes and on one process.
+# Model types that pass the other checks, but compute a different update: they compute positions themselves, or derive
+# a mask from tokens. Found by running 100 model types of transformers 5.23 on two processes and on one process.
 OTHERS = {"camembert", "data2vec-text", "doge", "llama4_text", "roberta", "roberta-prelayernorm", "xlm-roberta"}
 OTHERS |= {"xlm-roberta-xl", "xmod"}
 
 
 def check_model(config: PreTrainedConfig, model_class: Any, degrees: Degrees) -> Iterator[str]:
-    """Yields a line for each reason why a model cannot share its sequences; called before it is built."""
+    """Yields one line per reason why a model does not support sequence parallelism; called before it is built."""
     if degrees.sequence == 1:
         return
     setting = f"parallelism_config_sp_size {degrees.sequence}"
@@ -61,7 +61,7 @@ def check_model(config: PreTrainedConfig, model_class: Any, degrees: Degrees) ->
 
 
 def _why_not(config: PreTrainedConfig) -> str | None:
-    """Returns why a causal LM's sequences cannot be shared, as the end of a sentence; None if they can."""
+    """Returns why a causal LM does not support sequence parallelism, as the end of a sentence; None if it does."""
     kind, text = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), config.get_text_config()
     if isinstance(kind, tuple) or kind is None or text is not config:
         return "has inputs other than text, or is not a causal language model of transformers"
@@ -83,10 +83,10 @@ def _why_not(config: PreTrainedConfig) -> str | None:
 
 
 def share_sequences(model: PreTrainedModel, degrees: Degrees) -> None:
-    """Makes each later forward of this process compute its part of the sequences, until `whole_sequences`.
+    """Enables sequence parallelism in the forward passes of this process, until `whole_sequences` is called.
 
-    Call it on the bare model, on all ranks together. A forward raises UserError if the model's attention does not use
-    transformers' interface, because it would then see only its own part.
+    Call it on the bare model, on all ranks together. A forward raises UserError if a layer's attention does not use
+    transformers' interface, because such a layer would see only this process's part of the tokens.
     """
     if degrees.sequence == 1:
         return
@@ -104,7 +104,7 @@ def share_sequences(model: PreTrainedModel, degrees: Degrees) -> None:
         calls.append(module)
         num_key_heads = key.shape[1]
         query, key, value = _to_heads(query, key, value, group)
-        if num_key_heads % group.size():  # keys were repeated; transformers would read the repetitions from the module
+        if num_key_heads % group.size():  # `_to_heads` has repeated keys, so the module's number of groups is wrong
             causal = getattr(module, "is_causal", True)
             module = SimpleNamespace(is_causal=causal, num_key_value_groups=query.shape[1] // key.shape[1])
         output, _ = attention(module, query, key, value, *args, **given)
@@ -124,18 +124,18 @@ def share_sequences(model: PreTrainedModel, degrees: Degrees) -> None:
 
     AttentionInterface.register("sdpa", shared_attention)
     AttentionMaskInterface.register("sdpa", whole_mask)
-    model.register_forward_pre_hook(lambda *_: calls.clear())  # also after a recomputation
+    model.register_forward_pre_hook(lambda *_: calls.clear())  # also removes the calls of a recomputation
     model.register_forward_hook(check_calls)
 
 
 def whole_sequences() -> None:
-    """Makes later forwards of this process compute full sequences alone, for example to generate a sample."""
+    """Disables sequence parallelism in this process, for example to generate a sample."""
     for interface in (AttentionInterface, AttentionMaskInterface):
         interface.register("sdpa", inspect.unwrap(interface()["sdpa"]))
 
 
 def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Exchanges (N, ...) in the group: part i goes to process i, and part j of the result comes from process j."""
+    """All-to-all of (N, ...) in the group: part i goes to process i; part j of the result comes from process j."""
     return _AllToAll.apply(parts.contiguous(), group)
 
 
@@ -157,7 +157,7 @@ class _AllToAll(torch.autograd.Function):
 def _to_heads(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Converts query, key and value, each (B, H, L / N, D) with its own H and D, to (B, H / N, L, D).
 
-    If N does not divide the number of key-value heads, they are repeated, as in grouped-query attention.
+    If N does not divide the number of key-value heads, they are repeated. Under autocast, results have its dtype.
     """
     size, dtype = group.size(), autocast_dtype(query.device) or query.dtype
     num_heads = query.shape[1]

@@ -1,4 +1,4 @@
-"""Checks FSDP2's requirements, and configures FSDP2 and DeepSpeed, also without a GPU. Files: `deepspeed_files`."""
+"""Configures FSDP2 and DeepSpeed, also without a GPU. `deepspeed_files` and `deepspeed_flags` resolve the settings."""
 
 import argparse
 import dataclasses
@@ -24,12 +24,12 @@ from common.training.process_grid import Degrees
 
 
 def names_threads(launch: Launch) -> bool:
-    """Returns whether the user set the threads per process; else the launcher sets 1 if there are several processes."""
+    """Returns whether the user set the threads per process. If not, the launcher sets 1 for several processes."""
     return "num_cpu_threads_per_process" in launch.given or "OMP_NUM_THREADS" in launch.environment
 
 
 def share_of_cores() -> int:
-    """Returns the number of cores per process of this host: the usable cores, divided by the number of processes."""
+    """Returns the number of cores per process on this host: usable physical cores / processes, at least 1."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else sys.maxsize  # not on macOS
     cores = min(allowed, psutil.cpu_count(logical=False) or os.cpu_count() or 1)
     limit = Path("/sys/fs/cgroup/cpu.max")  # limit of a container: CPU microseconds per period
@@ -52,17 +52,17 @@ class ShardedLaunch:
         if runs_on_cpu(launch):
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
             os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # also if there is a GPU, and the config sets use_cpu
-            # With ACCELERATE_USE_CPU, Accelerate would drop FSDP and DeepSpeed. Without it, on a machine without a GPU,
-            # Accelerate finds no backend unless it is set.
+            # If ACCELERATE_USE_CPU is true, Accelerate drops FSDP and DeepSpeed. If it is false, and there is no GPU,
+            # Accelerate selects no backend, so `connect` passes gloo.
             os.environ["ACCELERATE_USE_CPU"] = "false"
             if launch.mode == "DeepSpeed":
-                build_extensions([])  # DeepSpeed's collectives need their extension when the processes connect
+                build_extensions([])  # for DeepSpeed's collectives, which need it when the processes connect
         if launch.mode == "DeepSpeed":
             from common.parallel.deepspeed_flags import settle_deepspeed
 
             config = launch.deepspeed_config
             self.settled = settle_deepspeed(config, args, launch.mixed_precision, launch.degrees)
-            # Next to a DeepSpeed file, Accelerate rejects or uses launcher settings, which `check_launch` has checked.
+            # Otherwise Accelerate would apply or reject launcher settings, which `check_launch` has already checked.
             os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
             os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"
             self.options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=self.settled.config)
@@ -114,11 +114,11 @@ def updates_on_host(accelerator: Accelerator) -> bool:
 
 
 def shard_over_peers(accelerator: Accelerator, degrees: Degrees) -> None:
-    """Lets FSDP2 shard over the ranks with the same part of each layer; by default, it shards over all ranks."""
+    """With tensor parallelism, lets FSDP2 shard over the ranks with the same part of each layer, not over all ranks."""
     if degrees.tensor == 1 or getattr(accelerator.state, "fsdp_plugin", None) is None:
         return
-    # The same sizes as Accelerate's own mesh. That mesh is not used, because its tensor parallelism would partition the
-    # model again.
+    # This mesh has the sizes of Accelerate's own mesh, which is not used, because Accelerate's tensor parallelism would
+    # partition the model again.
     sizes, names = (degrees.data, degrees.tensor), ("dp_shard_cp", "tp")
     mesh = init_device_mesh(accelerator.device.type, sizes, mesh_dim_names=names)
     shard_over(accelerator, mesh["dp_shard_cp"], degrees.data)
@@ -130,13 +130,13 @@ def configure_plugins(accelerator: Accelerator, max_grad_norm: float) -> None:
     if accelerator.device.type == "cpu" and fsdp is not None and isinstance(fsdp.cpu_offload, CPUOffloadPolicy):
         fsdp.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # pinned memory is for copies to a GPU
     if fsdp is not None and fsdp.mixed_precision_policy is not None:
-        # Accelerate would sum gradients over the ranks, and round the loss, in the compute dtype. Outputs are not cast:
-        # the policy applies to every layer, whose hidden states stay in the compute dtype, and a loss is float32
-        # anyway.
+        # By default, Accelerate reduces gradients in the compute dtype, and casts outputs and loss to it. No output is
+        # cast to float32 instead, because the policy applies to every layer, whose hidden states stay in the compute
+        # dtype; the loss is float32 without a cast.
         sums = {"reduce_dtype": torch.float32, "output_dtype": None}
         fsdp.mixed_precision_policy = dataclasses.replace(fsdp.mixed_precision_policy, **sums)
     if accelerator.deepspeed_plugin is not None:
-        from common.internals.deepspeed import silence_memory_report  # here, as most runs do not use DeepSpeed
+        from common.internals.deepspeed import silence_memory_report  # imported here, because most runs do not need it
 
         # DeepSpeed calls collectives by names that torch 2.13 deprecates, with a warning per call.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
@@ -146,9 +146,9 @@ def configure_plugins(accelerator: Accelerator, max_grad_norm: float) -> None:
         if config.get("gradient_clipping", "auto") == "auto":
             # Never 0: DeepSpeed would then not compute the norm, and would not detect a non-finite gradient.
             config["gradient_clipping"] = max_grad_norm or 1e30
-        # In every precision gradients are summed in float32, over micro-batches and over ranks.
+        # Gradients are summed in float32 in every precision, over micro-batches and over ranks.
         config["data_types"], config["communication_data_type"] = {"grad_accum_dtype": "fp32"}, "fp32"
-        # With these settings, ZeRO-1 in bf16 uses a different optimizer of DeepSpeed. By default it keeps each gradient
-        # a second time, in bf16, and prints eighteen lines about memory.
+        # With float32 sums, ZeRO-1 in bf16 uses DeepSpeed's BF16_Optimizer. By default it keeps a second copy of each
+        # gradient, in bf16, and prints eighteen lines about memory.
         config.setdefault("bf16", {})["immediate_grad_update"] = True
         silence_memory_report()

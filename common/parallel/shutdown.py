@@ -21,19 +21,19 @@ from common.parallel import liveness
 from common.parallel.liveness import wait_for_all
 from common.training.stop_signals import keep_early_requests
 
-explain_error: Callable[[BaseException], None] | None = None  # prints the known cause of an error; a run sets it
+explain_error: Callable[[BaseException], None] | None = None  # adds a note with advice to an error; a run sets it
 
 
 def end_run(accelerator: Accelerator, status: int = 0) -> None:
     """Ends a finished or stopped run on all ranks together; with several ranks, no code runs after it.
 
-    If a rank leaves while a different rank still works, that rank can hang. Once everything is written, Python's own
-    shutdown must not spoil the run. gloo's threads race with it (pytorch#179291): in about one of a hundred runs, a
-    process hung there, or was aborted.
+    The ranks wait for each other, because a rank can hang if another leaves while it still works. With several ranks,
+    Python's own shutdown is skipped, because gloo's threads race with it (pytorch#179291): in about one of a hundred
+    runs, a process hung or was aborted there, although all results were written.
     """
     with suppress(dist.DistError):  # the store died with the launcher of rank 0; the barrier below waits as well
         if not launcher.has_died():
-            wait_for_all()  # meanwhile rank 0 writes the model
+            wait_for_all()  # meanwhile rank 0 may still write results
     accelerator.wait_for_everyone()
     for tracker in accelerator.trackers:
         with reported_in_one_line(f"--report_to {tracker.name}: could not be ended"):
@@ -44,7 +44,7 @@ def end_run(accelerator: Accelerator, status: int = 0) -> None:
 
 
 def leave_together(num_processes: int, status: int) -> None:
-    """Ends this process after `end_run`, when the ranks have nothing left to exchange."""
+    """Ends this process when the ranks have nothing left to communicate; with several ranks, by os._exit."""
     liveness.leave()
     if num_processes > 1:
         sys.stdout.flush()
@@ -61,7 +61,7 @@ def user_mistakes_end_here() -> Iterator[None]:
     A user error is a `UserError`. Every other exception keeps its traceback.
     """
     _outlive_readers()
-    gc.freeze()  # imported objects stay: they need not be scanned again, nor destroyed at the end
+    gc.freeze()  # imported objects need neither garbage collection nor destruction at exit
     gc.set_threshold(*common.GC_THRESHOLD)
     keep_early_requests()
     threading.Thread(target=_end_with_launcher, daemon=True, name="launcher").start()
@@ -76,9 +76,9 @@ def user_mistakes_end_here() -> Iterator[None]:
 
 
 def _end_with_launcher() -> None:
-    """Ends this process if its launcher dies before the loop; runs in a thread. In the loop, that is a request to stop.
+    """Thread: ends this process if its launcher dies before the loop. In the loop, that counts as a request to stop.
 
-    The other ranks would never arrive, because they connect through a store in the launcher.
+    The ranks could not connect any more, because the store through which they connect is in the launcher.
     """
     while liveness.update is None and not liveness.in_loop:
         if launcher.has_died():
@@ -89,7 +89,7 @@ def _end_with_launcher() -> None:
 
 
 class _Outliving(io.FileIO):
-    """A stream that discards its output once its reader, or the terminal that shows it, is gone."""
+    """A stream that discards its output after the reader of its pipe has ended, or its terminal was closed."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -111,7 +111,7 @@ class _Outliving(io.FileIO):
 def _outlive_readers() -> None:
     """Keeps the run alive if the reader of its output, such as `| tee log`, ends first.
 
-    The Ctrl-C that requests the run to stop also ends the reader.
+    For example, a Ctrl-C that requests the run to stop also ends `tee`.
     """
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)

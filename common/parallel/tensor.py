@@ -1,14 +1,14 @@
 """Tensor parallelism: each process of a group has a part of every layer, and computes all tokens with it.
 
-It follows the model's own plan (`tp_plan` of transformers' configurations, as in Megatron, arXiv:1909.08053). In a pair
-of linear layers, the outputs of the first and the inputs of the second are partitioned. Between them every process
-computes with its own heads or its own part of the MLP; after the second layer the results are summed. The embedding and
-the head are partitioned by vocabulary. Weights, gradients, optimizer state and FLOPs are 1 / N for these layers. An
-update sends 4 activations of full width per layer.
+The partition follows the model's plan (`base_model_tp_plan` of transformers' configs; Megatron, arXiv:1909.08053).
+In a pair of linear layers, the outputs of the first (column-wise) and the inputs of the second (row-wise) are
+partitioned. Between them, every process computes its own heads or its own part of the MLP; after the second layer, the
+outputs are summed. Embedding and head are partitioned by vocabulary. Weights, gradients, optimizer state and FLOPs of
+these layers are 1 / N. Per micro-batch, each transformer layer all-reduces 4 activations: 2 in forward, 2 in backward.
 
 transformers' `tp_plan="auto"` is not used, for three reasons. It shards only weights that it reads from files. Its
-DTensors work neither with DDP nor with Accelerate's FSDP2. After each backward it sums the gradients of weights that
-all processes keep (Qwen3's norms of queries and keys), so accumulated gradients are summed repeatedly.
+DTensors work neither with DDP nor with Accelerate's FSDP2. After each backward it sums the gradients of replicated
+weights (Qwen3's norms of queries and keys), so gradients accumulated before are summed again.
 """
 
 import inspect
@@ -29,14 +29,14 @@ from common.training.process_grid import Degrees
 from common.training.shares import Share, Shares
 
 CUT = {"colwise": 0, "rowwise": 1, "colwise_gather_output": 0, "rowwise_split_input": 1}  # sharded dimension of weights
-PARTIAL = "replicated_with_grad_allreduce"  # full on each process, between partitioned layers
+PARTIAL = "replicated_with_grad_allreduce"  # replicated weights between partitioned layers
 
 
 def check_model(config: PreTrainedConfig, empty_model: Callable[[], PreTrainedModel], degrees: Degrees) -> list[str]:
-    """Returns a line if a model does not support tensor parallelism; called before it is built.
+    """Returns a line if a model does not support tensor parallelism; called before the model is built.
 
     Args:
-        empty_model: builds it on the meta device.
+        empty_model: builds the model on the meta device.
     """
     if degrees.tensor == 1:
         return []
@@ -85,7 +85,7 @@ def _why_not(config: PreTrainedConfig, empty_model: Callable[[], PreTrainedModel
 
 
 def planned_modules(model: PreTrainedModel) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """Yields the name of each module in the plan, with the module and its style of partition."""
+    """Yields the name of each module in the plan, with the module and the plan's style, such as "colwise"."""
     base, plan = model.base_model, model.config.base_model_tp_plan or {}
     prefix = "" if base is model else f"{model.base_model_prefix}."
     for name, module in base.named_modules():
@@ -94,7 +94,7 @@ def planned_modules(model: PreTrainedModel) -> Iterator[tuple[str, tuple[Any, st
 
 
 def _is_shared(model: PreTrainedModel, name: str, style: str, size: int) -> bool:
-    """Returns whether a layer computes keys or values of fewer heads than processes, so that several share a head."""
+    """Returns whether a layer computes keys or values for fewer heads than processes, so that processes share heads."""
     if style != "colwise":  # each process gets all outputs
         return False
     module: Any = model.get_submodule(name)
@@ -117,8 +117,8 @@ class _Cutter:
     def __init__(self, model: PreTrainedModel, degrees: Degrees):
         self.model, self.group = model, group_of(neighbours)
         self.rank, self.size = self.group.rank(), degrees.tensor
-        self.new: dict[int, tuple[nn.Parameter, Share]] = {}  # by id of the full parameter; tied weights once
-        self._spread: tuple[Tensor, Tensor] | None = None  # between the first and the second layer of a pair
+        self.new: dict[int, tuple[nn.Parameter, Share]] = {}  # by id of the full parameter, so tied weights stay tied
+        self._spread: tuple[Tensor, Tensor] | None = None  # last input and output of `spread`
 
     def bounds(self, total: int) -> tuple[int, int]:
         return _bounds(total, self.rank, self.size)
@@ -138,12 +138,12 @@ class _Cutter:
         setattr(module, name, self.new[id(whole)][0])
 
     def keep(self, module: nn.Module) -> None:
-        """Keeps the module's parameters in full; each rank has a part of their gradient."""
+        """Keeps the module's full parameters on each rank; their gradients are partial sums, to be summed later."""
         for p in module.parameters():
             self.new[id(p)] = (p, Share(tuple(p.shape), sums_gradients=True, counts=self.rank == 0))
 
     def spread(self, x: Tensor) -> Tensor:
-        """Returns `x` for several partitioned layers; its gradients are summed over the group once for all of them."""
+        """Returns the input `x` for the layers that share it; its gradient is all-reduced once for all of them."""
         if not x.requires_grad:
             return x
         if self._spread is None or self._spread[0] is not x:
@@ -151,7 +151,7 @@ class _Cutter:
         return self._spread[1]
 
     def first(self, layer: Any, gathers: bool) -> None:
-        """Partitions a layer by its outputs; with `gathers`, each process gets all outputs."""
+        """Partitions a layer by its outputs (column-wise); with `gathers`, the outputs are all-gathered."""
         self.cut(layer, "weight", 0)
         self.cut(layer, "bias", 0)
         original = layer.forward
@@ -164,7 +164,7 @@ class _Cutter:
         layer.forward = forward
 
     def second(self, layer: Any, splits: bool) -> None:
-        """Partitions a layer by its inputs and sums the outputs; with `splits`, it first splits full inputs."""
+        """Partitions a layer by its inputs (row-wise), all-reduces the outputs; with `splits`, splits full inputs."""
         start, stop = self.bounds(layer.in_features)
         self.cut(layer, "weight", 1)
 
@@ -178,9 +178,9 @@ class _Cutter:
         layer.forward = forward
 
     def share_heads(self, layer: Any, attention: Any) -> None:
-        """Shares heads of keys or values among processes, if there are fewer heads than processes.
+        """Lets processes share key or value heads, if there are fewer heads than processes.
 
-        Each process keeps the full weight, and computes the head that it needs.
+        Each process keeps the full weight, but computes only the head that its queries need.
         """
         self.keep(layer)
         heads = self.model.config.num_key_value_heads
@@ -196,7 +196,7 @@ class _Cutter:
         layer.forward = forward
 
     def divide_vocabulary(self) -> None:
-        """Partitions head and embedding by vocabulary if the head's loss supports it; otherwise both stay full."""
+        """Partitions head and embedding by vocabulary if the head's loss supports it; otherwise both are replicated."""
         head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         if head is None or "targets" not in inspect.signature(head.forward).parameters:
             return
@@ -227,14 +227,14 @@ class _Cutter:
 
 
 def cut_model(model: PreTrainedModel, optimizer: torch.optim.Optimizer, degrees: Degrees) -> None:
-    """Reduces the model and the optimizer's parameters to this rank's part, in place; on all ranks together.
+    """Replaces the parameters of model and optimizer by this rank's parts, in place; call it on all ranks together.
 
-    Call it on the bare model, after `sum_token_losses`, which decides whether the head can be partitioned.
+    Call it on the bare model, after `sum_token_losses`, which sets the loss that the head's partition requires.
     """
     if degrees.tensor == 1:
         return
     cutter = _Cutter(model, degrees)
-    size = degrees.tensor  # shared heads are found before the first partition, which changes the result
+    size = degrees.tensor  # detect shared heads before a partition changes the shapes
     planned = [(*one, _is_shared(model, name, one[1], size), name) for name, one in planned_modules(model)]
     for module, style, is_shared, name in planned:
         if style == PARTIAL:
@@ -256,7 +256,7 @@ def cut_model(model: PreTrainedModel, optimizer: torch.optim.Optimizer, degrees:
 
 @torch.no_grad()
 def whole_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Returns all full weights and buffers on the host of the main process; call it on all ranks together."""
+    """Returns all full weights and buffers in host memory on rank 0, {} on others; call it on all ranks together."""
     shares: Shares = model.shares  # type: ignore[assignment]  # of `cut_model`
     names = {id(p): name for name, p in model.named_parameters()}
     whole: dict[int, Tensor] = {}  # tied weights once
@@ -273,7 +273,7 @@ def whole_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _gather_parts(x: Tensor, full_shape: tuple[int, ...], dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Returns the full tensor, from the parts of all ranks of the group, whose sizes may differ."""
+    """Returns the full tensor, from the parts of the group's ranks. Unlike in all_gather, their sizes may differ."""
     parts = []
     for rank in range(group.size()):
         start, stop = _bounds(full_shape[dim], rank, group.size())
@@ -285,7 +285,7 @@ def _gather_parts(x: Tensor, full_shape: tuple[int, ...], dim: int, group: dist.
 
 
 def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns the sum over the group in the dtype of `x`, computed in float32 at least."""
+    """Returns the sum over the group in the dtype of `x`; 16-bit inputs are summed in float32."""
     total = x.to(torch.promote_types(x.dtype, torch.float32), copy=True, memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total.to(x.dtype)
@@ -299,7 +299,7 @@ def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Spread(torch.autograd.Function):
-    """The input; in backward, the ranks' partial gradients are summed."""
+    """Identity; in backward, all-reduces the ranks' partial gradients."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -312,7 +312,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the group; each rank has the full gradient."""
+    """All-reduces (sum); in backward the identity, because each rank has the full gradient."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -324,7 +324,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The parts of all ranks, concatenated; each rank has the full gradient."""
+    """All-gathers the last dimension; in backward, returns this rank's part of the gradient."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -337,7 +337,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Split(torch.autograd.Function):
-    """This rank's part of a tensor that each rank has in full; each rank has the gradient of its own part."""
+    """Returns this rank's part of a full tensor; in backward, all-gathers the gradients of the parts."""
 
     @staticmethod
     def forward(ctx, x, start, stop, group):
