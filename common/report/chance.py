@@ -9,14 +9,14 @@ import numpy as np
 CHECKED_AT = 100  # updates; a shorter run is checked at its end
 WINDOW = 50  # updates whose losses are averaged
 FEWEST = 20  # minimum number of losses to average
-MARGIN = 0.97  # fraction of the constant answer's loss; below it, the model has begun to use its inputs
+MARGIN = 0.97  # of the constant answer's loss; a lower training loss shows that the inputs are used
 
 
 def constant_loss(samples: Any) -> float | None:
     """Returns the mean loss of the best answer that is the same for all samples; None for samples without labels.
 
-    It is the entropy of the labels, at most ln(number of labels), or the variance of the targets of a regression. Mixed
-    sources count by their weights.
+    For classes it is the entropy of the labels, at most ln(number of labels); for a regression, the variance of the
+    targets. Mixed sources count by their weights.
     """
     parts = list(samples.parts.values()) if hasattr(samples, "parts") else [samples]
     labels = [part.labels for part in parts if getattr(part, "labels", None) is not None]
@@ -36,7 +36,7 @@ def constant_loss(samples: Any) -> float | None:
 
 
 class ChanceCheck:
-    """A single check of the training losses of a run, which are on the host already."""
+    """Checks the training losses of a run once, without waiting for the device: the losses are already on the host."""
 
     def __init__(self, samples: Any, num_updates: int) -> None:
         self.constant = constant_loss(samples)

@@ -2,8 +2,8 @@
 
     python common/report/curves.py runs/books tokens
 
-matplotlib needs some 60 MB and a second, which a training process should not spend. Therefore this module imports
-nothing else of this repository, and a run starts it as a process and continues.
+matplotlib needs about 60 MB and a second. Therefore a run starts this module as a separate process and continues, and
+the module imports no other module of this repository.
 """
 
 import json
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-SMOOTH = 50  # number of parts of a run; the bold line of a noisy metric is the mean over such a window
+SMOOTH = 50  # the bold line of a noisy metric is the mean over 1 / SMOOTH of the run
 COLOURS = ("#4c72b0", "#dd8452")
 NOISY = {"loss", "grad_norm", "tokens_per_second"}
 HELD_OUT = ("validation_loss", "accuracy", "macro_f1", "r2")  # metrics of an evaluation
@@ -31,10 +31,10 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def with_end(lines: list[dict[str, Any]], results: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the lines, the last with the final held-out metrics if it has no evaluation.
+    """Returns the lines; adds the final held-out metrics to the last line, unless it has an evaluation.
 
-    results: from run.json. With --keep_best, the last update has an evaluation, and the results may be of an earlier
-    update.
+    results: from run.json. With --keep_best, the last line already has an evaluation, and the results may belong to an
+    earlier update.
     """
     *others, last = lines or [{"validation_loss": None}]
     if "validation_loss" in last or "best" in results or results.get("updates") != last["update"] + 1:
@@ -43,7 +43,7 @@ def with_end(lines: list[dict[str, Any]], results: dict[str, Any]) -> list[dict[
 
 
 def panels(unit: str) -> dict[str, dict[str, str]]:
-    """Returns the title of each panel, with the metrics of metrics.jsonl that it shows and their labels."""
+    """Returns, by title of the panel, the names in metrics.jsonl that the panel shows, with their labels."""
     return {
         "loss": {"loss": "training", "validation_loss": "held out"},
         "learning rate": {"learning_rate": ""},
@@ -54,9 +54,9 @@ def panels(unit: str) -> dict[str, dict[str, str]]:
 
 
 def column(lines: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
-    """Returns the completed updates and the values of a metric, if present (non-finite values are null in the file).
+    """Returns the numbers of completed updates, and the values of a metric after them; memory in GiB.
 
-    Memory is in GiB.
+    Lines without the metric, or with a non-finite value (null in the file), are skipped.
     """
     scale = 2**30 if name == "peak_memory_bytes" else 1
     lines = [line for line in lines if line.get(name) is not None]
@@ -64,7 +64,7 @@ def column(lines: list[dict[str, Any]], name: str) -> tuple[list[float], list[fl
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """Returns the moving average of the values."""
+    """Returns the centred moving average of the values, over a window of 1 / SMOOTH of them."""
     reach, sums = max(1, len(values) // SMOOTH) // 2, [0.0]
     for value in values:
         sums.append(sums[-1] + value)
@@ -73,7 +73,7 @@ def smoothed(values: list[float]) -> list[float]:
 
 
 def has_spike(values: list[float]) -> bool:
-    """Returns whether a single value would flatten all others on a linear axis."""
+    """Returns whether the largest value is over 100 times the median, so that a linear axis would hide the others."""
     above = sorted(value for value in values if value > 0)
     return bool(above) and above[-1] > 100 * above[len(above) // 2]
 

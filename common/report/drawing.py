@@ -14,7 +14,7 @@ def start_drawing(output_dir: Path, unit: str) -> subprocess.Popen:
 
 
 def draw(output_dir: Path, unit: str, previous: Any = None, is_last: bool = True) -> subprocess.Popen | None:
-    """Starts drawing, unless the `previous` process still draws; the last time, waits for both. Returns the process."""
+    """Starts a drawing process, unless `previous` is still drawing; returns it. is_last: waits for both to end."""
     if previous is not None and not is_last and previous.poll() is None:
         return previous
     with reported_in_one_line("curves.png could not be drawn"):

@@ -1,4 +1,4 @@
-"""Records of a run that has been started before: run.json, metrics.jsonl, and the totals of repeated updates."""
+"""Continues the records of a resumed run: run.json, metrics.jsonl, and the totals of repeated updates."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from common.report.totals import PAUSES, Totals
 def read_earlier(output_dir: Path) -> dict[str, Any]:
     """Returns run.json of the previous start; {} if it is missing, or corrupted by a power failure.
 
-    `commands` has a command for each start. Older runs kept only the last start's command, without the launcher.
+    `commands` has one command per start. Older versions stored only `command`: the last start's, without the launcher.
     """
     try:
         run = read_run(output_dir)
@@ -24,9 +24,9 @@ def read_earlier(output_dir: Path) -> dict[str, Any]:
 
 
 def continued(run: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of run.json for this start, with those of the starts before. run: a `common.run.Run`.
+    """Returns the entries of run.json for this start, merged with those of earlier starts. run: a `common.run.Run`.
 
-    Removes the metrics after the checkpoint, and adds their time to the totals as that of repeated updates.
+    Removes the metrics after the checkpoint, and adds their time to the totals, as time of repeated updates.
     """
     args, state, batches = run.args, run.state, run.loader.dataset
     before = read_earlier(run.output_dir)
@@ -52,7 +52,7 @@ def continued(run: Any, metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _earlier_data(before: dict[str, Any], data: str, update: int) -> list[dict[str, Any]]:
-    """Returns the different data that the first `update` updates were trained on, each with its last update."""
+    """Returns an entry per earlier dataset of the first `update` updates; its use ended before update `until`."""
     earlier = before.get("earlier_data", [])
     kept = [entry for entry in earlier if entry["until"] < update]
     last = earlier[len(kept)] if kept != earlier else before  # the data in use at that time
@@ -62,7 +62,7 @@ def _earlier_data(before: dict[str, Any], data: str, update: int) -> list[dict[s
 
 
 def cut_metrics(path: Path, num_updates: int) -> list[dict[str, Any]]:
-    """Keeps the lines of the first `num_updates` updates; returns the later lines, whose updates are repeated."""
+    """Keeps the lines of the first `num_updates` updates in metrics.jsonl; removes and returns all later lines."""
     if path.exists() and not path.is_file():
         raise UserError(f"disk: {path} is no file; move it away, then start again with --resume")
     kept: dict[int, str] = {}
@@ -86,14 +86,14 @@ def cut_metrics(path: Path, num_updates: int) -> list[dict[str, Any]]:
 
 
 def repeated(totals: Totals) -> dict[str, float]:
-    """Returns the part for run.json, because a start that is killed before its first checkpoint saves no totals."""
+    """Returns the repeated_* totals for run.json, because a start killed before its first save leaves no totals."""
     return {name: value for name, value in totals.saved.items() if name.startswith("repeated_")}
 
 
 def add_repeated(totals: Totals, lines: list[dict[str, Any]], known: dict[str, float]) -> None:
-    """Counts the removed lines of metrics.jsonl. Lines of older versions have no seconds.
+    """Adds time, tokens and number of the removed lines to the totals. Lines of older versions have no seconds.
 
-    known: the sums over earlier starts, from run.json.
+    lines: removed from metrics.jsonl. known: the totals of repeated updates over earlier starts, from run.json.
     """
     sums = {name: max(totals.get(name), value) for name, value in known.items()}
     totals.saved |= sums
@@ -107,6 +107,6 @@ def add_repeated(totals: Totals, lines: list[dict[str, Any]], known: dict[str, f
 
 
 def recorded_results(output_dir: Path, results: dict[str, Any]) -> dict[str, Any]:
-    """Returns the results of a run with nothing left to train: the recorded values, otherwise the new ones."""
+    """Returns the results of a start that trained nothing: the values recorded in run.json, if present, or the new."""
     before = read_run(output_dir).get("results", {})
     return {name: before.get(name, value) for name, value in results.items()}

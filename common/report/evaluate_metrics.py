@@ -23,7 +23,7 @@ MOST_VALUES = 1000  # largest list or matrix that run.json keeps
 
 
 class Request(NamedTuple):
-    """One value of --metric: its text, a hub name or a path, the settings, and the name of its results."""
+    """One value of --metric: its text, parsed into a hub name or path, settings, and the prefix of its results."""
 
     text: str
     place: str
@@ -32,7 +32,7 @@ class Request(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A module, the settings of its computation, and whether it expects a list of references per prediction."""
+    """A loaded module, its settings for `compute`, and whether it expects a list of references per prediction."""
 
     module: Any
     settings: dict[str, Any]
@@ -67,8 +67,8 @@ class Metrics:
     def _load(self, missing: dict[str, str]) -> Iterator[str]:
         """Loads each module; yields one line per problem.
 
-        missing: reasons why modules cannot be downloaded, by the request's text. Without a network they may be in the
-        cache.
+        missing: reasons why modules cannot be downloaded, by the request's text. Offline, the cache may contain such a
+        module.
         """
         from huggingface_hub import constants
 
@@ -79,7 +79,7 @@ class Metrics:
         except ImportError as error:
             yield f"--metric: the package evaluate cannot be imported ({error}); pip install evaluate"
             return
-        configure(offline=constants.HF_HUB_OFFLINE)  # offline, it uses its cache immediately
+        configure(offline=constants.HF_HUB_OFFLINE)  # offline, `evaluate` then uses its cache at once
         for request in self.requests:
             if request.text in missing and not constants.HF_HUB_OFFLINE:
                 yield f"--metric {request.text}: {missing[request.text]}"
@@ -105,7 +105,7 @@ class Metrics:
     def _takes_lists(self, module: Any) -> bool:
         """Returns whether a module expects a list of references per prediction.
 
-        Raises UserError: it requires inputs that the recipe does not have.
+        Raises UserError: the module needs other inputs than predictions and references, or other types.
         """
         options = module.features if isinstance(module.features, list) else [module.features]
         if needed := sorted(set(options[0]) - INPUTS):
@@ -117,10 +117,10 @@ class Metrics:
         raise UserError(f"it compares {forms}, and this run's predictions are {KINDS[self.kind]}; remove it")
 
     def compute(self, predictions: Any, references: Any) -> tuple[dict[str, Any], list[str]]:
-        """Returns the results, `NAME/key`, and a line for each metric, on all ranks.
+        """Returns the results by `NAME/key`, and one printable line per metric, on all ranks.
 
-        If a metric fails, `error_after_training` contains one line. predictions, references: (N,), a list of texts or
-        an array of numbers.
+        If a metric fails, the result `error_after_training` is a line with the reason. predictions, references: (N,), a
+        list of texts or an array of numbers.
         """
         answers, targets = (
             list(values) if isinstance(values, list) else values.tolist() for values in (predictions, references)
@@ -152,7 +152,7 @@ class Metrics:
 
 
 def parse(text: str) -> Request:
-    """Splits NAME_OR_PATH:setting=value,... whose values are JSON or plain text; the settings may be missing."""
+    """Parses NAME_OR_PATH or NAME_OR_PATH:setting=value,...; a value is JSON or plain text."""
     place, settings = match.groups() if (match := SETTINGS.fullmatch(text)) else (text, "")
     pairs = dict(pair.split("=", 1) for pair in settings.split(",") if pair)
     name = Path(place).stem if _is_local(place) else place
@@ -171,7 +171,7 @@ def _is_local(place: str) -> bool:
 
 
 def _find(texts: list[str]) -> list[list[Any]]:
-    """Returns the requests, whether each is a local module, and one line per mistake; for the main process."""
+    """Returns [requests, whether each is a local module, one line per mistake]; called on the main process."""
     requests, problems = [parse(text) for text in dict.fromkeys(texts)], []
     is_local = [_is_local(request.place) for request in requests]
     for request, is_here in zip(requests, is_local, strict=True):
@@ -186,7 +186,7 @@ def _find(texts: list[str]) -> list[list[Any]]:
 
 
 def _ask_hub(name: str) -> str | None:
-    """Returns the reason why the hub cannot provide such a module now, or None. All ranks ask."""
+    """Returns why the hub cannot provide the module now, or None if it can. All ranks call it together."""
     problem = None
     for full_name in [name] if "/" in name else [f"{owner}/{name}" for owner in OWNERS]:
         if (problem := locate(full_name, "space").problem) is None:
@@ -205,12 +205,12 @@ def check_settings(module: Any, settings: dict[str, Any], num_labels: int) -> It
     for name in own.keys() - settings.keys():
         if own[name] is Parameter.empty:
             yield f"it needs the setting {name}; pass NAME_OR_PATH:{name}=VALUE"
-        elif name == "average" and own[name] == "binary" and num_labels > 2:  # as for f1, precision and recall
+        elif name == "average" and own[name] == "binary" and num_labels > 2:  # as in f1, precision, recall
             yield f"it compares two labels, and there are {num_labels}; pass NAME_OR_PATH:average=macro, or micro"
 
 
 def fits(option: Mapping[str, Any], kind: type, wraps: bool) -> bool:
-    """Returns whether inputs of these types accept the values. wraps: with a list of references per prediction."""
+    """Returns whether a module's input types accept values of `kind`. wraps: with a list of references each."""
     types = [
         getattr(feature, "feature", None) if wraps and name == "references" else feature
         for name, feature in option.items()
@@ -233,7 +233,7 @@ def flatten(result: Mapping[str, Any], num_samples: int) -> Iterator[tuple[str, 
 
 
 def _as_json(value: Any) -> Any:
-    """Returns numbers, texts, and lists and dicts of them, also from arrays and tensors; everything else as text."""
+    """Converts arrays, tensors, lists and dicts to JSON types; everything else, except numbers and None, to text."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, Mapping):
         return {str(key): _as_json(item) for key, item in value.items()}

@@ -1,9 +1,9 @@
 """FLOPs of an update and utilisation of the machine's matmul throughput, for metrics.jsonl.
 
-Model FLOPs, as in PaLM's appendix B (arXiv:2204.02311), are the matmuls of one forward and one backward pass of the
-model, for the real tokens. Padding, recomputation and forward passes for counting do not count, so they do not depend
-on the config or on the split of a global batch. Attention counts full squares. Logits count only for targets, and
-experts only if chosen.
+Model FLOPs, as in PaLM's appendix B (arXiv:2204.02311), are the FLOPs of the matmuls of one forward and one backward
+pass, without padding. Recomputation and additional forward passes do not count, so model FLOPs do not depend on the
+config or on the split of a global batch. Attention counts in full, without regard to causal masks. Logits count only
+for targets, and experts only for the tokens routed to them.
 """
 
 import copy
@@ -22,11 +22,11 @@ from common.models.load import attention_length
 from common.parallel.matmul_throughput import has_rate, multiplication_rate
 from common.training.batching import GlobalBatch, GlobalBatches
 
-FEW_STEPS = 16  # maximum length for a model without attention, which may be recurrent with separate operators per step
-INSPECTED = 1000  # samples that are inspected for their lengths
+FEW_STEPS = 16  # maximum counted length of models without attention, whose forward may loop over the time steps
+INSPECTED = 1000  # number of samples from which the longest lengths are taken
 
-# Operators that torch does not count. In a grouped matmul, `a`, `b` or the result has a dimension of groups, which is
-# not a factor. Attention on a CPU has the FLOPs of the GPU kernel.
+# Operators that torch does not count. In a grouped matmul, the dimension of groups, in `a`, `b` or the result, is not a
+# factor of the FLOPs. Attention on a CPU has the FLOPs of the GPU kernel.
 _ATEN = torch.ops.aten
 FORMULAS: dict[Any, Any] = {
     _ATEN._grouped_mm: shape_wrapper(lambda a, b, *_, **__: 2 * a[-2] * a[-1] * b[-1]),
@@ -37,11 +37,11 @@ FORMULAS: dict[Any, Any] = {
 
 @dataclass
 class ModelFlops:
-    """FLOPs of an update, forward and backward, as a polynomial of each sample's lengths; and utilisation."""
+    """FLOPs of an update (forward and backward) as a polynomial of each sample's lengths, and peak FLOP/s."""
 
     coefficients: np.ndarray  # (terms,) per sample, in the order of `_terms`
     per_target: float  # per row of logits
-    rate: float | None  # FLOP/s that all processes together can reach; None: unknown
+    rate: float | None  # measured matmul FLOP/s of all processes together; None: unknown
 
     def of(self, batch: GlobalBatch) -> float:
         """Returns the FLOPs of a global batch, over all ranks."""
@@ -57,7 +57,7 @@ class ModelFlops:
 def of_run(run: Any, is_rehearsal: bool) -> ModelFlops | None:
     """Returns the `ModelFlops` of a `common.run.Run` on its main process, which reports them; None on others.
 
-    Measures the throughput of this process. On a CPU, the processes of a host share its cores.
+    Measures the matmul throughput of this process. On a CPU, it is reduced if a host has more threads than cores.
     """
     if not run.accelerator.is_main_process:
         return None
@@ -73,7 +73,7 @@ def of_run(run: Any, is_rehearsal: bool) -> ModelFlops | None:
 
 
 def count(make_empty: Callable[[], Any], batches: GlobalBatches, rate: float | None = None) -> ModelFlops | None:
-    """Counts the FLOPs of a model by forward passes without data at a few sample lengths.
+    """Fits the FLOPs of a model to forward passes at a few sample lengths, on the meta device.
 
     Draws no random numbers, and does not change the model of `make_empty`. Returns None if the model needs real data.
     """
@@ -82,20 +82,20 @@ def count(make_empty: Callable[[], Any], batches: GlobalBatches, rate: float | N
     longest = lengths.reshape(len(lengths), -1).max(0)
     if attention_length(model.config) == np.inf:
         longest = longest.clip(max=FEW_STEPS)
-    # One point per term of a polynomial of degree 2: the longest lengths, halved 0 to 2 times. Points of very short
-    # samples coincide (images).
+    # One point per term of a polynomial of degree 2: the longest lengths, halved 0 to 2 times. For very short samples,
+    # such as images, points coincide.
     halvings = [n for n in product(range(3), repeat=len(longest)) if sum(n) <= 2]
     points = np.unique([np.maximum(1, longest >> n) for n in halvings], axis=0)
     try:
         if hasattr(model, "set_attn_implementation"):
             # Plain matmuls, because the current implementation may exchange tokens between ranks.
             model.set_attn_implementation("eager")
-        # Otherwise some models look for padding, but the tokens have no data here.
+        # Otherwise some models search the token ids for padding, but meta tensors have no data.
         model.config.get_text_config().pad_token_id = None
         sample = batches.collate([samples.dummy_sample()])
         try:
             passes = np.array([_count(model, sample, point) for point in points])
-        except RuntimeError:  # without data, torch supports grouped matmuls in bf16 only
+        except RuntimeError:  # on the meta device, torch supports grouped matmuls only in bf16
             model.bfloat16()
             passes = np.array([_count(model, sample, point) for point in points])
         head = model.get_output_embeddings()
@@ -118,10 +118,10 @@ def _terms(lengths: np.ndarray) -> np.ndarray:
 
 @torch.no_grad()
 def _count(model: Any, sample: dict[str, torch.Tensor], lengths: np.ndarray) -> int:
-    """Returns the FLOPs of a sample with these lengths in tokens (encoder, decoder).
+    """Returns the FLOPs, forward and backward, of a sample. lengths: tokens, or tokens of encoder and decoder.
 
-    Floating-point inputs have the shape in `sample`. A backward pass has two matmuls per matmul of the forward pass, or
-    a single matmul if the weight is frozen.
+    Floating-point inputs, such as images, have their shape in `sample`. A backward pass has two matmuls per matmul of
+    the forward pass, or one if the weight is frozen.
     """
     inputs = {}
     for name, tensor in sample.items():

@@ -5,9 +5,9 @@ from common.training.process_grid import Degrees
 
 
 def describe_grid(degrees: Degrees, num_micro_batches: int, micro_batch_tokens: int | None) -> dict[str, str]:
-    """Returns the ranks of each group, and the bubble of a pipeline, by label.
+    """Returns the summary lines by label: the ranks of each group, and in a pipeline the bubble.
 
-    Raises UserError: fewer micro-batches than stages. (With --micro_batch_size, this is rejected earlier.)
+    Raises UserError: fewer micro-batches than stages. (With --micro_batch_size, `check_arguments` has checked this.)
     """
     if num_micro_batches < degrees.pipeline:
         raise UserError(

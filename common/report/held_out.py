@@ -26,14 +26,14 @@ def print_evaluation(progress: Any, record: dict[str, Any]) -> None:
 
 
 def add_evaluation(progress: Any, metrics: dict[str, float]) -> None:
-    """Adds the metrics of an evaluation to the line of the last update, which a request to stop left without them."""
+    """Adds an evaluation to the last line of metrics.jsonl, if a request to stop had interrupted the evaluation."""
     if not progress.is_main:
         return
     path = progress.output_dir / "metrics.jsonl"
     *lines, last = path.read_text().splitlines(keepends=True) or [""]
     record = json.loads(last) if last else {}
     if record.get("update") != progress.state.update - 1:
-        return  # its line was corrupted and lost
+        return  # the line of the last update was corrupted, and removed
     names = list(record)
     position = names.index("target_tokens")
     first, others = ({name: record[name] for name in part} for part in (names[:position], names[position:]))
@@ -46,7 +46,7 @@ def add_evaluation(progress: Any, metrics: dict[str, float]) -> None:
 
 
 def print_end_of_patience(progress: Any, patience: int) -> None:
-    """Reports that the updates end here, because `patience` evaluations did not improve on the best."""
+    """Prints that the training ends, because `patience` consecutive evaluations had no lower loss than the best."""
     best = progress.state.best_validation_loss
     lower = "a finite validation loss" if best is None else f"a lower validation loss than {best:.4f}"
     if progress.is_main:
@@ -59,7 +59,7 @@ def print_end_of_patience(progress: Any, patience: int) -> None:
 def describe_results(
     results: dict[str, Any], sources: list[dict[str, Any]] | None, output_dir: Path
 ) -> tuple[list[str], list[str]]:
-    """Returns lines with losses, perplexity and bits per byte, and lines about the best checkpoint.
+    """Returns two lists of lines: losses, perplexity and bits per byte; and the best checkpoint.
 
     sources: `held_out_sources` of run.json. Draws curves.png again if it lacks the final held-out loss.
     """
@@ -83,7 +83,7 @@ def describe_results(
 
 
 def _describe_best(best: dict[str, Any] | None, output_dir: Path) -> str:
-    """Returns a line about the result of `Checkpoints.best_at_end`; the run's held-out metrics are those of model/."""
+    """Returns a line about `best`, the result of `Checkpoints.best_at_end`, and whether model/ is this checkpoint."""
     if best is None:
         return "best       no checkpoint was measured: model/ is the last one"
     line = f"best       {best['checkpoint']}, validation loss {best['loss']:.4f}: "

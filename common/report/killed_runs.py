@@ -13,13 +13,13 @@ from common.files import LOCK
 
 
 def describe_killed(output_dir: Path, is_over: bool = False) -> str | None:
-    """Describes the progress of a run that could not write its own end, as after SIGKILL or at a memory limit.
+    """Describes the progress of a run that ended without recording it, for example by SIGKILL or at a memory limit.
 
     Its status in run.json is "running", and no process holds its lock; a lock may be invisible on a different host. If
-    only some of its processes were killed, the others have written which process was lost.
+    only some of its processes were killed, the others have set a status with the lost rank.
     is_over: whether this process holds the lock, so that the run of run.json cannot be alive.
 
-    Returns None if the run has ended otherwise, still runs, or cannot be read.
+    Returns None if the run recorded a different end, still runs, or its files cannot be read.
     """
     try:
         run = json.loads((output_dir / "run.json").read_bytes())

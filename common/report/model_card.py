@@ -89,7 +89,7 @@ def write_model_card(directory: Path, run: dict[str, Any], model_class: str) -> 
 
 
 def _metrics(run: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields name and value of each metric, with the losses of held-out sources that are evaluated separately."""
+    """Yields name and value of each metric, including the loss of each separately evaluated held-out source."""
     sources = [entry["source"] for entry in run.get("held_out_sources") or []]
     names = METRICS | {f"validation_loss/{source}": f"held-out loss of `{source}`" for source in sources}
     for key, name in names.items():
@@ -107,7 +107,7 @@ def _list(part: str, text: str) -> str:
 def _settings(run: dict[str, Any]) -> Iterator[str]:
     """Yields a table of the settings passed at any start of the run, then the default settings."""
     hidden = HIDDEN_FLAGS.split()
-    # They are replaced by --num_epochs, and without effect.
+    # --num_epochs replaces --num_updates; without an adapter, --lora_dropout has no effect.
     hidden += ["num_updates"] if run["arguments"].get("num_epochs") else []
     hidden += [] if run["arguments"].get("lora_rank") else ["lora_dropout"]
     settings = {
@@ -123,7 +123,7 @@ def _settings(run: dict[str, Any]) -> Iterator[str]:
 
 
 def _commands(run: dict[str, Any]) -> Iterator[str]:
-    """Yields the commands of all starts, each once."""
+    """Yields the distinct commands of all starts, in Markdown, and a note if the launcher is unknown."""
     first, *others = dict.fromkeys(f"    {shlex.join(map(str, command))}" for command in run["commands"])
     yield first
     if others:
@@ -134,7 +134,7 @@ def _commands(run: dict[str, Any]) -> Iterator[str]:
 
 
 def _short(text: str) -> str:
-    """Shortens paths below the working directory and the home directory, because readers have neither."""
+    """Shortens paths below the current and the home directory, which readers of the card do not have."""
     for path, replacement in ((Path.cwd(), ""), (Path.home(), "~/")):
         if path.parent != path:
             text = re.sub(rf"(?<![\w.~/-]){re.escape(str(path))}/", replacement, text)

@@ -1,4 +1,4 @@
-"""Predictions of a classifier for held-out samples: computed on all ranks, and drawn."""
+"""Predictions of a classifier or regression for the held-out set, and their confusion matrix."""
 
 import logging
 import warnings
@@ -44,9 +44,9 @@ def measure(
     model.train()
     losses = mean_losses(run.accelerator, measured)
     rows = run.accelerator.gather(run.accelerator.pad_across_processes(torch.cat(answers)))
-    # Tensor-parallel ranks are replicas; keep one per group.
+    # The ranks of a tensor group have the same predictions; keep those of one rank.
     rows = rows.unflatten(0, (run.accelerator.num_processes, -1))[:: running().tensor].flatten(0, 1)
-    rows = rows[rows[:, 2] == 1].cpu()  # remove the rows that padded the ranks' shares to equal size
+    rows = rows[rows[:, 2] == 1].cpu()  # remove the padding of `pad_across_processes`
     assert len(rows) == len(run.held_out.dataset.samples), "each held-out sample is to be counted once"
     predictions, targets = rows[:, :2].to(targets.dtype).numpy().T
     return losses, predictions, targets

@@ -1,22 +1,22 @@
 """--profile: a trace of three updates for Perfetto, and their time per phase, as a table and in run.json.
 
-Each moment of the three updates counts once, so the table sums to their time, as the main process measured it:
+The table shows the main process. Each moment of the updates belongs to one phase, so the phases sum to their duration:
 
     data           waiting for a global batch, and copying its micro-batches to the device
     forward        the model, and the recipe's work on a micro-batch before and after its backward pass
     backward       autograd; under DeepSpeed also its engine's work on the gradients afterwards
     optimizer      clipping, the step, zero_grad; under DeepSpeed all of its engine's step
-    communication  collectives and messages while nothing is computed, also of a save: waiting for a slower rank
-    evaluation     forward passes without a gradient
-    checkpoint     time that the updates wait for a save, without the thread that writes in parallel
+    communication  collectives and messages while nothing is computed, also those of a save; includes waiting for ranks
+    evaluation     forward passes without gradients
+    checkpoint     time that the updates wait for a save, without the time of the thread that writes in parallel
     other          the remaining time: the loop itself, metrics, trackers
 
-Communication that overlaps with a computing operator is reported in a separate line. It does not overlap with the
-Python code between two operators. On a GPU, a moment belongs to the phase that launched the running kernel. It belongs
-to communication if only NCCL kernels run, and to the host's phase if no kernel runs. A second column then shows the
-kernel time of each phase.
+Communication that overlaps with a computing operator is reported in a separate line. Communication during the Python
+code between two operators does not count as overlapped. On a GPU, a moment belongs to the phase that launched the
+running kernel, to communication if only NCCL kernels run, and to the phase of the host if no kernel runs. A second
+column then shows the kernel time of each phase.
 
-The recorded updates are slower than others, especially with many small operators. Each rank writes its own trace.
+Profiled updates are slower than others, especially with many small operators. Each rank writes its own trace.
 """
 
 import gzip
@@ -43,12 +43,12 @@ PHASES = ("data", "forward", "backward", "optimizer", "communication", "evaluati
 COMMUNICATION, OTHER = PHASES.index("communication"), PHASES.index("other")
 COLLECTIVES = ("gloo:", "nccl:", "c10d::", "_c10d_functional::", "ucc:", "mpi:", "xccl:")
 KERNELS, LAUNCHES = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")  # categories in a trace
-UPDATE = "ProfilerStep#"  # range name of torch.profiler, which other trace readers look for
+UPDATE = "ProfilerStep#"  # name of an update's range in a trace of torch.profiler
 
 
 def profiled(run: Any, batches: Generator[GlobalBatch, None, None]) -> Generator[GlobalBatch, None, None]:
     """Yields the batches of a `common.run.Run` with --profile; records, writes and prints the updates after WARMUP."""
-    if run.device.type == "cpu":  # on a CPU, Kineto only reports that it starts and stops
+    if run.device.type == "cpu":  # hides Kineto's messages, which on a CPU only say that it starts and stops
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     steps = schedule(wait=WARMUP - 1, warmup=1, active=RECORDED, repeat=1)
     with closing(batches):
@@ -59,7 +59,7 @@ def profiled(run: Any, batches: Generator[GlobalBatch, None, None]) -> Generator
                     with record_function("data"):
                         batch = next(batches)
                     yield batch
-                    if run.budget and run.budget.drops_update:  # it was not an update
+                    if run.budget and run.budget.drops_update:  # the batch was a trial, or is retried
                         continue
                     done += 1
                     if run.device.type == "cuda":  # so that kernels belong to the update that launched them
@@ -73,9 +73,9 @@ def profiled(run: Any, batches: Generator[GlobalBatch, None, None]) -> Generator
 
 
 def _named_phases(run: Any) -> ExitStack:
-    """Names the parts of an update by their phases in the trace, until the returned stack is closed.
+    """Wraps the parts of an update in trace ranges named after their phases, until the returned stack is closed.
 
-    Clipping, checkpoints and torch's optimizers set their own names.
+    Clipping, checkpoints and torch's optimizers create their own ranges.
     """
     names, bare_micro_batches = ExitStack(), run.micro_batches
 
@@ -103,7 +103,7 @@ def _named_phases(run: Any) -> ExitStack:
                 micro_batch = next(copied, None)
             if micro_batch is None:
                 return
-            # Until the next micro-batch is requested; the backward pass has its own name inside.
+            # This range lasts until the next micro-batch is requested; the backward pass has its own range inside.
             with record_function(now("forward")):
                 yield micro_batch
 
@@ -118,7 +118,7 @@ def _named_phases(run: Any) -> ExitStack:
 
 def _write(run: Any, profiler: profile) -> None:
     """Writes this rank's trace; the main process prints the time per phase and adds it to run.json."""
-    # Kept until the end, because after recording gloo threads, Kineto has crashed the process when it freed a trace.
+    # The trace is kept until the run ends: freeing a trace with gloo threads has crashed the process in Kineto.
     run.trace = profiler.profiler and profiler.profiler.kineto_results
     directory = Path(run.output_dir) / "profile"
     directory.mkdir(parents=True, exist_ok=True)  # each host may have its own directory
@@ -136,9 +136,9 @@ def _write(run: Any, profiler: profile) -> None:
 
 
 def where_time_went(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns seconds of a trace's updates, of each phase, of overlapped communication, and of each phase's kernels.
+    """Returns seconds of a trace's updates: in total, per phase, of overlapped communication, and of kernels per phase.
 
-    events: the `traceEvents` of a file that torch.profiler exported.
+    events: `traceEvents` of a trace exported by torch.profiler.
     """
     events = [event | {"end": event["ts"] + event["dur"]} for event in events if event["ph"] == "X"]
     host = [event for event in events if event.get("cat") in ("user_annotation", "cpu_op")]
@@ -164,7 +164,7 @@ def where_time_went(events: list[dict[str, Any]]) -> dict[str, Any]:
         is_nccl, phase = event["name"].startswith("nccl"), launched.get(event["args"].get("correlation"), OTHER)
         groups[(1, COMMUNICATION) if is_nccl else (2 * (event["cat"] == "kernel"), phase)].append(event)
     for (_, phase), some in sorted(groups.items()):
-        owner[time.during(some)] = phase  # later groups hide earlier groups that run at the same time
+        owner[time.during(some)] = phase  # later groups override earlier groups that overlap in time
 
     is_update = time.during(updates)
     is_hidden = is_update & time.during(groups[1, COMMUNICATION] if kernels else sent) & (owner != COMMUNICATION)
@@ -181,7 +181,7 @@ def where_time_went(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class _Time:
-    """The time of a trace, split at the beginning and end of each event. seconds: (pieces), duration of each piece."""
+    """The time of a trace, split at the start and end of each event. seconds: (pieces,), the length of each piece."""
 
     def __init__(self, events: list[dict[str, Any]]):
         self.edges = np.unique([event[side] for event in events for side in ("ts", "end")])
@@ -193,7 +193,7 @@ class _Time:
         return slice(max(0, min(start, len(self.seconds) - 1)), end)
 
     def during(self, events: list[dict[str, Any]]) -> np.ndarray:
-        """Returns bool (pieces): whether at least one of the events runs."""
+        """Returns (pieces,) bool: whether at least one of the events runs during a piece."""
         changes = np.zeros(len(self.edges), np.int64)
         for side, change in (("ts", 1), ("end", -1)):
             np.add.at(changes, np.searchsorted(self.edges, [event[side] for event in events]), change)
@@ -201,21 +201,21 @@ class _Time:
 
 
 def _phase_of(event: dict[str, Any]) -> int | None:
-    """Returns the index of the phase that a range of the host names, or None."""
-    # torch's names of step and zero_grad.
+    """Returns the index of the phase that a host event's name stands for, or None."""
+    # torch.optim creates ranges such as Optimizer.step#AdamW.step and Optimizer.zero_grad#AdamW.zero_grad.
     if event["cat"] == "user_annotation" and event["name"].startswith("Optimizer."):
         return PHASES.index("optimizer")
     return PHASES.index(event["name"]) if event["cat"] == "user_annotation" and event["name"] in PHASES else None
 
 
 def _computes(event: dict[str, Any], following: dict[str, Any]) -> bool:
-    """Returns whether an event is an operator without nested operators that does not communicate."""
+    """Returns whether an event is a computing operator: not a collective, and without nested events."""
     is_operator = event["cat"] == "cpu_op" and not event["name"].startswith(COLLECTIVES)
     return is_operator and following["ts"] >= event["end"]
 
 
 def describe(times: dict[str, Any]) -> str:
-    """Returns the table of the results of `where_time_went`, with `updates` added."""
+    """Returns a table as text. times: results of `where_time_went`, plus the recorded updates as `updates`."""
     first, *_, last = times["updates"]
     lines = [f"\nprofile of updates {first} to {last}, {times['seconds']:.3f} s, on the main process"]
     kernels = times.get("kernels")

@@ -1,4 +1,4 @@
-"""Shows and records each update: lines in a log, or a bar on a terminal, and metrics.jsonl."""
+"""Shows each update as log lines or as a terminal bar, and records it in metrics.jsonl and trackers."""
 
 import os
 import sys
@@ -26,8 +26,8 @@ FEWEST_TO_DRAW = 10  # minimum number of updates for a curve
 class LogLines:
     """Progress as lines of text on stderr, for a log file or a pipe.
 
-    Prints the first and the last update; between them at most one line per `SECONDS` and per 1 % of the run, but at
-    least one line per `SILENCE`.
+    Prints the first and the last update. Between them, it prints a line after at least `SECONDS` seconds and 1 % of the
+    run, or after `SILENCE` seconds.
     """
 
     SECONDS, SILENCE = 10.0, 600.0
@@ -38,9 +38,9 @@ class LogLines:
         self.first: int | None = None  # first update of this start, completed at `began`
 
     def update(self, done: int, num_tokens: float, unit: str, record: dict[str, Any], epoch: str = "") -> None:
-        """Ends an update. record: its line of metrics.jsonl. unit: counted by `num_tokens`. epoch: as text.
+        """Shows an update. record: its entries in metrics.jsonl. unit: unit of `num_tokens`. epoch: the epoch, as text.
 
-        Throughput is measured since the last line. The time left includes evaluations and saves, as so far.
+        Throughput is measured since the last line. The estimate of the time left includes evaluations and saves.
         """
         now, is_first = time.perf_counter(), self.first is None
         if self.first is None:
@@ -62,7 +62,7 @@ class LogLines:
             self.close()
 
     def close(self) -> None:
-        """Prints the last update, unless it is already printed."""
+        """Prints the line of the last update, unless it has been printed."""
         if self.line:
             print(self.line, file=sys.stderr, flush=True)
             self.line, self.num_tokens, self.seconds = "", 0.0, 0.0
@@ -71,7 +71,7 @@ class LogLines:
 class Progress:
     """Shows and records updates on the main process; the other ranks only measure time.
 
-    It is a context manager. `work`: on the main process, a `flops.ModelFlops`; None if the FLOPs cannot be counted.
+    It is the context of the loop. work: `flops.ModelFlops` on the main process; None if the FLOPs cannot be counted.
     """
 
     def __init__(self, accelerator: Accelerator, output_dir: Path, num_updates: int, state: Any, work: Any = None):
@@ -116,13 +116,13 @@ class Progress:
             yield batch
 
     def update(self, batch: GlobalBatch, **record: Any) -> None:
-        """Ends an update: a line of metrics.jsonl, the display, the trackers. `record` is written in its order."""
+        """Shows and records an update. record: first entries of its line in metrics.jsonl, in the order to write."""
         now = time.perf_counter()
         pauses = self.totals.take_pauses()
         seconds, self.last = now - self.last - sum(pauses.values()), now
         self.seconds += seconds
         self.num_updates += 1
-        if self.file is None:  # the totals in a checkpoint are those of the main process
+        if self.file is None:  # other ranks do not record; a checkpoint has the totals of the main process
             return
         flops = self.work.of(batch) if self.work else 0.0
         self.totals.add(batch, seconds=seconds, waited=self.waited - self.waited_before, flops=flops)
@@ -171,20 +171,20 @@ class Progress:
         sys.stdout.flush()
 
     def end_early(self, patience: int) -> None:
-        """Reports that `patience` evaluations without an improvement end the updates."""
+        """Prints that the training ends after `patience` consecutive evaluations without an improvement."""
         from common.report.held_out import print_end_of_patience
 
         print_end_of_patience(self, patience)
 
     def draw(self, is_last: bool = False) -> None:
-        """Starts drawing curves.png in parallel to the training; the last time, waits for it."""
+        """Starts drawing curves.png in a separate process; with `is_last`, waits for it."""
         if self.is_main and self.state.update >= FEWEST_TO_DRAW:
             from common.report import drawing
 
             self.drawing = drawing.draw(self.output_dir, self.unit, self.drawing, is_last)
 
     def results(self) -> dict[str, Any]:
-        """Returns the training totals over all starts, for the summary; memory is that of this start."""
+        """Returns the training results: totals over all starts, but memory of this start."""
         peak = peak_memory_bytes(self.accelerator.device)
         results = {
             "updates": self.state.update,
@@ -193,7 +193,7 @@ class Progress:
             "skipped_updates": self.state.skipped_updates,
             "skipped_at_end": self.state.skipped_in_a_row,
             "peak_memory_bytes": peak,
-            # Growth over the loaded model. (On a CPU an upper bound, because earlier peaks count too.)
+            # Peak minus the memory before the loop. (On a CPU an upper bound: the peak may precede the loop.)
             "memory_growth_bytes": peak - self.memory_at_start,
         }
         if self.work and (seconds := self.totals.get("seconds")):

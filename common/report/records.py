@@ -1,4 +1,4 @@
-"""Writes run.json, and lines of metrics.jsonl."""
+"""Reads and writes run.json, and formats lines of metrics.jsonl."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from common.redaction import redact
 
 
 def to_json_line(record: dict[str, Any]) -> str:
-    """Returns a line of JSON, with 17 significant digits for floats (exact for a double), and null if non-finite."""
+    """Returns a line of JSON; floats have 17 significant digits (exact for a double), and are null if non-finite."""
 
     def value(item: Any) -> str:
         if isinstance(item, float):
@@ -31,6 +31,6 @@ def read_run(output_dir: Path) -> dict[str, Any]:
 
 
 def end_unfinished(output_dir: Path, status: str) -> None:
-    """Sets the status in run.json of a run that has not ended; the file may be invisible on this host."""
+    """Sets the status in run.json, if it is "running"; no effect if the file is not visible on this host."""
     if (output_dir / "run.json").is_file() and (run := read_run(output_dir))["status"] == "running":
         write_run(output_dir, run | {"status": status})

@@ -12,7 +12,7 @@ from common.parallel.launch import Launch
 from common.redaction import redact
 from common.training.recipe_traits import given_flags
 
-# Variables that affect a run, or the locations where it reads and writes.
+# Prefixes of environment variables that affect a run, or the locations of its files.
 PREFIXES = "ACCELERATE_ CUDA_ DS_ FSDP_ GLOO_ HF_ MKL_ NCCL_ NVIDIA_ OMP_ PYTORCH_ TOKENIZERS_ TORCH TRANSFORMERS_"
 PREFIXES += " XDG_CACHE_HOME"
 LAUNCH_SETTINGS = "num_machines machine_rank main_process_ip main_process_port num_processes mixed_precision use_cpu"
@@ -70,9 +70,9 @@ def _source(launch: Launch, name: str) -> str:
 def print_dry_run(
     args: argparse.Namespace, launch: Launch, accelerator: Accelerator, num_left: int, memory: str
 ) -> None:
-    """Prints the end of a dry run: the settings as three columns (name, value, source; no secrets) and the outcome.
+    """Prints the settings as three columns (name, value, source), without secrets, and the outcome of a dry run.
 
-    num_left: updates that the run would make. memory: predicted peak memory.
+    num_left: number of updates that remain to be trained. memory: predicted peak memory, as text.
     """
     settings = list_settings(args, launch, accelerator)
     rows = [[name, str(redact({name: value})[name]), redact(source)] for name, value, source in settings]

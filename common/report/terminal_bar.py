@@ -13,7 +13,7 @@ class TerminalBar:
         self.held_out = ""  # loss of the last evaluation, as text
 
     def update(self, _: int, num_tokens: float, unit: str, record: dict[str, Any], epoch: str = "") -> None:
-        """Ends an update; the arguments are those of `LogLines.update`."""
+        """Shows an update. For the arguments see `LogLines.update`."""
         self.bar.set_postfix_str(
             f"loss {record['loss']:.3f}, {self.held_out}{num_tokens / record['seconds']:,.0f} {unit}/s, "
             f"{record['peak_memory_bytes'] / 2**30:.2f} GiB, waiting {record['waiting_for_data']:.0%}"

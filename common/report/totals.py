@@ -1,7 +1,7 @@
 """Training totals of a run, summed over all its starts.
 
-Each update counts once, in the start whose result the run kept; `report.earlier_starts` sums the lost updates of a
-killed start, as repeated_*. The totals are saved in every checkpoint. Training time excludes evaluations and saves.
+If a start is killed, its updates after the last checkpoint are lost and repeated by the next start. The sums contain
+only the repetition; `report.earlier_starts` sums the lost updates as repeated_*. Every checkpoint contains the totals.
 """
 
 import time
@@ -17,7 +17,7 @@ PAUSES = (EVALUATION, SAVING)  # between updates, while the training waits
 
 @contextmanager
 def pause(saved: dict[str, Any], name: str) -> Iterator[None]:
-    """Context manager: adds its duration to one of `PAUSES`. saved: totals of the run."""
+    """Context manager: adds the block's duration in seconds to `saved[name]`. saved: totals. name: one of `PAUSES`."""
     began = time.perf_counter()
     try:
         yield
@@ -26,14 +26,14 @@ def pause(saved: dict[str, Any], name: str) -> Iterator[None]:
 
 
 class Totals:
-    """The totals of a run. `saved`: sums over updates and seconds of pauses; empty in checkpoints of older versions."""
+    """The totals of a run. saved: sums over updates, and seconds of pauses; {} from checkpoints of older versions."""
 
     def __init__(self, saved: dict[str, Any]):
         self.saved = saved
         self.pauses_before = {name: self.get(name) for name in PAUSES}
 
     def take_pauses(self) -> dict[str, float]:
-        """Returns the seconds of each pause since the last call, without the pauses that did not occur."""
+        """Returns the seconds of each kind of pause since the last call, if there were any."""
         before, self.pauses_before = self.pauses_before, {name: self.get(name) for name in PAUSES}
         return {name: self.get(name) - before[name] for name in PAUSES if self.get(name) > before[name]}
 
@@ -41,7 +41,7 @@ class Totals:
         return self.saved.get(name, 0)
 
     def add(self, batch: Any, **sums: float) -> None:
-        """Counts an update. Work per rank is only summed while the number of ranks stays the same."""
+        """Adds an update, with `sums`, to the totals. The work per rank restarts if the number of ranks changes."""
         sums |= {"updates": 1, "tokens": int(batch.num_tokens), "processed": int(batch.num_processed)}
         for name, value in sums.items():
             self.saved[name] = self.get(name) + value
@@ -68,7 +68,7 @@ class Totals:
 
 
 def describe(results: dict[str, Any], num_starts: int) -> str:
-    """Returns the training time, the updates that it covers, and the throughput as text."""
+    """Returns training time and throughput as text, and the updates that the time covers if these are not all."""
     parts = [f"{num_starts} starts"] if num_starts > 1 else []
     if repeated := results.get("repeated_updates"):
         parts.append(f"{results['repeated_seconds']:.0f} s for {repeated:,} updates that were made again")
@@ -79,7 +79,7 @@ def describe(results: dict[str, Any], num_starts: int) -> str:
 
 
 def describe_pauses(results: dict[str, Any]) -> str | None:
-    """Returns the time of evaluations and saves as text, or None if the run has hardly paused."""
+    """Returns the time of evaluations and saves as text, without those below 0.05 s; None if nothing is left."""
     parts = {"evaluation": results.get(EVALUATION), "saving checkpoints": results.get(SAVING)}
     words = " and ".join(f"{seconds:.1f} s of {name}" for name, seconds in parts.items() if seconds and seconds > 0.05)
     return f"not counted as training time: {words}" if words else None

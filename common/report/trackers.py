@@ -1,4 +1,4 @@
-"""Trackers of --report_to: started or continued with the run, they receive the metrics of each update."""
+"""Trackers of --report_to: starts or continues them with the run, and sends them the metrics of each update."""
 
 import argparse
 import re
@@ -11,12 +11,12 @@ from accelerate import Accelerator
 from common.errors import with_location
 from common.redaction import redact
 
-# Trackers' names for the ID with which a run is continued. (Other trackers use the same directory or experiment.)
+# Name of the argument and attribute with the ID of a tracker's run. (Others continue in the directory or experiment.)
 RUN_NAMES = {"wandb": "id", "trackio": "name"}
 
 
 def start_trackers(args: argparse.Namespace, accelerator: Accelerator, state: Any) -> None:
-    """Starts the trackers, or continues those of the run, and notes their IDs in the training state."""
+    """Starts the trackers, or continues those in `state.tracker_runs`, and sets their run IDs there."""
     flags = {
         key: value if isinstance(value, int | float | str) else str(value) for key, value in redact(vars(args)).items()
     }
@@ -33,9 +33,9 @@ def start_trackers(args: argparse.Namespace, accelerator: Accelerator, state: An
 
 
 def log(progress: Any, metrics: dict[str, Any], update: int) -> None:
-    """Sends the numbers of a record to the trackers; a tracker that fails is removed.
+    """Sends the numbers in `metrics` to the trackers; a tracker that fails is removed, with a printed line.
 
-    Some trackers (MLflow) reject the * in names of sources that are patterns.
+    Special characters in names are replaced, because some trackers (MLflow) reject them, such as the * of a glob.
     """
     numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
     numbers = {re.sub(r"[^\w./ -]", "_", name): value for name, value in numbers.items()}

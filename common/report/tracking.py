@@ -1,4 +1,4 @@
-"""The run summary, run.json and the results: all that a run prints and records about itself, except its updates."""
+"""Prints and records the run summary, run.json and the results. For updates see `report.progress`."""
 
 import math
 import os
@@ -43,7 +43,7 @@ def memory_in_use_bytes(device: torch.device) -> int:
 def start_run(run: Any, config: PreTrainedConfig) -> None:
     """Writes run.json (requested and effective settings, versions) and starts the trackers of --report_to.
 
-    A resumed run removes metrics after its checkpoint, and continues its trackers. run: a `common.run.Run`.
+    On resume, removes the metrics after the checkpoint, and continues the trackers. run: a `common.run.Run`.
     """
     args, accelerator, output_dir, state = run.args, run.accelerator, run.output_dir, run.state
     if accelerator.is_main_process:
@@ -94,9 +94,9 @@ def print_run(
     rehearsal: bool = False,
     **lines: str,
 ) -> None:
-    """Prints the run summary before the run.
+    """Prints the run summary, before the first update.
 
-    `rehearsal`: a GPU config runs on a CPU. `lines`: the recipe's own lines, by label.
+    rehearsal: whether a GPU config runs on a CPU. lines: the recipe's own lines of the summary, by label.
     """
     world, degrees, first = accelerator.num_processes, running(), train[0]
     total = sum(number_of(p) for p in model.parameters())
@@ -157,7 +157,7 @@ def _describe_length(args: Arguments, train: GlobalBatches) -> tuple[str, float]
 
 
 def describe_held_out(metrics: dict[str, float], samples: Any) -> dict[str, float]:
-    """Adds perplexity and bits per byte to the metrics of held-out text, and bits per byte of gzip -9 and xz -9."""
+    """Returns the metrics of held-out text, plus perplexity and the bits per byte of the model, gzip -9 and xz -9."""
     loss = metrics["validation_loss"]
     results = metrics | {"perplexity": math.exp(min(loss, 700))}
     if getattr(samples, "num_bytes", None):  # every token of the text is a target exactly once
@@ -169,7 +169,7 @@ def describe_held_out(metrics: dict[str, float], samples: Any) -> dict[str, floa
 
 
 def record_results(results: dict[str, Any], output_dir: Path, model_class: str, **entries: Any) -> bool:
-    """Writes the results and `entries` to run.json, and the model card. Returns whether run.json had results before."""
+    """Writes the results and `entries` to run.json, and the model card. Returns whether run.json had results."""
     before = read_run(output_dir)
     run = before | {"results": results} | entries
     write_run(output_dir, run)
@@ -179,7 +179,7 @@ def record_results(results: dict[str, Any], output_dir: Path, model_class: str, 
 
 
 def describe_failure(results: dict[str, Any]) -> str | None:
-    """Returns why a completed run trained nothing, or nothing in at least its second half; otherwise None."""
+    """Returns a message if at least the last half of a run's updates was skipped as non-finite; otherwise None."""
     updates, at_end = results["updates"], results.get("skipped_at_end", 0)
     if not updates or 2 * at_end < updates or (results.get("best") or {}).get("is_model"):
         return None
@@ -189,9 +189,9 @@ def describe_failure(results: dict[str, Any]) -> str | None:
 
 
 def print_results(results: dict[str, Any], output_dir: Path, model_class: str, is_again: bool, *lines: str) -> None:
-    """Prints the end of a run: metrics, the recipe's own `lines`, paths of the outputs. Adds the metrics to run.json.
+    """Prints results, the recipe's own `lines` and the paths of the outputs; writes results and status to run.json.
 
-    is_again: whether the run had finished before, and only its end was repeated.
+    is_again: whether run.json already had results, because a finished run was resumed and only its end repeated.
     """
     failure = describe_failure(results)
     record_results(results, output_dir, model_class, status=f"failed: {failure}" if failure else "finished")
