@@ -42,7 +42,7 @@ class Example(NamedTuple):
 def read_examples(
     source: Source, pair_column: str | None, label_column: str
 ) -> tuple[str, list[Example], list[str] | None]:
-    """Returns a source's name with its unused columns, its rows, and its class names by number, if it numbers them.
+    """Returns (name with unused columns, rows, class names) of a source; without class numbers, class names are None.
 
     Raises UserError with file and row for a missing column, text or label.
     """
@@ -90,27 +90,27 @@ def _number(label: Any) -> float | None:
 
 
 def is_regression(examples: list[Example]) -> bool:
-    """Returns whether the labels are numbers, some of them fractional: 3.8, but not 0 and 1.
+    """Returns whether the labels are numbers, at least one of them fractional (3.8; 0 and 1 are classes).
 
-    Up to a tenth of the labels may be other texts ("n/a", "3,8"), which `encode_labels` then reports.
+    Up to a tenth of the labels may be non-numeric ("n/a", "3,8"); `encode_labels` then reports the first of them.
     """
     numbers = [_number(example.label) for example in examples]
     return numbers.count(None) <= len(numbers) / 10 and any(number is not None and number % 1 for number in numbers)
 
 
 def _name(label: Any) -> str:
-    """Returns the label as text; 1.0 becomes 1, because some Parquet writers store integers as floats next to nulls."""
+    """Returns the label as text; 1.0 becomes 1, because integer columns with nulls are often stored as floats."""
     return str(int(label)) if isinstance(label, float) and label.is_integer() else str(label)
 
 
 def label_names(examples: list[Example]) -> list[str]:
-    """Returns the distinct labels, numbers by value and before all other labels.
+    """Returns the distinct labels, sorted: numbers by value, before all other labels.
 
-    Raises UserError if there is only one label, if each row has its own label, or if nan occurs among numbers. Among
-    names, nan is a name.
+    Raises UserError if all labels are equal, if all differ (in more than two rows), or if nan or inf occurs among
+    numbers. Among names, nan and inf are ordinary names.
     """
     names = {_name(example.label) for example in examples}
-    # CSV files store a missing number as one of these texts.
+    # CSV files store a missing or infinite number as one of these texts.
     missing = {name for name in names if name.strip().lstrip("+-").lower() in ("nan", "inf", "infinity")}
     if missing < names and missing and all(_number(name) is not None for name in names - missing):
         example = next(example for example in examples if example.label in missing)
@@ -134,7 +134,7 @@ def label_names(examples: list[Example]) -> list[str]:
 def encode_labels(examples: list[Example], names: list[str] | None) -> np.ndarray:
     """Returns the targets (N,): int64 indices into `names`, or float32 numbers without names.
 
-    Raises UserError with file and row for an unknown label, or without names, for a label that is not a number.
+    Raises UserError with file and row if a label is not in `names` or, without names, is not a finite number.
     """
     if names is None:
         numbers = [_number(example.label) for example in examples]
@@ -209,11 +209,11 @@ class LabelledTexts:
             columns = list(map(list, texts))
             encoded = tokenizer(*columns, **limit, return_token_type_ids=True, return_attention_mask=False)
             for text_ids, text_types in zip(encoded["input_ids"], encoded["token_type_ids"], strict=True):
-                # A decoder's tokenizer returns no tokens for a text of unknown characters only.
+                # Some tokenizers, without an unknown token, return no token for a text of unknown characters.
                 ids.append(np.array(text_ids or [tokenizer.pad_token_id], np.int32))
                 types.append(np.array(text_types or [0], np.int8))
                 lengths.append(len(ids[-1]))
-            if encoded.encodings is None:  # a tokenizer in Python (ByT5) does not report truncation
+            if encoded.encodings is None:  # a slow tokenizer (ByT5) does not report truncation
                 full = tokenizer(*columns, return_attention_mask=False, verbose=False)["input_ids"]
                 self.num_truncated += sum(len(text) > sequence_length for text in full)
             else:
@@ -235,11 +235,11 @@ class LabelledTexts:
         return self._ids[part].astype(np.int64), self._types[part].astype(np.int64), self.labels[index].item()
 
     def dummy_sample(self) -> tuple[np.ndarray, np.ndarray, None]:
-        """Returns the shortest text without its target, in full, because some models require its special tokens."""
+        """Returns the shortest text without a target; not truncated, because some models require special tokens."""
         return *self[int(self.lengths(np.arange(len(self))).argmin())][:2], None
 
     def lengths(self, ids: np.ndarray) -> np.ndarray:
-        """Returns the input tokens of each sample, int64."""
+        """Returns the number of input tokens of each sample, int64."""
         return self._offsets[np.asarray(ids) + 1] - self._offsets[ids]
 
     def num_targets(self, ids: np.ndarray) -> np.ndarray:
@@ -262,15 +262,15 @@ def check_length(
         return [f"--sequence_length {sequence_length} is too short for text and {num_special} special tokens; raise it"]
     longest = tokenizer.model_max_length
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
-    # In RoBERTa, this maximum is two less than the positions. A far smaller maximum is only the length that a
-    # classifier was trained with, which may be raised.
+    # RoBERTa's tokenizer reports two tokens less than the model has positions: a hard limit. If a tokenizer reports far
+    # fewer tokens, this is only the length that the model was trained with, and longer texts are allowed.
     if positions - 8 <= longest < min(sequence_length, positions):
         return [f"--sequence_length {sequence_length} exceeds the tokenizer's {longest} tokens; lower it"]
     return []
 
 
 def set_pipeline_inputs(tokenizer: PreTrainedTokenizerBase, sequence_length: int, inputs: tuple[str, ...]) -> None:
-    """Configures the tokenizer to save so that a pipeline gets the inputs of `LabelledTexts` and `collate_texts`."""
+    """Configures the tokenizer, before it is saved, to make the same inputs in a pipeline as in training."""
     tokenizer.model_max_length = sequence_length
     tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = ["input_ids", *inputs]
 
@@ -285,9 +285,9 @@ def collate_texts(
     """Pads texts on the right into one micro-batch.
 
     Returns:
-        `input_ids` (B, L); `attention_mask` and `token_type_ids` (B, L), if they are in `inputs`, the mask only if
-            there is padding.
-        `targets` (N,), and `target_rows` (N,), the rows of their texts: all rows except dummy samples.
+        `input_ids` (B, L); `attention_mask` and `token_type_ids` (B, L) if they are in `inputs`. Without padding,
+            there is no mask.
+        `targets` (N,), and `target_rows` (N,), the row of each target; dummy samples have no target.
     """
     ids, types, targets = zip(*samples, strict=True)
     pad = partial(pad_rows, multiple_of=multiple_of)

@@ -9,16 +9,16 @@ import numpy as np
 def score(losses: dict[str, float], predictions: np.ndarray, targets: np.ndarray) -> dict[str, float]:
     """Returns the losses with the metrics of predictions (N,): classification for int targets, otherwise regression.
 
-    Classification: accuracy; macro_f1, the mean F1 of every label in targets or predictions; majority_share, the
-    accuracy of always predicting the most frequent label. Regression: r2 (0 for always predicting the mean); Pearson's
-    r.
+    Classification: accuracy; macro_f1, the mean F1 over all labels in targets or predictions; majority_share, the
+    accuracy of always predicting the most frequent label. Regression: r2 (0 for always predicting the mean) and
+    pearson (correlation); both are NaN for a single target or non-finite predictions.
     """
-    # scikit-learn's functions are used because the modules of `evaluate` that call them are downloaded: they need a
-    # network and --trust_remote_code. --metric computes those in addition.
+    # scikit-learn is called directly, because the corresponding metrics of `evaluate` are downloaded code: they need a
+    # network and --trust_remote_code. --metric computes them in addition.
     drawn = random.getstate()
-    from sklearn.metrics import accuracy_score, f1_score, r2_score  # imported here because it takes seconds
+    from sklearn.metrics import accuracy_score, f1_score, r2_score  # here because the import takes seconds
 
-    # The import draws a random number once per process, also after a resume, so the RNG state is restored.
+    # The first import in a process draws from Python's RNG. A resumed run imports again, so the state is restored.
     random.setstate(drawn)
     if targets.dtype.kind == "i":
         return losses | {
@@ -35,7 +35,7 @@ def score(losses: dict[str, float], predictions: np.ndarray, targets: np.ndarray
 
 
 def describe_scores(results: dict[str, float]) -> list[str]:
-    """Returns a line with the metrics and the baselines, if there is a held-out set."""
+    """Returns a line with the metrics and the baselines; [] without a held-out set."""
     if "r2" in results:
         return [f"R2 {results['r2']:.3f} (0: always the mean), Pearson {results['pearson']:.3f}"]
     if "accuracy" not in results:

@@ -1,4 +1,4 @@
-"""A baseline for text classification: TF-IDF of the tokens with logistic regression, in seconds on one process."""
+"""A baseline for text classification: logistic regression on TF-IDF of the tokens; takes seconds on one process."""
 
 import warnings
 
@@ -7,17 +7,17 @@ from scipy.sparse import csr_matrix
 
 from common.training.batching import Samples
 
-# Limits of time and memory for any data: rows, rows x labels, weights, tokens per text, iterations.
+# Maximum rows, rows x labels, weights, tokens per text, iterations: they bound time and memory for any dataset.
 MOST_ROWS, MOST_ANSWERS, MOST_WEIGHTS, MOST_TOKENS, MOST_ITERATIONS = 10_000, 500_000, 1_000_000, 512, 100
 
 
 def measure(train: Samples, held_out: Samples, num_labels: int, seed: int) -> dict[str, float]:
-    """Returns the held-out accuracy of the baseline, and the number of texts in its training and evaluation.
+    """Returns the held-out accuracy of the baseline, and the numbers of texts in its training and evaluation.
 
-    It reads the model's tokens, the first `MOST_TOKENS` of a text, and a random subset of many texts. The result is
-    empty if the training texts have a single label. The run's RNG states do not change.
+    The features are the model's token ids, at most the first `MOST_TOKENS` of a text. Of many texts, a random subset is
+    used. Returns {} if the training texts have a single label. The run's RNG states do not change.
     """
-    from sklearn.exceptions import ConvergenceWarning  # imported here because it takes seconds
+    from sklearn.exceptions import ConvergenceWarning  # here because the import takes seconds
     from sklearn.feature_extraction.text import TfidfTransformer
     from sklearn.linear_model import LogisticRegression
 
@@ -31,14 +31,14 @@ def measure(train: Samples, held_out: Samples, num_labels: int, seed: int) -> di
     kept = np.argsort(-counts.getnnz(axis=0), kind="stable")[: max(MOST_WEIGHTS // num_labels, 1)]
     weigh, model = TfidfTransformer(sublinear_tf=True), LogisticRegression(C=10, max_iter=MOST_ITERATIONS)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # a baseline may stop early
+        warnings.simplefilter("ignore", ConvergenceWarning)  # a baseline need not converge
         model.fit(weigh.fit_transform(counts[:, kept]), labels)
     accuracy = model.score(weigh.transform(held_out_counts[:, kept]), expected)
     return {"tfidf_accuracy": float(accuracy), "tfidf_texts": len(labels), "tfidf_held_out_texts": len(expected)}
 
 
 def _read(samples: Samples, most: int, rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
-    """Returns token ids and labels of all samples, or of `most` random samples."""
+    """Returns token ids and labels of all samples; if there are more than `most`, of `most` random samples."""
     total = len(samples)
     rows = np.arange(total) if total <= most else np.sort(rng.choice(total, most, replace=False))
     selected = [samples[int(row)] for row in rows]

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from common.data.mixed import Mixed
 
 # BERT of base and large size is fine-tuned at 2e-5 to 5e-5 (arXiv:1810.04805, appendix A.3), its smallest versions and
-# ELECTRA-small at up to 3e-4 (github.com/google-research/bert; arXiv:2003.10555). In between, the rate is inversely
-# proportional to the parameters per layer, which grow with the square of the width. Measurements are in
-# results/fine-tuning-rates-cpu.md.
+# ELECTRA-small at up to 3e-4 (github.com/google-research/bert; arXiv:2003.10555). For sizes in between, the rate is
+# inversely proportional to the parameters per layer, which grow with the square of the width. Measurements are in
+# benchmarks/results/fine-tuning-rates-cpu.md.
 BASE_RATE, BASE_WIDTH, LOWEST_RATE, HIGHEST_RATE = 5e-5, 768, 2e-5, 3e-4
 RATE_RULE = (
     f"{BASE_RATE:g} x ({BASE_WIDTH} / width)^2, from {LOWEST_RATE:g} to {HIGHEST_RATE:g}, as in the papers of BERT and "
@@ -42,7 +42,7 @@ SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediat
 
 
 class Rows(NamedTuple):
-    """The rows of each source by its name, the weights of mixed sources as in `Source`, and the names for messages."""
+    """Rows by source name; the weights of mixed sources, as in `Source`; the titles of the sources, for messages."""
 
     sources: dict[str, list[Example]]
     weights: tuple[int, ...] = ()
@@ -54,7 +54,7 @@ class Rows(NamedTuple):
 
 
 def _read(args: Arguments, source: Source) -> tuple[Rows, list[str] | None]:
-    """Returns the rows of a source, and its class names if all mixed sources have the same."""
+    """Returns the rows of a source, and its class names; None if classes have no numbers, or mixed sources differ."""
     parts = [read_examples(part, args.pair_column, args.label_column) for part in source.parts or (source,)]
     titles, examples, classes = zip(*parts, strict=True)
     names = [part.files[0] for part in source.parts] or titles
@@ -74,7 +74,7 @@ def fine_tuning_rate(args: Arguments) -> float:
 
 
 def describe_rate(args: Arguments) -> dict[str, str]:
-    """Returns a line for the run summary on a pretrained model's default learning rate, if the run uses it."""
+    """Returns a line for the run summary on the default learning rate of a pretrained model; {} for other rates."""
     if not args.model_name_or_path:
         return {}
     default = default_rate(args, fine_tuning_rate)
@@ -82,7 +82,7 @@ def describe_rate(args: Arguments) -> dict[str, str]:
 
 
 def check_arguments(args: Arguments) -> Iterator[str]:
-    """Yields one line for each flag that has no effect."""
+    """Yields one line for each flag that needs a different flag, which is not set."""
     if args.new_head and not args.model_name_or_path:
         yield "--new_head has no effect without --model_name_or_path; remove it, or name the model"
     if args.validation_file and not (args.train_file or args.dataset_name):
@@ -94,7 +94,7 @@ def read_rows(
 ) -> tuple[Rows, Rows | None, list[str] | None, list[str] | None]:
     """Returns the training rows, the held-out rows or None, the labels, and the class names by number.
 
-    The labels are None for a regression, and the class names if the data does not number its classes.
+    The labels are None for a regression. The class names are None if the data does not number its classes.
     """
     held_out: Rows | None
     if source.embedded:
@@ -119,7 +119,7 @@ def choose_model(
     """Returns configuration, tokenizer and labels of a pretrained model, or of a BERT model from scratch.
 
     Args:
-        sizes: sizes of models from scratch: layers, width, heads, MLP width, vocabulary, ...
+        sizes: models from scratch by name: layers, width, heads, MLP width, vocabulary, ...
         source: the training text, on which a new tokenizer is trained.
         names, classes: the labels and class names that `read_rows` returns.
 

@@ -1,10 +1,10 @@
-"""Turns preference pairs into samples: a chosen and a rejected sequence with the same beginning.
+"""Turns preference pairs into samples: a chosen and a rejected sequence that begin with the same prompt.
 
     pairs = tokenize_preferences(Source(files=("train.jsonl",)), tokenizer, length=512)
     micro_batch = collate_preferences([pairs[0], pairs[1]], tokenizer.pad_token_id, beta=0.1)
 
-The targets are the tokens of the answers, starting at the first difference. Before it, both sequences have the same
-log-probabilities, which cancel because the loss contains only differences.
+The targets are the tokens of the answers, starting at the first difference. Tokens before the first difference are not
+targets: their log-probabilities are equal in both sequences, and cancel because the loss contains only differences.
 """
 
 from collections import Counter
@@ -32,12 +32,12 @@ from common.errors import UserError
 from common.training.padding import round_up
 
 ANSWERS = ("chosen", "rejected")
-CONTEXT = ("system", "history", "tools")  # context of messages, in separate columns
-PROMPTS = ("instruction", "question", "query", "problem", "input")  # names of the prompt in other datasets
+CONTEXT = ("system", "history", "tools")  # columns with the context of messages
+PROMPTS = ("instruction", "question", "query", "problem", "input")  # names of the prompt column in other datasets
 
 
 def columns_of(source: Source) -> tuple[str, ...] | None:
-    """Returns the columns with text to train a tokenizer on; None for the embedded corpus, which has its own."""
+    """Returns the columns with text to train a tokenizer on; None, the default column, for the embedded corpus."""
     return None if source.embedded else _columns_of(open_source(source))
 
 
@@ -56,10 +56,10 @@ def tokenize_preferences(
 ) -> "Preferences":
     """Tokenises the rows of a source once into the cache and opens the result.
 
-    A row has `chosen` and `rejected`, which are two texts or two lists of messages. They begin with their prompt, or
-    the prompt is in the column `prompt`. Messages are written by the chat template. In the embedded corpus, the prompt
+    A row has `chosen` and `rejected`, which are two texts or two lists of messages. Both begin with the prompt, or the
+    prompt is in the column `prompt`. Messages are formatted with the chat template. In the embedded corpus, the prompt
     is the signature and docstring of a function, its body is chosen, and the body's lines in reverse order are
-    rejected. Pairs without a differing token within `length` are skipped.
+    rejected. Pairs without a differing target within `length` are skipped.
 
     Args:
         length: maximum number of input tokens of a prompt with an answer; longer sequences are truncated at the end.
@@ -85,7 +85,7 @@ def tokenize_preferences(
 
 
 def embedded_preferences(corpus: Corpus, text_column: str) -> Corpus:
-    """Returns the embedded corpus as preferences: function bodies are chosen, their lines in reverse are rejected."""
+    """Returns the embedded corpus as pairs: function bodies are chosen, their lines in reverse order are rejected."""
 
     def values_of(function: str) -> tuple[str, str, str] | None:
         prompt, body = split_body(function) or ("", "")
@@ -103,13 +103,13 @@ def split_body(function: str) -> tuple[str, str] | None:
 
 
 def _check_row(row: Row, columns: tuple[str, ...]) -> None:
-    """Raises UserError if texts and messages are mixed, or the messages are not two answers to the same prompt."""
+    """Raises UserError unless the row has two answers to the same prompt, both as texts or both as messages."""
     values: dict[str, Any] = {name: row.values.get(name) for name in columns}
     lists, texts = ([name for name in columns if isinstance(values[name], list) is kind] for kind in (True, False))
     if not lists and row.values.get("prompt") and "prompt" not in columns:
         raise UserError(f"{row.where}: has a prompt, and the first row has none; give all rows one, or none")
     if not lists:
-        if given := [name for name in CONTEXT if row.values.get(name)]:  # they require messages
+        if given := [name for name in CONTEXT if row.values.get(name)]:  # these columns require messages
             raise UserError(
                 f"{row.where}: {', '.join(given)} cannot be put before a prompt that is a text; write prompt, chosen "
                 'and rejected as messages, [{"role": "user", "content": ...}]'
@@ -145,9 +145,9 @@ def _check_row(row: Row, columns: tuple[str, ...]) -> None:
 
 
 def _missing_prompts(row: Row, columns: tuple[str, ...]) -> list[str]:
-    """Returns the columns with a prompt in other datasets, if their text is missing from answers without a prompt.
+    """Returns the columns of `PROMPTS` whose text `chosen` does not contain; [] if there is a column `prompt`.
 
-    Raises UserError if no prompt remains.
+    Raises UserError if there are such columns, and `chosen` has no user message: the row would have no prompt.
     """
     chosen = row.values[ANSWERS[0]]
     is_chat = isinstance(chosen, list)
@@ -165,13 +165,13 @@ def _missing_prompts(row: Row, columns: tuple[str, ...]) -> list[str]:
 def _encode(
     batch: list[Row], columns: tuple[str, ...], answer: str, tokenizer: PreTrainedTokenizerBase, counts: Counter
 ) -> Iterator[Encoded]:
-    """Yields the encoded prompt with one of its answers, for each row."""
+    """Yields the encoded prompt and answer of each row; `answer` is a column name."""
     if not isinstance(batch[0].values.get(answer), list):
         return encode_texts(batch, ("prompt", answer) if "prompt" in columns else (answer,), tokenizer, counts)
     rows = []
     for row in batch:
         messages = messages_of(row, answer)
-        # If the prompt is text, the messages contain it too. If it consists of messages, only some datasets repeat it.
+        # A text prompt is in the messages too (`_check_row`). Prompt messages are repeated there in some datasets only.
         prompt = messages_of(row, "prompt") if isinstance(row.values.get("prompt"), list) else []
         messages = messages if messages[: len(prompt)] == prompt else prompt + messages
         first = messages[:1] if messages[0]["role"] in ("system", "developer") else []
@@ -183,7 +183,7 @@ def _encode(
 def _write(
     directory: Path, corpus: Corpus, columns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase, sequence_length: int
 ) -> None:
-    """Fills a store with rows of (chosen, rejected); the column `targets` counts the targets of each."""
+    """Fills a store with rows of (chosen, rejected); the column `targets` has the number of targets of each."""
     counts = Counter(dict.fromkeys(("pairs", "truncated", "dropped", "empty", "max_length"), 0))
     with TokenWriter(directory, targets=[]) as writer:
         for batch in batches(corpus, columns + (CONTEXT if "prompt" in columns else CONTEXT + PROMPTS)):
@@ -192,7 +192,7 @@ def _write(
                 corpus.unused.update(_missing_prompts(row, columns))
             both = [_encode(batch, columns, answer, tokenizer, counts) for answer in ANSWERS]
             for chosen, rejected in zip(*both, strict=True):
-                if chosen[0][:1] != rejected[0][:1]:  # a first token has no prediction, so it cannot count
+                if chosen[0][:1] != rejected[0][:1]:  # a first token cannot be a target
                     eos = tokenizer.eos_token_id
                     chosen, rejected = (([eos, *ids], [False, *mask]) for ids, mask, _ in (chosen, rejected))
                 pair, num_cut, is_early = mask_common_start(chosen[:2], rejected[:2], sequence_length)
@@ -232,7 +232,7 @@ def mask_common_start(
 
 
 class Pair(NamedTuple):
-    """A sample. Each answer consists of stored tokens, int32: ~token if it is not a target."""
+    """A sample. `answers` are prompt and answer as stored, int32; a token that is not a target is stored as ~token."""
 
     answers: tuple[np.ndarray, ...]  # chosen, rejected; a dummy sample has one answer of one token
     number: int | None  # index of the pair; None for a dummy sample
@@ -240,7 +240,7 @@ class Pair(NamedTuple):
 
 
 class Preferences(TokenStore):
-    """Memory-mapped pairs, `batching.Samples`. Each pair is one target, because the loss is a mean over pairs."""
+    """Memory-mapped pairs: a `batching.Samples`. A pair counts as one target, because the loss is a mean over pairs."""
 
     unit = "tokens"
 
@@ -256,7 +256,7 @@ class Preferences(TokenStore):
         self.set_reference(values)
 
     def set_reference(self, path: Path | None) -> None:
-        """Sets the .npy file, (pairs, 2), from which samples get their log-probabilities; None: they are zeros."""
+        """Sets the .npy file with the reference log-probabilities of all pairs, (pairs, 2); None: zeros."""
         self._values = path
         self._reference = None if path is None else np.load(path, mmap_mode="r")
 
@@ -269,16 +269,16 @@ class Preferences(TokenStore):
         return Pair(answers, int(index), reference)
 
     def dummy_sample(self) -> Pair:
-        """Returns a sample of one token without a pair."""
+        """Returns a sample of one token, which belongs to no pair."""
         pair = self[0]
         return Pair((pair.answers[0][:1],), None, pair.reference)
 
     def sequence_lengths(self, ids: np.ndarray) -> np.ndarray:
-        """Returns the input tokens of both sequences of these pairs, int64 (2 n,)."""
+        """Returns the number of input tokens of each of the two sequences of these pairs, int64 (2 n,)."""
         return super().lengths(ids).ravel() - 1
 
     def lengths(self, ids: np.ndarray) -> np.ndarray:
-        """Returns the input tokens of each pair, with both sequences padded to the longer sequence, int64 (n,)."""
+        """Returns the number of input tokens of each pair, with both sequences padded to equal length, int64 (n,)."""
         return 2 * self.sequence_lengths(ids).reshape(-1, 2).max(1)
 
     def num_targets(self, ids: np.ndarray) -> np.ndarray:
@@ -286,7 +286,7 @@ class Preferences(TokenStore):
         return np.ones(len(ids), np.int64)
 
     def num_predicted(self, ids: np.ndarray) -> np.ndarray:
-        """Returns the answer tokens of each pair, int64."""
+        """Returns the number of predicted tokens of each pair, in both answers together, int64."""
         return self._targets[ids].sum(1)
 
     def describe(self) -> str:
@@ -310,7 +310,7 @@ def collate_preferences(
     Returns (integers are int64):
         `input_ids` (2 P, L).
         `target_tokens` (N,) of all answers, and `target_rows` (N,), the flattened input positions that predict them.
-        `target_places` (2 P, T): indices of each answer's targets, padded with N.
+        `target_places` (2 P, T): indices into `target_tokens` of each answer's targets, padded with N.
         `targets` (P,): ones; `target_pairs` (P,): the pair indices; `target_reference` (P, 2); and `target_beta`.
     """
     rows = [stored for sample in samples for stored in sample.answers]

@@ -1,7 +1,7 @@
 """The DPO reference: the initial model's log-probabilities of each pair, computed once.
 
-They are cached, so that no second model is in memory. They use the run's mode and precision, without dropout, and so
-equal the model's own values before its first update.
+The log-probabilities are cached on disk, so that no second model is in memory. They are computed in the run's mode and
+precision, without dropout. Therefore they equal the model's own values before its first update.
 """
 
 import argparse
@@ -34,15 +34,15 @@ def identify_reference(args: argparse.Namespace) -> str:
 
 
 def of_answers(model: nn.Module, micro_batch: dict[str, Tensor], loss_of: Callable[[Tensor], Any]) -> Any:
-    """Returns `loss_of` of the log-probabilities of P pairs, (P, 2): the chosen and the rejected answer of each pair.
+    """Returns `loss_of(log_probabilities)` of P pairs; log_probabilities (P, 2): of each chosen and rejected answer.
 
     Args:
         model: a model that `sum_token_losses` has changed.
-        loss_of: if gradients are needed, it returns a tuple with the loss first.
+        loss_of: if gradients are needed, its result is a tuple that begins with the loss.
     """
 
     def of_tokens(losses: Tensor) -> Any:
-        answers = F.pad(losses, (0, 1))[micro_batch["target_places"]]  # (2 P, T), and 0 after the end of an answer
+        answers = F.pad(losses, (0, 1))[micro_batch["target_places"]]  # (2 P, T); padding reads the appended 0
         return loss_of(-answers.sum(1).view(-1, 2))
 
     tokens = {"targets": micro_batch["target_tokens"], "target_rows": micro_batch["target_rows"]}
@@ -63,7 +63,7 @@ def add_reference(run: Any, model: nn.Module) -> None:
     if single_copy.are_imagined() or args.dry_run:
         return
     loader, order = run.load(), []
-    # Within one epoch, no pair repeats, and some pairs may not occur at all.
+    # A run of at most one epoch needs the reference of the pairs in its updates only.
     if args.num_updates <= len(run.loader.dataset):
         loader = run.load(range(args.num_updates))
         order = [args.num_updates, args.global_batch_size, args.seed, args.drop_last_window]
@@ -73,9 +73,9 @@ def add_reference(run: Any, model: nn.Module) -> None:
 
 
 def _add(run: Any, model: nn.Module, what: str, loader: Any, order: list[int]) -> None:
-    """Computes the reference of a loader's pairs, or loads it from the cache, and sets it."""
+    """Computes the reference of a loader's pairs, or finds it in the cache, and sets it in the samples."""
     args, accelerator, samples, started = run.args, run.accelerator, loader.dataset.samples, time.perf_counter()
-    # The frozen base of an adapter may have fewer bits than the master weights of full fine-tuning.
+    # The reference depends on `base`: the frozen base of an adapter may have fewer bits than fully trained weights.
     base = [adapters.is_asked(args), args.shared("quantize")]
     computed_by = [
         running_mode(accelerator),
@@ -88,7 +88,7 @@ def _add(run: Any, model: nn.Module, what: str, loader: Any, order: list[int]) -
     identity = [samples.fingerprint, samples.identity, order, *precision, *computed_by]
     is_missing = torch.tensor(not (cache_path("reference", identity) / FILE).is_file(), device=run.device)
     values: Any = None
-    if accelerator.reduce(is_missing.long(), reduction="sum"):  # all ranks participate, or none
+    if accelerator.reduce(is_missing.long(), reduction="sum"):  # all ranks compute if the file is missing on any
         values = _compute(run, model, loader)
     directory = cached("reference", identity, lambda partial: np.save(partial / FILE, values))
     if decided_by_main(f"reference of {what}", lambda: hash_files(directory)) != hash_files(directory):
@@ -102,10 +102,10 @@ def _add(run: Any, model: nn.Module, what: str, loader: Any, order: list[int]) -
 
 @torch.no_grad()
 def _compute(run: Any, model: nn.Module, loader: Any) -> np.ndarray:
-    """Returns the reference (pairs, 2) on all ranks; each computes its share. Pairs not in the loader are NaN."""
+    """Returns the reference (pairs, 2) on all ranks; each rank computes a share. Pairs not in the loader are NaN."""
     model.eval()
     own_numbers, own_values, num_pairs = [], [], 0
-    hidden = None if run.accelerator.is_main_process else True  # None: shown only on a terminal
+    hidden = None if run.accelerator.is_main_process else True  # None: tqdm shows the bar only on a terminal
     for batch in tqdm(loader, desc="reference", unit="batch", disable=hidden):
         num_pairs += batch.num_samples
         for micro_batch, _ in run.micro_batches(batch):

@@ -1,4 +1,4 @@
-"""Chooses the model for sequences too long for memory, and its computation in pieces."""
+"""Chooses the model for sequences whose activations do not fit in memory, and splits its computation into pieces."""
 
 import argparse
 from collections.abc import Iterator
@@ -13,20 +13,20 @@ from common.models.load import load_config
 from common.tasks.long_sequence.recurrent import RecurrentConfig, RecurrentLM, pieces_of, tile_mlps
 from common.training import losses
 
-BYTES = 257  # the 256 byte values and the end of a document
+BYTES = 257  # vocabulary size: the 256 byte values and the end of a document
 # Defaults for training from scratch. The learning rate is the peak for AdamW.
 ARCHITECTURES = {
     # sequence length, hidden size, layers, learning rate
-    "lstm": (131072, 128, 1, 2e-2),  # the default, because torch has a fused CPU kernel for it and none for a GRU
+    "lstm": (131072, 128, 1, 2e-2),  # the default; torch has a fused CPU kernel for an LSTM, but none for a GRU
     "gru": (131072, 128, 1, 4e-2),
     "transformer": (8192, 128, 4, 3e-3),
 }
 MLP_ROWS = 1024
-FINE_TUNING_SHARE = 0.1  # learning rate of a pretrained model, as a share of that from scratch
+FINE_TUNING_SHARE = 0.1  # default learning rate of a pretrained model, as a fraction of that for a model from scratch
 
 
 def _resolve_flags(args: argparse.Namespace, architecture: str) -> Iterator[str]:
-    """Sets default values of the flags that depend on the architecture; yields a line per flag without effect."""
+    """Sets defaults that depend on the architecture; yields a line per flag without effect or with an invalid value."""
     sequence_length, hidden_size, num_layers, rate = ARCHITECTURES[architecture]
     args.sequence_length = args.sequence_length or sequence_length
     args.learning_rate = args.learning_rate or (rate * FINE_TUNING_SHARE if args.model_name_or_path else rate)
@@ -106,7 +106,7 @@ def make_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) ->
     sizes: Any = {"vocab_size": BYTES, "hidden_size": args.hidden_size, "num_hidden_layers": args.num_layers}
     if args.architecture != "transformer":
         return RecurrentConfig(cell=args.architecture or "lstm", **sizes)
-    # Heads are 64 wide or slightly more. The width per head is even, because rotary positions rotate pairs of values.
+    # As many heads as possible with a width of at least 64 that is even, because rotary embeddings rotate pairs.
     limit = max(1, args.hidden_size // 64)
     num_heads = max(number for number in range(1, limit + 1) if args.hidden_size % (2 * number) == 0)
     sizes |= {"num_attention_heads": num_heads, "intermediate_size": 4 * args.hidden_size}

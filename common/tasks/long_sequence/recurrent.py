@@ -1,11 +1,11 @@
 """Trains on sequences too long for memory: a recurrence in segments that backward recomputes, and MLPs in tiles.
 
-A recurrent network saves tensors for every step. Here, only the state at the start of each segment is saved, and
-backward recomputes one segment at a time. With sqrt(L) segments of sqrt(L) steps, this needs memory for 2 sqrt(L) steps
-and one more forward (Chen et al. 2016, arXiv:1604.06174; for recurrent networks Gruslys et al. 2016, arXiv:1606.03401).
-Nested segments need less memory and one more forward per level. With a fixed number of segments and log(L) levels, both
-grow with the logarithm of L (Griewank and Walther 2000, "Algorithm 799: revolve"). All of these compute the gradient of
-the full sequence; a truncated gradient differs from it.
+Usually, a recurrent network saves tensors for each of L steps. Here, it saves only the state at the start of each
+segment, and backward recomputes one segment at a time. With sqrt(L) segments of sqrt(L) steps, this needs memory for
+2 sqrt(L) steps and one more forward (Chen et al. 2016, arXiv:1604.06174; for recurrent networks Gruslys et al. 2016,
+arXiv:1606.03401). Nested segments need less memory and one more forward per level. With a fixed number of segments and
+log(L) levels, memory and the number of forwards grow with log(L) (Griewank and Walther 2000, "Algorithm 799: revolve").
+The gradient is that of the full sequence in all these cases, but not with `truncate`.
 """
 
 import types
@@ -40,8 +40,8 @@ class RecurrentConfig(PreTrainedConfig):
 class RecurrentWeights(nn.Module):
     """All weights of a `RecurrentLM`: embedding, LSTM or GRU, output layer; its forward returns float32 copies.
 
-    Copies, because weights that FSDP or ZeRO-3 all-gathers for a forward are freed before backward recomputes a
-    segment. In float32 (or float64), because DeepSpeed and FSDP provide weights in bf16 or fp16.
+    They are copies, because weights that FSDP or ZeRO-3 all-gathers for a forward are freed before backward recomputes
+    a segment. They are in float32 (float64 stays float64), because DeepSpeed and FSDP provide bf16 or fp16 weights.
     """
 
     def __init__(self, config: RecurrentConfig) -> None:
@@ -66,16 +66,15 @@ class RecurrentLM(PreTrainedModel):
     """A recurrent language model: embedding, LSTM or GRU, output layer. It has no dropout, so it is deterministic.
 
     `forward(input_ids)` returns logits (B, L, vocabulary). With `targets` (N,) and `target_rows` (N,) from
-    `collate_tokens`, it returns the SUM of the losses in nats. The three attributes below determine the tensors saved
-    for backward.
+    `collate_tokens`, it returns the SUM of the losses in nats. The attributes below limit the memory of backward.
 
-    Recurrence and loss are computed in float32 in every launch precision, because the 8 bits of bf16 are too few for a
-    state carried over 100,000 steps.
+    Recurrence and loss are computed in float32 for any --mixed_precision, because the 8 significant bits of bf16 are
+    too few for a state carried over 100,000 steps.
     """
 
     config_class = RecurrentConfig
     own_precision = "float32, independent of the launch"
-    _no_split_modules = ["RecurrentWeights"]  # the modules that FSDP all-gathers as a unit
+    _no_split_modules = ["RecurrentWeights"]  # FSDP all-gathers this module as a unit
 
     segments: int | str = "sqrt"  # number of segments of the sequence, and of each segment at the next level
     levels: int = 0  # number of nested splits; 0: everything is saved for backward
@@ -101,7 +100,7 @@ class RecurrentLM(PreTrainedModel):
             state = self._first_state(input_ids, weights[0].dtype)
             if targets is None:
                 return self._walk(weights, state, input_ids)[0]
-            # int32 saves memory, because segments do not shorten this tensor of the sequence's length.
+            # int32 to save memory, because this tensor has the length of the full sequence despite segments.
             labels = torch.full((input_ids.numel(),), -100, dtype=torch.int32, device=input_ids.device)
             labels = labels.index_copy_(0, target_rows, targets.int()).view_as(input_ids)
             piece, length = partial(self._piece, input_ids, labels), input_ids.shape[1]
@@ -130,10 +129,11 @@ class RecurrentLM(PreTrainedModel):
         return *state, loss
 
     def _walk(self, weights: tuple[Tensor, ...], state: State, input_ids: Tensor) -> tuple[Tensor, State]:
-        """Returns logits (B, L, vocabulary) and the state after them."""
+        """Returns logits (B, L, vocabulary) and the state after the last step."""
         embedding, *recurrent, head, bias = weights
         embedded = F.embedding(input_ids, embedding)
-        settings = (True, self.config.num_hidden_layers, 0.0, self.training, False, True)  # arguments as in nn.LSTM
+        # has_biases, num_layers, dropout, train, bidirectional, batch_first
+        settings = (True, self.config.num_hidden_layers, 0.0, self.training, False, True)
         if self.config.cell == "lstm":
             output, *state = torch.lstm(embedded, list(state), recurrent, *settings)
         else:
@@ -146,7 +146,7 @@ AutoModelForCausalLM.register(RecurrentConfig, RecurrentLM, exist_ok=True)
 
 
 def pieces_of(length: int, segments: int | str, levels: int) -> int:
-    """Returns the number of pieces per level; for "sqrt", it equals the number of steps in the smallest pieces."""
+    """Returns the number of pieces per level; with "sqrt", the smallest pieces have about that number of steps."""
     return max(1, round(length ** (1 / (levels + 1)))) if segments == "sqrt" else int(segments)
 
 
@@ -165,7 +165,7 @@ def sum_over_segments(
         piece: a deterministic function (weights, state, start, end) that returns the state and loss sum of some steps.
         count, levels: split into `count` segments, recursively `levels` times; with 0 levels, `piece` computes all
             steps.
-        weights: all tensors that get a gradient, except the state; they must not change before the end of backward.
+        weights: all tensors that need a gradient, except the state; they must not change before backward has ended.
     """
     if levels == 0:
         return piece(weights, state, start, end)
@@ -185,9 +185,9 @@ def sum_over_segments(
 class _Recomputed(torch.autograd.Function):
     """Computes `run(state, weights=weights)`, saving only these arguments for backward.
 
-    torch.utils.checkpoint is not used for two reasons. Without re-entry it calls Python for every tensor that a step
-    saves (measured with a GRU on a CPU: a forward takes five times as long). With re-entry it completes a parameter's
-    gradient once per segment, which DDP forbids. Here the weights are inputs, so each gets one gradient, at the end.
+    torch.utils.checkpoint is not used for two reasons. With use_reentrant=False it calls Python for every saved tensor
+    (measured with a GRU on a CPU: a forward takes five times as long). With use_reentrant=True a parameter's gradient
+    is ready once per segment, which DDP rejects. Here the weights are inputs, so each gets one gradient, at the end.
     """
 
     @staticmethod
@@ -209,8 +209,8 @@ def tile_mlps(model: PreTrainedModel, rows: int) -> int:
     """Splits each layer's MLP into tiles of `rows` positions, recomputed in backward; returns the number of MLPs.
 
     An MLP processes each position separately, so the gradient is the same. Its wide intermediate tensors have only the
-    length of a tile (as in Arctic Long Sequence Training, arXiv:2506.13996). Call it on the bare model. A model without
-    `layers` with an `mlp` (GPT-2) does not change.
+    length of a tile (as in Arctic Long Sequence Training, arXiv:2506.13996). Call it on the bare model. It returns 0
+    for a model whose base has no `layers` with an `mlp`, such as GPT-2.
     """
     mlps: list[Any] = [layer.mlp for layer in getattr(model.base_model, "layers", []) if hasattr(layer, "mlp")]
 

@@ -1,4 +1,4 @@
-"""Builds the requested mixture of experts: from scratch, up-cycled from a dense model, or pretrained."""
+"""Builds the requested mixture of experts (MoE): from scratch, up-cycled from a dense model, or pretrained."""
 
 import argparse
 from typing import Any
@@ -14,7 +14,7 @@ from common.models.zero3 import whole_weights
 from common.tasks.moe import routing
 from common.training.recipe_traits import Arguments
 
-UPCYCLED_SIZE = (8, 2)  # number of experts, experts per token
+UPCYCLED_SIZE = (8, 2)  # defaults of --upcycle: number of experts, experts per token
 SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
 
 
@@ -48,7 +48,7 @@ def resolve_mixture(parser: argparse.ArgumentParser, args: Arguments, size: tupl
             parser.error(f"--experts_per_token {args.experts_per_token} is more than --num_experts {args.num_experts}")
     if args.balance_strength and args.balance == "none":
         parser.error("--balance_strength has no effect with --balance none; remove it")
-    if args.balance_strength is None:  # the routers of a pretrained mixture need small steps
+    if args.balance_strength is None:  # pretrained routers need smaller steps
         args.balance_strength = 1e-3 if is_pretrained and args.balance == "bias" else 1e-2
 
 
@@ -58,8 +58,8 @@ def choose_mixture(
     """Returns configuration and tokenizer of a pretrained mixture, of an up-cycled model, or of a model from scratch.
 
     Args:
-        sizes: sizes of models from scratch: layers, width, heads, key-value heads, experts, experts per token, width of
-            an expert, vocabulary, ... With --dense, the result is the dense counterpart of that size.
+        sizes: models from scratch by name: layers, width, heads, key-value heads, experts, experts per token, width of
+            an expert, vocabulary, ... With --dense, the MLP is as wide as the experts of a token together.
         source: the training text, on which the tokenizer of a model from scratch is trained.
 
     Raises UserError if `--balance` does not support the pretrained model's routers, or the model cannot be up-cycled.
@@ -69,7 +69,7 @@ def choose_mixture(
         tokenizer = load_tokenizer(args.model_name_or_path, args.trust_remote_code)
         if args.upcycle:
             config = routing.upcycled_config(config, args.num_experts, args.experts_per_token)
-        config.get_text_config().output_router_logits = False  # True would add the usual balancing loss
+        config.get_text_config().output_router_logits = False  # True would add transformers' balancing loss
         with torch.device("meta"):
             routing.check_routers(build_model(config, None, args.trust_remote_code), args.balance)
         return config, tokenizer
@@ -85,11 +85,11 @@ def choose_mixture(
 
 
 def build_mixture(args: Arguments, config: PreTrainedConfig) -> PreTrainedModel:
-    """Builds the model in float32, identical on every process."""
+    """Builds the model, identical on every process, in float32; the frozen base of an adapter may have fewer bits."""
     if args.model_name_or_path and not args.upcycle:
         return build_base(args, config)
     model = build_model(config)
-    # Before 5.18, transformers leaves these weights 0, so that all experts tie.
+    # transformers before 5.18 leaves the routers' weights at 0, so that all experts would have equal scores.
     for layer in routing.find_layers(model):
         torch.nn.init.normal_(layer.router.weight, std=config.initializer_range)
     if not args.upcycle:

@@ -1,10 +1,10 @@
 """Balances the experts of a mixture with the same update for any split of the global batch.
 
-The usual balancing loss of a layer is E x sum over the experts of (share of the tokens) x (mean probability): a product
-of two means. Computed per micro-batch, it is not a sum over tokens, so the update would depend on the split of its
-global batch. Here the counts cover the whole global batch on all ranks. A token counts if its next token is a target,
-which excludes padding and dummy samples. `exact` is the mean of the layers' losses, while transformers averages over
-all layers before the product, so that an expert's excess in one layer can cancel a deficit in a different layer.
+The usual balancing loss of a layer with E experts is E x sum over the experts of (share of the tokens) x (mean
+probability): a product of two means. Computed per micro-batch, it is not a sum over tokens, so the update would depend
+on the split of its global batch. Here the counts cover the full global batch on all ranks. A token counts if its next
+token is a target, so padding and dummy samples do not count. `exact` is the mean of the layers' losses. transformers
+averages over all layers before the product, so an expert's excess in a layer can cancel its deficit in a different one.
 """
 
 import inspect
@@ -38,8 +38,8 @@ UPCYCLED_SETTINGS = (
     "max_position_embeddings initializer_range rms_norm_eps tie_word_embeddings rope_parameters bos_token_id "
     "eos_token_id pad_token_id"
 )
-BIAS_NAME = "e_score_correction_bias"  # its name in every model of transformers that has such a bias
-CHOICE_NAMES = ("top_k_index", "router_indices")  # argument with the chosen experts; GPT-OSS uses the second name
+BIAS_NAME = "e_score_correction_bias"  # the bias of --balance bias, in every model of transformers that has one
+CHOICE_NAMES = ("top_k_index", "router_indices")  # names of the argument with the chosen experts; second: GPT-OSS
 
 
 @dataclass
@@ -49,8 +49,8 @@ class Layer:
     block: nn.Module
     router: Any
     experts: Any
-    choice: str  # argument of `experts` with the chosen experts of each token: int64 (tokens, top_k)
-    bias_holder: nn.Module | None  # module with BIAS_NAME
+    choice: str  # name of the argument of `experts` with each token's chosen experts: int64 (tokens, top_k)
+    bias_holder: nn.Module | None  # module with the attribute BIAS_NAME
     num_experts: int
     top_k: int
 
@@ -65,7 +65,7 @@ def find_layers(model: PreTrainedModel) -> list[Layer]:
 
     A sparse layer is recognised by its experts: a single module that is called with the chosen experts.
 
-    Raises UserError for a mixture whose experts are different.
+    Raises UserError for a mixture of experts without such modules.
     """
     recorded: Any = getattr(model, "can_record_outputs", {}).get("router_logits")
     if not recorded:
@@ -77,7 +77,7 @@ def find_layers(model: PreTrainedModel) -> list[Layer]:
             experts = child.get_base_layer() if hasattr(child, "get_base_layer") else child  # an adapter's wrapper
             if not (choice := _choice(experts)):
                 continue
-            # Some models record a list of outputs, but these have no such experts.
+            # `recorded` is a list in some models, which have no such experts and therefore do not get here.
             router = next((m for m in block.modules() if isinstance(m, recorded.target_class)), None)
             if router is not None:
                 holder = next((m for m in block.modules() if hasattr(m, BIAS_NAME)), None)
@@ -103,7 +103,7 @@ def _num_elements(module: nn.Module) -> int:
 
 
 def count_active(layers: list[Layer], total: int) -> int:
-    """Returns the number of parameters, out of `total`, that are used for a token."""
+    """Returns the number of parameters, out of `total`, that are used for each token."""
     for layer in layers:
         size = _num_elements(layer.experts)
         total -= size - size * layer.top_k // layer.num_experts
@@ -129,13 +129,13 @@ def check_routers(model: PreTrainedModel, balance: str) -> None:
 class Routing:
     """Counts the tokens per expert and balances the experts. Create it on the bare model after `sum_token_losses`.
 
-    `model(**micro_batch)` then also has the gradient of its balancing loss, but returns only the sum of the token
-    losses. Call `begin_update` before the micro-batches of an update and `end_update` after them.
+    `model(**micro_batch)` then returns the sum of the token losses, but its gradient includes the balancing loss. Call
+    `begin_update` before the micro-batches of an update and `end_update` after them.
     """
 
     def __init__(self, model: PreTrainedModel, balance: str, strength: float):
         self.layers, self.balance, self.strength = find_layers(model), balance, strength
-        self.counts: dict[bool, Tensor] = {}  # int64 (layers, experts), on this rank, by is_training
+        self.counts: dict[bool, Tensor] = {}  # int64 (layers, experts), on this rank, by model.training
         self.shares: Tensor | None = None  # `exact`: token shares in the global batch, (layers, experts)
         self.listening = False
         self.logits: dict[int, Tensor] = {}  # (tokens, experts) by layer, during a forward
@@ -213,14 +213,14 @@ class Routing:
         self.counts[training] = torch.stack(counts) + self.counts.get(training, 0)
 
     def _loss_sum(self, rows: Tensor) -> Tensor:
-        """Returns the balancing loss of a micro-batch, times its targets; it uses the softmax of the logits."""
+        """Returns a micro-batch's balancing loss times its targets; probabilities are the softmax of the logits."""
         logits = [self.logits[index][rows] for index in range(len(self.layers))]
         logits = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in logits]
         if self.balance == "usual":
             if not len(rows):
                 return torch.stack([x.sum() for x in logits]).sum()  # 0, with a gradient, so that every rank can reduce
             layer, stacked = self.layers[0], tuple(logits)
-            loss: Any = load_balancing_loss_func(stacked, layer.num_experts, layer.top_k)  # type: ignore[arg-type]  # all
+            loss: Any = load_balancing_loss_func(stacked, layer.num_experts, layer.top_k)  # type: ignore[arg-type]
             return loss / layer.top_k * len(rows)
         assert self.shares is not None, "begin_update has counted the tokens"
         probabilities = [x.softmax(-1).sum(0) for x in logits]
@@ -228,7 +228,7 @@ class Routing:
         return terms.sum(1).mean() * terms.shape[1]
 
     def prepared(self) -> None:
-        """Casts the biases to at least float32, because DeepSpeed in bf16 would round them away.
+        """Casts the biases to at least float32, because their small steps would be lost in bf16 (DeepSpeed).
 
         Call it after `accelerator.prepare`, before a checkpoint is loaded.
         """
@@ -253,17 +253,17 @@ class Routing:
         """Returns this rank's token counts, to reduce together with the global batch's loss (`reduce_update`)."""
         if not self.layers:
             return {}
-        if True not in self.counts:  # OOM in the first forward
+        if True not in self.counts:  # out of memory in the first forward
             layer, shape = self.layers[0], (len(self.layers), self.layers[0].num_experts)
             self.counts[True] = torch.zeros(shape, dtype=torch.int64, device=layer.router.weight.device)
         return {"expert_counts": self.counts[True]}
 
     @torch.no_grad()
     def end_update(self, finite: bool, reduced: dict[str, Any]) -> dict[str, float]:
-        """Moves the biases of `bias` after the optimizer's step, equally on all ranks, and returns metrics to record.
+        """Returns metrics to record; with balance `bias`, also updates the biases, identically on all ranks.
 
-        Args:
-            reduced: the sums of `values_to_reduce` over the ranks, on the host.
+        finite: whether the optimizer's step was applied. reduced: the sums of `values_to_reduce` over the ranks, on the
+        host.
         """
         if not self.layers:
             return {}
@@ -276,7 +276,7 @@ class Routing:
         return _load_metrics(counts)
 
     def report(self, accelerator: Accelerator) -> dict[str, Any]:
-        """Returns each layer's token shares per expert, and metrics, for the held-out set or the last global batch."""
+        """Returns metrics and each layer's token shares per expert: of the held-out set, else the last global batch."""
         if not self.layers:
             return {}
         counts = accelerator.reduce(self.counts[False if False in self.counts else True], reduction="sum")
@@ -314,7 +314,7 @@ def describe_results(results: dict[str, Any]) -> list[str]:
 def moe_config(shape: dict[str, Any], num_experts: int, top_k: int, expert_width: int) -> Ernie4_5_MoeConfig:
     """Returns the configuration with a mixture in every layer and no shared experts.
 
-    `shape` contains the values of the dense model, an Ernie4_5Config.
+    shape: arguments of the Ernie4_5Config of the dense counterpart.
     """
     experts = {"moe_num_experts": num_experts, "moe_k": top_k, "moe_intermediate_size": expert_width}
     return Ernie4_5_MoeConfig(**shape | experts | {"moe_num_shared_experts": 0, "moe_layer_start_index": 0})
@@ -341,9 +341,9 @@ def upcycled_config(dense: PreTrainedConfig, num_experts: int, top_k: int) -> Er
 
 @torch.no_grad()
 def upcycle(dense: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
-    """Copies the dense model's MLP into every expert, and its other weights to their places; the routers do not change.
+    """Copies the dense model's MLP into every expert, and its other weights by name; the routers do not change.
 
-    The result computes the same function as the dense model, because the weights of a token's experts sum to 1
+    The result computes the same function as the dense model, because the routing weights of a token sum to 1
     (Komatsuzaki et al., arXiv:2212.05055).
 
     Args:
@@ -356,7 +356,7 @@ def upcycle(dense: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
             gate_up = [weights[f"{mlp}{part}_proj.weight"] for part in ("gate", "up")]
             into.copy_(torch.cat(gate_up) if name.endswith("gate_up_proj") else weights[f"{mlp}down_proj.weight"])
         elif "q_proj" in name or "k_proj" in name:
-            # Rotary positions rotate the two halves of a head against each other in Llama, adjacent pairs in ERNIE.
+            # Rotary embeddings pair dimension i of a head with i + half in Llama, but adjacent dimensions in ERNIE.
             half = model.config.head_dim // 2
             into.copy_(weights[name].unflatten(0, (-1, 2, half)).transpose(1, 2).flatten(0, 2))
         elif name in weights:
@@ -365,9 +365,9 @@ def upcycle(dense: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _make_buffer(holder: nn.Module) -> None:
-    """Replaces a bias that is a frozen parameter by a buffer of the same name.
+    """Replaces a bias that is a parameter by a buffer of the same name.
 
-    A buffer is neither sharded by any mode nor updated by an optimizer.
+    A buffer is never sharded, and no optimizer updates it.
     """
     bias = getattr(holder, BIAS_NAME)
     if not isinstance(bias, nn.Parameter):

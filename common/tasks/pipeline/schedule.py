@@ -1,7 +1,7 @@
-"""Pipeline parallelism: a model's layers are divided into consecutive stages, each on its own process.
+"""Pipeline parallelism: a model's layers are split into consecutive stages, each on its own process.
 
-A stage sends the hidden states of a micro-batch to the next stage; gradients return the same way. Schedules of
-`torch.distributed.pipelining` determine the order of the micro-batches in each stage. A step is a global batch.
+A stage sends the hidden states of a micro-batch to the next stage, and gradients to the previous stage. Schedules of
+`torch.distributed.pipelining` determine the order of the micro-batches in each stage, one step per global batch.
 """
 
 import types
@@ -28,13 +28,13 @@ SCHEDULES = {
 
 
 class Pipeline:
-    """Runs the stages of a model; with a single stage, it is the same loop as in all other recipes."""
+    """Runs the stages of a model; with a single stage, `step` is the usual loop over micro-batches."""
 
     def __init__(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, run: Any):
-        """Reduces a bare model that `sum_token_losses` has changed, and its optimizer, to the stage of this process.
+        """Removes the other stages from a bare model that `sum_token_losses` has changed, and from its optimizer.
 
-        Call it on all ranks together. Afterwards, `step` calls the model in training; in an evaluation, call the model
-        itself. Raises UserError if the stages would not compute the same result as the model.
+        Call it on all ranks together. Then call `step` for training, and the model itself for an evaluation. Raises
+        UserError if the stages would not compute the same result as the model.
         """
         self.args, self.schedule = run.args, run.traits.pipeline_schedule
         self.description: dict[str, str] = {}  # lines for the run summary
@@ -46,8 +46,8 @@ class Pipeline:
         embedding: Any = model.get_input_embeddings()
         self.width, self.dtype = embedding.embedding_dim, model.dtype
         self.stages.drop(model, optimizer)
-        self.schedules: dict[tuple[int, int], Any] = {}  # at most one, by number and size of its micro-batches
-        self.sent: tuple[Any, Tensor] | None = None  # in an evaluation: the send in progress
+        self.schedules: dict[tuple[int, int], Any] = {}  # at most one, by number of micro-batches and their tokens
+        self.sent: tuple[Any, Tensor] | None = None  # in an evaluation: the send in progress, its tensor
         model.forward = types.MethodType(self._forward, model)  # a bound method, required by accelerate's prepare()
 
     def step(
@@ -57,10 +57,10 @@ class Pipeline:
 
         Args:
             model: as returned by `run.prepare`.
-            scale: factor on each loss, for its gradient.
+            scale: factor on each loss in backward.
 
-        Returns unscaled sums of token losses, for `reduce_update` to sum over the ranks; 0 for stages without a loss.
-        The last stage multiplies its sums by the number of stages, because they count as a single rank.
+        Returns unscaled sums of token losses, which `reduce_update` sums over the ranks; 0 except on the last stage.
+        The last stage multiplies its sums by the number of stages, because `reduce_update` divides by it.
         """
         stages = self.stages
         if stages is None:
@@ -71,7 +71,7 @@ class Pipeline:
                     accelerator.backward(loss_sum * scale)
                 sums.append(loss_sum.detach())
             return sums
-        # A micro-batch without a target has no gradient.
+        # Schedules need at least one micro-batch per stage. A dummy without a target adds no gradient.
         dummy = {
             name: torch.tensor([], dtype=torch.int64, device=accelerator.device) for name in ("targets", "target_rows")
         }
@@ -87,10 +87,10 @@ class Pipeline:
         return [loss_sum.double() * stages.number for loss_sum in self.sums] or [nothing]
 
     def _schedule(self, device: torch.device, model: nn.Module, num_micro_batches: int) -> Any:
-        """Returns the schedule for this number and size of micro-batches; a new schedule costs two messages."""
+        """Returns the schedule for this number and size of micro-batches; creating it exchanges two messages."""
         key = num_micro_batches, self.num_tokens
         if key not in self.schedules:
-            self.schedules.clear()  # frees its memory too
+            self.schedules.clear()  # frees the buffers of the previous schedule
             hidden = torch.empty(self.num_tokens, self.width, dtype=self.dtype, device="meta", requires_grad=True)
             loss_dtype = torch.promote_types(self.dtype, torch.float32)
             loss = torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True)
@@ -118,9 +118,9 @@ class Pipeline:
         return output
 
     def _compute(self, hidden: Any, micro_batch: dict[str, Tensor], num_tokens: int) -> Tensor:
-        """Returns this stage's hidden states (num_tokens, width), zero-padded for a smaller micro-batch, or the loss.
+        """Returns this stage's hidden states (num_tokens, width), or on the last stage the loss sum.
 
-        Therefore all messages have the same size, and the computation has no padding except that of its micro-batch.
+        Hidden states of a smaller micro-batch are zero-padded after the computation, so all messages have equal size.
         """
         ids = micro_batch["input_ids"]
         inputs: Any = {"input_ids": ids}

@@ -1,7 +1,7 @@
 """Splits a causal language model into pipeline stages, and collects their weights.
 
-Each process builds the full model and replaces the modules of other stages by modules that return their input. So all
-remaining parts keep their names, on which checkpoints depend.
+Each process builds the full model and replaces the modules of other stages by modules that return their input. This
+keeps the names of the remaining parts, on which checkpoints depend.
 """
 
 from collections.abc import Iterator
@@ -49,11 +49,11 @@ def check_stages(config: PreTrainedConfig, degrees: Degrees | None = None) -> It
 def place_cuts(parameters: list[int], products: list[int], num_stages: int) -> list[int]:
     """Returns the first layer of each stage, followed by the number of layers; minimises the size of the largest stage.
 
-    The size of a stage is its share of the parameters or of the matmuls, whichever is larger: for its memory and its
-    time. The result is exact: all contiguous splits are compared.
+    The size of a stage is the larger of its fraction of all parameters (memory) and its fraction of all matmuls (time).
+    The minimum is exact, found by dynamic programming.
 
     Args:
-        parameters, products: amounts in the embedding, in each layer, and in norm and head together.
+        parameters, products: results of `count_parts`: embedding, each layer, and norm and head together.
         num_stages: at most the number of layers.
     """
     num_layers = len(parameters) - 2
@@ -77,7 +77,7 @@ def place_cuts(parameters: list[int], products: list[int], num_stages: int) -> l
 
 
 def find_parts(model: Any) -> list[Any] | None:
-    """Returns embedding, layers, norm and head of a causal language model; None if it has other parts than its plan."""
+    """Returns embedding, layers, norm and head of a causal language model; None if its pipeline plan differs."""
     plan, backbone = getattr(model.config, "base_model_pp_plan", None) or (), model.get_decoder()
     parts = [*(getattr(backbone, name, None) for name in plan), model.get_output_embeddings()]
     if len(parts) != 4 or None in parts or not isinstance(parts[1], nn.ModuleList):
@@ -86,10 +86,10 @@ def find_parts(model: Any) -> list[Any] | None:
 
 
 def count_parts(embedding: Any, layers: nn.ModuleList, norm: nn.Module, head: Any) -> tuple[list[int], list[int]]:
-    """Returns (parameters, matmul operations), each for the embedding, each layer, and norm and head together."""
+    """Returns (parameters, weights used in matmuls), each for the embedding, each layer, and norm and head together."""
     parameters = [sum(p.numel() for p in part.parameters()) for part in (embedding, *layers, norm)]
     products = [0, *parameters[1:-1], head.weight.numel()]  # an embedding lookup needs no matmul
-    parameters[-1] += sum(p.numel() for p in head.parameters())  # a tied weight is on the first and the last stage
+    parameters[-1] += sum(p.numel() for p in head.parameters())  # a tied weight counts on the first and the last stage
     return parameters, products
 
 
@@ -108,7 +108,7 @@ class _Pass(nn.Module):
 
 @contextmanager
 def _replaced(model: nn.Module, names: list[str]) -> Iterator[None]:
-    """A context in which these modules of the model return their input."""
+    """Context in which these modules of the model return their input."""
     modules = {name: model.get_submodule(name) for name in names}
     try:
         for name, module in modules.items():
@@ -126,7 +126,7 @@ class Stages:
         number, index: number of stages, and index of this process's stage.
         ranks, group: the ranks that a sample passes through, including this rank, and their process group.
         num_parameters: (all, trained) parameters of the full model.
-        held_before: names of weights that an earlier stage also has and saves: a tied weight.
+        held_before: names of weights (tied) that an earlier stage also has; only that stage saves them.
         description: the content of each stage, for the run summary.
     """
 
@@ -183,7 +183,7 @@ class Stages:
         return f"parallelism_config_pp_size {self.number}: {type(model).__name__}"
 
     def _check_loss(self, model: PreTrainedModel) -> None:
-        """Raises UserError if the model's own loss has more terms."""
+        """Raises UserError if the model's own loss has more terms than the cross-entropy."""
         try:
             examine_head(model)
         except MoreTerms as reason:
@@ -192,14 +192,14 @@ class Stages:
             pass
 
     def _check_parts(self, model: PreTrainedModel) -> None:
-        """Raises UserError unless the stages in sequence compute the model's hidden states exactly, in every bit."""
+        """Raises UserError unless the stages in sequence compute the model's last hidden states, bit for bit."""
         tied = model.get_input_embeddings().weight if self.is_tied else None
         parameters = {name for name, p in model.named_parameters() if p is not tied}
         if everywhere := sorted(parameters.intersection(*(self._kept(model, stage) for stage in range(self.number)))):
             raise UserError(f"{self._subject(model)} has {everywhere[0]}, which is in no stage; {OTHER_MODEL}")
         inputs: dict[str, Any] = {"input_ids": torch.arange(1, 9).unsqueeze(0) % model.config.vocab_size}
-        # Train mode reveals dropout in the backbone itself, which would be applied once per stage. All forwards draw
-        # the same random numbers.
+        # Train mode reveals dropout outside the layers, which would be applied once per stage. Dropout in the layers
+        # draws the same numbers with and without stages, because both start from the same seed.
         with restore_afterwards(model), torch.no_grad():
             try:
                 torch.manual_seed(0)
@@ -237,10 +237,10 @@ class Stages:
     def whole_weights(self, model: PreTrainedModel) -> dict[str, Tensor] | None:
         """Returns all stages' weights and saved buffers on the main process; None on other processes.
 
-        They are received one tensor at a time.
+        The main process receives one tensor at a time.
         """
         state = PartialState()
-        if self.ranks[0] != 0:  # a different pipeline has the same weights
+        if self.ranks[0] != 0:  # the pipeline of the main process has the same weights
             return None
         kept = {*_names(model)} - self.held_before
         own = {name: tensor for name, tensor in model.state_dict().items() if name in kept}

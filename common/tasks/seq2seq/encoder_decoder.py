@@ -25,7 +25,7 @@ from common.tasks.seq2seq.pairs import Pairs
 from common.training.batching import Collate
 from common.training.micro_batch_partition import split_global_batch
 
-# Arguments of the recipe's `Traits`.
+# The recipe's arguments of `Traits`.
 TRAITS = {"size_flags": ("sequence_length", "target_length"), "held_out_flags": ("generate",)}
 SHAPE = ("num_layers", "d_model", "num_heads", "d_kv", "d_ff")
 TOKENIZERS = {
@@ -35,7 +35,7 @@ TOKENIZERS = {
 
 
 def check_arguments(args: argparse.Namespace) -> Iterator[str]:
-    """Yields one line for each flag that has no effect."""
+    """Yields one line for each flag that has no effect with the other flags."""
     if args.tokenizer and args.model_name_or_path:
         yield "--tokenizer is for models from scratch, a pretrained model has its own; remove it"
     if args.metric and not args.generate:
@@ -50,10 +50,10 @@ def choose_model(
     """Returns configuration and tokenizer of a pretrained model, or of a T5 model from scratch.
 
     Args:
-        sizes: of models from scratch: layers of each stack, width, heads, width per head, MLP width, vocabulary, ...
+        sizes: models from scratch by name: layers per stack, width, heads, width per head, MLP width, vocabulary, ...
         source: the training text; a new tokenizer is trained on its `columns`.
 
-    Raises UserError with one line per reason why the lengths do not fit the model.
+    Raises UserError with one line per reason why tokenizer or lengths do not fit the model.
     """
     config: Any
     if args.model_name_or_path:
@@ -98,23 +98,23 @@ def write_targets(
     accelerator: Accelerator,
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[int, list[int]]:
-    """Generates targets greedily for --generate evenly spaced samples; returns {sample: tokens} on all ranks.
+    """Generates targets greedily for --generate evenly spaced samples; returns {sample id: token ids} on all ranks.
 
-    The samples are partitioned among the ranks like a global batch, by the maximum length that they could reach.
+    The samples are partitioned among the ranks like a global batch, each with the maximum length that it can reach.
     """
     ids = np.unique(np.linspace(0, len(samples) - 1, min(args.generate, len(samples))).astype(int))
     lengths = np.maximum(samples.lengths(ids), [0, args.target_length])
     budget = args.micro_batch_tokens and max(args.micro_batch_tokens, int(lengths.sum(1).max()))
     model.eval()
     generator: Any = without_wrapper(model)
-    register_fsdp_forward_method(generator, "generate")  # all-gathers weights sharded by FSDP2; else no effect
+    register_fsdp_forward_method(generator, "generate")  # FSDP2: all-gathers weights; else no effect
     written: list[tuple[int, list[int]]] = []
     shares = split_global_batch(lengths, accelerator.num_processes, args.micro_batch_size, budget)
     for positions in shares[accelerator.process_index]:
-        # If weights are sharded, every rank must participate in every step, hence dummy samples and synced_gpus.
+        # Dummy samples and synced_gpus: if weights are sharded, every rank must participate in every forward.
         micro_batch = collate([samples[i] for i in ids[positions]] or [samples.dummy_sample()])
         batch = send_to_device(micro_batch, accelerator.device)
-        # generate() calls the encoder separately; with an adapter, its weights have two precisions.
+        # generate() calls the encoder without the model's autocast; with an adapter, its weights have two dtypes.
         with accelerator.autocast() if has_adapter(generator) else nullcontext():
             tokens = generator.generate(
                 batch["input_ids"],
@@ -133,19 +133,19 @@ def write_targets(
 
 
 def prepare_encoder_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """Replaces embeddings that share a weight by a single module, and returns the model.
+    """Replaces the embeddings that share a weight by a single module, and returns the model.
 
     Call it on the bare model, on all ranks together. transformers creates separate modules for encoder and decoder, and
     FSDP2 rejects a weight in two of its groups. An embedding with a separate weight in the checkpoint stays separate.
 
-    Raises UserError if the model starts its targets differently from `collate_pairs` (mBART: with their language).
+    Raises UserError if the model begins targets differently from `collate_pairs` (mBART: with a language token).
     """
     if callable(shift := getattr(model, "prepare_decoder_input_ids_from_labels", None)):
         if shift(torch.arange(2, 6).unsqueeze(0))[0].tolist() != [model.config.decoder_start_token_id, 2, 3, 4]:
             name = type(model).__name__
             raise UserError(f"{name} does not begin all targets with its decoder_start_token_id; use a different model")
     shared, modules = model.get_input_embeddings(), list(model.named_modules())
-    # Only a process with real weights knows whether the checkpoint has separate weights.
+    # Only a process that has loaded the weights knows whether the checkpoint has separate weights.
     twins = decided_once(
         lambda: [name for name, m in modules if isinstance(m, torch.nn.Embedding) and m.weight is shared.weight]
     )

@@ -1,4 +1,4 @@
-"""Turns pairs of texts into samples of an encoder-decoder model: it reads a source and is trained on a target.
+"""Turns pairs of texts into samples of an encoder-decoder model, which reads a source and is trained on a target.
 
 pairs = tokenize_pairs(Source(files=("train.jsonl",)), ("source", "target"), tokenizer, 512, 128)
 micro_batch = collate_pairs([pairs[0], pairs[1]], tokenizer.pad_token_id, config.decoder_start_token_id)
@@ -41,7 +41,7 @@ def tokenize_pairs(
 ) -> "Pairs | Mixed":
     """Tokenises the rows of a source once into the cache and opens the result.
 
-    The tokenizer adds its special tokens. If a target then has no eos token, it is appended, because otherwise the
+    The tokenizer adds its special tokens. If it adds no eos token to a target, eos is appended, because otherwise the
     model would never stop.
 
     Args:
@@ -98,7 +98,7 @@ def _encode(
     eos = tokenizer.eos_token_id
     ids, num_cut = tokens(texts), 0
     for number, text in enumerate(texts):
-        has_eos = not is_target or eos in ids[number][1:]  # some tokenizers start with it
+        has_eos = not is_target or eos in ids[number][1:]  # [1:]: some tokenizers begin with eos
         if len(ids[number]) + (not has_eos) > length:
             num_cut += 1  # truncated by the tokenizer, which keeps its special tokens in place
             ids[number] = tokens([text], truncation=True, max_length=length - (not has_eos))[0]
@@ -142,7 +142,7 @@ Pair = tuple[np.ndarray, np.ndarray]
 class Pairs(TokenStore):
     """Memory-mapped pairs, `batching.Samples`. Item i is (source, target), int64 (length,) each, including eos.
 
-    `lengths` returns both lengths of a pair, because its work depends on source and target together.
+    `lengths` returns both lengths of a pair (n, 2), because the work depends on source and target together.
     """
 
     unit = "tokens"
@@ -150,7 +150,7 @@ class Pairs(TokenStore):
     def __init__(self, directory: str | Path) -> None:
         super().__init__(directory, NAMES)
         self.num_target_tokens = self.meta["targets"]
-        self.max_length = self.meta["max_length"]  # of source and target together
+        self.max_length = self.meta["max_length"]  # source plus target
         self.fingerprint = self.meta["content"]  # equal if all pairs are equal, independent of the file location
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -165,7 +165,7 @@ class Pairs(TokenStore):
         return self[0][0][:1], np.zeros(0, np.int64)
 
     def num_targets(self, ids: np.ndarray) -> np.ndarray:
-        """Returns the target tokens of each pair, int64."""
+        """Returns the number of target tokens of each pair, int64."""
         return self.lengths(ids)[:, 1]
 
     def describe(self) -> str:
@@ -183,14 +183,14 @@ class Pairs(TokenStore):
 def collate_pairs(
     samples: list[Pair], pad_token_id: int, decoder_start_token_id: int, multiple_of: int = 1
 ) -> dict[str, torch.Tensor]:
-    """Pads sources and targets on the right, each to their longest, into one micro-batch.
+    """Pads sources to the longest source and targets to the longest target, on the right, into one micro-batch.
 
     The encoder is bidirectional and needs a mask. The decoder is causal, so its real tokens do not attend to padding.
 
     Returns (all int64):
         `input_ids` (B, S) and, if there is padding, `attention_mask` (B, S).
         `decoder_input_ids` (B, T): the targets shifted right by one, after the decoder's start token.
-        `targets` (N,), and `target_rows` (N,): the positions in the flattened (B * T,) decoder that predict them.
+        `targets` (N,), and `target_rows` (N,): the positions in the flattened (B * T,) decoder input that predict them.
     """
     sources, targets = ([torch.from_numpy(ids) for ids in texts] for texts in zip(*samples, strict=True))
     pad = partial(pad_rows, multiple_of=multiple_of)

@@ -15,13 +15,13 @@ def score_targets(
 ) -> tuple[dict[str, Any], list[str], list[str], list[str]]:
     """Scores the texts that a model generated for some of `samples`.
 
-    One baseline always answers with the most frequent target of the (first 100,000) training pairs. The other copies
+    One baseline always predicts the most frequent target of the first 100,000 training pairs. The other baseline copies
     the first tokens of each source, up to the mean length of a training target.
 
-    Returns: metrics (chrF, 0 to 100, and the share of exact matches); lines to print; the generated texts; their
-        targets, as decoded by the tokenizer.
+    Returns: metrics (chrF, 0 to 100, and the share of exact matches, 0 to 1); lines to print; the generated texts; the
+        target texts, as decoded by the tokenizer.
     """
-    from sacrebleu.metrics import CHRF  # imported here because only recipes that generate text need it
+    from sacrebleu.metrics import CHRF  # here because few runs generate text
 
     def texts(sequences: Iterable[Any]) -> list[str]:
         return [str(tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in sequences]

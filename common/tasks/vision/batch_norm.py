@@ -20,7 +20,7 @@ NORMS = {
 
 
 def use_group_norm(model: nn.Module) -> None:
-    """Replaces batch norm by group norm with 16 channels per group (Wu and He, 2018, arXiv:1803.08494), in place."""
+    """Replaces batch norm by group norm (Wu and He, 2018, arXiv:1803.08494) with 16 channels per group if divisible."""
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.BatchNorm2d):
             channels = module.num_features
@@ -28,9 +28,9 @@ def use_group_norm(model: nn.Module) -> None:
 
 
 def resolve_norm(args: argparse.Namespace, model: nn.Module) -> None:
-    """Sets `args.norm` according to the model, and the resulting `args.drop_last_window`.
+    """For a model with batch norm, sets the default of `args.norm`, and `args.drop_last_window`.
 
-    Raises UserError if --norm has no effect on the model, or a micro-batch is too small for it.
+    Raises UserError if --norm has no effect on the model, or a micro-batch is too small for batch norm.
     """
     if not any(isinstance(module, BATCH_NORMS) for module in model.modules()):
         if args.norm in ("batch", "sync_batch"):
@@ -39,8 +39,8 @@ def resolve_norm(args: argparse.Namespace, model: nn.Module) -> None:
     args.norm = args.norm or "batch"
     if args.micro_batch_size == 1 and args.norm == "batch":
         raise UserError("--micro_batch_size 1: batch norm needs several images for its statistics; use at least 2")
-    # The last, shorter global batch has smaller micro-batches. A rank without samples computes an empty image, which
-    # would enter the statistics.
+    # The last, shorter global batch has smaller micro-batches, and a rank without samples computes a black dummy image.
+    # Both would change the statistics.
     args.drop_last_window = True
 
 

@@ -17,7 +17,7 @@ from common.tasks.vision.image_files import Images, with_classes
 from common.tasks.vision.image_models import ConvNet, ConvNetConfig, NormResNet, NormResNetConfig
 from common.training.recipe_traits import Arguments
 
-LARGEST_CONVNET = 50e6  # parameters; nearly all are in its hidden layer, which reads every pixel
+LARGEST_CONVNET = 50e6  # maximum parameters; most are in the hidden layer, and proportional to the number of pixels
 
 
 def check_arguments(args: Arguments) -> Iterator[str]:
@@ -44,7 +44,7 @@ def check_arguments(args: Arguments) -> Iterator[str]:
 def choose_model(
     args: Arguments, train: Images, held_out: Images | None
 ) -> tuple[PreTrainedConfig, images.Preprocessing, Images, Images | None, bool]:
-    """Returns configuration, preprocessing, both sets of images, and whether a pretrained model needs a new head.
+    """Returns config, preprocessing, training and held-out images, and whether a pretrained model needs a new head.
 
     The classes of the images are in the model's order. Raises UserError if images or flags do not fit the model.
     """
@@ -55,7 +55,7 @@ def choose_model(
         train, held_out = with_classes(train, classes), held_out and with_classes(held_out, classes)
         preprocessing = images.preprocess_for(args.model_name_or_path, config, train, size)
     else:
-        # transformers' pipelines pass three channels to its ViT, for gray images too.
+        # transformers' pipelines pass three channels to a ViT, also for gray images.
         preprocessing = images.preprocess(train, size, channels=3 if args.model_config == "vit" else None)
         config = make_config(args, preprocessing)
     resolve_head_rate(args, is_new=new_head)
@@ -67,7 +67,7 @@ def choose_model(
 
 
 def make_config(args: Arguments, preprocessing: images.Preprocessing) -> PreTrainedConfig:
-    """Returns the configuration of a model from scratch; raises UserError if the image size does not fit it."""
+    """Returns the config of a model from scratch, sets the default of --norm; raises UserError for unsuitable sizes."""
     height, width = preprocessing.height, preprocessing.width
     options: dict[str, Any] = {"num_channels": len(preprocessing.mean)}
     if min(height, width) < 6:
@@ -103,7 +103,7 @@ def make_model(args: Arguments, config: PreTrainedConfig, new_head: bool) -> tup
 
 
 def describe_class(model: PreTrainedModel | None, preprocessing: images.Preprocessing) -> tuple[str, list[str]]:
-    """Returns the name of the class that loads the saved model, and any line on using it in a pipeline."""
+    """Returns the name of the class that loads the model, and a line if pipelines need an import or do not work."""
     if isinstance(model, ConvNet | NormResNet):
         line = 'pipeline   pipeline("image-classification") needs `from common.tasks.vision import image_models`'
         return f"common.tasks.vision.image_models.{type(model).__name__}", [line]

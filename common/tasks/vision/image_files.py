@@ -33,9 +33,9 @@ class Images:
     fingerprint: str  # equal if all images and labels are equal
     classes: tuple[str, ...]
     labels: np.ndarray  # int64, index into `classes` of each image
-    read: Callable[[int], Any]  # returns an image, or an input of PIL.Image.open (a path, a file in memory)
+    read: Callable[[int], Any]  # returns a PIL image, or an input of PIL.Image.open (a path, a file in memory)
     where: Callable[[int], str]  # returns the image's name for messages
-    contents: Callable[[], str] = str  # for files: returns the end of the fingerprint, a hash of their beginnings
+    contents: Callable[[], str] = str  # returns a suffix of the fingerprint: for files, a hash of their first bytes
     unused: str = ""  # text on unused files or columns of the source
 
 
@@ -98,10 +98,10 @@ def folder(directory: str) -> Images:
 
 
 def _hash_beginnings(paths: list[str]) -> str:
-    """Returns a hyphen and a hash of the beginnings of up to 1000 files, because reading all takes too long."""
+    """Returns a hyphen and a hash of the first 64 KiB of up to 1000 files, because reading all would take too long."""
     digest = hashlib.blake2b(digest_size=8)
     for number in evenly_spaced(len(paths)):
-        with suppress(OSError), open(paths[number], "rb") as file:  # decoding reports it
+        with suppress(OSError), open(paths[number], "rb") as file:  # decoding the image reports the error
             digest.update(file.read(1 << 16))
     return f"-{digest.hexdigest()}"
 
@@ -109,8 +109,8 @@ def _hash_beginnings(paths: list[str]) -> str:
 def hub(name: str, config: str | None, split: str, label_column: str | None = None) -> Images:
     """Returns a split of a dataset on the hub, or of a directory that `save_to_disk` of `datasets` wrote.
 
-    The images are in its first image column, the classes in `label_column` (default: the first ClassLabel column).
-    Hidden labels stay -1. Raises UserError if the dataset is missing or has no such columns.
+    Images are read from the first image column, classes from `label_column` (default: the first ClassLabel column).
+    Hidden labels stay -1. Raises UserError if the dataset or one of these columns is missing, or a label is null.
     """
     import datasets
 
@@ -172,7 +172,7 @@ def check_labels(images: Images) -> None:
 
 
 def digits(part: str) -> Images:
-    """Returns scikit-learn's 1,797 digits of 8 x 8 pixels, which it includes; `part` is "train" or "validation"."""
+    """Returns the digits of 8 x 8 pixels that scikit-learn includes, 1,797 in total; part: "train" or "validation"."""
     # Reads the data file directly, because importing scikit-learn (`sklearn.datasets.load_digits`) takes a second.
     spec = importlib.util.find_spec("sklearn")
     assert spec is not None and spec.origin is not None, "scikit-learn is installed"
@@ -225,10 +225,10 @@ def open_image(images: Images, index: int, size: tuple[int, int] | None = None) 
     """Returns a decoded image of mode L (gray) or RGB, rotated according to its EXIF data, with transparency on white.
 
     Args:
-        size: height and width to which it will be scaled. To save time and memory, a JPEG is then decoded at a
-            fraction of its size, but at least at twice this size; the pixels are nearly the same.
+        size: height and width to which the caller scales the image. To save time and memory, a JPEG is then decoded at
+            a fraction of its size, but at least at twice `size`; after scaling, the pixels are nearly the same.
 
-    Raises UserError if it cannot be read or decoded, or has more than 8 bits per channel.
+    Raises UserError if the image cannot be read or decoded, or has more than 8 bits per channel.
     """
     source = images.read(index)
     try:
@@ -237,7 +237,7 @@ def open_image(images: Images, index: int, size: tuple[int, int] | None = None) 
         else:
             image = Image.open(source)
             if size:
-                image.draft(None, (2 * max(size), 2 * max(size)))  # the maximum side, because EXIF may rotate it
+                image.draft(None, (2 * max(size), 2 * max(size)))  # max, because EXIF may swap the sides
             image = ImageOps.exif_transpose(image)
             image.load()
     except Exception as error:  # OSError, SyntaxError, ValueError, struct.error, ..., depending on the format

@@ -1,4 +1,4 @@
-"""Small image classifiers that transformers does not provide; `from_pretrained` loads them after this import."""
+"""Small image classifiers that transformers does not provide; after this import, `from_pretrained` loads them."""
 
 from typing import Any
 
@@ -16,11 +16,11 @@ from transformers.modeling_outputs import ImageClassifierOutput
 
 from common.tasks.vision.batch_norm import use_group_norm
 
-LUMA = (0.299, 0.587, 0.114)  # weights of ITU-R 601, with which PIL also converts to gray
+LUMA = (0.299, 0.587, 0.114)  # weights of R, G, B in gray (ITU-R 601), as in PIL
 
 
 def in_channels_of(config: PreTrainedConfig, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Returns the images, as gray for a model with one channel, because transformers' pipelines always pass three."""
+    """Returns images (N, C, H, W), from RGB to gray for a model with one channel, because pipelines always pass RGB."""
     if config.num_channels == pixel_values.shape[1] or pixel_values.shape[1] != len(LUMA):
         return pixel_values
     return torch.einsum("nchw,c->nhw", pixel_values, pixel_values.new_tensor(LUMA)).unsqueeze(1)
@@ -28,7 +28,7 @@ def in_channels_of(config: PreTrainedConfig, pixel_values: torch.Tensor) -> torc
 
 class ConvNetConfig(PreTrainedConfig):
     model_type = "mnist_convnet"
-    turns_rgb_gray = True  # see in_channels_of
+    turns_rgb_gray = True  # the model accepts RGB too (`in_channels_of`)
 
     num_channels: int = 1
     image_size: list[int] | tuple[int, ...] = (28, 28)  # height, width
@@ -40,7 +40,7 @@ class ConvNet(PreTrainedModel):
     """The ConvNet of the MNIST guides: two 3 x 3 convolutions, max pooling, a hidden layer. It has no norm layer."""
 
     config_class, main_input_name, base_model_prefix = ConvNetConfig, "pixel_values", "features"
-    _no_split_modules: list[str] = []  # FSDP2 shards it as one layer
+    _no_split_modules: list[str] = []  # FSDP2 shards the model as one unit
 
     def __init__(self, config: ConvNetConfig):
         super().__init__(config)
@@ -62,7 +62,7 @@ class ConvNet(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         if callable(reset := getattr(module, "reset_parameters", None)):
-            reset()  # as in torch; the initialisation of transformers is for language models
+            reset()  # torch's initialisation, because transformers' is for language models
 
     def get_input_embeddings(self) -> None:  # type: ignore[override]  # there are none
         return None
@@ -82,9 +82,9 @@ class NormResNetConfig(ResNetConfig):
 
 
 class NormResNet(ResNetForImageClassification):
-    """transformers' ResNet with a choice of norm, and a first layer for images of less than 64 pixels.
+    """transformers' ResNet with a choice of norm, and a first layer for images of fewer than 64 pixels per side.
 
-    It has a separate model type because ResNetForImageClassification would silently load its weights as batch norm.
+    It has a separate model type, because ResNetForImageClassification would silently load group norm as batch norm.
     """
 
     config_class = NormResNetConfig

@@ -29,8 +29,8 @@ from common.data.hub import locate_pretrained
 from common.errors import UserError, one_line
 from common.tasks.vision.image_files import DIGITS, Images, evenly_spaced, fingerprint_of, open_image
 
-# "shift" and "flip" are implemented here because torchvision is optional: the package index has no wheel for a CPU
-# build of torch. Longer augmentations (crop, rand) use torchvision, which has no shift that repeats the edge.
+# "shift" and "flip" are implemented here because torchvision is optional: PyPI has no wheel for a CPU build of torch.
+# More complex augmentations (crop, rand) use torchvision, which has no shift that repeats the edge.
 AUGMENTATIONS = {
     "none": "the images as they are",
     "shift": "moved by up to an eighth of its size, its edge repeated; the default",
@@ -52,8 +52,8 @@ class Preprocessing:
     takes_rgb: bool = True  # True: accepts RGB, as pipelines pass it; False: a pretrained model for gray images only
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Writes the file for `AutoImageProcessor.from_pretrained`, so that the saved model gets the same pixels."""
-        repeats = 3 // len(self.mean) if self.takes_rgb else 1  # models of this project convert three channels to one
+        """Writes preprocessor_config.json, with which `AutoImageProcessor` preprocesses images as in training."""
+        repeats = 3 // len(self.mean) if self.takes_rgb else 1  # a model with one channel converts RGB to gray
         settings = {
             "image_processor_type": "ViTImageProcessor",  # the basic processor: resize, rescale, normalise
             "do_convert_rgb": self.takes_rgb,
@@ -70,7 +70,7 @@ class Preprocessing:
 
 
 def linear_accuracy(train: Images, validation: Images) -> float | None:
-    """Returns the held-out accuracy of logistic regression on the digits' pixels, in a second; None for other data."""
+    """Returns the held-out accuracy of logistic regression on the digits' pixels (takes a second); None for others."""
     if not train.name.startswith(DIGITS):
         return None
     from sklearn.linear_model import LogisticRegression
@@ -119,14 +119,14 @@ def preprocess(images: Images, size: tuple[int, int] | None = None, channels: in
 def preprocess_for(
     name_or_path: str, config: PreTrainedConfig, images: Images, size: tuple[int, int] | None = None
 ) -> Preprocessing:
-    """Returns the same as `preprocess`, but with the pretrained model's own size, channels, mean and deviation.
+    """Returns the result of `preprocess`, but with the pretrained model's size, channels, mean and standard deviation.
 
     Raises UserError if the model requires a fixed image size that differs from `size`.
     """
     try:
         location, _ = locate_pretrained(name_or_path)
         settings, _ = ImageProcessingMixin.get_image_processor_dict(**location)
-    except OSError:  # the model has no such file
+    except OSError:  # the model has no preprocessor_config.json
         settings = {}
     sides = getattr(config, "image_size", None) or settings.get("size")
     if isinstance(sides, dict):
@@ -165,7 +165,7 @@ def to_array(image: Image.Image, height: int, width: int, channels: int) -> np.n
 
 
 def check_augmentations(names: Iterable[str]) -> Iterator[str]:
-    """Yields one line for each augmentation that is not available."""
+    """Yields one line if `none` is combined with others, and one line if torchvision is needed but missing."""
     names = list(names)
     if "none" in names and len(names) > 1:
         yield f"--augment {' '.join(names)}: none, and others; remove either"
@@ -177,7 +177,7 @@ def check_augmentations(names: Iterable[str]) -> Iterator[str]:
 
 
 class ImageSamples:
-    """Images as `common.training.batching.Samples`: an item is (uint8 pixels (C, H, W), label).
+    """Images, a `common.training.batching.Samples`: an item is (uint8 pixels (C, H, W), label).
 
     Args:
         augment: names of `AUGMENTATIONS`, applied in their order; empty for evaluation.
@@ -200,7 +200,7 @@ class ImageSamples:
 
     @property
     def fingerprint(self) -> str:
-        """A hash that is equal if all images and labels are equal; of files, only some beginnings are compared."""
+        """A hash that is equal if all images and labels are equal; it covers only the first bytes of some files."""
         return fingerprint_of([self.images.fingerprint, self.images.classes, self.shape]) + self.images.contents()
 
     def of_epoch(self, epoch: int) -> "ImageSamples":
@@ -247,7 +247,7 @@ class ImageSamples:
 
 @contextmanager
 def _own_random_stream(key: str) -> Iterator[None]:
-    """Seeds Python's and torch's RNG from `key` inside the context, and restores them after it, for dropout."""
+    """Context with Python's and torch's RNG seeded from `key`; restores both, because dropout uses torch's RNG."""
     number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
     before = random.getstate()
     with torch.random.fork_rng(devices=[]):
@@ -275,7 +275,7 @@ def augmented(image: Image.Image, name: str, height: int, width: int) -> Image.I
 
 
 def collate_images(samples: list[tuple[np.ndarray, int]], preprocessing: Preprocessing) -> dict[str, torch.Tensor]:
-    """Returns a micro-batch: `pixel_values` (B, C, H, W), `targets` (N,) and `target_rows` (N,), the targets' rows."""
+    """Returns `pixel_values` (B, C, H, W), normalised; `targets` (N,); `target_rows` (N,), the row of each target."""
     pixels = torch.from_numpy(np.stack([pixels for pixels, _ in samples])).to(torch.get_default_dtype())
     mean, std = (pixels.new_tensor(values).view(-1, 1, 1) for values in (preprocessing.mean, preprocessing.std))
     labels = np.array([label for _, label in samples], np.int64)
