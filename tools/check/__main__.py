@@ -1,12 +1,12 @@
-"""Checks machines for outliers. Run it before a long run, on one machine or on all ranks together:
+"""Checks machines for outliers. Use this command before a long run, on one machine or on all ranks together:
 
     python -m tools.check
     accelerate launch --config_file accelerate_configs/multi_node.yaml ... -m tools.check
 
-It measures within seconds: matmul throughput, memory, and the disk of --directory. With several ranks, it also measures
+Within seconds, it measures matmul throughput, memory, and the disk of --directory. With several ranks, it also measures
 latency and bandwidth of each pair (over gloo, or NCCL on GPUs), and compares clocks and versions. Rank 0 prints tables
-with an arrow at each outlier. Exit status: 0 no outliers, 1 outliers, 2 a user error. (`accelerate launch` itself exits
-with 1 for both.)
+with an arrow at each outlier. Exit status: 0 for no outliers, 1 for outliers, 2 for a user error; `accelerate launch`
+exits with 1 instead of 2.
 """
 
 import argparse
@@ -40,21 +40,21 @@ from common.training.process_grid import Degrees
 from common.versions import versions
 from tools.check.report import report
 
-MULTIPLY = 0.5  # seconds per precision
-# Bytes; maximum number of blocks; seconds after which no further block starts.
+MULTIPLY = 0.5  # seconds of matmuls per precision
+# Disk: bytes per block; maximum number of blocks; seconds after which no further block is written.
 BLOCK, MOST_BLOCKS, WRITE = 8 << 20, 32, 1.0
 NUM_FSYNCS = 20
 NUM_PINGS = 100
-# Message sizes in bytes: from the smallest, times 4, until a round trip takes LONG_ENOUGH. Then the same size repeats
-# for TRANSFER seconds in total, because on a busy machine a few messages may meet other work.
+# Messages grow from SMALLEST bytes by factors of 4, until a round trip takes LONG_ENOUGH seconds. Messages are sent for
+# TRANSFER seconds in total, because on a busy machine other work may delay a few of them.
 SMALLEST, LARGEST, LONG_ENOUGH, TRANSFER = 1 << 20, {"cpu": 64 << 20, "cuda": 256 << 20}, 0.03, 0.4
-ALL_PAIRS = 64  # ranks; with more, pairs between machines have the same local rank only,
-MOST_ROUNDS = 63  # and each machine is paired with at most this number of others
+ALL_PAIRS = 64  # with more ranks, only ranks with the same local rank are paired between machines
+MOST_ROUNDS = 63  # maximum number of other machines with which a machine is paired
 
 
 def tournament(num: int) -> list[list[tuple[int, int]]]:
-    """Returns rounds in which each pair of `num` items meets once, no item twice per round (the circle method)."""
-    even = num + num % 2  # with an odd number, the item paired with the last place has no partner
+    """Returns a round robin of `num` items: rounds of disjoint pairs, each pair in one round (the circle method)."""
+    even = num + num % 2  # if `num` is odd, the item that is paired with the added index pauses in this round
     rounds = []
     for turn in range(even - 1):
         circle = [even - 1, *((turn + place) % (even - 1) for place in range(even - 1))]
@@ -66,8 +66,8 @@ def tournament(num: int) -> list[list[tuple[int, int]]]:
 def rounds(machines: list[list[int]]) -> Iterator[list[tuple[int, int]]]:
     """Yields rounds of disjoint pairs of ranks: first pairs within the machines, then pairs between them.
 
-    In a round between machines, each machine has a single other machine, and all its ranks are busy, so that every pair
-    has the same share of a network card. machines: the ranks of each machine.
+    In a round between machines, all ranks of a machine exchange with ranks of a single other machine at once, so that
+    every pair gets an equal share of the network card. machines: the ranks of each machine.
     """
     width = max(map(len, machines))
     for pairs in tournament(width):
@@ -110,7 +110,7 @@ def connect(launch: Launch, timeout: float) -> torch.device:
 def measure_devices(device: torch.device, num_processes: int) -> list[dict[str, Any]]:
     """Returns memory (bytes, before any measurement) and matmul throughput (FLOP/s) of this rank's device.
 
-    A single process measures each visible GPU, one after the other.
+    If there is only one process, it measures all visible GPUs, one after the other.
     """
     if device.type == "cpu":
         name = f"threads: {torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}"
@@ -136,8 +136,8 @@ def existing_directory(directory: Path) -> Path:
 
 
 def measure_disk(directory: Path) -> dict[str, Any]:
-    """Returns write throughput in bytes/s of a file written and flushed like a checkpoint, and median fsync time."""
-    block = memoryview(mmap.mmap(-1, BLOCK))  # aligned to pages
+    """Returns free bytes, write throughput in bytes/s of a file written like a checkpoint, and median fsync time."""
+    block = memoryview(mmap.mmap(-1, BLOCK))  # aligned to pages, for direct writes as in a checkpoint
     block[:] = os.urandom(BLOCK)  # a compressing file system would not store zeros
     start = time.perf_counter()
 
@@ -165,11 +165,11 @@ def measure_disk(directory: Path) -> dict[str, Any]:
 
 
 def measure_link(partner: int, is_first: bool, device: torch.device) -> dict[str, float] | None:
-    """Measures the link between two ranks; both call it at the same time. Returns the results on the first rank.
+    """Measures the link between two ranks, which both make this call. Returns the results on the first rank, else None.
 
     latency: seconds, half of the fastest round trip. bandwidth: bytes/s of the fastest round trip of a message.
-    offset: seconds by which the other clock is ahead, from the fastest round trip, as in NTP; its error is at most
-    `latency`.
+    offset: seconds by which the partner's clock is ahead, computed from the fastest round trip as in NTP; the error is
+    at most `latency`.
     """
     number = torch.zeros((), dtype=torch.int64, device=device)
     message = torch.zeros(LARGEST[device.type], dtype=torch.uint8, device=device)
@@ -213,7 +213,7 @@ def measure_link(partner: int, is_first: bool, device: torch.device) -> dict[str
 def measure_links(device: torch.device, timeout: float) -> dict[tuple[int, int], dict[str, float]]:
     """Returns the results of `measure_link` by pair of ranks, for pairs in which this rank is the lower.
 
-    If no data passes between a pair for `timeout` seconds, the pair is reported, and all ranks end.
+    If the measurement of a pair takes more than `timeout` seconds, the pair is reported, and all ranks end.
     """
     rank = dist.get_rank()
     hosts: list[Any] = [None] * dist.get_world_size()
@@ -230,19 +230,19 @@ def measure_links(device: torch.device, timeout: float) -> dict[tuple[int, int],
                 link = measure_link(low + high - rank, rank == low, device)
             if link is not None:
                 links[low, high] = link
-        dist.barrier()  # because the next round would disturb this round
+        dist.barrier()  # so that rounds do not overlap and slow each other down
     return links
 
 
 def measure(args: argparse.Namespace, launch: Launch) -> dict[str, Any] | None:
-    """Returns the results of all ranks on rank 0: `ranks`, a list, and `links`, by pairs of ranks.
+    """Returns the results on rank 0, else None: `ranks`, a list; `links`, by pairs of ranks; `backend`, a name.
 
     All ranks start each phase together.
     """
     device = connect(launch, args.connect_timeout)
     rank, is_alone = int(os.environ.get("RANK", 0)), launch.num_processes == 1
     local_rank = 0 if is_alone else int(os.environ["LOCAL_RANK"])
-    if local_rank == 0:  # first rank of its machine; an error there ends the other ranks too
+    if local_rank == 0:  # first rank of its machine; an error on this rank ends the others too
         directory = existing_directory(args.directory)
     software: dict[str, Any] = dict(versions())
     if device.type == "cuda":
@@ -253,7 +253,7 @@ def measure(args: argparse.Namespace, launch: Launch) -> dict[str, Any] | None:
     if is_alone:
         return {"ranks": [mine | {"disk": measure_disk(directory)}], "links": {}, "backend": None}
     dist.barrier()
-    if local_rank == 0:  # the other ranks of its machine write to the same disk
+    if local_rank == 0:  # all ranks of a machine use the same disk
         mine["disk"] = measure_disk(directory)
     dist.barrier()
     links = measure_links(device, args.connect_timeout)

@@ -1,7 +1,7 @@
-"""Finds outliers in the results of `tools.check`, and prints tables with an arrow at each outlier.
+"""Finds outliers in the results of `tools.check`, and formats tables with an arrow at each outlier.
 
-A rank or machine is compared with the median of the others, so that a single outlier does not affect its reference.
-With two, the outlier is ambiguous: only the slower is marked.
+A rank or machine is compared with the median of the others, so that a single outlier does not affect its reference. Of
+two ranks or machines, only the worse one is marked.
 """
 
 import time
@@ -12,17 +12,17 @@ from typing import Any
 
 from common.errors import shorten
 
-# Fractions of the median of the others; a lower value is an outlier. CPU processes share cores and caches, while GPUs
-# of the same model differ by a few percent.
+# Fractions of the median of the others; a lower value is an outlier. CPUs vary more, because processes share cores and
+# caches; GPUs of the same model differ by a few percent.
 PRODUCTS = {"cpu": 0.5, "cuda": 0.9}
 TOTAL_MEMORY, FREE_MEMORY, FREE_DISK, WRITE_RATE = 0.95, 0.5, 0.5, 0.5
-FREE_GPU = 0.9  # fraction of its own memory; this process has used hardly any of it
-FSYNC = 4.0  # times the median of the others
-SLOW_FSYNC = 0.02  # seconds; a faster fsync slows down no save, whatever the others' median
+FREE_GPU = 0.9  # fraction of the GPU's total memory, of which this process uses hardly any
+FSYNC = 4.0  # multiple of the median of the others
+SLOW_FSYNC = 0.02  # seconds; a faster fsync is never an outlier, because it does not slow down a save
 BANDWIDTH, LATENCY = 0.5, 3.0  # fraction of the usual bandwidth, multiple of the usual latency
-FAR = 5e-3  # seconds, one way; between machines in the same hall it is below 1e-3
-CLOCK = 0.5  # seconds; beyond it, logs cannot be compared, and files seem to come from the future
-MOST_ROWS = 64  # if there are more, only outliers are shown
+FAR = 5e-3  # one-way latency in seconds; between machines in the same data centre, it is below 1e-3
+CLOCK = 0.5  # seconds; with a larger offset, times in logs cannot be compared, and files have times in the future
+MOST_ROWS = 64  # a longer table shows only outliers
 
 WAITS = "every update waits for the slowest rank"
 NAMES = {"no": "float32"}
@@ -31,7 +31,7 @@ GB = 1e9
 
 @dataclass
 class Table:
-    """A title, the names of the columns, and rows: their texts, and the reasons why a row is an outlier."""
+    """A title, column names, and rows: (cells, reasons why the row is an outlier); no reasons: not an outlier."""
 
     title: str
     columns: list[str]
@@ -58,13 +58,13 @@ class Table:
 
 
 def share_of_others(values: list[float], at: int) -> float:
-    """Returns a value as a fraction of the median of the others; 1 if there are none."""
+    """Returns a value as a fraction of the median of the others; 1 if there are none or the median is 0."""
     others = values[:at] + values[at + 1 :]
     return values[at] / median(others) if others and median(others) else 1.0
 
 
 def products(ranks: list[dict[str, Any]]) -> Table:
-    """Returns a table with a row per device, which is compared with the throughput of the others."""
+    """Returns a table with the matmul throughput of each device, compared with that of the other devices."""
     rows = [(rank, device) for rank in ranks for device in rank["devices"]]
     precisions = list(rows[0][1]["rates"])
     names = [NAMES.get(name, name) for name in precisions]
@@ -85,7 +85,7 @@ def products(ranks: list[dict[str, Any]]) -> Table:
 
 
 def memory(ranks: list[dict[str, Any]], machines: list[dict[str, Any]]) -> Table:
-    """Returns a table with a row per machine and a row per GPU."""
+    """Returns a table of total and free memory, with a row per machine and a row per GPU."""
     table = Table("memory, GB", ["rank", "host", "of", "total", "free"])
     totals, frees = ([machine["memory"][what] for machine in machines] for what in ("total", "free"))
     for at, machine in enumerate(machines):
@@ -112,7 +112,7 @@ def in_gb(*sizes: int) -> list[str]:
 
 
 def disks(machines: list[dict[str, Any]]) -> Table:
-    """Returns a table with a row per machine; all machines wrote at the same time."""
+    """Returns a table of free space and write times, with a row per machine; all machines wrote at the same time."""
     columns = ["rank", "host", "directory", "free GB", "write MB/s", "fsync ms"]
     table = Table("disk, a file written and flushed as a checkpoint's are, on all machines at once", columns)
     for at, machine in enumerate(machines):
@@ -135,8 +135,8 @@ def disks(machines: list[dict[str, Any]]) -> Table:
 def odd_links(links: dict[tuple[int, int], dict[str, float]]) -> dict[tuple[int, int], str]:
     """Returns the slow links with a description: high latency, or slow compared with the usual link.
 
-    The usual link is the median over the ranks of each rank's better median. With three ranks and a slow rank, two of
-    three links are slow, but only the slow rank's own median is.
+    The usual value is the median over all ranks of the median of a rank's links (of two middle values, the better).
+    If one of three ranks is slow, two of the three links are slow, but only one of the three medians.
     """
     own = links_of_ranks(links)
     bandwidth = median(median_high(link["bandwidth"] for link in found.values()) for found in own.values())
@@ -163,7 +163,7 @@ def links_of_ranks(links: dict[tuple[int, int], dict[str, float]]) -> dict[int, 
 
 
 def link_table(title: str, ranks: list[dict[str, Any]], links: dict[tuple[int, int], dict[str, float]]) -> Table:
-    """Returns a table with a row per rank. A slow link is reported at the rank with mostly slow links, else at both."""
+    """Returns a row per rank. A slow link is reported at the rank with mostly slow links, otherwise at both ranks."""
     columns = ["rank", "host", "links", "latency us: median", "worst", "to", "GB/s: median", "worst", "to"]
     table, odd, own = Table(title, columns), odd_links(links), links_of_ranks(links)
     slow = {
@@ -191,7 +191,7 @@ def link_table(title: str, ranks: list[dict[str, Any]], links: dict[tuple[int, i
 def clock_offsets(links: dict[tuple[int, int], dict[str, float]]) -> dict[int, tuple[float, float]]:
     """Returns, by rank, the seconds by which its clock is ahead of rank 0's, and the maximum error of this value.
 
-    If a pair was not measured, the path with the fewest links over other ranks is used.
+    For a rank whose link to rank 0 was not measured, the offsets of the path with the fewest links are added.
     """
     own, offsets, ahead = links_of_ranks(links), {0: (0.0, 0.0)}, deque([0])
     while ahead:
@@ -208,7 +208,7 @@ def clock_offsets(links: dict[tuple[int, int], dict[str, float]]) -> dict[int, t
 def clocks(ranks: list[dict[str, Any]], links: dict[tuple[int, int], dict[str, float]]) -> Table:
     table = Table("clocks, ms ahead of rank 0's", ["rank", "host", "ahead", "at most wrong by"])
     offsets = clock_offsets(links)
-    # If rank 0's own clock is the outlier, it is marked instead of all others.
+    # Offsets are compared with their median, so that a wrong clock of rank 0 marks rank 0 and not all other ranks.
     usual = median_low(offset for offset, _ in offsets.values())
     for rank, (offset, error) in sorted(offsets.items()):
         odd = []
@@ -219,7 +219,7 @@ def clocks(ranks: list[dict[str, Any]], links: dict[tuple[int, int], dict[str, f
 
 
 def software(ranks: list[dict[str, Any]]) -> Table:
-    """Returns a table with a row per package, and the ranks whose version differs from rank 0's."""
+    """Returns a table with rank 0's version of each package, and the ranks whose version differs."""
     table = Table("versions", ["", "rank 0"])
     for name in sorted({name for rank in ranks for name in rank["versions"]}):
         here = ranks[0]["versions"].get(name, "none")
@@ -233,7 +233,7 @@ def software(ranks: list[dict[str, Any]]) -> Table:
 
 
 def report(figures: dict[str, Any]) -> tuple[str, int]:
-    """Returns the tables as text, and the number of outlier rows. figures: result of `check.measure`."""
+    """Returns the tables as text, and the number of outlier rows. figures: result of `measure`."""
     ranks, links = figures["ranks"], figures["links"]
     machines = [rank for rank in ranks if "disk" in rank]
     head = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {len(machines)} machine{'s' * (len(machines) > 1)}"
