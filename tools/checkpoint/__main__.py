@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _list(output_dir: Path) -> int:
-    """Prints the checkpoints of a run; returns the exit status."""
+    """Prints the checkpoints of a run; returns the exit status: 1 if a checkpoint is corrupted, otherwise 0."""
     checkpoints, problems = list_checkpoints(output_dir)
     damages = {path: find_damage(path, manifest) for path, manifest in checkpoints}
     best = find_best([(path, manifest) for path, manifest in checkpoints if not damages[path]])

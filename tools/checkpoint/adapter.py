@@ -18,9 +18,9 @@ from common.models.saved_model import ADAPTER_CONFIG
 
 def class_of(manifest: dict[str, Any]) -> Any:
     """Returns the class of a checkpoint's model in transformers; None for a recipe's own class."""
-    import transformers  # here because listing checkpoints does not need it
+    import transformers  # here because `list` does not need it
 
-    # Older checkpoints contain the name of FSDP2's class.
+    # In older checkpoints, the class name has FSDP2's prefix.
     return getattr(transformers, manifest["architecture"].removeprefix("FSDP"), None)
 
 
@@ -39,7 +39,7 @@ def write_adapter(
 ) -> None:
     """Writes the adapter of a checkpoint for `PeftModel.from_pretrained`; with `merge`, the full merged model."""
     (target / ADAPTER_CONFIG).write_bytes(own_file(directory, f"model/{ADAPTER_CONFIG}").read_bytes())
-    weights = export_dtype.cast(weights, None if merge else dtype)  # merging is in float32
+    weights = export_dtype.cast(weights, None if merge else dtype)  # merges in float32, then casts
     named = {f"base_model.model.{_as_peft_saves(name)}": weight for name, weight in weights.items()}
     save_file(named, target / "adapter_model.safetensors", metadata={"format": "pt"})
     if not merge:
@@ -53,13 +53,13 @@ def write_adapter(
 
 
 def _own_config(directory: Path, manifest: dict[str, Any]) -> Any:
-    """Returns the configuration of the checkpoint's run: that of the base, with the run's labels."""
+    """Returns the model configuration of the checkpoint's run: the base's configuration with the run's labels."""
     own_file(directory, "model/config.json")
     return class_of(manifest).config_class.from_pretrained(directory / "model", local_files_only=True)
 
 
 def _as_peft_saves(name: str) -> str:
-    """Returns the name of an adapter's weight in peft's files, which omits the name of the adapter."""
+    """Returns the name of an adapter's weight in peft's files: without the adapter's name, `default`."""
     name = name.replace(".modules_to_save.default.", ".").replace(
         "lora_magnitude_vector.default.weight", "lora_magnitude_vector"
     )
@@ -67,9 +67,9 @@ def _as_peft_saves(name: str) -> str:
 
 
 def merged(directory: Path, manifest: dict[str, Any], adapter: Path) -> Any:
-    """Returns the base with the adapter merged into its weights, in float32. adapter: output of `write_adapter`.
+    """Returns the base with the adapter merged into its weights, in float32. adapter: directory of its files.
 
-    A base in 4 bits is dequantised first, because the adapter was trained next to these values.
+    A base in 4 bits is quantised and dequantised first, because the adapter was trained with the rounded values.
 
     Raises UserError: the base is missing or has changed.
     """
@@ -84,7 +84,7 @@ def merged(directory: Path, manifest: dict[str, Any], adapter: Path) -> Any:
     model_class = class_of(manifest)
     options = quantization.options(manifest["identity"]["settings"].get("quantize"))
     quantized, own_layers = bool(options), has_own_layers(adapter)
-    # The run's configuration and head apply, even if those of the base differ.
+    # The run's configuration and head replace those of the base.
     options |= {"config": _own_config(directory, manifest), "ignore_mismatched_sizes": own_layers}
     if quantized:
         with torch.device("meta"):

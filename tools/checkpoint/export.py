@@ -1,4 +1,4 @@
-"""Exports a checkpoint, of any mode, as a model that `from_pretrained` loads."""
+"""Exports a checkpoint of any mode as a model that `from_pretrained` loads."""
 
 import logging
 import os
@@ -27,11 +27,11 @@ EXPORTED = (".json", ".jinja", ".txt", ".model", ".spm", ".bpe", ".codes", ".tik
 
 
 def export(directory: Path, target: Path, dtype: str | None = None, merge: bool = False) -> None:
-    """Exports a checkpoint as a model that `from_pretrained` loads, with its tokenizer, or writes nothing.
+    """Exports a checkpoint as a model that `from_pretrained` loads, with its tokenizer. An error leaves no files.
 
     dtype: dtype of the written weights; None: as in the checkpoint. merge: merge an adapter into its base.
 
-    Raises UserError: one line, if there is no valid checkpoint, or the target exists.
+    Raises UserError: no valid checkpoint; the target is not empty or not writable; or there is no adapter to merge.
     """
     manifest, target = _valid_manifest(directory), Path(os.path.abspath(target))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -50,7 +50,7 @@ def export(directory: Path, target: Path, dtype: str | None = None, merge: bool 
     }
     with _quietly():
         write = _writer(directory, manifest, weights, dtype, merge)
-    # Only files that the manifest lists, and of these no code.
+    # Only files that the manifest lists, and no code.
     files = [name.removeprefix("model/") for name in manifest["files"] if name.startswith("model/")]
     files = [name for name in files if "/" not in name and name.endswith(EXPORTED) and ".index." not in name]
     with complete_or_absent(target, "export again") as unfinished:
@@ -63,7 +63,7 @@ def export(directory: Path, target: Path, dtype: str | None = None, merge: bool 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Suppresses irrelevant messages of libraries: kernels, deprecated names, replaced heads."""
+    """Context without warnings of libraries that do not matter here: kernels, deprecated names, replaced heads."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -99,7 +99,7 @@ def _writer(
         return partial(write_adapter, directory, manifest, weights, dtype, merge)
     model_class = class_of(manifest)
     weights = export_dtype.cast(weights, dtype)
-    if model_class is None:  # a recipe's own class: export its configuration, and the weights under its own names
+    if model_class is None:  # a recipe's own class: export configuration and weights unchanged
 
         def write(target: Path) -> None:
             shutil.copyfile(own_file(directory, "model/config.json"), target / "config.json")
@@ -128,7 +128,7 @@ def _build_model(directory: Path, weights: dict[str, torch.Tensor], model_class:
         model = make_model(model_class, config, dtype=dtype)
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
     tied = set(model.all_tied_weights_keys)
-    # Weights that were trained separately stay untied.
+    # Weights that the checkpoint contains separately stay untied.
     model.tie_weights(missing_keys=set(missing), recompute_mapping=False)
     if tied and not model.all_tied_weights_keys.keys() & tied:
         for part in (model.config, model.config.get_text_config()):

@@ -20,9 +20,9 @@ ADVICE = {
 
 
 def push(output_dir: Path, name: str, is_private: bool = False) -> str:
-    """Uploads model/, as a single commit with the token of `hf auth login`, and returns its address.
+    """Uploads model/ as a single commit, with the token of `hf auth login`, and returns the URL of the commit.
 
-    Raises UserError: the run has not ended, or the hub rejects the upload or cannot be reached.
+    Raises UserError: the run has no finished model/, or the hub rejects the upload or cannot be reached.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
@@ -30,7 +30,7 @@ def push(output_dir: Path, name: str, is_private: bool = False) -> str:
     model = output_dir / "model"
     if not (model / "README.md").is_file():
         status = ""
-        with suppress(OSError, ValueError, LookupError, TypeError):  # no run.json, or a damaged one
+        with suppress(OSError, ValueError, LookupError, TypeError):  # run.json is missing or corrupted
             status = f" (status: {read_run(output_dir)['status']})"
         raise UserError(f"{output_dir} has no finished model/{status}; name the --output_dir of a run that has ended")
     adapter = model / ADAPTER_CONFIG
@@ -45,8 +45,8 @@ def push(output_dir: Path, name: str, is_private: bool = False) -> str:
         raise UserError(f"{name}: {one_line(error)}; give a name such as me/my-model") from error
     except OfflineModeIsEnabled as error:
         raise UserError(f"{name}: HF_HUB_OFFLINE keeps the hub from being asked; unset it") from error
-    except Exception as error:  # errors of the client, of its HTTP library, and of the hub
-        cause = (isinstance(error, RuntimeError) and error.__cause__) or error  # the error of a large file is wrapped
+    except Exception as error:  # any error of huggingface_hub, its HTTP library, or the hub
+        cause = (isinstance(error, RuntimeError) and error.__cause__) or error  # errors of large files are wrapped
         raise UserError(f"{name} at {hub.endpoint}: {one_line(cause)}; {_advice(cause)}") from cause
 
 
