@@ -11,7 +11,7 @@ from common.files import PARTIAL
 from tools.compare.page import write_page
 from tools.compare.runs import read_runs
 
-MARK = b"<!-- A report of python -m tools.compare -->"  # the second line of page.jinja
+MARK = b"<!-- A report of python -m tools.compare -->"  # second line of page.jinja; only files with it are replaced
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     try:
         args = parser.parse_args()
         refuse(check_output(args.output))
-        text = write_page(read_runs(args.runs)).encode(errors="replace")  # a path may contain bytes that are not text
+        text = write_page(read_runs(args.runs)).encode(errors="replace")  # a path may contain bytes that are not UTF-8
         write(args.output, text)
         print(f"{args.output} ({len(text) / 1e6:.1f} MB; open it in a browser)")
     except UserError as error:
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def check_output(path: Path) -> list[str]:
-    """Returns the problems of an output path."""
+    """Returns a list with the first problem of an output path, or []."""
     if path.is_dir():
         return [f"--output {path}: is a directory; name a file"]
     if not path.parent.is_dir():

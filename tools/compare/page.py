@@ -1,4 +1,4 @@
-"""Shows several runs on a page: a single HTML file with curves, settings and results, which needs no network."""
+"""Builds the page that compares runs: a single HTML file with curves, settings and results, which needs no network."""
 
 from collections.abc import Iterator
 from datetime import datetime
@@ -14,14 +14,14 @@ from plotly.subplots import make_subplots
 from common.report import curves
 from tools.compare.runs import RecordedRun
 
-STRETCHES = 1000  # parts of a longer curve, of which only the lowest and the highest point are drawn
+STRETCHES = 1000  # number of parts of a long curve; of each part, only the lowest and the highest point are drawn
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#2a9d9d", "#d37295", "#9c755f")
 DASHES = {"solid": "solid", "dash": "dashed", "dot": "dotted"}  # names in plotly, and in CSS
-ROW = 200  # pixels per row; the losses have two rows
+ROW = 200  # pixels per panel; the panel of the losses has twice this height
 BUTTONS = ["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]
-# Further metrics of an evaluation, drawn if a run has them.
+# Further metrics of an evaluation, and the titles of their panels, which are drawn if a run has the metric.
 MORE_PANELS = {"accuracy": "accuracy", "macro_f1": "macro-F1", "r2": "R²", "chrf": "chrF"}
-# The results of a run, in the order of its printed output. Other results follow under their own names.
+# Results: label and format, in the order in which a run prints them. Other results follow with their own names.
 FIGURES = {
     "validation_loss": ("held-out loss", "{:.4f}"),
     "perplexity": ("perplexity", "{:,.2f}"),
@@ -47,14 +47,14 @@ FIGURES = {
     "skipped_updates": ("skipped updates", "{:,.0f}"),
 }
 UNITS = {"model_flops_per_second": 1e9, "peak_memory_bytes": 2**30, "memory_growth_bytes": 2**30}
-# Entries of run.json that are settings besides the flags; then the settings that always differ: path and start of the
-# run.
+# FACTS: entries of run.json that are settings in addition to the flags. OWN: settings that identify a run, and are not
+# listed as differences.
 FACTS = ("mode", "world_size", "mixed_precision", "device", "data", "held_out")
 OWN = ("--output_dir", "--resume", "command")
 
 
 def write_page(runs: list[RecordedRun]) -> str:
-    """Returns the page as text. Names, settings and texts of the runs are escaped."""
+    """Returns the page as HTML. Names, settings and texts of the runs are escaped."""
     figure = draw(runs)
     plot = figure.to_html(
         full_html=False,
@@ -84,7 +84,7 @@ def _looks() -> Iterator[tuple[str, str]]:
 def draw(runs: list[RecordedRun]) -> go.Figure:
     """Returns a figure with a row of curves per metric.
 
-    In a trace, `meta` is the index of its run, and `customdata` contains updates and targets.
+    For page.jinja, a trace has the index of its run as `meta`, and (updates, targets so far) per point as `customdata`.
     """
     units = sorted({escape(str(run.results["unit"])) for run in runs if "unit" in run.results})
     panels = curves.panels(" or ".join(units) or "tokens or samples")
@@ -119,9 +119,9 @@ def draw(runs: list[RecordedRun]) -> go.Figure:
 def _traces(
     run: RecordedRun, name: str, label: str, number: int, look: tuple[str, str], pale: float
 ) -> Iterator[go.Scatter]:
-    """Yields the curves of a metric of a run; a noisy metric with many updates also has a bold mean, as in curves.png.
+    """Yields the curves of a metric of a run: a noisy metric with many updates as a pale line and a bold moving mean.
 
-    number: index of the run. pale: opacity of the noisy line behind its mean.
+    number: index of the run. look: colour and dash style. pale: opacity of the pale line.
     """
     updates, values = curves.column(run.lines, name)
     if not values:
@@ -143,18 +143,18 @@ def _traces(
             line={"color": look[0], "dash": look[1], "width": width},
             marker={"size": 5},
             opacity=opacity,
-            zorder=width,  # pale lines of all runs are behind the bold lines
+            zorder=width,  # all pale lines are behind all bold lines
             hovertemplate=f"%{{fullData.name}}, update %{{customdata[0]:,}}: {words} <b>%{{y:.5~g}}</b><extra></extra>",
         )
 
 
 def _shortened(name: str) -> str:
-    """Shortens a name for a small box on a small screen."""
+    """Shortens a name to 24 characters, for the hover box on a small screen."""
     return name if len(name) <= 24 else f"{name[:11]}…{name[-12:]}"
 
 
 def thin(values: list[float]) -> list[int]:
-    """Returns the indices to draw: all, or of each of STRETCHES equal parts the lowest and the highest value."""
+    """Returns the indices to draw: all; of a long curve, its ends, and minimum and maximum of STRETCHES equal parts."""
     if len(values) <= 2 * STRETCHES:
         return list(range(len(values)))
     edges = [len(values) * part // STRETCHES for part in range(STRETCHES + 1)]
@@ -170,7 +170,7 @@ def _table(columns: list[dict[str, str]]) -> dict[str, list[str]]:
 
 
 def list_settings(run: RecordedRun) -> dict[str, str]:
-    """Returns requested and effective settings as text; the model's configuration and the versions are last."""
+    """Returns settings by name as text: flags, FACTS, the command, the model's configuration, and versions."""
     facts = run.facts
     settings = {"recipe": run.recipe} | {f"--{name}": value for name, value in facts["arguments"].items()}
     settings |= {name.replace("_", " "): facts.get(name) for name in FACTS}
@@ -193,7 +193,7 @@ def _words(value: Any) -> str:
 
 
 def list_figures(run: RecordedRun) -> dict[str, str]:
-    """Returns the progress and the results of a run as text."""
+    """Returns the progress and the results of a run by label, as text."""
     asked, figures = run.facts["arguments"].get("num_updates"), {"status": run.status()}
     done = run.lines[-1]["update"] + 1 if run.lines else 0
     figures["updates"] = f"{done:,}" + (f" of {asked:,}" if isinstance(asked, int) else "")

@@ -1,4 +1,4 @@
-"""Reads recorded runs from disk for the page that compares them: run.json and metrics.jsonl."""
+"""Reads run.json and metrics.jsonl of recorded runs, for the page that compares them."""
 
 import json
 import math
@@ -16,10 +16,10 @@ from common.report.killed_runs import describe_killed
 class RecordedRun:
     """A finished, stopped or running run."""
 
-    name: str  # the end of its path, as far as needed to be unique
+    name: str  # the shortest unique end of its path
     facts: dict[str, Any]  # run.json
-    lines: list[dict[str, float]]  # of metrics.jsonl, one per update; the last also has the final held-out metrics
-    killed: str | None  # description of a killed run, which cannot write its status
+    lines: list[dict[str, float]]  # metrics.jsonl, one per update; the last also has the final held-out metrics
+    killed: str | None  # description if the run was killed, because a killed run cannot write its status
 
     @property
     def results(self) -> dict[str, Any]:
@@ -34,7 +34,7 @@ class RecordedRun:
 
 
 def read_runs(directories: list[Path]) -> list[RecordedRun]:
-    """Returns the runs. Raises UserError: a line per directory that is not a run, is unreadable, or is passed twice."""
+    """Returns the runs. Raises UserError: one line per directory that is not a run, is unreadable, or occurs twice."""
     runs, problems, paths = [], [], [directory.resolve() for directory in directories if os.path.isdir(directory)]
     for directory in directories:
         try:
@@ -66,9 +66,9 @@ def _read_run(directory: Path, paths: list[Path]) -> RecordedRun:
 
 
 def _read_metrics(path: Path) -> list[dict[str, float]]:
-    """Returns the finite numbers of each line of metrics.jsonl, without an incomplete last line.
+    """Returns the finite numbers of each line of metrics.jsonl, by name; an incomplete last line is ignored.
 
-    Raises UserError: a different line is corrupted.
+    Raises UserError: any other line is corrupted.
     """
     texts, lines = path.read_bytes().splitlines(keepends=True), []
     for number, text in enumerate(texts, start=1):
