@@ -1,8 +1,8 @@
-"""Plans a run: prints memory and time of each config, and the launch command of the fastest that fits.
+"""Plans a run: prints memory and time of each config, and the launch command of the fastest config that fits.
 
     python -m tools.plan recipes/lm.py --model_config medium --train_file my.jsonl "8 x 80GiB, host 1TiB"
 
-Without MACHINE it plans for this machine. The recipe runs in this process, without devices, until its model is known.
+Without MACHINE (the last argument), it plans for this machine. It runs the recipe without GPUs, until its data is read.
 """
 
 import json
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NoReturn
 
 USAGE = "usage: python -m tools.plan RECIPE [FLAGS ...] [MACHINE]"
-# A last word with a number of devices or a memory size is a machine, not the value of a flag. The name of a GPU alone,
-# such as A100, is a machine unless it follows a flag.
+# The last word is a machine, not the value of a flag, if it begins with a number of devices or a memory size. The name
+# of a GPU alone, such as A100, is a machine unless it follows a flag.
 MACHINE, GPU = re.compile(r"\d+ *x\b.*|[\d.]+ *[MGT]i?B\b.*"), re.compile(r"([A-Z]\d+[A-Z]?|[45]0\d0)(,.*)?")
 
 
@@ -55,7 +55,7 @@ def split_machine(words: list[str]) -> tuple[list[str], str]:
 
 
 def _describe_devices() -> dict:
-    """Returns the fields of this machine's `hardware.Machine`, as measured in a process that may use the GPUs."""
+    """Returns the fields of this machine's `hardware.Machine`, measured in a new process, which may use the GPUs."""
     root = str(Path(__file__).resolve().parents[2])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
     command = [sys.executable, "-P", "-m", "tools.plan.hardware"]
@@ -77,7 +77,7 @@ def _run(recipe: str, flags: list[str], question: dict) -> None:
 
     common.run.Run = partial(PlannedRun, question)  # type: ignore[assignment, misc]  # replaced on purpose
     runpy.run_path(recipe, run_name="__main__")
-    _end_without_plan(recipe)  # `PlannedRun` ends the process
+    _end_without_plan(recipe)  # reached only if `PlannedRun` did not end the process
 
 
 def _end_without_plan(recipe: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Traces the storages that the operators of an update allocate and deallocate."""
+"""Traces which storages the operators of an update allocate and deallocate."""
 
 from collections import defaultdict
 from typing import NamedTuple
@@ -23,9 +23,9 @@ def _is_without_data(tensor: torch.Tensor) -> bool:
 
 
 def _lstm_workspace(args: tuple) -> int:
-    """Returns the bytes that oneDNN keeps for the backward pass of a layer; 0 without gradients.
+    """Returns the bytes that oneDNN keeps for the backward pass of an LSTM layer; 0 without gradients.
 
-    They are measured with the same layer on zeros, and extrapolated linearly to more than 2 * FEW_STEPS steps.
+    They are measured by running the layer on zeros; beyond 2 * FEW_STEPS steps, they are extrapolated linearly.
     """
 
     def measure(steps: int) -> int:
@@ -43,7 +43,7 @@ def _lstm_workspace(args: tuple) -> int:
 
 
 class Event(NamedTuple):
-    """An allocation of a storage (size above 0) or its deallocation (the same size, negative)."""
+    """An allocation of a storage (size in bytes) or its deallocation (the same size, negative)."""
 
     segment: str  # part of the update, such as "backward 1"
     storage: int  # index of the storage
@@ -51,7 +51,7 @@ class Event(NamedTuple):
 
 
 class AllocationTracer(dispatch_mode()):  # type: ignore[misc]  # the class is private in torch
-    """While active, records each allocation by an operator as an event, and its deallocation too."""
+    """While active, records each allocation by an operator, and each deallocation, as an event."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,9 +59,9 @@ class AllocationTracer(dispatch_mode()):  # type: ignore[misc]  # the class is p
         self.segment = "start"
         self.flops: dict[str, int] = defaultdict(int)  # FLOPs by segment
         self.parts: dict[int, str] = {}  # contents of a storage, by its index; default: activations
-        self.vocabulary = 0  # a tensor with a dimension of this size is logits
-        self._workspaces: dict[tuple, int] = {}  # bytes, by the shapes of a layer
-        self._numbers: dict[int, int] = {}  # indices of live storages, by their address
+        self.vocabulary = 0  # tensors with a dimension of this size count as logits
+        self._workspaces: dict[tuple, int] = {}  # bytes of `_lstm_workspace`, by the shapes of a layer
+        self._numbers: dict[int, int] = {}  # indices of live storages, by `storage_key`
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = self._call(func, args, kwargs or {})
@@ -82,14 +82,14 @@ class AllocationTracer(dispatch_mode()):  # type: ignore[misc]  # the class is p
             return self._call_lstm(func, args)
         if func is not GROUPED or args[0].dtype == torch.bfloat16 or not _is_without_data(args[0]):
             return func(*args, **kwargs)
-        # Without data, torch supports grouped matmuls of experts in bf16 only.
+        # For tensors without data, torch supports grouped matmuls (of experts) in bf16 only.
         narrow = [arg.to(torch.bfloat16) if arg.is_floating_point() else arg for arg in args]
         return func(*narrow, **kwargs).to(args[0].dtype)
 
     def _call_lstm(self, func, args):
-        """Adds the allocations of oneDNN besides the results: repacked weights, gates of all steps, and its workspace.
+        """Adds oneDNN's allocations other than the results: repacked weights, gates of all steps, and a workspace.
 
-        A training forward pass keeps the workspace for the backward pass; without data, torch reports it as empty.
+        A training forward pass keeps the workspace for the backward pass; without data, torch returns it empty.
         """
         steps, rows, _ = args[0].shape
         weights, recurrent = args[1:3]
@@ -101,7 +101,7 @@ class AllocationTracer(dispatch_mode()):  # type: ignore[misc]  # the class is p
         if func is LSTM:
             shapes = tuple((*arg.shape, arg.dtype) if torch.is_tensor(arg) else str(arg) for arg in args)
             case = torch.is_grad_enabled(), shapes
-            if case not in self._workspaces:  # later segments have the same workspace
+            if case not in self._workspaces:  # segments of equal shapes have equal workspaces
                 self._workspaces[case] = _lstm_workspace(args)
             out = (*out[:3], out[3].new_empty(self._workspaces[case]))
         return out
@@ -117,7 +117,7 @@ class AllocationTracer(dispatch_mode()):  # type: ignore[misc]  # the class is p
         return self._numbers[address]
 
     def name(self, part: str, *tensors: torch.Tensor | None) -> None:
-        """Sets the contents of these tensors: "weights", "gradients", "optimizer state"."""
+        """Records what these tensors contain: "weights", "gradients", "optimizer state", "buffers"."""
         for tensor in tensors:
             if tensor is not None:
                 self.parts[self.number_of(tensor)] = part

@@ -1,4 +1,4 @@
-"""Maps each config file to its mode on the planned machine, with the flags that adapt it to this machine."""
+"""Maps each config file to its mode on the planned machine, with the launch flags that adapt it to this machine."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +15,8 @@ from tools.plan.hardware import Machine
 from tools.plan.memory import Mode, parse_mode
 
 CONFIGS = "accelerate_configs"
-TOO_FEW = " (too few devices)"  # suffix of the name of a config that saves no memory on these devices
-PORT = 29500  # port of the first of several nodes, to which the others connect
+TOO_FEW = " (too few devices)"  # suffix of the names of configs that save no memory on so few devices
+PORT = 29500  # port of the first node, to which the other nodes connect
 
 
 class TooFewDevices(Exception):
@@ -35,9 +35,9 @@ def folder() -> Path:
 def modes_for(
     machine: Machine, args: Arguments, traits: Traits, check_model: Callable[[Degrees], list[str]]
 ) -> tuple[list[Mode], list[str]]:
-    """Returns the mode of each config on a machine, and the names of the configs that a run would reject.
+    """Returns the mode of each config on a machine, and the names of configs that a run rejects or that save no memory.
 
-    args, traits: those of the recipe. check_model: returns the problems of the model with a process grid.
+    args, traits: those of the recipe. check_model: returns the reasons why the model does not support a process grid.
     """
     candidates: list[tuple[Launch, Mode]] = []
     left_out = []
@@ -55,13 +55,13 @@ def modes_for(
         except TooFewDevices:
             left_out.append(path.name + TOO_FEW)
             continue
-        except UserError:  # its DeepSpeed file is neither here nor next to the config
+        except UserError:  # the config's DeepSpeed file is neither here nor next to the config
             refused = ["no file"]
         if refused:
             left_out.append(path.name)
         else:
             candidates.append((launch, mode))
-    # On several nodes, a multi-node config is the same as the single-node config it is derived from.
+    # With several nodes, a single-node config is omitted if a multi-node config has the same layout.
     for_nodes = [_layout(launch) for launch, _ in candidates if _is_for_nodes(launch)]
     return [mode for launch, mode in candidates if _is_for_nodes(launch) or _layout(launch) not in for_nodes], left_out
 
@@ -75,9 +75,9 @@ def _layout(launch: Launch) -> tuple:
 
 
 def _flags(path: Path, machine: Machine, traits: Traits) -> tuple[str, ...] | None:
-    """Returns flags of `accelerate launch` with which a config uses the full machine; None if it is for other hardware.
+    """Returns flags of `accelerate launch` that make a config use the full machine; None if it is for other hardware.
 
-    Raises TooFewDevices.
+    Raises TooFewDevices: the config saves no memory on a single device.
     """
     launch = parse_launch(["--config_file", str(path), "recipe.py"])
     processes, sizes = machine.devices * machine.nodes, launch.sizes
@@ -85,7 +85,7 @@ def _flags(path: Path, machine: Machine, traits: Traits) -> tuple[str, ...] | No
         return None
     if machine.kind == "cpu" or launch.mode == "plain":
         return ("--num_processes", str(launch.num_processes)) if launch.num_processes > 1 else ()
-    # Offload also helps a single device.
+    # On a single device, only configs with offload save memory.
     if processes == 1 and parse_mode(launch, path.stem, traits).state_on == "device":
         raise TooFewDevices
     flags: dict[str, Any] = {"num_processes": processes}

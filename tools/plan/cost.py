@@ -30,7 +30,7 @@ class Cost(NamedTuple):
 def estimate_cost(
     profile: Profile, shape: ModelSizes, mode: Mode, machine: Machine, micro_batches: int, recomputes: bool = False
 ) -> Cost:
-    """Returns the cost of an update. micro_batches: number per process. recomputes: whether backward recomputes."""
+    """Returns the cost of an update. micro_batches: per process. recomputes: whether backward repeats communication."""
     rate = machine.rate_float32 if mode.precision == "no" else machine.rate
     rate = rate / mode.processes if machine.kind == "cpu" else rate  # the processes share the cores
     bubble = (micro_batches + mode.pipeline - 1) / micro_batches
@@ -45,7 +45,7 @@ def estimate_cost(
     if mode.state_on != "device":
         moved += (gradients + weights) / mode.processes / machine.bus + shape.trained / mode.nodes / HOST_ADAM
     if mode.state_on == FILES:
-        moved += 24.0 * shape.trained / mode.nodes / machine.disk_rate  # bytes read and written
+        moved += 24.0 * shape.trained / mode.nodes / machine.disk_rate  # 12 bytes of state, read and written
     if mode.weights_on in (HOST, FILES):
         moved += max(0.0, micro_batches * 2 * weights / mode.processes / machine.bus - computing)
     return Cost(sent + more_sent + handed, computing + exposed + moved)
@@ -63,7 +63,7 @@ def _averaging(
 ) -> tuple[float, float]:
     """Returns the bytes that data parallelism sends, and the seconds that do not overlap with compute."""
     gradients, weights = _sizes(shape, mode)
-    # Collectives per all-gather of all weights.
+    # Number of collectives that all-gather the full model: one per layer, and one for the rest.
     collectives = (shape.parameters - shape.outside) / max(1, shape.largest_layer) + 1
     n = mode.degrees.averaged
     ring, link = (n - 1) / n, machine.network if mode.nodes > 1 else machine.link
@@ -89,7 +89,7 @@ def _averaging(
 def _sharing(
     profile: Profile, shape: ModelSizes, mode: Mode, machine: Machine, micro_batches: int, recomputes: bool
 ) -> tuple[float, float]:
-    """Returns bytes and seconds of the exchange between processes that share sequences or layers (docs/machines.md)."""
+    """Returns bytes and seconds of communication in a sequence or tensor group (docs/machines.md)."""
     n = mode.degrees.group
     if n == 1:
         return 0.0, 0.0
@@ -103,5 +103,5 @@ def _sharing(
 
 
 def count_micro_batches(global_batch_size: int, groups: int, rows: int) -> int:
-    """Returns the number of micro-batches per update. groups: number of groups with samples of their own."""
+    """Returns micro-batches per update. groups: number of groups with own samples. rows: samples per micro-batch."""
     return math.ceil(math.ceil(global_batch_size / groups) / rows)

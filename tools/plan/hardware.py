@@ -1,4 +1,4 @@
-"""The machine that a plan is for: parsed from text, or this machine."""
+"""Hardware that a plan assumes: parsed from text, or measured on this machine."""
 
 import json
 import re
@@ -25,18 +25,18 @@ class Machine:
     host: float | None = None  # host memory for all processes of a node together; None: not specified
     disk: float | None = None
     kind: str = "cuda"
-    rate: float = 400e12  # matmul throughput in bf16 or fp16 per device, as updates reach it
+    rate: float = 400e12  # matmul throughput in bf16 or fp16 per device that updates achieve
     rate_float32: float = 200e12  # TF32
-    link: float = 200e9  # sent by each device to the others
+    link: float = 200e9  # from each device to other devices of the node
     bus: float = 20e9  # between a device and its host
     disk_rate: float = 3e9
     nodes: int = 1
-    network: float = 25e9  # sent by each device to other nodes
+    network: float = 25e9  # from each device to other nodes
     assumed: tuple[str, ...] = ("rate", "link", "bus", "disk rate")
 
 
-# Memory is the total capacity that torch reports. From the makers' data sheets: dense matmuls in bf16 (V100: fp16) and
-# in TF32, NVLink (or PCIe) in one direction. An update reaches about 0.4 of the matmul throughput (`REACHED`).
+# Memory as torch reports it; from data sheets: throughput of dense matmuls in bf16 (V100: fp16) and in TF32 (V100:
+# float32), bandwidth of NVLink or PCIe in one direction. Updates achieve a fraction `REACHED` of the throughput.
 KNOWN = {
     "V100": (31.7 * GIB, 125e12, 15.7e12, 150e9),
     "A100": (79.1 * GIB, 312e12, 156e12, 300e9),
@@ -48,7 +48,7 @@ KNOWN = {
     "4090": (23.6 * GIB, 165e12, 82e12, 32e9),
     "4080": (15.6 * GIB, 97e12, 48e12, 32e9),
 }
-# If only the memory of a device is known, it counts as the first of these with enough memory, or as the last.
+# If only a device's memory is known, its other values are those of the first of these with enough memory, or the last.
 BY_MEMORY = ("4080", "4090", "5090", "L40S", "H100", "H200", "B200")
 REACHED = 0.4
 EXAMPLE = '"8 x 80GiB, host 1TiB" or "4 x A100, 2 nodes, host 512GiB, disk 2TB, link 50GB/s, network 25GB/s"'
@@ -69,7 +69,7 @@ def parse_machine(text: str) -> Machine:
     _, rate, rate_float32, link = KNOWN[card]
     fields: dict[str, Any] = {"rate": REACHED * rate, "rate_float32": REACHED * rate_float32, "link": link}
     assumed = ["bus", "disk rate"] if match[2] else [f"rate of a {card}", f"link of a {card}", "bus", "disk rate"]
-    # Options between nodes need the number of nodes first.
+    # Sorted, because `network` is valid only if the number of nodes is known.
     for part in sorted(others, key=lambda part: "node" not in part):
         if (option := re.fullmatch(r"(\d+) +nodes?", part)) and int(option[1]) > 0:
             fields["nodes"] = int(option[1])
@@ -100,7 +100,7 @@ def this_machine() -> Machine:
         rate, rate_float32, assumed = REACHED * max(rates.values()), REACHED * rates["no"], ("link", "bus", "disk rate")
         return Machine(torch.cuda.device_count(), memory, host, disk, "cuda", rate, rate_float32, assumed=assumed)
     rates = multiplication_rates(torch.device("cpu"))
-    reached = {name: 2 * REACHED * rate for name, rate in rates.items()}  # matmuls are most of an update on a CPU
+    reached = {name: 2 * REACHED * rate for name, rate in rates.items()}  # matmuls dominate a CPU update
     throughput = reached["bf16"], reached["no"]
     return Machine(1, float(left_to_one()), host, disk, "cpu", *throughput, link=2e9, assumed=("link", "disk rate"))
 

@@ -1,8 +1,8 @@
-"""Selects shallow models that represent a deep model, because each further layer of a kind adds the same memory."""
+"""Selects shallow models to trace instead of a deep model, because each further layer adds the same memory."""
 
 from typing import Any
 
-# Keys with the number of layers in configurations. An encoder and a decoder of equal depth have a key each.
+# Names of the number of layers in configurations. An encoder-decoder has two of them, which must be equal.
 DEPTHS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 
 
@@ -14,14 +14,14 @@ def count_layers(config: Any) -> int | None:
 
 
 def choose_depths(config: Any, has_stages: bool = False) -> tuple[int | None, ...]:
-    """Returns the numbers of layers of the models that represent the full model; None is the full model.
+    """Returns the numbers of layers of the models to trace: two to extrapolate from, or only None, the full model.
 
-    has_stages: whether the memory of a single layer is needed too, so that even a shallow model needs two models.
+    has_stages: whether the memory per layer is needed (for pipeline stages): a shallow model then has two depths too.
     """
     layers, text = count_layers(config), config.get_text_config()
     kinds = getattr(text, "layer_types", None) or ["alike"]
     period = next(n for n in range(1, len(kinds) + 1) if all(a == b for a, b in zip(kinds[n:], kinds, strict=False)))
-    first = getattr(text, "first_k_dense_replace", 0) or 0  # layers of a different kind, before all others
+    first = getattr(text, "first_k_dense_replace", 0) or 0  # number of dense layers before all others
     few = period * -(-2 // period)
     if layers is None or layers <= first + 2 * few:
         return (max(1, layers // 2), layers) if has_stages and layers and layers > 1 else (None,)

@@ -1,4 +1,4 @@
-"""Memory of each process in a mode: the traced update of a process, with weights, gradients and state as sharded.
+"""Predicts the memory of each process in a mode: the traced update, with tensors sharded or offloaded as in this mode.
 
 The settings are from the config, including a user's DeepSpeed file. `benchmarks/plan.py` compares all formulas with the
 allocations of real processes.
@@ -18,7 +18,7 @@ from common.training.recipe_traits import Traits
 from tools.plan.layer_extrapolation import count_layers
 from tools.plan.memory_profile import Parts, Profile
 
-# DeepSpeed's defaults, in elements: its buckets, and the parameters that ZeRO-3 keeps unsharded or prefetches.
+# DeepSpeed's defaults, in elements: reduce_bucket_size, and stage3_max_live_parameters (gathered by ZeRO-3 at once).
 REDUCE_BUCKET = 500_000_000
 KEPT_WHOLE = 1_000_000_000
 HOST, FILES = "host", "files"
@@ -26,7 +26,7 @@ HOST, FILES = "host", "files"
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model that determine its shards."""
+    """The sizes of a model that determine memory and communication volume of its shards."""
 
     parameters: int  # elements
     trained: int
@@ -35,16 +35,16 @@ class ModelSizes:
     width: int = 0  # width of the hidden states of text
     layers: int = 0
     exchanged: int = 0  # elements of a token's queries, keys, values and attention output together, per layer
-    parts: tuple[list[int], list[int]] | None = None  # sizes of the parts of a pipeline (`stages.count_parts`)
+    parts: tuple[list[int], list[int]] | None = None  # result of `stages.count_parts`, for a recipe with stages
 
     def part(self, share: float) -> "ModelSizes":
-        """Returns the sizes of a fraction `share` of the model, split within its layers or between them."""
+        """Returns the sizes of a fraction `share` of the model, for tensor or pipeline parallelism."""
         held, trained, outside = (int(share * size) for size in (self.parameters, self.trained, self.outside))
         return replace(self, parameters=held, trained=trained, outside=outside)
 
 
 def measure_model(model: Any) -> ModelSizes:
-    """Returns the sizes of a model, with or without data; modules marked as unsplit are all-gathered as units."""
+    """Returns the sizes of a model, with or without data. `_no_split_modules` are all-gathered as units."""
     names, sizes = unsplit_layers(model), [0]
     inside: set[int] = set()
     for module in model.modules():
@@ -68,16 +68,16 @@ def measure_model(model: Any) -> ModelSizes:
 
 @dataclass(frozen=True)
 class Mode:
-    """The way in which processes share the work, as set by a config file."""
+    """Parallelism, precision and offload of a config file on a machine."""
 
     name: str
     kind: str  # plain, DDP, FSDP, DeepSpeed
     precision: str  # no, bf16, fp16
-    processes: int  # of all machines together
+    processes: int  # on all nodes together
     stage: int = 0  # ZeRO stage
-    state_on: str = "device"  # or host, files
+    state_on: str = "device"  # location of the optimizer state: device, host, files
     weights_on: str = "device"
-    zero: Any = None  # its section zero_optimization
+    zero: Any = None  # section zero_optimization of the DeepSpeed file
     replicas: int = 1  # replicas of FSDP2's shards (HSDP)
     sequence: int = 1  # processes that share a sequence
     tensor: int = 1  # processes that share a layer
@@ -98,12 +98,12 @@ class Mode:
 
     @property
     def shards(self) -> int:
-        """Returns the number of processes over which sharded tensors are split."""
+        """Returns the number of processes over which FSDP2 shards a tensor."""
         return self.processes // self.replicas // self.tensor
 
     @property
     def splits_tensors(self) -> bool:
-        """Returns whether processes hold shards of the weights or parts of layers."""
+        """Returns whether the optimizer updates shards or parts of weights instead of full weights."""
         return self.kind in ("FSDP", "DeepSpeed") or self.tensor > 1
 
     @property
@@ -113,7 +113,7 @@ class Mode:
 
     @property
     def autocast(self) -> str:
-        """Returns the precision of autocast, which DeepSpeed does not use."""
+        """Returns the precision of autocast; "no" for DeepSpeed, which does not use autocast."""
         return "no" if self.kind == "DeepSpeed" else self.precision
 
 
@@ -147,7 +147,7 @@ def parse_mode(launch: Launch, name: str, traits: Traits, flags: tuple[str, ...]
 def needs(profile: Profile, shape: ModelSizes, mode: Mode, micro_batches: int) -> dict[str, Parts]:
     """Returns the bytes on the device of the process with the highest peak, by segment and part.
 
-    profile: of a process of the grid `Mode.traced`, with all layers. micro_batches: number per update and process.
+    profile: of a process in the grid `Mode.traced`, with all layers. micro_batches: number per update and process.
     """
     if mode.pipeline > 1:
         stages = _stages(profile, shape, mode, micro_batches)
@@ -182,13 +182,13 @@ def peak(segments: dict[str, Parts]) -> tuple[str, Parts]:
 
 
 def on_host(shape: ModelSizes, mode: Mode, state_bytes: float) -> tuple[float, float]:
-    """Returns the bytes in host memory and in files, per machine. state_bytes: optimizer state per parameter."""
+    """Returns the offloaded bytes in host memory and in files, per node. state_bytes: optimizer state per parameter."""
     width = 2 if mode.precision != "no" else 4
     state = (4.0 + state_bytes) * shape.trained  # with the master weights
     held = {HOST: 0.0, FILES: 0.0, "device": 0.0}
     if mode.kind == "FSDP":
         frozen = width * float(shape.parameters - shape.trained)
-        # The master weights are the weights; plus gradients.
+        # `state` includes the trained weights, because FSDP2's shards are the master weights; gradients are added.
         held[mode.state_on] += state + 4.0 * shape.trained + frozen
     elif mode.kind == "DeepSpeed":
         held[mode.state_on] += state + (4.0 * shape.trained if mode.state_on == HOST else 0)
@@ -197,7 +197,7 @@ def on_host(shape: ModelSizes, mode: Mode, state_bytes: float) -> tuple[float, f
 
 
 def _stages(profile: Profile, shape: ModelSizes, mode: Mode, micro_batches: int) -> Iterator[dict[str, Parts]]:
-    """Yields the memory of each pipeline stage: its layers, for all micro-batches in flight, and received tensors.
+    """Yields the memory of each pipeline stage: its layers, activations of micro-batches in flight, received tensors.
 
     Hidden states and gradients are received in float32, in buffers that `torch.distributed.pipelining` allocates once,
     for all micro-batches.
@@ -234,7 +234,7 @@ def _less(parts: Parts, others: Parts) -> Parts:
 
 
 def _ddp(parts: Parts, segment: str, shape: ModelSizes, accumulates: bool) -> None:
-    """Adds DDP's buckets, which contain the gradients; only those of earlier micro-batches are separate."""
+    """Adds DDP's buckets. Gradients are views of the buckets, except those accumulated before the reduction."""
     if not accumulates or segment.startswith(("clip", "step", "evaluation")):
         parts["gradients"] = 0
     parts["buckets"] = 4.0 * shape.trained
@@ -253,7 +253,7 @@ def _fsdp(parts: Parts, segment: str, shape: ModelSizes, mode: Mode, width: int)
     if n > 1 and segment.startswith(("forward", "backward", "evaluation")):
         parts["gathered layers"] = width * float(shape.outside + 2 * shape.largest_layer)
         if segment.startswith("backward"):
-            # The reduce-scatter input is in float32, and is sharded afterwards.
+            # A full gradient in the compute dtype, and its float32 copy, the input of the reduce-scatter.
             largest = max(shape.largest_layer, shape.outside if segment.endswith("end") else 0)
             parts["gradients on their way"] = (width + 4.0) * largest * shape.trained / shape.parameters
 
@@ -278,7 +278,7 @@ def _zero(parts: Parts, segment: str, shape: ModelSizes, mode: Mode, width: int)
     if stage == 3 and segment.startswith(("forward", "backward")):
         largest = max(shape.outside, shape.largest_layer)
         parts["gradients on their way"] = width * largest * shape.trained / shape.parameters
-    # In bf16 with float32 accumulation, ZeRO-1 is a separate optimizer without buckets; ZeRO-2's buckets are in bf16.
+    # In bf16 with float32 accumulation, ZeRO-1 uses BF16_Optimizer, which has no buckets; ZeRO-2's buckets are in bf16.
     bucket = (4.0 if stage == 3 else width) * _size(zero, "reduce_bucket_size", REDUCE_BUCKET)
     has_none = stage == 1 and mode.precision == "bf16"
     held_between = stage == 3 or (stage == 1 and segment.startswith("forward 1"))

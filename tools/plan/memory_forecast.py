@@ -1,4 +1,4 @@
-"""Traces cases in processes of their own, and predicts the memory of a run or provides profiles for `--plan`."""
+"""Traces cases in separate processes, and predicts the memory of a run from them, or provides profiles for `--plan`."""
 
 import math
 import os
@@ -33,7 +33,7 @@ class TraceError(Exception):
 
 
 class InTraceProcess(Exception):
-    """Raised in a process that traces: the caller returns, and the recipe continues in it."""
+    """Raised in a process that traces: `begin` then returns, and the recipe continues as a `TracedRun`."""
 
 
 class Tracer:
@@ -80,7 +80,7 @@ class TraceProcess:
         self.is_done = False
 
     def read(self) -> None:
-        """Waits until it has sent its recording, has ended without a recording, or has reached its time limit."""
+        """Waits until the process has sent its recording, has ended without it, or has reached its time limit."""
         pieces = []
         while not self.is_done:
             ready, _, _ = select.select([self.pipe], [], [], max(0, self.end - time.monotonic()))
@@ -93,7 +93,7 @@ class TraceProcess:
                 os.waitpid(self.child, 0)
 
     def recording(self) -> Recording:
-        """Returns its recording. Raises TraceError."""
+        """Returns the recording of the process. Raises TraceError: there is none, or no update is complete."""
         self.read()
         if not self.recorded:
             raise TraceError("the recipe could not be traced without data")
@@ -104,11 +104,11 @@ class TraceProcess:
 
 
 class Forecaster:
-    """Provides profiles of any micro-batch size and mode from a few cases."""
+    """Extrapolates a few traced cases to profiles of any micro-batch size and mode."""
 
     def __init__(self, tracer: Tracer, model: ModelSizes, device: str):
         self.tracer, self.model, self.device = tracer, model, device
-        has_stages = bool(tracer.run.traits.pipeline_schedule)  # each stage has some of the layers
+        has_stages = bool(tracer.run.traits.pipeline_schedule)  # a pipeline stage has only some layers
         self.depths, self.layers = choose_depths(tracer.config, has_stages), count_layers(tracer.config)
 
     def cases(self, mode: Mode, rows: int, checkpointing: str, optimizer: str) -> list[Case]:
@@ -128,7 +128,7 @@ class Forecaster:
         return shallow.at_depth(deep, few, more, layers)
 
     def trace(self, modes: list[Mode], savings: tuple[str, ...], sizes: tuple[int, int], optimizer: str) -> None:
-        """Traces all kinds of these modes with each checkpointing mode, at two micro-batch sizes."""
+        """Traces a mode of each `_kind` with each activation-checkpointing mode, at two micro-batch sizes."""
         kinds = {_kind(mode): replace(mode, sequence=1) for mode in modes}
         keys = [(kind, checkpointing, rows) for kind in kinds for checkpointing in savings for rows in sizes]
         cases = [case for kind, saving, rows in keys for case in self.cases(kinds[kind], rows, saving, optimizer)]
@@ -143,8 +143,8 @@ class Forecaster:
 
 
 def _kind(mode: Mode) -> tuple[str, str, int]:
-    # DeepSpeed's bf16 weights without autocast allocate the same memory as FSDP2's with autocast, so both share a
-    # recording. A part of a sequence allocates as much as an equal part of the samples.
+    # Modes of the same kind share a recording: DeepSpeed's bf16 weights without autocast allocate the same memory as
+    # FSDP2's with autocast. A part of a sequence allocates as much as an equal part of the samples.
     return (mode.precision, mode.weights_dtype, mode.tensor)
 
 
@@ -174,14 +174,14 @@ def predict_peak(tracer: Tracer, model: torch.nn.Module, question: dict[str, Any
         raise UserError(str(reason)) from reason
     number = count_micro_batches(args.global_batch_size, mode.degrees.data, rows)
     segment, parts = peak(needs(profile, forecaster.model, mode, number))
-    if device == "cpu":  # a CPU uses host memory
+    if device == "cpu":  # offloaded tensors are in the same memory
         state_bytes = OPTIMIZERS[args.optimizer].state_bytes
         parts["offloaded"] = on_host(forecaster.model, mode, state_bytes)[0] / mode.processes
     return [describe_peak(segment, parts) + _describe_shortfall(mode, parts, question)]
 
 
 def describe_peak(segment: str, parts: Parts) -> str:
-    """Describes the predicted peak of a process: its size, when it is reached, and its parts."""
+    """Describes the predicted peak of a process: size, phase of the update, and parts of at least 0.5 %."""
     total = sum(parts.values())
     held = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size >= 0.005 * total)
     phase, _, when = segment.partition(", ")
@@ -189,8 +189,8 @@ def describe_peak(segment: str, parts: Parts) -> str:
 
 
 def _describe_shortfall(mode: Mode, parts: Parts, question: dict[str, Any]) -> str:
-    """Describes the shortfall of device memory or, on a CPU, of the limits of cgroup, SLURM and ulimit."""
-    per_process, *total = question["available"]  # on a CPU, also of all processes together
+    """Describes the shortfall of device memory or, on a CPU, of host memory and its limits; "" if the run fits."""
+    per_process, *total = question["available"]  # total: only on a CPU, for all processes together
     needed = held_on_cpu(parts) if total else held_on_gpu(mode, parts)
     missing = max(needed - per_process, *(mode.processes * needed - limit for limit in total), 0)
     if not missing:

@@ -1,4 +1,4 @@
-"""Extrapolates recordings at two depths to the memory of a model of any depth in each part of an update."""
+"""Extrapolates recordings of a model at two depths to its memory at any depth, in each segment of an update."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ class Profile:
     """Peak memory of a process in each segment of an update, and FLOPs, for a given micro-batch size.
 
     A backward pass peaks at its beginning, with all activations, or at its end, with all gradients. So each segment is
-    split into beginning and end. In both, the peak grows linearly with the number of layers (`split_segments`).
+    split into beginning and end. The peak of either grows linearly with the number of layers (`split_segments`).
     """
 
     segments: dict[str, Parts]
@@ -22,7 +22,7 @@ class Profile:
     outside: "Profile | None" = None  # profile of a model without layers, if known
 
     def at_depth(self, other: "Profile", few: int, more: int, layers: int) -> "Profile":
-        """Returns the profile of a model with `layers` layers, and of its part outside the layers.
+        """Returns the profile of a model with `layers` layers; its `outside` is the profile of 0 layers.
 
         This profile is of `few` layers, the other of `more`.
         """
@@ -44,11 +44,11 @@ class Profile:
 
 
 def split_segments(few: Recording, more: Recording) -> dict[str, tuple[int, int]]:
-    """Returns the number of events in the beginning and the end of each segment, for models of any depth.
+    """Returns {segment: (number of events in its beginning, number in its end)}, for models of any depth.
 
-    few, more: recordings at two depths. Half of the additional events of `more` are in the end of a backward pass, or
-    in the beginning of another segment; the other piece has the remaining events of `few`. So both pieces cover the
-    same layers at both depths. Between them, a line through both depths is above the actual memory.
+    few, more: recordings at two depths. The end of a backward pass, and the beginning of any other segment, has half of
+    the additional events of `more`; the other piece has the remaining events of `few`. A piece is the same layers at
+    both depths. Events of `more` between the pieces are ignored: memory there is below the line through both depths.
     """
     short, long = (Counter(segment for segment, _, _ in recording.events) for recording in (few, more))
     pieces = {}
@@ -61,9 +61,9 @@ def split_segments(few: Recording, more: Recording) -> dict[str, tuple[int, int]
 
 
 def make_profile(recording: Recording, pieces: dict[str, tuple[int, int]] | None = None) -> Profile:
-    """Returns the peaks of a recording as in a later update, with the optimizer state from the beginning.
+    """Returns the peaks of a recording as in a later update, which has the optimizer state from its beginning.
 
-    pieces: result of `split_segments`; a segment that it does not contain is halved.
+    pieces: result of `split_segments`; a segment that is not in it is split into halves.
     """
     counts, seen = Counter(segment for segment, _, _ in recording.events), Counter[str]()
     live: Parts = defaultdict(float)

@@ -1,4 +1,4 @@
-"""`--plan`: the largest micro-batch that fits, with memory and time, per config and activation-checkpointing mode."""
+"""`--plan`: largest useful micro-batch that fits, memory and time, per config and activation-checkpointing mode."""
 
 import argparse
 import math
@@ -27,8 +27,8 @@ from tools.plan.process_memory import held_on_cpu, held_on_gpu, need_on_cpu, own
 from tools.plan.traced_run import examine_head_once
 
 CHECKPOINTING = ("none", "selective", "full")
-BUSY = {"cpu": 1024, "cuda": 8192}  # tokens per micro-batch; with fewer, a device waits for its own small steps
-NO_SLOWER = 1.03  # times the fastest; the cost model is not more precise
+BUSY = {"cpu": 1024, "cuda": 8192}  # tokens per micro-batch that saturate a device
+NO_SLOWER = 1.03  # rows within this factor of the fastest count as equal; the cost model is not more precise
 
 
 @dataclass
@@ -40,9 +40,9 @@ class Row:
     rows: int  # samples per micro-batch
     tokens: int  # tokens per micro-batch and process
     micro_batches: int
-    parts: Parts
-    host: float
-    files: float
+    parts: Parts  # bytes on the device at its peak
+    host: float  # bytes in host memory, per node
+    files: float  # offloaded bytes on disk, per node
     cost: Cost
     lacks: float  # shortfall in bytes; 0 if it fits
 
@@ -76,8 +76,8 @@ def _find_rows(
     forecaster = Forecaster(tracer, measure_model(model), machine.kind)
     share = max(math.ceil(args.global_batch_size / mode.degrees.data) for mode in modes)
     few = max(1, min(share, 1024 // max_length))
-    # Not twice or four times as many, because if the number of tokens equals the vocabulary size, all tensors would
-    # count as logits.
+    # 3 times, not 2 or 4, because vocabulary sizes are often powers of two: if the number of tokens equals this size,
+    # all tensors count as logits.
     sizes = (few, max(few + 1, min(share, 3 * few)))
     savings = CHECKPOINTING if getattr(model, "supports_gradient_checkpointing", False) else ("none",)
     examine_head_once(model)
@@ -121,14 +121,14 @@ def check_shared_model(config: Any, model_class: Any, make_empty: Callable[[], A
     """Returns the reasons why a model does not support this process grid."""
     if degrees.pipeline == 1:
         return mode_checks.check_shared_model(config, model_class, make_empty, degrees)
-    from common.tasks.pipeline import stages  # not for a recipe without stages
+    from common.tasks.pipeline import stages  # here because few recipes have stages
 
     problems = list(stages.check_stages(config, degrees))
     return problems if problems or stages.find_parts(make_empty()) else ["other parts than its pipeline plan"]
 
 
 def _largest_row(forecaster: Forecaster, machine: Machine, mode: Mode, checkpointing: str) -> Row | None:
-    """Returns the row of the largest micro-batch that fits and makes a busy device faster, or of the smallest."""
+    """Returns the row of the largest micro-batch that fits and saves time, else of the smallest; None without one."""
     args, best = forecaster.tracer.run.args, None
     for rows in _micro_batch_sizes(args, mode):
         profile = forecaster.profile_of(mode, checkpointing, rows)
@@ -148,7 +148,7 @@ def _largest_row(forecaster: Forecaster, machine: Machine, mode: Mode, checkpoin
 
 
 def _micro_batch_sizes(args: argparse.Namespace, mode: Mode) -> Iterator[int]:
-    """Yields possible micro-batch sizes; in a pipeline, only divisors that give each stage enough micro-batches."""
+    """Yields powers of two; in a pipeline, only divisors of the batch with at least one micro-batch per stage."""
     share = math.ceil(args.global_batch_size / mode.degrees.data)
     for rows in [2**power for power in range(share.bit_length()) if 2**power <= share]:
         number, rest = divmod(args.global_batch_size, rows * mode.degrees.data)
@@ -160,7 +160,7 @@ def find_shortfall(machine: Machine, mode: Mode, parts: Parts, host: float, file
     """Returns the largest shortfall in bytes: on a device, on the host, or on the disk."""
     on_host = math.inf if machine.host is None else machine.host
     if machine.kind == "cpu":
-        # The memory of this process is not available now, but the first process of the run takes its place.
+        # The memory of this process counts as used now, but it will be free when the run starts.
         needed = need_on_cpu(mode, parts, host) - own_memory()
         return max(0.0, held_on_cpu(parts) - machine.memory, needed - on_host)
     on_disk = math.inf if machine.disk is None else machine.disk
@@ -211,7 +211,7 @@ def _page(tracer: Tracer, machine: Machine, shape: ModelSizes, rows: list[Row], 
 
 
 def _complexity(row: Row) -> tuple[int, int, int]:
-    """Returns the sort key for rows of equal time: modes with fewer components, and less recomputation, come first."""
+    """Returns the sort key for rows of equal time: simpler modes first, then less recomputation."""
     mode = row.mode
     kinds = ("plain", "DDP", "FSDP", "DeepSpeed")
     offloads = (mode.state_on != "device") + (mode.weights_on != "device")
@@ -220,7 +220,7 @@ def _complexity(row: Row) -> tuple[int, int, int]:
 
 
 def _cells(row: Row, unit: float) -> Iterator[str]:
-    """Yields the cells of a row. unit: unit of sizes, in bytes."""
+    """Yields the cells of a row. unit: the unit of the sizes (MiB or GiB), in bytes."""
 
     def cell(size: float) -> str:
         return f"{size / unit:,.2f}" if size < 100 * unit else f"{size / unit:,.0f}"

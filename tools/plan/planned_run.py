@@ -1,4 +1,4 @@
-"""PlannedRun: replaces `common.run.Run` in a planner process, and prints the answer when the recipe knows its model."""
+"""PlannedRun: replaces `common.run.Run` in a planner process; prints the plan or prediction once the data is read."""
 
 import sys
 from collections.abc import Iterable
@@ -24,12 +24,12 @@ from tools.plan.plan import plan
 
 
 class PlannedRun:
-    """A run up to the end of `begin`, which prints the answer and exits; a traced process continues as `TracedRun`.
+    """A run whose `begin` prints the plan or prediction and exits; processes that trace continue as `TracedRun`.
 
     Args:
-        question: for a plan, `machine` (as text) and, for this machine, its fields `here`; for a prediction, the
-            launch, the kind of device and the available bytes (`common.planner.Prediction`).
-        args, problems, traits: as of `common.run.Run`.
+        question: for a plan, `machine` (as text) and, for this machine, `here` (fields of `Machine`); for a prediction,
+            the launch, the kind of device and the available bytes (`common.planner.Prediction`).
+        args, problems, traits: as in `common.run.Run`.
     """
 
     def __init__(self, question: dict[str, Any], args: Arguments, problems: Iterable[str] = (), **traits: Any):
@@ -49,7 +49,7 @@ class PlannedRun:
 
     @property
     def evaluations(self) -> "PlannedRun":
-        """Returns the object with `load_metrics`, before `begin`."""
+        """Returns this object, because recipes call `run.evaluations.load_metrics` before `begin`."""
         return self
 
     def load_metrics(self, *_: Any) -> None:
@@ -64,7 +64,7 @@ class PlannedRun:
         *own_flags: str,
         model_class: Any = AutoModelForCausalLM,
     ) -> None:
-        """Prints the plan or the prediction, and exits; returns in a process that traces an update."""
+        """Prints the plan or the prediction, and exits. It returns only in a process that traces an update."""
         argument_checks.check_samples(self.args, self.traits, train_set, held_out, self.launch_config.degrees)
         make_empty = cache(partial(adapters.empty_base, self.args, config, model_class))
         tracer = Tracer(self, config, train_set, held_out)
@@ -74,7 +74,7 @@ class PlannedRun:
         try:
             if self.machine is not None:
                 if "here" in self.question and self.machine.kind == "cpu":
-                    # The process that measured the devices has imported less than a run; the planner as much.
+                    # Measured again, because this process has imported as much as a run; the earlier one had not.
                     memory, host = float(left_to_one()), float(left_to_all())
                     self.machine = replace(self.machine, memory=memory, host=host)
                 lines = plan(tracer, model_class, make_empty, self.machine)

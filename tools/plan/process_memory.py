@@ -1,4 +1,4 @@
-"""Memory that a process uses next to its tensors: CUDA, NCCL, allocator fragmentation; on a CPU malloc and Python."""
+"""Memory of a process other than its tensors: CUDA, NCCL, allocator fragmentation; on a CPU, malloc and Python."""
 
 import os
 
@@ -12,16 +12,16 @@ GIB = 2.0**30
 # A100s (github.com/stas00/ml-engineering, training/performance: 0.47 GB with torch 2.1; 1.45 GB at the first barrier of
 # two).
 CONTEXT, NCCL = 0.47 * GIB, 1.45 * GIB
-# Memory reserved by torch's allocator per allocated memory: 1.20 to 1.36 with FSDP (pytorch/torchtitan#165).
+# Ratio of reserved to allocated memory in torch's CUDA allocator: 1.20 to 1.36 with FSDP (pytorch/torchtitan#165).
 FRAGMENTS = 1.25
-# Host memory on a CPU. LAUNCHER: `accelerate launch` itself, as measured. GROWTH: growth of a process besides its
-# tensors, from the plan to its last update. KEPT: fraction of activations and logits that glibc retains (0.7 to 0.95
+# Host memory on a CPU. LAUNCHER: `accelerate launch` itself, as measured. GROWTH: growth of a process from the plan to
+# its last update, without tensors. KEPT: fraction of activations and logits that glibc's malloc retains (0.7 to 0.95
 # were measured). `benchmarks/plan_limits.py` compares the sum with the peaks of runs.
 LAUNCHER, GROWTH, KEPT = 172 * 2**20, 128 * 2**20, 1.0
 
 
 def held_on_gpu(mode: Mode, parts: Parts) -> float:
-    """Returns the bytes of a GPU that a process uses for these tensors."""
+    """Returns the bytes of GPU memory that a process with these tensors uses."""
     return sum(parts.values()) * FRAGMENTS + CONTEXT + (NCCL if mode.processes > 1 else 0)
 
 
@@ -32,7 +32,7 @@ def held_on_cpu(parts: Parts) -> float:
 
 
 def need_on_cpu(mode: Mode, parts: Parts, host: float) -> float:
-    """Returns the total bytes that a run uses: its processes, their memory before training, and the launcher."""
+    """Returns the bytes of a run: all processes, including their memory before training, the launcher, and `host`."""
     return mode.processes * (own_memory() + held_on_cpu(parts)) + LAUNCHER + host
 
 
@@ -43,6 +43,6 @@ def own_memory() -> float:
 
 
 def _maps_tensors() -> bool:
-    """Returns whether malloc maps each tensor separately, and so returns its memory when it is freed."""
+    """Returns whether malloc maps each large tensor separately, and so returns freed memory to the system."""
     threshold = os.environ.get("MALLOC_MMAP_THRESHOLD_", "")
     return threshold.isdecimal() and int(threshold) <= 2**20

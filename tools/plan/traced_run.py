@@ -1,8 +1,8 @@
-"""Traces a recipe's own update with tensors without data, to find its allocations.
+"""Traces the allocations of a recipe's update, with fake tensors.
 
-The process is a fork of the planner, started when the model's configuration and the data are known. In it, `TracedRun`
-replaces the run, and the recipe continues as usual: it builds its model without weights, creates its optimizer,
-computes an update of two micro-batches, and evaluates.
+A tracing process is a fork of the planner, started when the model's configuration and the data are known. There,
+`TracedRun` replaces the run, and the recipe continues as usual: it builds its model without weights, creates its
+optimizer, computes an update of two micro-batches, and evaluates.
 """
 
 import argparse
@@ -43,41 +43,41 @@ DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float1
 class Case:
     """The model, micro-batch and precision to trace."""
 
-    rows: int  # samples per micro-batch, the longest of the dataset
+    rows: int  # samples per micro-batch; the longest samples of the dataset are used
     layers: int | None = None  # layers of the model; None: all
     activation_checkpointing: str = "none"
     optimizer: str = "adamw"
     autocast: str = "no"  # or bf16, fp16
     weights: str = "float32"  # dtype of the compute weights
-    device: str = "cpu"  # or cuda; selects the kernels
-    degrees: Degrees = Degrees(1)  # process grid of its sequence or tensor group
+    device: str = "cpu"  # or cuda; selects the kernels, but the trace runs on the CPU
+    degrees: Degrees = Degrees(1)  # grid of a single sequence or tensor group
 
 
 @dataclass
 class Recording:
-    """The allocations of a case: the events of its trace, and the contents of each storage."""
+    """The allocations and FLOPs of a case."""
 
-    events: list[tuple[str, int, int]]
-    parts: dict[int, str]
-    flops: dict[str, int]
+    events: list[tuple[str, int, int]]  # fields of `allocation_tracer.Event`
+    parts: dict[int, str]  # contents of each storage
+    flops: dict[str, int]  # by segment
     ended: str  # "" or the error that ended the trace early
     tokens: int = 0  # tokens per micro-batch of text
 
 
 class TracedRun:
-    """Replaces the run after `begin`, with the methods and attributes that recipes use."""
+    """Replaces the run after `begin`; it has the methods and attributes that recipes use."""
 
     args: argparse.Namespace
     traits: Traits
     accelerator: Accelerator
 
     def set_up(self, case: Case, samples: Samples, held_out: Samples | None, pipe: int) -> None:
-        """Makes this process compute alone, on a CPU, without data; its recording is written to `pipe`."""
+        """Makes this process compute alone, on the CPU, with fake tensors, and write its recording to `pipe`."""
         self.case, self.samples, self.pipe, self.tape = case, samples, pipe, AllocationTracer()
         for name in list(os.environ):
             if name.startswith(("ACCELERATE_", "FSDP_")) or name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
                 del os.environ[name]
-        # No rank must notice the end of this process, and no files of the run must be removed.
+        # The end of this process must not be reported to other ranks, and must not remove files of the run.
         liveness.leave = failures.leave = sys.excepthook = lambda *_: os._exit(1)  # type: ignore[assignment]  # on purpose
         forget_state()
         _simulate_group(case.degrees)
@@ -93,10 +93,10 @@ class TracedRun:
             _use_gpu_kernels()
         head: Any = sys.modules.get("common.training.linear_cross_entropy")
         if head:  # imported only for language models
-            is_sharded = case.degrees.tensor > 1  # a part of the vocabulary is not sliced
+            is_sharded = case.degrees.tensor > 1  # chunks of a sharded vocabulary are not sliced
             if case.device == "cuda" or (case.autocast, case.weights) == ("no", "float32") or is_sharded:
-                head.CACHED_LOGITS = sys.maxsize  # the slices of a chunk share its memory
-            else:  # the few rows of a slice allocate the same, whatever is computed from them
+                head.CACHED_LOGITS = sys.maxsize  # one slice per chunk: more slices would share its memory
+            else:  # skips the computation, because a slice allocates the same without it
                 head._logits_to_gradient = lambda logits, *_: logits.new_zeros(len(logits))
 
     def prepare(self, model: Any, optimizer: Any, collate: Collate, *_: Any, **__: str) -> tuple[Any, Any]:
@@ -104,7 +104,7 @@ class TracedRun:
         apply_activation_checkpointing(model, self.case.activation_checkpointing, self.device)
         ids = longest_samples(self.samples, self.case.rows)
         chosen = [self.samples[number] for number in ids]
-        # As in `batching`: on a GPU, an evaluation has twice the samples per micro-batch, without recomputation.
+        # As in `loader_sizes`: on a GPU without activation checkpointing, an evaluation has twice the samples at once.
         is_larger = self.case.activation_checkpointing == "none" and self.case.device == "cuda"
         larger = collate(chosen * 2 if is_larger else chosen)
         micro_batch, degrees = collate(chosen), self.case.degrees
@@ -135,7 +135,7 @@ class TracedRun:
             backward(loss, **kwargs)
 
         self.accelerator.backward = traced_backward
-        if self.traits.pipeline_schedule:  # all micro-batches are requested before the first is computed
+        if self.traits.pipeline_schedule:  # a pipeline recipe fetches all micro-batches before the first forward
             self.forwards = itertools.count()
             model.register_forward_pre_hook(self._begin_next_forward)
         self.model, self.optimizer = model, optimizer
@@ -163,12 +163,12 @@ class TracedRun:
         ended = ""
         try:
             yield iter([_global_batch([self.micro_batch] * 2, 2 * self.num_targets)])
-        except Exception:  # an evaluation fails when its results are needed, because there are none
+        except Exception:  # an evaluation fails when it reads a result, because fake tensors have no values
             ended = traceback.format_exc(limit=-6)
         self._send(ended)
 
     def micro_batches(self, batch: GlobalBatch):
-        """Yields two micro-batches; in the second, gradients already exist."""
+        """Yields (micro-batch, is_last), two in an update, because gradients exist only from the second on."""
         is_evaluated = self.tape.segment.endswith("evaluation")
         with weights_cast_once(self.case.activation_checkpointing == "none"):
             for self.number, micro_batch in enumerate(batch.micro_batches):
@@ -179,7 +179,7 @@ class TracedRun:
             self._begin("clip")
 
     def all_finite(self, batch: GlobalBatch, loss_sums: Any, grad_norm: Any, **extra: Any) -> bool:
-        """Exchanges nothing; sets the values that a recipe reads to zero."""
+        """Returns True without communication; the reduced values that a recipe reads are zeros."""
         with without_fakes():
             self.reduced = {name: torch.zeros(getattr(value, "shape", ())) for name, value in extra.items()}
         return True
@@ -189,7 +189,7 @@ class TracedRun:
         return self
 
     def repeat(self, *_: Any) -> None:
-        """Does nothing, because no run was resumed."""
+        """Does nothing, because a traced run is never resumed."""
 
     def after_update(self, evaluate: Callable[[Any, torch.nn.Module], dict], model: torch.nn.Module) -> dict:
         """Evaluates if there are held-out samples."""
@@ -199,7 +199,7 @@ class TracedRun:
         return evaluate(self, model)
 
     def end_update(self, *_: Any, **__: Any) -> bool:
-        """Ends the loop: later updates are the same, with the optimizer's state from their beginning."""
+        """Ends the loop; `make_profile` derives later updates, which have the optimizer state from the beginning."""
         return True
 
     def _send(self, ended: str) -> NoReturn:
@@ -208,7 +208,7 @@ class TracedRun:
         recording = Recording(events, tape.parts, dict(tape.flops), ended, 0 if ids is None else ids.numel())
         with os.fdopen(self.pipe, "wb") as pipe:
             pickle.dump(recording, pipe)
-        os._exit(0)  # so that nothing of the forked run ends with this process
+        os._exit(0)  # skips exit handlers, which belong to the planner
 
 
 def examine_head_once(model: torch.nn.Module) -> None:
@@ -231,14 +231,14 @@ def examine_head_once(model: torch.nn.Module) -> None:
 
 
 def _global_batch(micro_batches: list[dict[str, torch.Tensor]], num_targets: int) -> GlobalBatch:
-    """Returns a batch with the counts that a loop divides by; the other counts are unused."""
+    """Returns a batch with `num_targets`, by which recipes divide; its other counts are not used."""
     return GlobalBatch(0, micro_batches, 1, num_targets, 1, 1, torch.zeros(1), "", torch.ones(1, dtype=torch.int64))
 
 
 def _fill(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype
 ) -> dict[str, torch.nn.Parameter]:
-    """Replaces parameters and buffers of a model without data, and of its optimizer, by CPU tensors; keeps ties."""
+    """Replaces parameters and buffers of a meta model and its optimizer by CPU tensors; tied weights stay tied."""
     new: dict[int, Any] = {}
     for module in model.modules():
         for name, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -256,7 +256,7 @@ def _fill(
 
 
 def _simulate_group(degrees: Degrees) -> None:
-    """Simulates the other processes of the group: sent data is dropped, and received data has no values."""
+    """Simulates the other processes of the group: collectives do nothing, and received tensors have no values."""
     set_running(degrees)
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: degrees.group)
     tensor.group_of = sequence.group_of = lambda _: group  # type: ignore[assignment]  # replaced on purpose
