@@ -112,7 +112,7 @@ class _Search:
     def note(self, fits: bool, has_room: bool, seconds: float) -> None:
         """Notes the outcome of a trial of `tokens` and chooses the next budget."""
         tried = self.tokens
-        per_token = seconds / tried
+        per_token = seconds / (tried // self.longest * self.longest)  # the rows of a trial fill whole samples
         if not fits:
             self.too_large = tried
         elif self.best and per_token * MIN_SPEEDUP > self.seconds_per_token:

@@ -46,14 +46,15 @@ def _describe_peak(device: torch.device, before: int) -> str:
 def _savings(run: Any) -> Iterator[tuple[float, str]]:
     """Yields flags that this run's mode supports, each with its estimated saving in bytes per process.
 
-    The estimate: weights use 4 bytes per parameter, gradients 4 and the optimizer its state per trained parameter. The
-    rest of the peak is activations, of which an --activation_checkpointing mode keeps the fraction in `KEPT`.
+    The estimate: weights use 4 bytes per parameter, gradients 4 and the optimizer its state per trained parameter, all
+    sharded with FSDP and DeepSpeed. The rest of the peak is activations, of which a mode keeps the fraction in `KEPT`.
     """
     args, launch, model = run.args, run.launch_config, getattr(run, "model", None)
     model = without_wrapper(model) if model is not None else run.make_empty()
-    total = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     is_sharded = launch.mode in ("FSDP", "DeepSpeed")
+    sizes = [(adapters.number_of(p), p.requires_grad) for p in model.parameters()]
+    shards = launch.num_processes if is_sharded else 1
+    total, trained = sum(n for n, _ in sizes) / shards, sum(n for n, is_trained in sizes if is_trained) / shards
     state = OPTIMIZERS[args.optimizer].state_bytes * trained
     static = 4.0 * total + 4.0 * trained + state
     activations = max(0.0, peak_memory_bytes(run.device) - run.memory_before - static)
@@ -82,5 +83,5 @@ def _smaller_micro_batch(run: Any, activations: float) -> Iterator[tuple[float, 
     if args.micro_batch_size:
         if args.micro_batch_size > 1:
             yield activations / 2, f"--micro_batch_size {args.micro_batch_size // 2}"
-    elif run.loader.dataset.samples.max_length <= args.micro_batch_tokens // 2:
+    elif hasattr(run, "loader") and run.loader.dataset.samples.max_length <= args.micro_batch_tokens // 2:
         yield activations / 2, f"--micro_batch_tokens {args.micro_batch_tokens // 2}"

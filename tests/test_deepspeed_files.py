@@ -302,7 +302,7 @@ CONTRADICTIONS = {
         {"zero_optimization": {"stage": 2, "ofload_optimizer": {"device": "cpu"}}},
         "zero_optimization.ofload_optimizer is not a setting of DeepSpeed; did you mean offload_optimizer",
     ),
-    "wrong type": ({"zero_optimization": {"stage": "two"}}, "zero_optimization.stage is not a setting"),
+    "wrong type": ({"zero_optimization": {"stage": "two"}}, "zero_optimization.stage is invalid: "),
     "of the past": ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "cpu_offload is outdated"),
     "stage 0": ({"zero_optimization": {"stage": 0}}, "stage is 0, which shards nothing"),
     "weights at stage 2": (

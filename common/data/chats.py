@@ -29,7 +29,7 @@ def read_chat_template(name: str) -> str:
     Raises UserError, one line, if the file cannot be read or the template is invalid or ignores the messages.
     """
     try:
-        text = (CHATML if name == "chatml" else Path(name)).read_text()
+        text = (CHATML if name == "chatml" else Path(name)).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not in UTF-8"
         raise UserError(f"--chat_template {name}: {reason}; name a file with a template in Jinja, or chatml") from error

@@ -102,13 +102,14 @@ def find_file(where: Mapping[str, Any], name: str, local_files_only: bool, must_
     `transformers.utils.cached_file`; raises TypeError without them.
 
     Args:
-        where: contains `pretrained_model_name_or_path`; other keys, such as `revision`, are ignored.
+        where: contains `pretrained_model_name_or_path`, and `revision` if it is not the default.
     """
     from transformers.utils import cached_file
 
     found = cached_file(
         where["pretrained_model_name_or_path"],
         name,
+        revision=where.get("revision"),
         local_files_only=local_files_only,
         _raise_exceptions_for_missing_entries=must_exist,
         _raise_exceptions_for_connection_errors=must_exist,

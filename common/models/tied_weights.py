@@ -50,7 +50,8 @@ def _weight_files(where: Mapping[str, Any]) -> dict[str, Path | str]:
     if path is None:
         if where.get("local_files_only") or Path(where["pretrained_model_name_or_path"]).is_dir():
             return {}
-        return dict(get_safetensors_metadata(where["pretrained_model_name_or_path"]).weight_map)
+        name, revision = where["pretrained_model_name_or_path"], where.get("revision")
+        return dict(get_safetensors_metadata(name, revision=revision).weight_map)
     if path.suffix == ".json":
         files = json.loads(path.read_text())["weight_map"]
         return {name: _find(where, file) or file for name, file in files.items()}

@@ -177,8 +177,7 @@ def _check_names(zero: dict[str, Any], left: list[str]) -> list[str]:
         nearest = difflib.get_close_matches(name, fields, n=1)
         hint = f"; did you mean {nearest[0]}?" if nearest else "; remove it"
         hint = f"; {name} belongs at the top of the file" if name in TOP_KEYS else hint
-        hint = f": {reason}; fix it" if reason else hint
-        problems.append(f"{name} is not a setting of DeepSpeed{hint}")
+        problems.append(f"{name} is invalid: {reason}" if reason else f"{name} is not a setting of DeepSpeed{hint}")
     return problems
 
 

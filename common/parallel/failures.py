@@ -37,7 +37,7 @@ def end_failed(error: BaseException, explain: Callable[[BaseException], None] | 
     if line := explain_disk_error(error, find_lost_directory()):
         exit_with_mistakes([line])
     if explain:
-        with suppress(MemoryError, OSError, ImportError):  # the original error is more informative
+        with suppress(Exception):  # the original error is more informative
             explain(error)
     if isinstance(error, SystemExit) and not error.code:
         liveness.leave()

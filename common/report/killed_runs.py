@@ -23,7 +23,7 @@ def describe_killed(output_dir: Path, is_over: bool = False) -> str | None:
     """
     try:
         run = json.loads((output_dir / "run.json").read_bytes())
-        lost = run["status"] if re.fullmatch("failed .* was lost", run["status"]) else None
+        lost = run["status"] if re.fullmatch("failed .* (was lost|stopped answering)", run["status"]) else None
         if not lost and (run["status"] != "running" or (not is_over and is_locked(output_dir / LOCK))):
             return None
         last = _read_last(output_dir / "metrics.jsonl")
