@@ -26,6 +26,7 @@ from conftest import (
     run,
     run_in_float64,
     run_recipe_alone,
+    source_of,
     stdlib_functions,
 )
 from safetensors.torch import load_file
@@ -380,6 +381,12 @@ def test_numbers_are_classes_in_their_order(values, kind, tmp_path):
     _, examples, _ = labels.read_examples(write_labels(tmp_path / f"a.{kind}", values * 2), None, "label")
     assert [float(name) for name in labels.label_names(examples)] == sorted(values)
     assert labels.encode_labels(examples, labels.label_names(examples)).max() == len(values) - 1
+
+
+def test_a_number_above_the_range_of_floats_is_a_name(tmp_path):
+    rows = [{"text": "x", "label": label} for label in ("9" * 400, "2", "10")] * 2
+    _, examples, _ = labels.read_examples(source_of(tmp_path / "a.jsonl", rows), None, "label")
+    assert labels.label_names(examples) == ["2", "10", "9" * 400]
 
 
 def test_numbers_come_before_names_that_are_sorted_as_text(tmp_path):

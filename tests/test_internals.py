@@ -287,6 +287,22 @@ def test_files_are_found(llama, tmp_path):
         rare_transformers.find_file(where, "none.json", local_files_only=True, must_exist=True)
 
 
+def test_a_file_of_the_hub_is_that_of_its_revision(tmp_path):
+    """Control: the default revision has a different one."""
+    cached = tmp_path / "models--me--model"
+    (cached / "refs").mkdir(parents=True)
+    for name, commit in (("main", "1" * 40), ("old", "2" * 40)):
+        (cached / f"snapshots/{commit}").mkdir(parents=True)
+        (cached / f"snapshots/{commit}/config.json").write_text("{}")
+        (cached / "refs" / name).write_text(commit)
+    code = "from common.internals.transformers_uncommon import find_file; import sys\n"
+    code += "where = {'pretrained_model_name_or_path': 'me/model', 'revision': sys.argv[1] or None}\n"
+    code += "print(find_file(where, 'config.json', True, True).parent.name)"
+    for revision, commit in (("", "1" * 40), ("old", "2" * 40), ("2" * 40, "2" * 40)):
+        result = run([BIN / "python", "-c", code, revision], HF_HUB_CACHE=tmp_path, PYTHONPATH=ROOT)
+        assert result.stdout.strip() == commit, result.stderr
+
+
 def test_properties_of_models(llama):
     from transformers import T5ForConditionalGeneration
 

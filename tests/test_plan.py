@@ -261,6 +261,8 @@ def test_configs_are_fitted_to_the_machine():
 WRONG = {"8 x": "names no devices", "0 x 80GiB": "names no devices", "8 x A1000": "names no devices"}
 WRONG |= {"8 x 80GiB, 0 nodes": "'0 nodes' cannot be read", "8 x 80GiB, network 3GB/s": "is between nodes"}
 WRONG |= {"8 x 80GiB, host 1": "'host 1' cannot be read", "80GiB, link 3GB": "'link 3GB' cannot be read"}
+WRONG |= {"8 x 1.2.3GiB": "names no devices", "8 x 80GiB, rate 0TFLOP/s": "'rate 0TFLOP/s' is not above 0"}
+WRONG |= {"8 x 80GiB, link 0GB/s": "'link 0GB/s' is not above 0"}
 
 
 @pytest.mark.parametrize("text", WRONG)

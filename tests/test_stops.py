@@ -328,8 +328,9 @@ def test_a_killed_run_is_shown_as_killed_with_its_last_update_and_peak(rows, tmp
     (out / "run.json").write_text(json.dumps(record | {"status": "running", "host": "elsewhere"}))
     assert describe_killed(out).startswith("running on host elsewhere, or killed after update")
     lost = "failed at update 5: rank 1 on host somewhere was lost"  # as the others write if one process is killed
-    (out / "run.json").write_text(json.dumps(record | {"status": lost}))
-    assert re.fullmatch(f"{lost}, peak memory 0.[0-9]+ GiB", describe_killed(out))
+    for end in (lost, lost.replace("was lost", "stopped answering")):
+        (out / "run.json").write_text(json.dumps(record | {"status": end}))
+        assert re.fullmatch(f"{end}, peak memory 0.[0-9]+ GiB", describe_killed(out))
 
 
 @pytest.mark.parametrize(("target", "config"), [("", "multi_cpu"), ("elsewhere", "cpu")])

@@ -6,7 +6,7 @@ import shlex
 import shutil
 
 import pytest
-from conftest import BIN, ROOT, assert_refused, launch, launch_command, read_metrics, run, told, write_rows
+from conftest import BIN, ROOT, assert_refused, launch, launch_command, read_metrics, run, run_specs, told, write_rows
 from safetensors.torch import load_file
 
 from common.auto_micro_batch import _Search
@@ -183,6 +183,21 @@ def test_the_budget_doubles_while_it_fits_and_gains(limit, outcomes, tried, best
     longest = 128 if limit > 3000 else 1
     assert trial_outcomes(1024, longest, limit, outcomes) == (tried, best)
     assert trial_outcomes(256, longest, limit, outcomes, is_known=True) == ([256], 256)
+
+
+def test_trials_are_compared_by_the_tokens_of_their_rows():
+    """1, 3, 6 and 13 rows of 5,000 tokens; divided by the budgets, the first would be the fastest."""
+    seconds = {8192: 1.5, 16384: 3.5, 32768: 6.5, 65536: 13.5}
+    tried, best = trial_outcomes(8192, 5000, 1 << 16, lambda tokens: (True, True, seconds[tokens]))
+    assert (tried, best) == ([*seconds], 32768)
+
+
+def test_memory_that_runs_out_before_the_first_batch_is_told(text, tmp_path):
+    """There is no loader yet. Control: the tests above, where there is one."""
+    runs = [(flags(text, tmp_path / "run", tokens=1024), {"no_memory_in_prepare": 1})]
+    result = run_specs("lm", runs, tmp_path, check=False)
+    assert result.returncode == 1 and result.stderr.count("Memory ran out. Peak resident memory: ") == 1, told(result)
+    assert "can't allocate memory" in result.stderr and "AttributeError" not in result.stderr
 
 
 def test_the_budget_is_found_under_an_enforced_limit(text, tmp_path):

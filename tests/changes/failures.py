@@ -130,6 +130,11 @@ def broken_rank(at):
     before_reduce(fail)
 
 
+def no_memory_in_prepare(_):
+    """Asks for a petabyte where the model is prepared."""
+    before(model_setup, "prepare", lambda *_, **__: torch.empty(1 << 50, dtype=torch.uint8))
+
+
 def slow_updates(seconds):
     """Updates that last long enough to be met by a kill."""
     before_reduce(lambda *_: time.sleep(seconds))

@@ -279,6 +279,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         raise UserError(f"--connect_timeout {args.connect_timeout:g} is not above 0; pass seconds")
     if args.json and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
         raise UserError(f"--json {args.json}: name a file in an existing directory")
+    if args.json and (reason := why_not_writable(args.json.absolute().parent)):
+        raise UserError(f"--json {args.json} cannot be written: {reason}; name a file in a different directory")
     return args
 
 

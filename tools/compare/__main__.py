@@ -39,9 +39,11 @@ def check_output(path: Path) -> list[str]:
         return [f"--output {path}: is a directory; name a file"]
     if not path.parent.is_dir():
         return [f"--output {path}: there is no directory {path.parent}; create it first"]
-    if path.exists() and not (path.is_file() and MARK in path.read_bytes()[:1000]):
-        return [f"--output {path}: exists and is not a report; name a different file, or move it away"]
-    return []
+    try:
+        is_report = not path.exists() or (path.is_file() and MARK in path.read_bytes()[:1000])
+    except OSError as error:
+        return [f"--output {path}: {error.strerror}; name a different file, or change its permissions"]
+    return [] if is_report else [f"--output {path}: exists and is not a report; name a different file, or move it away"]
 
 
 def write(path: Path, text: bytes) -> None:

@@ -60,7 +60,7 @@ def parse_machine(text: str) -> Machine:
     Raises UserError: a part is invalid.
     """
     first, *others = [part.strip() for part in text.split(",")]
-    match = re.fullmatch(r"(?:(\d+) *x *)?(?:([A-Z]?\d+\w?)|([\d.]+) *([MGT]i?B))", first)
+    match = re.fullmatch(r"(?:(\d+) *x *)?(?:([A-Z]?\d+\w?)|(\d+\.?\d*) *([MGT]i?B))", first)
     if not match or int(match[1] or 1) < 1 or (match[2] and match[2] not in KNOWN):
         names = ", ".join(KNOWN)
         raise UserError(f"--plan {text!r}: {first!r} names no devices; write {EXAMPLE}; known are {names}")
@@ -76,7 +76,7 @@ def parse_machine(text: str) -> Machine:
             assumed = ["network", *assumed] if fields["nodes"] > 1 else assumed
             continue
         option = re.fullmatch(
-            r"(host|disk|link|network|bus) +([\d.]+) *([MGT]i?B)(/s)?|(rate) +([\d.]+) *TFLOP/s", part
+            r"(host|disk|link|network|bus) +(\d+\.?\d*) *([MGT]i?B)(/s)?|(rate) +(\d+\.?\d*) *TFLOP/s", part
         )
         if option and option[1] == "network" and fields.get("nodes", 1) == 1:
             raise UserError(f"--plan {text!r}: {part!r} is between nodes; add their number (2 nodes), or remove it")
@@ -84,6 +84,8 @@ def parse_machine(text: str) -> Machine:
             raise UserError(f'--plan {text!r}: {part!r} cannot be read; write {EXAMPLE}; also "rate 400TFLOP/s"')
         name = option[1] or option[5]
         fields[name] = float(option[2]) * UNITS[option[3]] if option[1] else float(option[6]) * 1e12
+        if not fields[name] and name in ("link", "network", "bus", "rate"):
+            raise UserError(f"--plan {text!r}: {part!r} is not above 0; use a positive rate")
         if name == "rate":
             fields["rate_float32"] = fields["rate"] / 2
         assumed = [entry for entry in assumed if entry.partition(" of ")[0] != name]

@@ -72,6 +72,9 @@ def _find_rows(
     args, max_length = tracer.run.args, tracer.samples.max_length
     check_model = partial(check_shared_model, tracer.config, model_class, make_empty)
     modes, left_out = configs.modes_for(machine, args, tracer.run.traits, check_model)
+    if not modes:
+        rejected = "; ".join(left_out) or "there is none"
+        raise UserError(f"--plan: no config of accelerate_configs/ can run this: {rejected}")
     model = make_empty()
     forecaster = Forecaster(tracer, measure_model(model), machine.kind)
     share = max(math.ceil(args.global_batch_size / mode.degrees.data) for mode in modes)

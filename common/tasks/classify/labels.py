@@ -75,9 +75,9 @@ def _by_number(name: str) -> tuple[bool, float, str]:
     """Returns a sort key for class names: numbers by value, such as "-1" and "2.0", before all other names."""
     try:
         number = int(name) if name.lstrip("-").isdecimal() else float(name)
-    except ValueError:
-        number = math.nan
-    return (False, number, name) if math.isfinite(number) else (True, 0, name)
+        return (False, number, name) if math.isfinite(number) else (True, 0, name)
+    except (ValueError, OverflowError):  # not a number, or an integer above the range of floats
+        return (True, 0, name)
 
 
 def _number(label: Any) -> float | None:

@@ -139,7 +139,8 @@ def hub(name: str, config: str | None, split: str, label_column: str | None = No
         classes, numbers = tuple(kind.names), np.array(values, np.int64)
     else:
         classes = tuple(sorted({str(value) for value in values}))
-        numbers = np.array([classes.index(str(value)) for value in values], np.int64)
+        indices = {name: index for index, name in enumerate(classes)}
+        numbers = np.array([indices[str(value)] for value in values], np.int64)
     others = sorted(features.keys() - {images[0], column})
     encoded = data.select_columns([images[0]]).cast_column(images[0], datasets.Image(decode=False))
 
