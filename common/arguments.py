@@ -95,7 +95,7 @@ def _updates_or_epochs(text: str) -> int | str:
 
 positive = _number("an integer > 0", _digits, lambda number: number > 0)
 not_negative = _number("an integer >= 0", _digits, lambda number: True)
-updates_or_epochs = _number("an integer >= 0, nor such as 1epoch", _updates_or_epochs, lambda number: True)
+updates_or_epochs = _number("an integer >= 0, nor epochs such as 1epoch", _updates_or_epochs, lambda number: True)
 positive_float = _number("a finite number > 0", float, lambda number: 0 < number < float("inf"))
 not_negative_float = _number("a finite number >= 0", float, lambda number: 0 <= number < float("inf"))
 # Each rank adds its index to the seed, and numpy's limit is 2**32 - 1.

@@ -116,7 +116,7 @@ class _Search:
         if not fits:
             self.too_large = tried
         elif self.best and per_token * MIN_SPEEDUP > self.seconds_per_token:
-            self._end(f"{tried:,} would fit and be no faster")
+            self._end(f"{tried:,} would fit but not be faster")
             return
         else:
             self.best, self.seconds_per_token = tried, per_token

@@ -93,7 +93,7 @@ class Evaluations:
         from common.report.evaluate_metrics import Metrics
 
         if held_out is None:
-            raise UserError("--metric has nothing to measure: there are no held-out data; pass some, or remove it")
+            raise UserError("--metric needs held-out data; pass some, or remove --metric")
         self.metrics = Metrics(self.run.args, kind, num_labels)
 
     def compute_metrics(self, predictions: Any, references: Any) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def explain_samples(
     too_long: tokens of a sample that does not fit a micro-batch, or 0. num_parts: ranks that share a sample.
     """
     if validation is None:
-        advice = "there are no held-out data; name some, or remove it"
+        advice = "there are no held-out data; pass some, or remove it"
         for name in ("keep_best", "patience"):
             if getattr(args, name):
                 yield f"--{name} has nothing to measure: {advice}"

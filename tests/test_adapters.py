@@ -358,7 +358,7 @@ def test_a_base_of_the_hub_is_merged_as_it_was(place, tmp_path):
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        (["--lora_rank", 8], "--lora_rank adapts a pretrained model, and none is named; name one with --model_name"),
+        (["--lora_rank", 8], "--lora_rank needs a pretrained model; pass --model_name"),
         (["--lora_alpha", 8], "--lora_alpha has no effect without --lora_rank"),
         (["--use_dora"], "--use_dora has no effect without --lora_rank"),
         (["--quantize", "nf4"], "--quantize has no effect without --lora_rank"),

@@ -217,7 +217,7 @@ def test_models_that_are_none_say_where_one_is(misfit_models, tmp_path):
         (tmp_path / f"{name}-dir" / name).write_text("{}")
         with pytest.raises(UserError, match=pattern):
             load_config(str(tmp_path / f"{name}-dir"))
-    with pytest.raises(UserError, match="llama has no encoder-decoder in transformers; take"):
+    with pytest.raises(UserError, match="llama has no encoder-decoder in transformers; use"):
         load_config(str(misfit_models / "good"), model_class=AutoModelForSeq2SeqLM)
     with pytest.raises(UserError, match="save it there"):
         load_tokenizer(str(misfit_models / "no_tokenizer"))

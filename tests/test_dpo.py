@@ -108,7 +108,7 @@ def test_pairs_of_texts_and_of_messages(tokenizer, cache, tmp_path):
         ({"chosen": "b", "rejected": said[0]}, "rejected has messages, and chosen has not"),
         ({"prompt": [user], "chosen": "b", "rejected": "c"}, "prompt has messages, and chosen, rejected have not"),
         ({"chosen": "b", "rejected": None}, "column rejected is null"),
-        ({"prompt": "bye", **good}, "prompt is a text that no user's message of chosen has"),
+        ({"prompt": "bye", **good}, "chosen has no user message with the text of prompt"),
         ({**good, "chosen": [user, mute]}, "column chosen has a message of assistant without content"),
         ({**good, "chosen": [user]}, "chosen does not end with a message of the assistant"),
         ({"chosen": [], "rejected": []}, "chosen does not end with a message of the assistant"),
@@ -121,7 +121,7 @@ def test_pairs_of_texts_and_of_messages(tokenizer, cache, tmp_path):
                 tokenize_preferences(source_of(tmp_path / f"{number} {problem}.jsonl", rows), chat, 64, "", cache)
             assert len(str(error.value).splitlines()) == 1
     rows = [{"chosen": "a b", "rejected": "a c"}, {"prompt": "a", "chosen": "b", "rejected": "c"}]
-    with pytest.raises(UserError, match="line 2: has a prompt, and the first row has none; give all rows one, or none"):
+    with pytest.raises(UserError, match="line 2: has a prompt, but the first row has none; give all rows"):
         tokenize_preferences(source_of(tmp_path / "later.jsonl", rows), chat, 64, "", cache)
 
 

@@ -132,7 +132,7 @@ def test_patience_ends_a_run_and_a_resume_where_it_ended(config, text, tmp_path)
         (["--num_epochs=-1"], "'-1' is not a finite number > 0"),
         (["--num_epochs", 0], "'0' is not a finite number > 0"),
         (["--num_epochs", 1, "--warmup_updates", 9999], r"nothing of --num_epochs 1, which is \d+ updates; lower"),
-        (["--eval_every", "0.5epoch"], "'0.5epoch' is not an integer >= 0, nor such as 1epoch"),
+        (["--eval_every", "0.5epoch"], "'0.5epoch' is not an integer >= 0, nor epochs such as 1epoch"),
         (["--num_epochs", 0.01, "--profile"], "--profile needs 6 updates, .* --num_epochs 0.01, which is 1 updates"),
         (["--patience", 2], "--patience needs --eval_every N"),
     ],

@@ -225,7 +225,7 @@ def test_other_recipes_and_models_that_do_more_are_refused_before_anything_is_wr
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / config.model_type)
         AutoTokenizer.from_pretrained(models / "tied").save_pretrained(tmp_path / config.model_type)
         result = run_pipeline(*example_flags(functions_file, tmp_path / config.model_type, tmp_path / "run"))
-        assert_refused(result, "pp_size 2: .*ForCausalLM does more than its embedding, its layers", lines=None)
+        assert_refused(result, "pp_size 2: .*ForCausalLM computes more than its embedding, layers", lines=None)
     assert not (tmp_path / "run").exists()
 
 

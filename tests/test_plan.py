@@ -313,7 +313,7 @@ def test_a_plan_has_a_row_for_each_config_and_advises_what_fits(tmp_path):
     ]
     result = run(command, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 0, result.stderr
-    assert "peak  GiB of the busiest process" in result.stdout
+    assert "peak  GiB of tensors in the process with the most" in result.stdout
     rows = [line.split() for line in result.stdout.splitlines() if re.search(r"fits$|lacks [\d.]+$", line)]
     verdicts = {(row[0], row[1]): row[-1] == "fits" for row in rows}
     assert {name for name, _ in verdicts} == ON_ONE
@@ -336,7 +336,7 @@ def test_a_plan_for_this_machine_can_be_pasted(tmp_path):
     pasted = run([BIN / words[0], *words[1:], "--dry_run"], CUDA_VISIBLE_DEVICES="", timeout=300)
     assert pasted.returncode == 0, pasted.stderr
     size, unit = re.search(r"predicted peak ([\d.]+) (MiB|GiB)", pasted.stdout).groups()
-    assert f"peak  {unit} of the busiest process" in result.stdout
+    assert f"peak  {unit} of tensors in the process with the most" in result.stdout
     assert float(size) == pytest.approx(float(row[4]), rel=0.05, abs=0.006)
 
 

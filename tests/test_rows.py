@@ -321,8 +321,8 @@ def test_preferences_have_their_context_or_are_refused(tokenizer, tmp_path):
     texts = {"chosen": "yes", "rejected": "no"}
     for number, (wrong, problem) in enumerate(
         [
-            ({"prompt": "it?", **texts, "system": "be kind"}, "system cannot be put before a prompt that is a text"),
-            ({"prompt": "it?", **texts, "tools": [{}]}, "tools cannot be put before a prompt that is a text; write"),
+            ({"prompt": "it?", **texts, "system": "be kind"}, "system: needs a prompt of messages"),
+            ({"prompt": "it?", **texts, "tools": [{}]}, "tools: needs a prompt of messages"),
             (
                 {"question": "it?", **texts},
                 "there is no prompt, and chosen does not contain the text of column question",

@@ -338,7 +338,7 @@ def odd_models(model_dirs, tokenizer, tmp_path_factory):
 
 
 MODEL_MISTAKES = {
-    ("gpt2", ""): "gpt2 has no encoder-decoder in transformers; take a model of another type",
+    ("gpt2", ""): "gpt2 has no encoder-decoder in transformers; use a model of a different type",
     ("no_start", ""): "no decoder_start_token_id",
     ("bart", "--sequence_length 97"): "--sequence_length 97 is beyond the model's 96 positions",
     ("bart", "--target_length 97"): "--target_length 97 exceeds the model's 96 positions",

@@ -121,9 +121,9 @@ REFUSED = {
         "has 3 heads of keys and values, which 2 processes can neither divide nor share",
     ),
     "width": (LlamaConfig(**LLAMA | {"intermediate_size": 63}), 2, "gate_proj of 63 features, which 2 does not divide"),
-    "no plan": (GPT2Config(**SIZES), 2, "gpt2 has no plan in transformers of which layers can be cut"),
-    "experts": (MixtralConfig(**LLAMA), 2, "mixtral asks for a way of cutting that no recipe has .moe_tp_experts"),
-    "images": (Gemma3Config(), 2, "gemma3 has no plan"),
+    "no plan": (GPT2Config(**SIZES), 2, "gpt2 has no tensor-parallel plan in transformers"),
+    "experts": (MixtralConfig(**LLAMA), 2, "mixtral has tensor-parallel styles that are not supported .moe_tp_experts"),
+    "images": (Gemma3Config(), 2, "gemma3 has no tensor-parallel plan"),
     "weights beside": (ApertusConfig(**LLAMA), 2, "has weights next to model.layers.0.mlp.up_proj that its plan"),
 }
 
@@ -143,7 +143,7 @@ def test_a_setting_that_parts_of_layers_cannot_take_is_refused(functions_file, t
     settings["parallelism_config"]["parallelism_config_sp_size"] = 2
     (tmp_path / "both.yaml").write_text(yaml.safe_dump(settings))
     result = launch(*given, config=tmp_path / "both.yaml", check=False, CUDA_VISIBLE_DEVICES="")
-    both = "sp_size 2 and parallelism_config_tp_size 2, which do not go together"
+    both = "sp_size 2 and parallelism_config_tp_size 2, which cannot be combined"
     assert_refused(result, both, "adafactor does not work on parts of layers", lines=2)
     assert not (tmp_path / "run").exists()
     assert [*check_parts("it", dict.fromkeys(ALL_SIZES, 1) | {"tp": 2}, "fp16", "adamw")]

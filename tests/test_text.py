@@ -226,7 +226,7 @@ def test_the_token_that_ends_an_answer_is_found(tokenizer, tmp_path, cache, monk
         own.chat_template = template.replace("</>", "<end>")
         samples = tokenize(source, own, 500, None, cache)
         assert samples.end_tokens == found
-        assert ("will not know where to stop" in samples.describe()) == (not found)
+        assert ("does not learn where to stop" in samples.describe()) == (not found)
     assert tokenize(source_of(tmp_path / "b.jsonl", [{"text": "a"}]), own, 9, None, cache).end_tokens == [0]
 
 

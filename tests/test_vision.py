@@ -424,7 +424,7 @@ def test_bad_data_is_named(data, tmp_path):
 def test_flags_that_do_not_fit_are_refused_together(data, tmp_path):
     """All at once, nothing written."""
     more = ["--norm", "sync_batch", "--dataset_name", "mnist", "--augment", "rand", "none"]
-    patterns = ["--augment rand none: none, and others", "--train_dir and --dataset_name"]
+    patterns = ["--augment rand none: none cannot be combined", "--train_dir and --dataset_name"]
     patterns += ["sync_batch: torch synchronises", "sync_batch: convnet has no batch norm"]
     if importlib.util.find_spec("torchvision") is None:
         patterns.append(r"--augment rand needs torchvision .*; pip install it")

@@ -61,11 +61,11 @@ def encode_chats(
     """
     if not tokenizer.chat_template:
         raise UserError(
-            f"{batch[0].where}: messages need a chat template and the tokenizer has none; name one with "
-            "--chat_template (chatml is at hand)"
+            f"{batch[0].where}: messages need a chat template and the tokenizer has none; pass "
+            "--chat_template (for example chatml)"
         )
     if not tokenizer.is_fast:
-        raise UserError(f"{type(tokenizer).__name__} does not tell where a token lies in a text; use a fast tokenizer")
+        raise UserError(f"{type(tokenizer).__name__} has no character offsets of tokens; use a fast tokenizer")
     chats = [read_chat(row, column, counts) for row in batch]
     counts["chats"] += len(chats)
     written = [_write(chat, tokenizer, counts) for chat in chats]
@@ -212,7 +212,7 @@ def _added_turns(chat: Chat, text: str, _: Spans, render: Render, cannot: str) -
         after = render(chat.messages[: turn + 1])[0]
         if not (after.startswith(before) and text.startswith(after)):
             raise UserError(
-                f"{cannot}: what the assistant says is not a plain addition; mark it with {{% generation %}}"
+                f"{cannot}: an assistant turn changes the text before it; mark the turn with {{% generation %}}"
             )
         spans.append((len(before), len(after)))
     return spans

@@ -103,6 +103,6 @@ def find_flag_problems(args: Namespace) -> Iterator[str]:
         value = getattr(args, name)
         if isinstance(value, str) or (name == "num_epochs" and value is not None):
             instead = "--num_updates N" if name == "num_epochs" else f"--{name} N, of updates"
-            yield f"--{name} {value}: mixed files have no one epoch, each has its own; give {instead}"
+            yield f"--{name} {value}: mixed files have epochs of different lengths; use {instead}"
     if args.drop_last_window:
         yield "--drop_last_window has no effect on mixed files, whose global batches are all full; remove it"

@@ -28,9 +28,9 @@ def _file_problem(path: str) -> str | None:
     """Returns the reason why a file cannot be read, or None."""
     extension, compression = file_type(path)
     if Path(path).is_dir():
-        return f"is a directory; give its files ({path}/*.txt), or give it as a dataset's name"
+        return f"is a directory; pass its files ({path}/*.txt), or --dataset_name {path}"
     if extension not in FILE_TYPES:
-        return f"unknown extension; there are {' '.join(FILE_TYPES)}, and {' '.join(COMPRESSIONS)} behind these"
+        return f"unknown extension; use {' '.join(FILE_TYPES)}, also compressed ({' '.join(COMPRESSIONS)})"
     if extension == ".parquet" and compression:
         return "a Parquet file is read from its end and is compressed inside; unpack it"
     if compression:

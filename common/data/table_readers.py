@@ -55,7 +55,7 @@ def _read_csv(path: str, delimiter: str) -> Iterator[Row]:
             if None in values or None in values.values():
                 between = "commas" if delimiter == "," else "tabs"
                 raise UserError(
-                    f"{where}: the row has not {len(names)} fields as the header has; check {between} and quotes"
+                    f"{where}: the row does not have {len(names)} fields like the header; check {between} and quotes"
                 )
             yield Row(where, values)
     except csv.Error as error:

@@ -128,7 +128,7 @@ class Samples(TokenStore):
             line += f"; {meta['dropped']:,} empty or without a target left out"
         lines = [line]
         if meta["empty"]:
-            lines.append(f"{meta['empty']:,} rows have an empty completion: nothing but its end is learned of it")
+            lines.append(f"{meta['empty']:,} rows have an empty completion: only the end token is a target")
         if not meta["end_tokens"]:
-            lines.append("no answer ends with a token of its own: the model will not know where to stop")
+            lines.append("no answer ends with a special token: the model does not learn where to stop")
         return f"\n{'':12}".join(lines + meta["notes"])

@@ -123,7 +123,7 @@ def special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int]
         if whole[start : start + len(own)] == own:
             return whole[:start], whole[start + len(own) :]
     raise UserError(
-        f"{type(tokenizer).__name__} makes other tokens of a text where it adds special ones; take another tokenizer"
+        f"{type(tokenizer).__name__} tokenizes a text differently when it adds special tokens; use a different one"
     )
 
 

@@ -119,8 +119,8 @@ def check_padding(model: torch.nn.Module, collate: Collate, samples: Samples, ac
     allowed = 1e-3 if accelerator.mixed_precision == "no" else 0.1
     if not (alone - padded).abs().max() <= allowed * alone.abs().max() + 1e-6:  # NaN differs too
         raise UserError(
-            f"{without_wrapper(model).config.model_type}: padding on the right changes this model's answer; "
-            "take another one"
+            f"{without_wrapper(model).config.model_type}: padding on the right changes this model's logits; "
+            "use a different model"
         )
 
 

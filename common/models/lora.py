@@ -20,11 +20,11 @@ from common.training.process_grid import Degrees
 def check_flags(args: argparse.Namespace, degrees: Degrees) -> Iterator[str]:
     """Yields a line for each flag of an adapter that conflicts with other flags or with the launch."""
     if degrees.tensor > 1:
-        yield "--lora_rank: matrices that are divided among processes have no adapter; take another config"
+        yield "--lora_rank is not supported with tensor parallelism; use a different config"
     if not args.model_name_or_path:
-        yield "--lora_rank adapts a pretrained model, and none is named; name one with --model_name_or_path"
+        yield "--lora_rank needs a pretrained model; pass --model_name_or_path"
     if args.lora_dropout >= 1:
-        yield f"--lora_dropout {args.lora_dropout:g} is no share that leaves something; give one below 1"
+        yield f"--lora_dropout {args.lora_dropout:g} must be below 1"
 
 
 def base_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -64,14 +64,14 @@ def add_adapter(
     modules, parameters = _targets(args, model, new)
     if args.quantize and any(_is_of_experts(*one) for one in model.named_parameters()):
         raise UserError(
-            f"--quantize {args.quantize}: the experts of this mixture are no linear layers, and would stay as large as "
-            "they are; remove --quantize"
+            f"--quantize {args.quantize}: the experts of this mixture are not linear layers and cannot be quantized; "
+            "remove --quantize"
         )
     for flag in ("use_dora", "lora_dropout"):
         if parameters and getattr(args, flag):
             raise UserError(
-                f"--{flag}: peft has it for linear layers only, and the experts of this mixture are none; remove it, "
-                "or exclude the experts with --lora_targets"
+                f"--{flag}: peft supports only linear layers, and the experts of this mixture are not; remove it, or "
+                "exclude the experts with --lora_targets"
             )
     config: Any = LoraConfig(
         r=args.lora_rank,

@@ -61,13 +61,13 @@ def load_config(
     remote = model_class.__name__ in (getattr(config, "auto_map", None) or {})
     if not has_model(model_class, config) and not remote:
         kind = JOBS.get(model_class, model_class.__name__)
-        what = f"{config.model_type} has no {kind} in transformers; take a model of another type"
+        what = f"{config.model_type} has no {kind} in transformers; use a model of a different type"
         raise UserError(f"--model_name_or_path {name_or_path}: {what}")
     reads_ahead = getattr(config, "is_decoder", True) is False and type(config) in MODEL_FOR_MASKED_LM_MAPPING
     if model_class is AutoModelForCausalLM and reads_ahead:
         raise UserError(
-            f"--model_name_or_path {name_or_path}: this {config.model_type} looks at the tokens that it is to predict; "
-            'put "is_decoder": true into its config.json, or take a causal model'
+            f"--model_name_or_path {name_or_path}: this {config.model_type} is not causal: it attends to the tokens it "
+            'predicts; set "is_decoder": true in its config.json, or use a causal model'
         )
     if getattr(config, "tie_word_embeddings", False):
         try:

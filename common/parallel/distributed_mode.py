@@ -39,9 +39,9 @@ def is_sharded(accelerator: Accelerator) -> bool:
 def describe_precision(accelerator: Accelerator) -> str:
     """Returns the precision of weights and matmuls, for the run summary."""
     if accelerator.mixed_precision != "no" and running_mode(accelerator) == "DeepSpeed":
-        return f"{accelerator.mixed_precision} weights and products; the optimizer updates float32 copies"
+        return f"{accelerator.mixed_precision} weights and matmuls; the optimizer updates float32 copies"
     if accelerator.mixed_precision != "no":
-        return f"{accelerator.mixed_precision} matrix products, float32 weights"
+        return f"{accelerator.mixed_precision} matmuls, float32 weights"
     dtype = str(torch.get_default_dtype()).removeprefix("torch.")
     tf32 = accelerator.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
-    return f"{dtype}, TF32 matrix products" if tf32 else dtype
+    return f"{dtype}, TF32 matmuls" if tf32 else dtype

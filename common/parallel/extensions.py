@@ -119,4 +119,4 @@ if __name__ == "__main__":
     try:
         build_extensions(["nvme"])
     except UserError as error:
-        print(f"{error}; what needs it is refused")
+        print(f"{error}; features that need it are rejected")

@@ -43,7 +43,7 @@ def check_sizes(source: str, sizes: dict[str, int], mode: str, num_processes: in
     split = {name: sizes[name] for name in SPLITS if sizes[name] > 1}
     if len(split) > 1:
         names = " and ".join(f"parallelism_config_{name}_size {size}" for name, size in split.items())
-        yield f"{source} sets {names}, which do not go together; set all but one to 1"
+        yield f"{source} sets {names}, which cannot be combined; set all but one to 1"
         return
     replicate, shard, shared = sizes["dp_replicate"], sizes["dp_shard"], max(split.values(), default=1)
     product = replicate * shard * shared
@@ -83,7 +83,8 @@ def check_parts(source: str, sizes: dict[str, int], mixed_precision: str, optimi
         others = name_optimizers("is_elementwise")
         yield f"--optimizer {optimizer} does not work on parts of layers; use {others}, or multi_gpu.yaml"
     if max(sizes["tp"], sizes["pp"]) > 1 and mixed_precision == "fp16":
-        yield f"{source} asks for fp16, whose loss scale each part would lower by itself; use --mixed_precision bf16"
+        why = "because each rank would adjust its own loss scale"
+        yield f"{source} sets fp16, which is not supported here, {why}; use --mixed_precision bf16"
 
 
 def across_machines(degrees: Degrees, num_machines: int) -> str | None:

@@ -111,8 +111,8 @@ def check_gpus(launch: Launch) -> list[str]:
             return []
         return [
             f"this machine has a GPU ({gpu}) that torch {torch.__version__} does not see ({_why_no_cuda()}); install a "
-            "torch for its driver (`nvidia-smi` names the CUDA version that it takes) or give this job or container "
-            "its GPUs; to rehearse on the CPU all the same, set CUDA_VISIBLE_DEVICES=''"
+            "build of torch for its driver (`nvidia-smi` shows the CUDA version) or give this job or container its "
+            "GPUs; to run on the CPU, set CUDA_VISIBLE_DEVICES=''"
         ]
     here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if not torch.cuda.is_available() or here <= gpus:

@@ -42,22 +42,22 @@ def check_model(config: PreTrainedConfig, empty_model: Callable[[], PreTrainedMo
         return []
     why = next(_why_not(config, empty_model, degrees.tensor), None)
     asked = f"parallelism_config_tp_size {degrees.tensor}: {config.model_type}"
-    return [f"{asked} {why}; set it to 1, or take another model"] if why else []
+    return [f"{asked} {why}; set it to 1, or use a different model"] if why else []
 
 
 def _why_not(config: PreTrainedConfig, empty_model: Callable[[], PreTrainedModel], size: int) -> Iterator[str]:
     """Yields the reasons why a model cannot be partitioned into `size` parts, each as the end of a sentence."""
     plan = getattr(config, "base_model_tp_plan", None)
     if config.get_text_config() is not config or config.is_encoder_decoder or not plan:
-        yield "has no plan in transformers of which layers can be cut (base_model_tp_plan)"
+        yield "has no tensor-parallel plan in transformers (base_model_tp_plan)"
         return
     if unknown := sorted(set(plan.values()) - {*CUT, PARTIAL}):
-        yield f"asks for a way of cutting that no recipe has ({', '.join(unknown)})"
+        yield f"has tensor-parallel styles that are not supported ({', '.join(unknown)})"
         return
     try:
         heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or 1
     except RuntimeError:  # raised by transformers if layers differ
-        yield "has layers with other numbers of heads than the rest"
+        yield "has layers with different numbers of heads"
         return
     if heads % size:
         fit = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
@@ -67,12 +67,12 @@ def _why_not(config: PreTrainedConfig, empty_model: Callable[[], PreTrainedModel
     model = empty_model()
     styles = dict(planned_modules(model))
     if not styles:
-        yield "has no layer that its plan names"
+        yield "has none of the layers that its plan names"
     for name, (module, style) in styles.items():
         if style == PARTIAL:
             continue
         if type(module) is not nn.Linear:
-            yield f"has {name}, a {type(module).__name__}, where its plan means a linear layer"
+            yield f"has {name}, a {type(module).__name__}, where its plan expects a linear layer"
             return
         width = module.weight.shape[CUT[style]]
         if width % size and not _is_shared(model, name, style, size):

@@ -64,7 +64,7 @@ def _earlier_data(before: dict[str, Any], data: str, update: int) -> list[dict[s
 def cut_metrics(path: Path, num_updates: int) -> list[dict[str, Any]]:
     """Keeps the lines of the first `num_updates` updates in metrics.jsonl; removes and returns all later lines."""
     if path.exists() and not path.is_file():
-        raise UserError(f"disk: {path} is no file; move it away, then start again with --resume")
+        raise UserError(f"disk: {path} is not a file; move it away, then start again with --resume")
     kept: dict[int, str] = {}
     removed: list[dict[str, Any]] = []
     text = path.read_text(errors="replace") if path.is_file() else ""

@@ -88,7 +88,7 @@ def _describe_best(best: dict[str, Any] | None, output_dir: Path) -> str:
         return "best       no checkpoint was measured: model/ is the last one"
     line = f"best       {best['checkpoint']}, validation loss {best['loss']:.4f}: "
     if (lowest := best.get("lowest_measured")) is not None:
-        line = line[:-2] + f" (the lowest measured loss, {lowest:.4f}, has no sound checkpoint): "
+        line = line[:-2] + f" (the lowest measured loss, {lowest:.4f}, has no valid checkpoint): "
     if best["is_model"]:
         return line + f"{output_dir / 'model'} is this one"
     return line + (

@@ -119,7 +119,7 @@ def _settings(run: dict[str, Any]) -> Iterator[str]:
     if requested := {f"`{flag}`": f"`{words}`" for flag, words in settings.items() if flag in given}:
         yield _table(requested)
     defaults = [f"{flag} {words}" for flag, words in settings.items() if flag not in given]
-    yield f"Not asked for, so as the recipe chooses: {_code(defaults)}."
+    yield f"Defaults: {_code(defaults)}."
 
 
 def _commands(run: dict[str, Any]) -> Iterator[str]:

@@ -212,8 +212,8 @@ def print_results(results: dict[str, Any], output_dir: Path, model_class: str, i
         )
     if flops := results.get("model_flops_per_second"):
         share = results.get("share_of_rate")
-        rate = f", {share:.0%} of what this machine multiplies" if share else ""
-        printed.append(f"the model's own products: {flops / 1e9:,.1f} GFLOP/s{rate}")
+        rate = f", {share:.0%} of this machine's matmul throughput" if share else ""
+        printed.append(f"model FLOPs: {flops / 1e9:,.1f} GFLOP/s{rate}")
     losses: list[str] = []
     best: list[str] = []
     if "validation_loss" in results or "best" in results:

@@ -44,7 +44,7 @@ def push(output_dir: Path, name: str, is_private: bool = False) -> str:
     except HFValidationError as error:
         raise UserError(f"{name}: {one_line(error)}; give a name such as me/my-model") from error
     except OfflineModeIsEnabled as error:
-        raise UserError(f"{name}: HF_HUB_OFFLINE keeps the hub from being asked; unset it") from error
+        raise UserError(f"{name}: HF_HUB_OFFLINE is set; unset it to reach the hub") from error
     except Exception as error:  # any error of huggingface_hub, its HTTP library, or the hub
         cause = (isinstance(error, RuntimeError) and error.__cause__) or error  # errors of large files are wrapped
         raise UserError(f"{name} at {hub.endpoint}: {one_line(cause)}; {_advice(cause)}") from cause

@@ -127,7 +127,7 @@ def check_shared_model(config: Any, model_class: Any, make_empty: Callable[[], A
     from common.tasks.pipeline import stages  # here because few recipes have stages
 
     problems = list(stages.check_stages(config, degrees))
-    return problems if problems or stages.find_parts(make_empty()) else ["other parts than its pipeline plan"]
+    return problems if problems or stages.find_parts(make_empty()) else ["modules that differ from its pipeline plan"]
 
 
 def _largest_row(forecaster: Forecaster, machine: Machine, mode: Mode, checkpointing: str) -> Row | None:
@@ -180,8 +180,8 @@ def _page(tracer: Tracer, machine: Machine, shape: ModelSizes, rows: list[Row], 
     of_up_to = f"samples of up to {samples.max_length:,} tokens" if samples.unit == "tokens" else samples.unit
     yield f"     batch  {args.global_batch_size} {of_up_to}; a row has the largest micro-batch that fits and gains"
     size, unit = (GIB, "GiB") if max(sum(row.parts.values()) for row in rows) >= GIB else (2**20, "MiB")
-    yield f"      peak  {unit} of the busiest process, of tensors; whether it fits counts also what " + (
-        "the process itself takes\n" if machine.kind == "cpu" else "CUDA, NCCL and fragments take\n"
+    yield f"      peak  {unit} of tensors in the process with the most; whether it fits includes also " + (
+        "the process itself\n" if machine.kind == "cpu" else "CUDA, NCCL and fragmentation\n"
     )
     head = ["config", "checkpointing", samples.unit, "micro-steps", "peak", *COLUMNS, "gathered, buckets", "host"]
     head += ["files", "GB sent", "s/update", ""]
@@ -195,9 +195,7 @@ def _page(tracer: Tracer, machine: Machine, shape: ModelSizes, rows: list[Row], 
         few = [name.removesuffix(configs.TOO_FEW) for name in left_out if name.endswith(configs.TOO_FEW)]
         refused = [name for name in left_out if not name.endswith(configs.TOO_FEW)]
         notes = [f"saving nothing on so few devices: {', '.join(few)}"] if few else []
-        notes += (
-            [f"not planned: {', '.join(refused)}; a run with one of them is refused, and says why"] if refused else []
-        )
+        notes += [f"not planned, because a run would reject them: {', '.join(refused)}"] if refused else []
         yield "\n" + "; ".join(notes)
     best = best_of(rows)
     if best is None:

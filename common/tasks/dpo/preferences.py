@@ -107,12 +107,12 @@ def _check_row(row: Row, columns: tuple[str, ...]) -> None:
     values: dict[str, Any] = {name: row.values.get(name) for name in columns}
     lists, texts = ([name for name in columns if isinstance(values[name], list) is kind] for kind in (True, False))
     if not lists and row.values.get("prompt") and "prompt" not in columns:
-        raise UserError(f"{row.where}: has a prompt, and the first row has none; give all rows one, or none")
+        raise UserError(f"{row.where}: has a prompt, but the first row has none; give all rows a prompt, or none")
     if not lists:
         if given := [name for name in CONTEXT if row.values.get(name)]:  # these columns require messages
             raise UserError(
-                f"{row.where}: {', '.join(given)} cannot be put before a prompt that is a text; write prompt, chosen "
-                'and rejected as messages, [{"role": "user", "content": ...}]'
+                f"{row.where}: {', '.join(given)}: needs a prompt of messages, but the prompt is a text; write prompt, "
+                'chosen and rejected as messages, [{"role": "user", "content": ...}]'
             )
         return
     if set(ANSWERS) & set(texts):
@@ -127,8 +127,8 @@ def _check_row(row: Row, columns: tuple[str, ...]) -> None:
         questions = [str(message.get("content")).strip() for message in messages if message["role"] == "user"]
         if isinstance(values.get("prompt"), str) and values["prompt"].strip() not in questions:
             raise UserError(
-                f"{row.where}: prompt is a text that no user's message of {name} has; write it as messages, "
-                'as [{"role": "user", "content": ...}]'
+                f"{row.where}: {name} has no user message with the text of prompt; write prompt as messages, "
+                'such as [{"role": "user", "content": ...}]'
             )
     first, differing = next(((n, both) for n, both in enumerate(zip_longest(*answers)) if both[0] != both[1]), (0, ()))
     if any(message is None or message["role"] != "assistant" for message in differing):

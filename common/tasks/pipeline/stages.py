@@ -156,7 +156,7 @@ class Stages:
         names = {id(module): name for name, module in model.named_modules()}
         parts = find_parts(model)
         if parts is None:
-            raise UserError(f"{self._subject(model)} has other parts than its pipeline plan; {OTHER_MODEL}")
+            raise UserError(f"{self._subject(model)} has modules that differ from its pipeline plan; {OTHER_MODEL}")
         embedding, layers, norm, head = parts
         self.is_tied = head.weight is embedding.weight
         parameters, products = count_parts(*parts)
@@ -215,8 +215,8 @@ class Stages:
                 ) from error
         if not torch.equal(inputs["inputs_embeds"], expected):
             raise UserError(
-                f"{self._subject(model)} does more than its embedding, its layers in sequence and its norm, so that "
-                f"the update would differ; {OTHER_MODEL}"
+                f"{self._subject(model)} computes more than its embedding, layers in sequence and norm, so stages "
+                f"would change the update; {OTHER_MODEL}"
             )
 
     def drop(self, model: Any, optimizer: torch.optim.Optimizer) -> None:

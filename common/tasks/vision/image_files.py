@@ -122,7 +122,7 @@ def hub(name: str, config: str | None, split: str, label_column: str | None = No
     if not images:
         raise UserError(f"{title}: no column has images; there are: {', '.join(features)}; use a different dataset")
     if label_column is None and not labels:
-        raise UserError(f"{title}: no column of classes; name it with --label_column; there are: {', '.join(features)}")
+        raise UserError(f"{title}: no column has classes; pass --label_column; there are: {', '.join(features)}")
     column = label_column or labels[0]
     if column not in features:
         raise UserError(f"{title}: no column {column}; there are: {', '.join(features)}; name one of them")
@@ -200,7 +200,7 @@ def check_classes(train: Images, validation: Images | None) -> Images | None:
     used = [validation.classes[label] for label in sorted(set(validation.labels.tolist()))]
     if unknown := [name for name in used if name not in train.classes]:
         raise UserError(
-            f"{validation.name}: class {', '.join(unknown)} is not in {train.name}, which has "
+            f"{validation.name}: class {', '.join(unknown)} does not occur in {train.name}, which has "
             f"{', '.join(train.classes[:20])}; rename or remove it"
         )
     return with_classes(validation, train.classes)

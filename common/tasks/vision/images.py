@@ -168,7 +168,7 @@ def check_augmentations(names: Iterable[str]) -> Iterator[str]:
     """Yields one line if `none` is combined with others, and one line if torchvision is needed but missing."""
     names = list(names)
     if "none" in names and len(names) > 1:
-        yield f"--augment {' '.join(names)}: none, and others; remove either"
+        yield f"--augment {' '.join(names)}: none cannot be combined with others; remove none or the others"
     if needs := [name for name in names if name in ("crop", "rand")]:
         try:
             import torchvision.transforms  # noqa: F401
