@@ -147,12 +147,12 @@ def slow_note(seconds):
 
 def no_watch(_):
     """Processes that do not watch each other."""
-    change(rank_watch, "start", lambda timeout: None)
+    change(rank_watch, "start", lambda *_: None)
 
 
 def late(at):
     """One process comes later than the others: `at` is [rank, seconds]."""
-    before(rank_watch, "start", lambda timeout: time.sleep(at[1] * (RANK == at[0])))
+    before(rank_watch, "start", lambda *_: time.sleep(at[1] * (RANK == at[0])))
 
 
 def no_wait(_):
