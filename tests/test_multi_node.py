@@ -135,7 +135,7 @@ def test_a_mistake_that_one_host_sees_is_told_on_both(case, hosts, functions_fil
     directories = [tmp_path / f"host{host}" for host in (0, 1)]
     for directory in directories:
         directory.mkdir()
-    recipe, what = ["--output_dir", "runs/x"], r"--output_dir runs/x: a file that rank 0 on host \S+ wrote there is not seen"
+    recipe, what = ["--output_dir", "runs/x"], r"--output_dir runs/x: a file that rank 0 on host \S+ wrote there"
     if case == "a file that one lacks":
         shutil.copy(functions_file, directories[0] / "mine.jsonl")
         recipe, what = ["--train_file", "mine.jsonl", "--output_dir", tmp_path / "run"], "mine.jsonl: no such file"
