@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
@@ -34,7 +33,6 @@ OLDEST = {
 logger = main_logger(__name__)
 
 
-@cache
 def versions() -> dict[str, str]:
     """Returns the versions of Python and of the installed packages."""
     installed = {"python": platform.python_version()}
