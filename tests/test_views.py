@@ -72,7 +72,7 @@ def test_a_rank_that_sees_other_data_ends_the_run(functions_file, model_dir, tmp
     given = example_flags(tmp_path / "train-*.jsonl", model_dir, tmp_path / "run", *BATCH, "--num_updates", 2)
     runs = [([*given, "--validation_file", tmp_path / "held-*.jsonl"], {"hide": [1, r"(train|held)-2.jsonl", False]})]
     result = run_specs("lm", runs, tmp_path, "multi_cpu", check=False)
-    lines = [f"rank 1 on host .*: the {what} data: this rank and rank 0 see" for what in ("training", "held-out")]
+    lines = [f"rank 1 on host .*: the {what} data: this rank and rank 0 differ" for what in ("training", "held-out")]
     assert_refused(result, *lines, lines=2)
     assert not (tmp_path / "run").exists()
 
