@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -86,6 +87,8 @@ class FileProgress:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # of a job in the background; what tests start inherits it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if terminal := config.pluginmanager.get_plugin("terminalreporter"):  # not in a worker
         config.pluginmanager.register(FileProgress(terminal))
 

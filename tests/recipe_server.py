@@ -189,7 +189,6 @@ def become(directory, paths, pid, is_unbuffered, words, cwd, env):
     """The program that a new Python with these words would be, started by a process."""
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # or as a job in the background, which ignores SIGINT
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)

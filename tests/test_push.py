@@ -129,7 +129,7 @@ def test_the_card_says_what_the_run_was(finished):
     assert f"| held-out loss | {results_of(finished)['validation_loss']:,.6g} |" in text
     assert "| `--sequence_length` | `64` |" in text and "`--overwrite" not in text
     assert (
-        "chooses: `--seed 0`, " in text and "`--learning_rate 0.006`" in text and "`--sequence_length 64`" not in text
+        "Defaults: `--seed 0`, " in text and "`--learning_rate 0.006`" in text and "`--sequence_length 64`" not in text
     )
     assert "    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/lm.py --train_file" in text
     assert "rows.jsonl (text): " in text and "torch 2" in text and TOKEN not in text

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 
 import torch
@@ -17,7 +18,7 @@ from common import argument_checks, run
 from common.checkpoint import resume, shared_files
 from common.data import text
 from common.models import decisions, model_setup, parallel_setup
-from common.parallel import failures, liveness, rank_store, rank_watch, sharding, shutdown
+from common.parallel import failures, liveness, rank_connection, rank_store, rank_watch, sharding, shutdown
 from common.report import records, settings, trackers, tracking
 from common.report.progress import Progress
 from common.training import accumulation, stop_signals
@@ -148,6 +149,7 @@ def slow_note(seconds):
 def no_watch(_):
     """Processes that do not watch each other."""
     change(rank_watch, "start", lambda *_: None)
+    change(rank_connection, "connecting", lambda _: nullcontext())
 
 
 def late(at):
