@@ -148,6 +148,7 @@ MISTAKES = {
     "--directory README.md": "--directory README.md: README.md on host .* is not writable: Not a directory",
     "--directory /proc/runs": "/proc on host .* is not writable",
     "--json no/such/file": "--json no/such/file: name a file in an existing directory",
+    "--json /proc/figures.json": "--json /proc/figures.json cannot be written: .*; name a file in a different",
 }
 
 

@@ -296,6 +296,7 @@ def test_a_report_takes_the_place_of_a_report_and_of_nothing_else(runs, tmp_path
     for output, words in (
         ("mine.html", "mine.html: exists and is not a report; name a different file"),
         (".", "is a directory; name a file"),
+        ("/proc/self/mem", "/proc/self/mem: .+; name a different file, or change its permissions"),
         ("none/report.html", "there is no directory none; create it first"),
     ):
         assert_mistake(report(runs[0], "--output", output, cwd=tmp_path), words)

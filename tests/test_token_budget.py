@@ -194,7 +194,7 @@ def test_trials_are_compared_by_the_tokens_of_their_rows():
 
 def test_memory_that_runs_out_before_the_first_batch_is_told(text, tmp_path):
     """There is no loader yet. Control: the tests above, where there is one."""
-    runs = [(flags(text, tmp_path / "run", tokens=1024), {"no_memory_in_prepare": 1})]
+    runs = [(flags(text, tmp_path / "run", tokens=1024), {"no_memory_for_optimizer": 1})]
     result = run_specs("lm", runs, tmp_path, check=False)
     assert result.returncode == 1 and result.stderr.count("Memory ran out. Peak resident memory: ") == 1, told(result)
     assert "can't allocate memory" in result.stderr and "AttributeError" not in result.stderr

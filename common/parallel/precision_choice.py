@@ -22,7 +22,7 @@ from common.parallel.matmul_throughput import (
 
 # Minimum ratio of matmul throughputs. Below it, the full update is not faster, because only its matmuls speed up.
 PAYS = 1.5
-# Recipes whose smallest model gains from bf16 on two cores with AMX, although it is below FEWEST_PARAMETERS. In the
+# Recipes whose smallest model is faster in bf16 on two cores with AMX, although it is below FEWEST_PARAMETERS. In the
 # other recipes it gains less, is slower, or ends with a higher held-out loss (benchmarks/precision.py).
 GAIN = ("lm",)
 

@@ -21,7 +21,7 @@ from common.models import decisions, model_setup, parallel_setup
 from common.parallel import failures, liveness, rank_connection, rank_store, rank_watch, sharding, shutdown
 from common.report import records, settings, trackers, tracking
 from common.report.progress import Progress
-from common.training import accumulation, stop_signals
+from common.training import accumulation, optimizers, stop_signals
 
 END_RUN = shutdown.end_run  # which tests/run_recipe.py replaces
 
@@ -131,9 +131,9 @@ def broken_rank(at):
     before_reduce(fail)
 
 
-def no_memory_in_prepare(_):
-    """Asks for a petabyte where the model is prepared."""
-    before(model_setup, "prepare", lambda *_, **__: torch.empty(1 << 50, dtype=torch.uint8))
+def no_memory_for_optimizer(_):
+    """Asks for a petabyte where the optimizer is made, before there is a loader."""
+    before(optimizers, "make_optimizer", lambda *_, **__: torch.empty(1 << 50, dtype=torch.uint8))
 
 
 def slow_updates(seconds):

@@ -220,6 +220,7 @@ class Routing:
             if not len(rows):
                 return torch.stack([x.sum() for x in logits]).sum()  # 0, with a gradient, so that every rank can reduce
             layer, stacked = self.layers[0], tuple(logits)
+            # The annotation is a tuple of one tensor; the function takes one of each layer.
             loss: Any = load_balancing_loss_func(stacked, layer.num_experts, layer.top_k)  # type: ignore[arg-type]
             return loss / layer.top_k * len(rows)
         assert self.shares is not None, "begin_update has counted the tokens"
