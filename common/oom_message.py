@@ -83,5 +83,5 @@ def _smaller_micro_batch(run: Any, activations: float) -> Iterator[tuple[float, 
     if args.micro_batch_size:
         if args.micro_batch_size > 1:
             yield activations / 2, f"--micro_batch_size {args.micro_batch_size // 2}"
-    elif hasattr(run, "loader") and run.loader.dataset.samples.max_length <= args.micro_batch_tokens // 2:
+    elif (loader := getattr(run, "loader", None)) and loader.dataset.samples.max_length <= args.micro_batch_tokens // 2:
         yield activations / 2, f"--micro_batch_tokens {args.micro_batch_tokens // 2}"

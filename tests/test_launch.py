@@ -33,7 +33,7 @@ class Case:
     refused: str | None = None  # or what the line says
 
 
-FLOAT32, BF16 = "float32", "bf16 (matrix|weights and) products"
+FLOAT32, BF16 = "float32", "bf16 matmuls"
 FP16_ON_CPU = "fp16, which does not train on a CPU"
 INLINE_ZERO = {"deepspeed_config": {"zero_stage": 2, "gradient_accumulation_steps": 1, "zero3_init_flag": False}}
 

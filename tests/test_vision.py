@@ -415,7 +415,7 @@ def test_bad_data_is_named(data, tmp_path):
         shutil.rmtree(broken / name)
     refused("all images are of one class, seven", image_files.check_classes, image_files.folder(str(broken)), None)
     (broken / "seven").rename(broken / "nine")
-    refused("class nine is not in", image_files.check_classes, good, image_files.folder(str(broken)))
+    refused("class nine does not occur in", image_files.check_classes, good, image_files.folder(str(broken)))
     held_out = write_folder(tmp_path / "two", (1, 7, 0), 2)
     shutil.rmtree(held_out / "one")
     assert image_files.check_classes(good, image_files.folder(str(held_out))).labels.tolist() == [1, 1, 2, 2]
