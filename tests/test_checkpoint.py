@@ -591,4 +591,4 @@ def test_what_stands_in_a_checkpoints_place_is_put_away(finished, functions_file
     (out / "metrics.jsonl").unlink()
     (out / "metrics.jsonl").mkdir()
     result = launch(*flags(functions_file, model_dir, out, "--resume"), check=False)
-    assert_refused(result, "disk: .*metrics.jsonl is no file")
+    assert_refused(result, "disk: .*metrics.jsonl is not a file")
