@@ -166,6 +166,8 @@ def test_every_recipe_resumes_bit_for_bit(config, data, tmp_path):
         metrics = read_metrics(tmp_path / name)
         assert ["validation_loss" in line for line in metrics] == [False, True, True], name
         assert manifest_of(tmp_path / name, SAVED)["position"]["best_validation_loss"] is not None, name
+        for path in (tmp_path / name).glob("model/tokenizer.json"):  # a tokenizer that truncated the training data
+            assert json.loads(path.read_text())["truncation"] is None, name
 
 
 def test_a_resume_that_forgets_the_random_states_draws_another_dropout(data, tmp_path):

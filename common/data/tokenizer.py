@@ -84,13 +84,18 @@ def train_tokenizer(
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     """Returns all settings of a tokenizer that affect the tokens of a text, as JSON values."""
-    settings: Any
     if tokenizer.is_fast:
-        settings = json.loads(tokenizer.backend_tokenizer.to_str())
+        settings: Any = json.loads(tokenizer.backend_tokenizer.to_str())
         settings.pop("padding"), settings.pop("truncation")  # left over from the most recent call
     else:
         settings = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
     return [settings, special_tokens_around(tokenizer), tokenizer.eos_token_id, tokenizer.chat_template]
+
+
+def forget_limits(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Removes the truncation and padding of the last call, which a fast tokenizer would save in tokenizer.json."""
+    if tokenizer.is_fast:
+        tokenizer.backend_tokenizer.no_truncation(), tokenizer.backend_tokenizer.no_padding()
 
 
 def no_more_threads() -> None:
