@@ -23,22 +23,23 @@ def is_secret(name: str) -> bool:
     return name.upper().endswith(NAMES)
 
 
-def redact(value: Any) -> Any:
-    """Returns a text, list or dict with its secrets replaced: known formats, and values of secret variables."""
+def redact(value: Any, known: list[str] | None = None) -> Any:
+    """Returns a text, list or dict with its secrets replaced: known formats, and values of secret variables (known)."""
+    if known is None:  # values shorter than 8 characters would match ordinary words
+        known = [secret for name, secret in os.environ.items() if is_secret(name) and len(secret) >= 8]
     if isinstance(value, dict):
         return {
-            name: HIDDEN if item and not isinstance(item, int | float) and is_secret(str(name)) else redact(item)
+            name: HIDDEN if item and not isinstance(item, int | float) and is_secret(str(name)) else redact(item, known)
             for name, item in value.items()  # numbers are not secrets, such as experts_per_token
         }
     if isinstance(value, list | tuple):
         # In a command, the word after --hf_token is a secret.
-        hides_next = [re.match(r"--(?!.*per_token)[^= ]+$", str(flag)) and is_secret(str(flag)) for flag in value]
-        return [HIDDEN if hide else redact(item) for hide, item in zip([False, *hides_next], value, strict=False)]
+        hidden = [re.match(r"--(?!.*per_token)[^= ]+$", str(flag)) and is_secret(str(flag)) for flag in value]
+        return [HIDDEN if hide else redact(item, known) for hide, item in zip([False, *hidden], value, strict=False)]
     if not isinstance(value, str):
         return value
-    for name, secret in os.environ.items():
-        if is_secret(name) and len(secret) >= 8:  # shorter values would match ordinary words
-            value = value.replace(secret, HIDDEN)
+    for secret in known:
+        value = value.replace(secret, HIDDEN)
     for pattern, replacement in PATTERNS.items():
         value = re.sub(pattern, replacement, value)
     return value

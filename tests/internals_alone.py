@@ -134,8 +134,9 @@ def try_builds():
     import cpuinfo
     from deepspeed.accelerator import get_accelerator
 
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # a builder asks several times, for a second or more
-
+    before = cpuinfo.get_cpu_info() is cpuinfo.get_cpu_info()
+    of_deepspeed.measure_cpu_once()
+    print(f"measure_cpu_once: the same object: {cpuinfo.get_cpu_info() is cpuinfo.get_cpu_info()}; before: {before}")
     builder = get_accelerator().create_op_builder("CPUAdamBuilder")
     before = "-g" in builder.cxx_args()
     of_deepspeed.build_without_debug_symbols(builder)

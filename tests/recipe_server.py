@@ -80,6 +80,13 @@ def import_all(skipped):
     for name in names:
         if not name.endswith("__main__"):
             importlib.import_module(name)
+    if "deepspeed" not in skipped:
+        import cpuinfo
+
+        from common.internals.deepspeed import measure_cpu_once
+
+        measure_cpu_once()
+        cpuinfo.get_cpu_info()
     del sys.path[0]
     gc.freeze()
 

@@ -442,6 +442,7 @@ def told(tmp_path_factory):
         ("shard_over", "sharded over the given mesh"),
         ("shard_offset", "(3, 0)"),
         ("silence_memory_report", "silent"),
+        ("measure_cpu_once", "the same object: True; before: False"),
         ("build_without_debug_symbols", "-g before: True, after: False"),
         ("is_zero", "stages 1 1 2 3 3; AdamW: False"),
         ("is_zero3", "False False False True True"),

@@ -5,6 +5,7 @@ ZeRO-3 (AssertionError otherwise). They raise KeyError before the first step, bu
 state then. They also copy to the device.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -93,6 +94,14 @@ def silence_memory_report() -> None:
     import deepspeed.runtime.bf16_optimizer
 
     deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *_, **__: None
+
+
+def measure_cpu_once() -> None:
+    """Keeps the result of `cpuinfo.get_cpu_info`: it takes over a second, and DeepSpeed calls it up to three times."""
+    import cpuinfo
+
+    if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
+        cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 
 
 def build_without_debug_symbols(builder: Any) -> None:

@@ -27,12 +27,13 @@ def _build_extension(builder_name: str, package: str) -> None:
     import deepspeed  # imported here because it takes seconds
     from deepspeed.accelerator import get_accelerator
 
-    from common.internals.deepspeed import build_without_debug_symbols
+    from common.internals.deepspeed import build_without_debug_symbols, measure_cpu_once
     from common.internals.torch import extension_directory
 
     # This environment's ninja, even if it is not activated: a different version would rebuild everything.
     if (path := os.environ.get("PATH", "")).split(os.pathsep)[0] != (ours := str(Path(sys.executable).parent)):
         os.environ["PATH"] = os.pathsep.join([ours, path])
+    measure_cpu_once()
     builder = get_accelerator().create_op_builder(builder_name)
     build_without_debug_symbols(builder)
     directory = extension_directory(builder.name)

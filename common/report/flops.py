@@ -102,8 +102,7 @@ def count(make_empty: Callable[[], Any], batches: GlobalBatches, rate: float | N
         per_target = 2.0 * head.weight.numel() * (2 + head.weight.requires_grad) if head is not None else 0.0
     except Exception:  # a foreign forward may raise any error
         return None
-    terms = _terms(points)
-    scale = terms.max(0)
+    scale = (terms := _terms(points)).max(0)
     coefficients = np.linalg.lstsq(terms / scale, passes - per_target * points[:, -1], rcond=None)[0] / scale
     return ModelFlops(coefficients, per_target, rate)
 
