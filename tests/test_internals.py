@@ -203,6 +203,12 @@ def test_operators_are_seen_without_data():
         assert of_torch.is_fake(x @ x)
         with of_torch.without_fakes():
             assert not of_torch.is_fake(torch.ones(2))
+        before = len(calls)
+        made = of_torch.make_fake(fake, torch.int8, ((2, 3), (3, 1), 0), torch.device("cpu"))
+        assert (made.shape, made.dtype, made.device.type) == ((2, 3), torch.int8, "cpu")
+        part = of_torch.make_fake(fake, torch.int8, ((3,), (1,), 3), torch.device("cpu"), made.untyped_storage())
+        assert part.storage_offset() == 3 and of_torch.storage_key(part) == of_torch.storage_key(made)
+        assert of_torch.is_fake(part) and len(calls) == before  # no operator
     assert torch.ops.aten.mm.default in calls
     assert of_torch.tree_leaves([1, (2, {"a": 3})]) == [1, 2, 3]
 

@@ -6,7 +6,9 @@ import re
 import shlex
 import shutil
 import sys
+from collections import Counter
 from dataclasses import replace
+from functools import cache, partial
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from conftest import BIN, ROOT, assert_mistake, assert_refused, launch, make_mod
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig
 
+from common.internals.torch import storage_key, tree_leaves
 from common.training.recipe_traits import Traits
 from tools.plan.__main__ import split_machine
 from tools.plan.allocation_tracer import AllocationTracer
@@ -22,6 +25,7 @@ from tools.plan.hardware import describe, parse_machine
 from tools.plan.layer_extrapolation import choose_depths, set_layers
 from tools.plan.memory import Mode, ModelSizes, needs, peak
 from tools.plan.memory_profile import Profile, make_profile, split_segments
+from tools.plan.result_cache import ResultCache
 from tools.plan.traced_run import Recording
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -123,6 +127,40 @@ def test_what_an_lstm_keeps_for_its_backward_is_counted():
             )
 
 
+def test_what_an_operator_returns_is_computed_once_for_equal_arguments():
+    """And is the same the second time. Control: what an operator does to the shape of its argument is done anew."""
+    aten, results = torch.ops.aten, ResultCache()
+
+    def told(out, x):
+        return [
+            (y.dtype, y.shape, y.stride(), y.storage_offset(), y.untyped_storage().nbytes(), y is x, is_part(y, x))
+            for y in tree_leaves(out)
+            if y is not None
+        ]
+
+    def is_part(y, x):
+        return storage_key(y) == storage_key(x)
+
+    def counted(operator, *arguments):
+        calls[operator] += 1
+        return operator(*arguments)
+
+    calls, function_of = Counter(), cache(lambda operator: partial(counted, operator))
+
+    added = [(aten.add.Tensor, 1), (aten.add.Tensor, 1.0), (aten.add_.Tensor, 1), (aten._foreach_add_.Scalar, 1)]
+    others = [(aten.t.default,), (aten.split.Tensor, 2, 1), (aten.topk.default, 2), (aten.slice.Tensor, 0, 1)]
+    with FakeTensorMode():
+        for operator, *more in [*added, *others]:
+            for x in (torch.ones(4, 6, dtype=torch.long), torch.ones(4, 6, dtype=torch.long)):
+                first = [x] if "foreach" in str(operator) else x
+                out = results.call(function_of(operator), (first, *more), {})
+                assert told(out, x) == told(operator(first, *more), x), operator
+        assert calls == Counter(operator for operator, *_ in [*added, *others])
+        for x in (torch.ones(4, 6), torch.ones(4, 6)):
+            results.call(aten.resize_.default, (x, [2]), {})
+            assert x.shape == (2,)
+
+
 GPU_KERNELS = """
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from common.models import cpu_kernels
@@ -220,14 +258,20 @@ def test_one_device_offloads_and_shares_with_nobody():
     assert "zero3.yaml (too few devices)" in left_out and "fsdp2.yaml (too few devices)" in left_out
 
 
-def test_where_nothing_fits_an_adapter_that_does_is_advised(tmp_path):
-    text, model = tmp_path / "a.txt", tmp_path / "model"
+def wide_model(directory, **sizes):
+    """A pretrained model of two layers, without weights, beside the text a.txt: it is traced at one depth only."""
+    text, model = directory / "a.txt", directory / "model"
     text.write_text("one two three\n" * 500)
     make_model_dir(model, text)
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 8}
-    LlamaConfig(vocab_size=384, **sizes).save_pretrained(model)
-    command = [BIN / "python", "recipes/lm.py", "--train_file", text, "--sequence_length", 32, "--global_batch_size", 2]
-    command += ["--model_name_or_path", model, "--plan", "1 x 720MiB, host 20MiB, disk 20MB"]
+    LlamaConfig(vocab_size=384, num_hidden_layers=2, num_attention_heads=8, **sizes).save_pretrained(model)
+    return model
+
+
+def test_where_nothing_fits_an_adapter_that_does_is_advised(tmp_path):
+    model = wide_model(tmp_path, hidden_size=1024, intermediate_size=4096)
+    command = [BIN / "python", "recipes/lm.py", "--train_file", tmp_path / "a.txt", "--sequence_length", 32]
+    command += ["--global_batch_size", 2, "--model_name_or_path", model]
+    command += ["--plan", "1 x 720MiB, host 20MiB, disk 20MB"]
     told = run(command, CUDA_VISIBLE_DEVICES="").stdout
     (config,) = re.findall(r"nothing fits; (\w+) with", told)  # only there a run can have an optimizer with less state
     assert ("or --optimizer adamw8bit or adafactor" in told) == (config == "single_gpu")
@@ -301,16 +345,11 @@ def test_the_tool_says_what_it_is_not_given(tmp_path):
 
 def test_a_plan_has_a_row_for_each_config_and_advises_what_fits(tmp_path):
     """And what does not fit lacks something. Nothing is written."""
-    flags = ["--global_batch_size", "64", "--output_dir", tmp_path / "out"]
-    command = [
-        BIN / "python",
-        ROOT / "recipes/lm.py",
-        "--model_config",
-        "medium",
-        *flags,
-        "--plan",
-        "4 x 4200MB, host 20GB",
-    ]
+    flags = ["--global_batch_size", 16, "--output_dir", tmp_path / "out"]
+    flags += ["--train_file", tmp_path / "a.txt", "--sequence_length", 32]
+    model = wide_model(tmp_path, hidden_size=2048, intermediate_size=8192)
+    machine = "4 x 4200MB, host 20GB"
+    command = [BIN / "python", ROOT / "recipes/lm.py", "--model_name_or_path", model, *flags, "--plan", machine]
     result = run(command, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 0, result.stderr
     assert "peak  GiB of tensors in the process with the most" in result.stdout

@@ -5,6 +5,7 @@ Tested with torch 2.13. The source of torch 2.11 has the same names with the sam
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from torch import nn
 
 from common.internals.library import private
+
+known = cache(private)  # for names that a trace needs in each operator
 
 # The function that torch's pipeline schedules call in each micro-batch, as (owner, name); --profile wraps it.
 SCHEDULED_BACKWARD = (torch.autograd, "backward")
@@ -117,7 +120,7 @@ def tree_leaves(tree: Any) -> list[Any]:
 
     Needs `torch.utils._pytree.tree_leaves`, since 2.2. Raises UserError without it.
     """
-    return private("torch.utils._pytree", "tree_leaves")(tree)
+    return known("torch.utils._pytree", "tree_leaves")(tree)
 
 
 def fake_mode() -> AbstractContextManager:
@@ -125,12 +128,31 @@ def fake_mode() -> AbstractContextManager:
 
     Needs `torch._subclasses.fake_tensor.FakeTensorMode`, since 2.0. Raises UserError without it.
     """
-    return private("torch._subclasses.fake_tensor", "FakeTensorMode")(allow_non_fake_inputs=True)
+    mode = private("torch._subclasses.fake_tensor", "FakeTensorMode")(allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # it takes longer to look a result up there than to compute it once (`ResultCache`)
+    return mode
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor is from `fake_mode`. Needs `torch._subclasses.fake_tensor.FakeTensor`, since 2.0."""
-    return isinstance(tensor, private("torch._subclasses.fake_tensor", "FakeTensor"))
+    return isinstance(tensor, known("torch._subclasses.fake_tensor", "FakeTensor"))
+
+
+def make_fake(mode: Any, dtype: torch.dtype, layout: tuple, device: torch.device, storage: Any = None) -> torch.Tensor:
+    """Returns a tensor of `fake_mode` without an operator call. layout: shape, strides and offset in the storage.
+
+    storage: of another fake tensor; None: a new one. Needs `FakeTensor` and `in_kernel_invocation_manager` of
+    `torch._subclasses.fake_tensor`, since 2.0. Raises UserError without them.
+    """
+    module = "torch._subclasses.fake_tensor"
+    fake, in_kernel = known(module, "FakeTensor"), known(module, "in_kernel_invocation_manager")
+    shape, strides, offset = layout
+    with in_kernel(mode):
+        if storage is None:
+            tensor = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        else:
+            tensor = torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, shape, strides)
+    return fake(mode, tensor, device)
 
 
 def without_fakes() -> AbstractContextManager:
