@@ -87,6 +87,9 @@ def import_all(skipped):
 
         measure_cpu_once()
         cpuinfo.get_cpu_info()
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("llama")  # compiles a thousand patterns, and keeps them
     del sys.path[0]
     gc.freeze()
 

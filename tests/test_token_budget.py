@@ -154,8 +154,9 @@ def test_a_run_that_dies_of_memory_says_what_would_have_helped(config, rank, tex
     words = shlex.split(re.search(r"What fits this machine: (.+)", messages[0])[1])
     assert words[0] == "python" and words[-1] == "--plan" and "--output_dir" not in words
     assert ["--micro_batch_tokens", "1024"] == words[words.index("--micro_batch_tokens") :][:2]
-    planned = run([BIN / "python", ROOT / "recipes/lm.py", *words[2:]], CUDA_VISIBLE_DEVICES="", timeout=300)
-    assert planned.returncode == 0 and "accelerate launch --config_file" in planned.stdout, told(planned)
+    if config == "cpu":  # the same command in both
+        planned = run([BIN / "python", ROOT / "recipes/lm.py", *words[2:]], CUDA_VISIBLE_DEVICES="", timeout=300)
+        assert planned.returncode == 0 and "accelerate launch --config_file" in planned.stdout, told(planned)
 
 
 def trial_outcomes(tokens, longest, limit, outcomes, is_known=False):
