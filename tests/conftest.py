@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from recipe_server import kill_all
+from recipe_server import TOOLS, kill_all
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
@@ -155,14 +155,22 @@ def base_env(**env):
     return {name: str(value) for name, value in env.items() if value is not None}
 
 
-def run(command, cwd=ROOT, timeout=300, **env):
-    """The finished process of a command, its output as text. Past `timeout` seconds it ends with all its children.
+def quickly(command):
+    """The words of a command, by `quick_python` where it is `accelerate launch` or one of our tools.
 
     `accelerate launch` goes by its other name, under which it does not import what else `accelerate` can do.
     """
-    command = [str(part) for part in command]
-    if command[:2] == [str(BIN / "accelerate"), "launch"]:
-        command = [quick_python(), str(BIN / "accelerate-launch"), *command[2:]]
+    words = [str(part) for part in command]
+    if words[:2] == [str(BIN / "accelerate"), "launch"]:
+        return [quick_python(), str(BIN / "accelerate-launch"), *words[2:]]
+    if words[:2] == [str(BIN / "python"), "-m"] and words[2] in TOOLS:
+        return [quick_python(), *words[1:]]
+    return words
+
+
+def run(command, cwd=ROOT, timeout=300, **env):
+    """The finished process of a command, its output as text. Past `timeout` seconds it ends with all its children."""
+    command = quickly(command)
     env, pipe = base_env(**env), subprocess.PIPE
     with subprocess.Popen(command, cwd=cwd, env=env, stdout=pipe, stderr=pipe, text=True) as process:
         try:

@@ -4,12 +4,15 @@
 
 writes DIRECTORY/python, which is run as Python is. It hands its script or module, its environment and its streams to
 this server, which forks a process that is this program from its first line on. DIRECTORY/python passes signals on to
-that process and ends as it does. `accelerate launch`, so started, starts its workers in the same way. It is the real
-Python that runs where a forked process would differ: with an option, with another value of a variable that is read when
-a library is imported, for a library's script. The server ends when its stdin does.
+that process and ends as it does; the link DIRECTORY/PID leads from its number to that of the process. So started,
+`accelerate launch` starts its workers in the same way. It is the real Python that runs where a forked process would
+differ: with an option, with another value of a variable that is read when a library is imported, for a library's
+script. A test that kills a launcher alone must take the real one itself: forked workers do not know their launcher.
+The server ends when its stdin does.
 """
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -28,12 +31,13 @@ ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = """accelerate.commands.launch accelerate.utils.deepspeed bitsandbytes datasets deepspeed
     matplotlib.pyplot peft sklearn.datasets torch.distributed.checkpoint torch.distributed.fsdp torch.distributed.run
     torch.utils.tensorboard transformers.models.llama.modeling_llama""".split()
-# How the names of variables begin that launchers, recipes and tests set, and that nothing reads when it is imported.
-# (DeepSpeed's accelerator is the one that it found here.)
+# How the names of variables begin that launchers, recipes and tests set, and that nothing reads when it is imported;
+# with a "=" it is the whole name. (DeepSpeed's accelerator is the one that it found here.)
 READ_WHEN_USED = tuple(
-    """ACCELERATE_ CUDA_VISIBLE_ DS_ACCELERATOR FSDP_ GROUP_ HF_TOKEN KMP_ LOCAL_ MASTER_ MV2_ NCCL_DEBUG OMPI_
-    PARALLELISM_ PATH PMI_ PYTEST_ PYTHONPATH RANK ROLE_ TOKENIZERS_PARALLELISM TORCHELASTIC_ TORCH_NCCL_ TQDM_DISABLE
-    WANDB_ WORLD_SIZE""".split()
+    """ACCELERATE_ CHECK= CONFIG= CUDA_VISIBLE_ DS_ACCELERATOR ENVIRONMENT= FSDP_ GLOO_SOCKET_ GROUP_ HF_TOKEN HOSTNAME=
+    KMP_ LAUNCH_FLAGS= LOCAL_ MAIN_IP= MASTER_ MV2_ NCCL_DEBUG NODES= OLDPWD= OMPI_ PARALLELISM_ PATH PET_ PMI_ PORT=
+    PROCESSES PWD= PYTEST_ PYTHON= PYTHONPATH RANK ROLE_ SHLVL= SLURM SRUN_ TIMEOUT= TMPDIR= TOKENIZERS_PARALLELISM
+    TORCHELASTIC_ TORCH_NCCL_ TQDM_DISABLE WANDB_ WORLD_SIZE _=""".split()
 )
 TOOLS = ("tools.checkpoint", "tools.compare")  # the planner runs as a process of its own
 CLIENT = """#!{python} -IS
@@ -48,16 +52,20 @@ if words and not words[0].startswith("-"):
 other = [name for name in env.keys() | usual.keys() if env.get(name) != usual.get(name)]
 server = socket.socket(socket.AF_UNIX)
 try:
-    if not is_ours or any(not name.startswith({read_when_used!r}) for name in other):
+    if not is_ours or any(not f"{{name}}=".startswith({read_when_used!r}) for name in other):
         raise OSError
     server.connect({socket!r})
 except OSError:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
-for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+passed_on = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)]
+ignored = [int(number) for number in passed_on if signal.getsignal(number) == signal.SIG_IGN]
+for number in passed_on:  # also one that is ignored: a program may have reasons to change that
     signal.signal(number, lambda number, _: server.send(bytes([number])))
-request = json.dumps([os.getpid(), is_unbuffered, words, os.getcwd(), env]).encode()
+request = json.dumps([os.getpid(), blocked, ignored, is_unbuffered, words, os.getcwd(), env]).encode()
 socket.send_fds(server, [len(request).to_bytes(4, "big")], [0, 1, 2])
 server.sendall(request)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
 status = int(server.recv(8) or b"1")
 if status < 0:
     if -status != signal.SIGKILL:
@@ -129,7 +137,7 @@ def serve(directory):
     os.set_blocking(wakes, False)
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    clients = {}  # by the process that was forked for it
+    clients, links = {}, {}  # by the process that was forked for it
     for source in (listener, woken, 0):
         events.register(source, selectors.EVENT_READ)
     print("ready", flush=True)
@@ -144,6 +152,7 @@ def serve(directory):
                 os.read(woken, 4096)
                 while clients and (ended := os.waitpid(-1, os.WNOHANG))[0]:
                     client = clients.pop(ended[0])
+                    links.pop(ended[0]).unlink(missing_ok=True)
                     if client in events.get_map():
                         events.unregister(client)
                     with contextlib.suppress(OSError):  # it may have been killed
@@ -157,7 +166,9 @@ def serve(directory):
                     for stream in streams:
                         os.close(stream)
                     if pid:
-                        clients[pid] = client
+                        clients[pid], links[pid] = client, directory / str(request[0])
+                        links[pid].unlink(missing_ok=True)
+                        links[pid].symlink_to(str(pid))
                         events.register(client, selectors.EVENT_READ)
                     continue
                 signal.set_wakeup_fd(-1)
@@ -195,22 +206,40 @@ def be_child_of(pid):
     psutil.Process.parents = and_those_of_python
 
 
-def become(directory, paths, pid, is_unbuffered, words, cwd, env):
+def enter_namespaces_of(pid):
+    """Its network and its host name: a test may have given it others."""
+    for kind in ("net", "uts"):
+        with open(f"/proc/{pid}/ns/{kind}") as theirs, open(f"/proc/self/ns/{kind}") as ours:
+            if not os.path.sameopenfile(theirs.fileno(), ours.fileno()):
+                assert ctypes.CDLL(None).setns(theirs.fileno(), 0) == 0
+
+
+def set_signals(blocked, ignored):
+    """As they were set for the process that asked."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+    for number in ignored:
+        if number != signal.SIGHUP:
+            signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def become(directory, paths, pid, blocked, ignored, is_unbuffered, words, cwd, env):
     """The program that a new Python with these words would be, started by a process."""
     os.setsid()
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+    enter_namespaces_of(pid)
+    set_signals(blocked, ignored)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
     be_child_of(pid)
-    if Path(words[0]).name == "accelerate-launch":
+    if Path(words[0]).name in ("accelerate-launch", "meet.py"):
         sys.executable = f"{directory}/python"  # which it starts its workers with
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=is_unbuffered)
     is_module = words[0] == "-m"
     place = Path(cwd) if is_module else Path(words[0]).resolve().parent
     if not place.is_relative_to(ROOT):  # a copy may have a common/ of its own
-        for name in [name for name in sys.modules if name.partition(".")[0] == "common"]:
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("common", "tools")]:
             del sys.modules[name]
     sys.path[:] = [str(place), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *paths]
     sys.argv = words[is_module:]

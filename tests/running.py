@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, base_env, kill_all, read_metrics
+from conftest import ROOT, base_env, kill_all, quick_python, quickly, read_metrics
 
 os.environ["PATH"] += ":/usr/sbin:/sbin"  # a shell's PATH may lack them; tc, sshd and SLURM's daemons are there
 
@@ -22,11 +22,13 @@ class Run:
     def __init__(self, directory):
         self.directory, self.processes = directory, []
 
-    def start(self, command, env=None, cwd=ROOT):
+    def start(self, command, env=None, cwd=ROOT, quick=True):
+        """quick: not where the launcher is to die alone: workers of tests/recipe_server.py do not know theirs."""
+        command = quickly(command) if quick else [str(part) for part in command]
         variables = base_env(CUDA_VISIBLE_DEVICES="", **(env or {}))
         with open(self.directory / f"output-{len(self.processes)}", "w") as output:
             streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-            process = subprocess.Popen([str(part) for part in command], env=variables, cwd=cwd, **streams)
+            process = subprocess.Popen(command, env=variables, cwd=cwd, **streams)
         self.processes.append(process)
         return process
 
@@ -66,12 +68,24 @@ def settings_shown(output):
     return {name: (value, source) for name, value, source in (row for row in columns if len(row) == 3)}
 
 
+def program_of(process):
+    """The process that does what one was started for: another one where that is a client of tests/recipe_server.py."""
+    link = Path(quick_python()).with_name(str(process.pid))
+    return psutil.Process(int(os.readlink(link))) if link.is_symlink() else psutil.Process(process.pid)
+
+
+def children(process):
+    """All that it started, and that these started."""
+    started = program_of(process).children()
+    return started + [one for child in started for one in children(child)]
+
+
 def find_rank(launcher, rank):
     """A worker of a launcher."""
-    for process in psutil.Process(launcher.pid).children(recursive=True):
+    for process in children(launcher):
         with contextlib.suppress(psutil.Error):
             if process.environ().get("RANK") == str(rank):
-                return process
+                return program_of(process)
     raise AssertionError(f"no rank {rank} below {launcher.args}")
 
 

@@ -11,7 +11,6 @@ import signal
 import subprocess
 from pathlib import Path
 
-import psutil
 import pytest
 from conftest import (
     BIN,
@@ -21,12 +20,14 @@ from conftest import (
     example_flags,
     launch,
     launch_command,
+    quick_python,
+    quickly,
     read_metrics,
     run,
     run_specs,
     specs_command,
 )
-from running import Run, find_rank, paths_in, wait_for_updates, wait_until
+from running import Run, children, find_rank, paths_in, wait_for_updates, wait_until
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -389,10 +390,6 @@ def test_an_exported_checkpoint_is_the_model(finished, model_dir, tmp_path):
 # --- asked to stop
 
 
-def children(process):
-    return psutil.Process(process.pid).children(recursive=True)
-
-
 # Config, the signal, who gets it, and more flags.
 SIGNALLED = {
     "one process, SIGINT": ("cpu", signal.SIGINT, children, []),
@@ -411,7 +408,7 @@ SIGNALLED = {
 def test_a_signal_ends_the_update_and_leaves_a_checkpoint(case, functions_file, model_dir, tmp_path):
     config, number, targets, more = SIGNALLED[case]
     out = tmp_path / "run"
-    launcher = launch_command(config) if config else [BIN / "python"]
+    launcher = launch_command(config) if config else [quick_python()]
     with Run(tmp_path) as started:
         given = flags(functions_file, model_dir, out, "--num_updates", 5000, *more)
         process = started.start([*launcher, "recipes/lm.py", *given])
@@ -437,9 +434,9 @@ def test_a_signal_ends_the_update_and_leaves_a_checkpoint(case, functions_file, 
 def test_ctrl_c_that_also_ends_what_reads_the_output_leaves_a_checkpoint(config, functions_file, model_dir, tmp_path):
     """It goes to the recipe and to what its output is piped into, and a write to that fails from then on."""
     out = tmp_path / "run"
-    launcher = launch_command(config) if config else [BIN / "python"]
+    launcher = launch_command(config) if config else [quick_python()]
     given = flags(functions_file, model_dir, out, "--num_updates", 5000)
-    command = shlex.join(map(str, [*launcher, "recipes/lm.py", *given]))
+    command = shlex.join(map(str, quickly([*launcher, "recipes/lm.py", *given])))
     with Run(tmp_path) as started:
         process = started.start(["setsid", "bash", "-c", f"{command} 2>&1 | cat"])
         wait_for_updates(out, 5)
@@ -477,7 +474,7 @@ def test_a_sigusr1_at_the_start_waits_for_the_first_update(functions_file, model
         return any(int(re.search(r"SigCgt:\s*(\w+)", state)[1], 16) >> signal.SIGUSR1 - 1 & 1 for state in states)
 
     with Run(tmp_path) as started:
-        launcher = started.start([*LM, *flags(functions_file, model_dir, tmp_path / "run")])
+        launcher = started.start([*LM, *flags(functions_file, model_dir, tmp_path / "run")], quick=False)
         wait_until(is_caught)
         assert not (tmp_path / "run").exists()  # long before the loop, which catches it in any case
         (script,) = children(launcher)
@@ -493,7 +490,8 @@ def test_a_resume_waits_for_the_run_that_still_writes_its_checkpoint(functions_f
     given = flags(functions_file, model_dir, out, "--num_updates", 5000, "--save_every", 0)
     try:
         with Run(tmp_path) as started:
-            launcher = started.start(specs_command("lm", [(given, {"save_waits_for": str(saved)})], tmp_path))
+            command = specs_command("lm", [(given, {"save_waits_for": str(saved)})], tmp_path)
+            launcher = started.start(command, quick=False)
             wait_for_updates(out, 3)
             (script,) = children(launcher)
             launcher.send_signal(signal.SIGTERM)

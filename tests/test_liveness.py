@@ -71,7 +71,7 @@ def test_a_stopped_process_is_named_and_the_launch_ends(functions_file, tmp_path
         started = time.monotonic()
         assert launcher.wait(timeout=100) != 0  # it kills a process 30 s after it asked it to end
         print(f"ended {time.monotonic() - started:.1f} s after the stop", file=sys.stderr)
-        assert not stopped.is_running()
+        wait_until(lambda: not stopped.is_running(), 10)
     assert len(named(tmp_path, 1, "stopped answering")) == 1
 
 

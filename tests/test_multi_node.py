@@ -15,14 +15,18 @@ import time
 
 import psutil
 import pytest
-from conftest import BIN, ROOT, equivalence_flags, launch_command, read_metrics
+from conftest import BIN, ROOT, equivalence_flags, launch_command, quick_python, quickly, read_metrics
 from running import Run, find_rank, free_port, give_up, need, wait_for_updates
 from test_modes import assert_is_the_run_of
 
 from common.parallel.launch import parse_launch
 
 CONFIGS = {"multi_node": "DDP", "multi_node_zero3": "DeepSpeed"}
-MEET = [BIN / "python", "launchers/meet.py", "--timeout", 4, "accelerate"]
+
+
+def meet(seconds, python=None):
+    """`accelerate launch` once all hosts have met, up to its second word."""
+    return [python or quick_python(), "launchers/meet.py", "--timeout", seconds, "accelerate"]
 
 
 class Hosts:
@@ -79,7 +83,7 @@ def launchers(run, hosts, config, *recipe, ranks=(0, 1), options=((), ()), ip=No
     given += [port or free_port(), "--machine_rank"]
     for host, rank in enumerate(ranks):
         command = launch_command(config, *given, rank, *options[host])
-        command = [*before, *command[1:]] if before else command
+        command = [*before, *command[1:]] if before else quickly(command)
         run.start(hosts.command(host, *command, *recipe), **{name: values[host] for name, values in kwargs.items()})
 
 
@@ -191,7 +195,7 @@ def test_hosts_that_do_not_meet_are_told_in_one_line(case, hosts, tmp_path):
             time.sleep(1)
             num_other = 1
         # A slow machine starts the second launcher late; where one is to be missed, the wait is short.
-        before = [*MEET[:-2], 60, "accelerate"] if case == "other numbers" else MEET
+        before = meet(60 if case == "other numbers" else 4)
         flags = {"ranks": ranks, "options": options, "ip": ip, "port": port, "before": before}
         launchers(run, hosts, "multi_node", "recipes/lm.py", "--dry_run", **flags)
         assert [process.wait(timeout=80) for process in run.processes[num_other:]] == [2] * len(ranks)
@@ -271,9 +275,11 @@ def test_a_request_to_stop_goes_through_the_launcher(functions_file, model_dir, 
     """SIGUSR1 to meet.py, which threads of numpy must not take. Control: `accelerate launch` by itself dies of it."""
     outs, launch = [tmp_path / "met", tmp_path / "control"], launch_command("cpu")
     with Run(tmp_path) as run:
-        for out, command in zip(outs, ([*MEET, *launch[1:]], launch), strict=True):
+        # Threads begin where numpy is imported: in a Python that does it itself.
+        met = [*meet(4, BIN / "python"), *launch[1:]], {"OPENBLAS_NUM_THREADS": "2"}
+        for out, (command, env) in zip(outs, (met, (launch, {})), strict=True):
             recipe = training(functions_file, out, "--model_name_or_path", model_dir, "--sequence_length", 64)
-            run.start([*command, *recipe], env={"OPENBLAS_NUM_THREADS": "2"})
+            run.start([*command, *recipe], env=env)
         for out in outs:
             wait_for_updates(out, 1)
         for process in run.processes:

@@ -159,7 +159,7 @@ def test_processes_whose_launcher_is_killed_end_in_order(updates, rows, tmp_path
     given = ["--train_file", rows, *FLAGS[:8], "--sequence_length", 32, "--learning_rate", 1e-3, "--output_dir", out]
     given += ["--num_updates", 5000, "--save_every", 0]
     with Run(tmp_path) as started:
-        process = started.start([*launch_command("multi_cpu"), "recipes/lm.py", *given])
+        process = started.start([*launch_command("multi_cpu"), "recipes/lm.py", *given], quick=False)
         wait_until(lambda: len(ranks := psutil.Process(process.pid).children()) == 2 and all(map(environment, ranks)))
         ranks = psutil.Process(process.pid).children()
         if updates:
@@ -238,9 +238,7 @@ def start_four(started, rows, tmp_path, changes, *flags):
     for number in range(4):
         directory = tmp_path / f"spec-{number}"
         directory.mkdir()
-        command = specs_command("lm", [(given, changes)], directory)
-        command = [quick_python(), BIN / "accelerate-launch", *command[2:]]
-        started.start([str(part) for part in command], {"TQDM_DISABLE": "1"})
+        started.start(specs_command("lm", [(given, changes)], directory), {"TQDM_DISABLE": "1"})
 
 
 def _manifests(out):
@@ -297,8 +295,7 @@ def killed_run(rows, out, started, tmp_path):
     given = ["--train_file", rows, *FLAGS[:8], "--sequence_length", 32, "--learning_rate", 1e-3, "--output_dir", out]
     given += ["--num_updates", 5000, "--save_every", 4]
     command = specs_command("lm", [(given, {"slow_updates": 0.05})], tmp_path)
-    command = [quick_python(), BIN / "accelerate-launch", *command[2:]]
-    return given, started.start([str(part) for part in command])
+    return given, started.start(command)
 
 
 def test_a_killed_run_is_shown_as_killed_with_its_last_update_and_peak(rows, tmp_path, capsys, monkeypatch):
@@ -354,7 +351,7 @@ def test_an_interrupted_tokenisation_is_one_line_and_a_killed_one_is_cleared_awa
     def start(started, path, out):
         files = ["--train_file", path, "--output_dir", tmp_path / out]
         command = [quick_python(), "recipes/lm.py", *files, *given, "--dry_run"]
-        return started.start([str(part) for part in command], {"XDG_CACHE_HOME": str(cache)})
+        return started.start(command, {"XDG_CACHE_HOME": str(cache)})
 
     def unfinished():
         return list(cache.glob("accelerate_recipes/samples-*.partial/tokens.bin"))
