@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import BIN, ROOT, equivalence_flags, read_metrics
+from conftest import BIN, ROOT, base_env, equivalence_flags, quick_python, read_metrics
 from running import free_port, need, num_updates
 from test_modes import assert_is_the_run_of
 
@@ -93,9 +93,9 @@ PartitionName=all Nodes=n1,n2,n3 Default=YES State=UP
 def start_job(env, script, nodes, recipe, directory, *options, **given):
     """The number of a job that was handed in."""
     # All nodes are this machine, where their names lead nowhere.
-    given = {"MAIN_IP": "127.0.0.1", "PYTHON": str(BIN / "python"), "LAUNCH_FLAGS": "--mixed_precision no"} | given
+    given = {"MAIN_IP": "127.0.0.1", "PYTHON": quick_python(), "LAUNCH_FLAGS": "--mixed_precision no"} | given
     command = ["sbatch", "--parsable", "--nodes", nodes, "--output", directory / "log", *options, script, *recipe]
-    env = env | {"OMP_NUM_THREADS": "1", "TIMEOUT": "30"} | given
+    env = base_env(**env, TIMEOUT=30) | given
     result = subprocess.run([str(part) for part in command], env=env, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
@@ -142,8 +142,11 @@ def test_the_same_sbatch_file_runs_on_two_nodes(two_node_job, reference):
     assert_is_the_run_of(reference, out)
 
 
-def test_the_same_sbatch_file_runs_on_one_node_with_another_config(slurm_env, functions_file, tmp_path, extensions):
+def test_the_same_sbatch_file_runs_on_one_node_with_another_config(
+    slurm_env, functions_file, model_dir, tmp_path, extensions
+):
     recipe = ["recipes/lm.py", "--train_file", functions_file, "--sequence_length", 64, "--dry_run"]
+    recipe += ["--model_name_or_path", model_dir]
     given = {"CONFIG": "accelerate_configs/zero3.yaml", "PROCESSES_PER_NODE": "2"}
     state, log = submit(slurm_env, "launchers/slurm.sbatch", 1, recipe, tmp_path, **given)
     assert state == "COMPLETED" and "DeepSpeed ZeRO-3, 2 processes" in log, log
@@ -166,7 +169,7 @@ def test_a_job_that_is_to_check_its_nodes_first_trains_only_where_nothing_is_odd
         (packages / "METADATA").write_text("Name: datasets\nVersion: 0.1\n")
         python = tmp_path / "python"
         python.write_text(
-            f'#!/bin/sh\n[ "$SLURM_NODEID" != 1 ] || export PYTHONPATH={packages.parent}\nexec {BIN}/python "$@"\n'
+            f'#!/bin/sh\n[ "$SLURM_NODEID" != 1 ] || export PYTHONPATH={packages.parent}\nexec {quick_python()} "$@"\n'
         )
         python.chmod(0o755)
         given["PYTHON"] = str(python)
@@ -226,7 +229,8 @@ def test_a_job_goes_on_after_its_time_limit_and_a_preemption(
     script = (ROOT / "launchers/slurm.sbatch").read_text()
     (deaf / "deaf.sbatch").write_text(script.replace("#SBATCH --signal", "# --signal"))
     command = [deaf_recipe, *equivalence_flags(functions_file, model_dir, deaf / "run", "--num_updates", 99)]
-    cpu = {"CONFIG": "accelerate_configs/cpu.yaml"}
+    python = {"PYTHON": str(BIN / "python")}  # what SLURM ends is then the program itself
+    cpu = python | {"CONFIG": "accelerate_configs/cpu.yaml"}
     deaf_job = start_job(slurm_env, deaf / "deaf.sbatch", 1, command, deaf, "--time=2", **cpu)
 
     def change(job, **settings):
@@ -234,7 +238,8 @@ def test_a_job_goes_on_after_its_time_limit_and_a_preemption(
         subprocess.run(["scontrol", "update", f"JobId={job}", *words], env=slurm_env, check=True)
 
     command = [recipe, *equivalence_flags(functions_file, model_dir, out, "--save_every", 1)]
-    job = start_job(slurm_env, "launchers/slurm.sbatch", 2, command, tmp_path, "--time=4")  # below the signal's 300 s
+    limit = "--time=4"  # below the signal's 300 s
+    job = start_job(slurm_env, "launchers/slurm.sbatch", 2, command, tmp_path, limit, **python)
     wait_for_job(slurm_env, job, requeued(1))
     status = json.loads((out / "run.json").read_text())["status"]
     assert status.startswith("stopped after update"), (tmp_path / "log").read_text()
