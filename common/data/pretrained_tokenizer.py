@@ -3,7 +3,6 @@
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from common.data.hub import locate_pretrained
-from common.data.tokenizer import forget_limits
 from common.errors import UserError, one_line
 
 
@@ -31,5 +30,4 @@ def load(name_or_path: str, trust_remote_code: bool, needs_end_of_text: bool) ->
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    forget_limits(tokenizer)  # of its file: the first call would remove them, so that a resumed run saved another file
     return tokenizer

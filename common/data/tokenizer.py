@@ -27,7 +27,7 @@ def load_tokenizer(
     """Loads a tokenizer from a local directory or the hub; see `pretrained_tokenizer.load`."""
     from common.data.pretrained_tokenizer import load
 
-    return load(name_or_path, trust_remote_code, needs_end_of_text)
+    return forget_limits(load(name_or_path, trust_remote_code, needs_end_of_text))
 
 
 def open_text(source: Source, shape: str | None, has_template: bool) -> tuple[Corpus, str, tuple[str, ...]]:
@@ -92,10 +92,11 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     return [settings, special_tokens_around(tokenizer), tokenizer.eos_token_id, tokenizer.chat_template]
 
 
-def forget_limits(tokenizer: PreTrainedTokenizerBase) -> None:
+def forget_limits(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """Removes the truncation and padding of the last call, which a fast tokenizer would save in tokenizer.json."""
     if tokenizer.is_fast:
         tokenizer.backend_tokenizer.no_truncation(), tokenizer.backend_tokenizer.no_padding()
+    return tokenizer
 
 
 def no_more_threads() -> None:
@@ -116,8 +117,7 @@ def with_end_of_text(ids: list[int], eos: int) -> list[int]:
 def special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Returns (before, after): the special tokens that `tokenizer(text)` adds around a text.
 
-    Training adds exactly these tokens, so that `tokenizer(text)` at inference has the same format. A tokenizer with a
-    bos token does not necessarily add it.
+    Training adds exactly these tokens, as `tokenizer(text)` does at inference; a bos token is not always among them.
 
     Raises UserError if the tokenizer encodes the text differently when it adds special tokens.
     """
