@@ -13,7 +13,7 @@ CAMPAIGNS = {"cpu": (1, 3), "multi_cpu": (2, 3), "tensor_parallel": (2, 2), "pip
 def test_killed_runs_come_to_the_same_end(config, functions_file, model_dir, tmp_path):
     processes, kills = CAMPAIGNS[config]
     command = [BIN / "python", "tests/kill_runs.py", "--kills", kills, "--config", config, "--processes", processes]
-    command += ["--num_updates", 16, "--save_every", 3, "--window", 0.5, "--directory", tmp_path]
+    command += ["--num_updates", 30, "--save_every", 5, "--window", 0.8, "--directory", tmp_path]
     command += ["--train_file", functions_file, "--model_name_or_path", model_dir, "--shape", "examples"]
     command += ["--sequence_length", 64, "--global_batch_size", 8, "--micro_batch_size", 2]
     command += ["--recipe", "pipeline"] if config == "pipeline" else []
