@@ -3,6 +3,7 @@
 import ast
 import atexit
 import functools
+import importlib.metadata
 import json
 import math
 import os
@@ -110,13 +111,52 @@ def pytest_terminal_summary(terminalreporter):
     terminalreporter.line(told)
     if missing:
         terminalreporter.line(f"to run them, as root: apt install {' '.join(missing)}")
+    if packages := [name for name in REQUIREMENTS if re.search(rf"needs (.*, )?{name}(,|$)", told, re.MULTILINE)]:
+        terminalreporter.line(f"to run them: pip install {' '.join(packages)}")
     if "CUDA" in told:
         terminalreporter.line("to run those of GPUs, on a machine with one: make gpu")
+
+
+REQUIREMENTS = re.findall(r"^([\w-]+)==", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+
+
+def missing_package(text):
+    """The package of requirements.txt that an error says is not installed, if it is not; otherwise None."""
+    names = re.findall(r"No module named '(\w+)|pip install ([\w-]+)", text)
+    names = [name.replace("sklearn", "scikit-learn") for pair in names for name in pair]
+    return next((name for name in names if name in REQUIREMENTS and not is_installed(name)), None)
+
+
+@functools.cache
+def is_installed(package):
+    try:
+        return bool(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def skip_for_package(report, path):
+    """Of a test, or a file of tests, that failed because a package is not installed."""
+    if report.failed and (package := missing_package(str(report.longrepr))):
+        report.outcome, report.longrepr = "skipped", (str(path), 0, f"Skipped: needs {package}")
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    return skip_for_package((yield), collector.path)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    return skip_for_package((yield), item.path)
 
 
 @functools.cache
 def lacks(package):
     """Whether what DeepSpeed and torch.compile build with is missing, "g++" or "libaio-dev", or a browser's package."""
+    if package in REQUIREMENTS:
+        return not is_installed(package)
     if package in BROWSER:
         return shutil.which(BROWSER[package]) is None
     if package == "g++":
@@ -134,9 +174,7 @@ def need(*packages):
 def quick_python():
     """A Python whose programs need not import torch first: see tests/recipe_server.py."""
     directory = tempfile.TemporaryDirectory()
-    # Where there is a GPU, deepspeed begins to use it when it is imported, and then cannot be forked.
-    skipped = ["deepspeed", "accelerate.utils.deepspeed"] if shutil.which("nvidia-smi") else []
-    command = [BIN / "python", ROOT / "tests/recipe_server.py", directory.name, *skipped]
+    command = [BIN / "python", ROOT / "tests/recipe_server.py", directory.name]
     server = subprocess.Popen(command, env=base_env(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert b"ready\n" in server.stdout  # libraries, too, may print a line
 
@@ -153,6 +191,11 @@ def base_env(**env):
     """This process's environment with these variables, and without one that is None."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_MININTERVAL": "5"} | env
     return {name: str(value) for name, value in env.items() if value is not None}
+
+
+def without(*packages):
+    """The variables of a process that finds these packages not installed. It is a real Python, which starts slowly."""
+    return {"PYTHONPATH": ROOT / "tests/without", "WITHOUT_PACKAGES": " ".join(packages)}
 
 
 def quickly(command):
@@ -470,7 +513,7 @@ def small_disk():
 @pytest.fixture(scope="session")
 def extensions():
     """DeepSpeed's extensions, built before a test waits for them; `make test` has done it."""
-    need("g++")
+    need("g++", "deepspeed")
     result = run([BIN / "python", "-m", "common.parallel.extensions"], timeout=1500)
     assert result.returncode == 0, told(result)
 

@@ -23,6 +23,7 @@ import selectors
 import signal
 import socket
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -31,6 +32,8 @@ ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = """accelerate.commands.launch accelerate.utils.deepspeed bitsandbytes datasets deepspeed
     matplotlib.pyplot peft sklearn.datasets torch.distributed.checkpoint torch.distributed.fsdp torch.distributed.run
     torch.utils.tensorboard transformers.models.llama.modeling_llama""".split()
+# These initialise CUDA when they are imported on a machine with a GPU, and CUDA then works in no forked process.
+ASK_THE_GPU = ("bitsandbytes", "deepspeed", "peft")
 # How the names of variables begin that launchers, recipes and tests set, and that nothing reads when it is imported;
 # with a "=" it is the whole name. (DeepSpeed's accelerator is the one that it found here.)
 READ_WHEN_USED = tuple(
@@ -75,20 +78,31 @@ os._exit(status)
 """
 
 
-def import_all(skipped):
+def import_installed(name):
+    """Imports a module, if the packages that it needs are installed."""
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if find_spec(error.name.partition(".")[0]) is not None:
+            raise
+
+
+def import_all():
     sys.path.insert(0, str(ROOT))
     import common
+    from common.parallel.process_checks import find_unseen_gpu
 
+    skipped = ASK_THE_GPU if find_unseen_gpu() else ()
     for name in IMPORTED:
         if name not in skipped:
-            importlib.import_module(name)
+            import_installed(name)
     names = [module.name for module in pkgutil.walk_packages(common.__path__, "common.")]
     for name in TOOLS:
         names += [module.name for module in pkgutil.iter_modules(importlib.import_module(name).__path__, f"{name}.")]
     for name in names:
         if not name.endswith("__main__"):
-            importlib.import_module(name)
-    if "deepspeed" not in skipped:
+            import_installed(name)
+    if "deepspeed" in sys.modules:
         import cpuinfo
 
         from common.internals.deepspeed import measure_cpu_once
@@ -258,7 +272,7 @@ def become(directory, paths, pid, blocked, ignored, is_unbuffered, words, cwd, e
 
 def main():
     directory, paths, env = Path(sys.argv[1]), sys.path[1:], dict(os.environ)
-    import_all(skipped=sys.argv[2:])
+    import_all()
     env_of_imports = {name: value for name, value in os.environ.items() if env.get(name) != value}
     write_client(directory, env, env_of_imports)
     *request, env = serve(directory)
