@@ -1,7 +1,15 @@
 # make train, quick, test, bench, bench-techniques, gpu, style; the first one creates .venv and installs requirements.txt
+# make gpu VENV=DIR, and every other target, uses an existing environment as it is, and installs nothing. DIR/bin must
+# contain python and accelerate; of an activated environment: make gpu VENV=$(python -c "import sys; print(sys.prefix)")
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+ifeq ($(VENV),.venv)
+INSTALLED := $(VENV)/installed
+INSTALLED_BENCH := $(VENV)/installed-bench
+else ifneq ($(words $(wildcard $(BIN)/python $(BIN)/accelerate)),2)
+$(error $(BIN) does not contain both python and accelerate; set VENV to an environment that does, or leave it out)
+endif
 # make train CONFIG=multi_gpu takes that one of accelerate_configs/; without it, what this machine computes fastest.
 CONFIG ?=
 RECIPE ?= lm
@@ -10,48 +18,52 @@ TESTS ?= tests
 
 .PHONY: train quick test bench bench-techniques gpu style clean
 
-train: $(VENV)/installed
+train: $(INSTALLED)
 	@test -f recipes/$(RECIPE).py || { echo "error: there is no recipes/$(RECIPE).py; RECIPE is one of" \
 	  $(patsubst recipes/%.py,%,$(wildcard recipes/*.py)) >&2; exit 2; }
 	$(BIN)/accelerate launch $(if $(CONFIG),--config_file accelerate_configs/$(CONFIG).yaml,\
 	  $(shell $(BIN)/python -m common.parallel.precision_choice $(RECIPE))) recipes/$(RECIPE).py $(ARGS)
 
-test: $(VENV)/installed
+test: $(INSTALLED)
 	$(BIN)/python -m common.parallel.extensions
 	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations 25 $(TESTS)
 
 # The tests nearest to what has changed, or the core if nothing has, in under three minutes.
-quick: $(VENV)/installed
+quick: $(INSTALLED)
 	$(BIN)/python tests/quick.py
 
-bench: $(VENV)/installed-bench
+bench: $(INSTALLED_BENCH)
 	$(BIN)/python benchmarks/throughput.py --output_dir runs/benchmarks $(ARGS)
 
 # Each technique for memory or speed alone, then what pays together; half an hour on two cores. Stopped, it goes on.
-bench-techniques: $(VENV)/installed
+bench-techniques: $(INSTALLED)
 	$(BIN)/python benchmarks/techniques.py --output_dir runs/benchmarks $(ARGS)
 
-# On a machine with a GPU: what only it can show, then speed, what a process holds, and saves; the results lie in
-# benchmarks/results/. A test that fails does not keep the rest from being measured, and is the status at the end.
-gpu: $(VENV)/installed-bench
+# On a machine with a GPU: the tests that need it, then throughput, memory per process and saves; the results are written
+# to benchmarks/results/. Every part runs, also after one that failed; the parts that failed are named at the end.
+gpu: SHELL := bash
+gpu: .SHELLFLAGS := -o pipefail -c
+gpu: $(INSTALLED_BENCH)
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
 	  { echo "error: torch sees no GPU here, and make gpu needs one; compare torch's CUDA version with the driver's in nvidia-smi" >&2; exit 2; }
-	$(BIN)/python -m pip install --quiet liger-kernel==0.8.5
-	$(BIN)/python -m common.parallel.extensions
-	$(BIN)/python -m pytest -v --no-header --tb=short --durations 10 tests/test_gpu.py 2>&1 | sed 's|$(CURDIR)/||g' | \
-	  tee benchmarks/results/tests-gpu.txt
-	$(BIN)/python benchmarks/throughput.py
-	$(BIN)/python benchmarks/sharding.py
-	$(BIN)/accelerate launch --config_file accelerate_configs/single_gpu.yaml benchmarks/checkpoint.py
-	@tail -1 benchmarks/results/tests-gpu.txt | grep passed | grep -vE 'failed|error'
+	$(if $(INSTALLED),$(BIN)/python -m pip install --quiet liger-kernel==0.8.5)
+	@failed=; part() { echo "== $$1"; eval "$$2" || failed="$$failed, $$1"; }; \
+	part "DeepSpeed's extensions" "$(BIN)/python -m common.parallel.extensions"; \
+	part tests/test_gpu.py "$(BIN)/python -m pytest -v --no-header --tb=short --durations 10 tests/test_gpu.py 2>&1 | \
+	  sed 's|$(CURDIR)/||g' | tee benchmarks/results/tests-gpu.txt"; \
+	part benchmarks/throughput.py "$(BIN)/python benchmarks/throughput.py"; \
+	part benchmarks/sharding.py "$(BIN)/python benchmarks/sharding.py"; \
+	part benchmarks/checkpoint.py "$(BIN)/accelerate launch --config_file accelerate_configs/single_gpu.yaml \
+	  benchmarks/checkpoint.py"; \
+	test -z "$$failed" || { echo "error: these parts failed: $${failed#, }" >&2; exit 1; }
 
-style: $(VENV)/installed
+style: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV)
+	rm -rf .venv
 
 $(VENV)/installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -16,7 +16,6 @@ import torch
 import transformers
 from accelerate import Accelerator, PartialState
 from accelerate.utils import send_to_device
-from datasets import Dataset
 from torch.utils.data import DataLoader
 
 # The repository's root: this file's folder is on the path, the root is not.
@@ -166,6 +165,7 @@ def train_grouped(*args):
 
 
 def train_sft(args, model, tokenizer, rows, collate, recorder, **more):
+    from datasets import Dataset
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 

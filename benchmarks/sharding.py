@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -73,8 +74,18 @@ def main():
     parser.add_argument("--num_processes", type=int, default=torch.cuda.device_count() or 2)
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available()
+    runs, failed = [], []
     with tempfile.TemporaryDirectory() as work:
-        runs = [measure(config, args, Path(work)) for config in CONFIGS]
+        for config in CONFIGS:
+            if config.startswith("zero") and find_spec("deepspeed") is None:
+                print(f"skipped config: {config}; to run it, pip install deepspeed", flush=True)
+                continue
+            try:
+                runs.append(measure(config, args, Path(work)))
+            except subprocess.CalledProcessError:
+                failed.append(config)
+    if CONFIGS[0] in failed:  # the others are compared with it
+        sys.exit(f"error: these configs failed: {', '.join(failed)}")
     gigabytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     device = f"{torch.cuda.device_count()} {torch.cuda.get_device_name()}" if on_gpu else "no GPU"
     results = {
@@ -89,6 +100,8 @@ def main():
     path.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
     path.with_suffix(".md").write_text(page(results))
     print(page(results))
+    if failed:
+        sys.exit(f"error: these configs failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import statistics
 import sys
 
 import pytest
-from conftest import BIN, ROOT, run
+from conftest import BIN, ROOT, run, without
 
 sys.path.append(str(ROOT / "benchmarks"))
 
@@ -305,3 +305,47 @@ def test_the_page_of_memory_is_made_from_its_measurements(where, request):
         assert all(line in docs for line in anatomy.areas_of(measured["arms"]))
     measured["arms"][0]["most"]["activations"] += 2**20
     assert anatomy.page(measured) != text
+
+
+PROGRAM = """#!/bin/sh
+echo "$@" >> calls
+for word in $FAILING; do case "$*" in *$word*) exit 1; esac; done
+"""
+
+
+def make_gpu(directory, failing=""):
+    """`make gpu` in an existing environment, whose programs write down how they are called, and of which some fail."""
+    (directory / "env/bin").mkdir(parents=True)
+    (directory / "benchmarks/results").mkdir(parents=True)
+    for name in ("python", "accelerate"):
+        (directory / f"env/bin/{name}").write_text(PROGRAM)
+        (directory / f"env/bin/{name}").chmod(0o700)
+    result = run(["make", "-f", ROOT / "Makefile", "gpu", "VENV=env"], cwd=directory, FAILING=failing)
+    return result, (directory / "calls").read_text()
+
+
+def test_make_gpu_in_an_existing_environment_installs_nothing_and_runs_every_part(tmp_path):
+    """Parts that fail are named at the end. Control: none fails."""
+    result, calls = make_gpu(tmp_path / "all")
+    assert result.returncode == 0, result.stderr
+    parts = ("tests/test_gpu.py", *(f"benchmarks/{name}.py" for name in ("throughput", "sharding", "checkpoint")))
+    assert all(part in calls for part in parts) and "pip" not in calls
+    result, same_calls = make_gpu(tmp_path / "some", "test_gpu.py throughput.py")
+    assert same_calls == calls and result.returncode != 0
+    assert "\nerror: these parts failed: tests/test_gpu.py, benchmarks/throughput.py\n" in f"\n{result.stderr}"
+
+
+def test_make_refuses_an_environment_without_its_programs(tmp_path):
+    result = run(["make", "gpu", f"VENV={tmp_path}"])
+    assert result.returncode == 2 and f"{tmp_path}/bin does not contain both python and accelerate" in result.stderr
+
+
+def test_arms_that_need_a_missing_package_are_skipped_by_name(tmp_path):
+    """TRL's trainers; the padded loop needs neither package."""
+    command = [sys.executable, "benchmarks/throughput.py", "--quick", "--rounds", 1, "--measured", 2]
+    command += ["--data", "functions", "--arms", "recipe", "plain", "sft", "packed", "--output_dir", tmp_path]
+    result = run(command, **without("datasets", "trl"))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "skipped arms: sft packed; to run them, pip install trl datasets\n" in result.stdout
+    (data,) = tmp_path.glob("throughput-*.json")
+    assert [arm["arm"] for arm in json.loads(data.read_text())["runs"]] == ["recipe", "plain"]
