@@ -131,7 +131,9 @@ class Run:
         args, accelerator = self.args, self.accelerator
         apply_activation_checkpointing(model, args.activation_checkpointing, self.device)
         if args.compile:
-            model.base_model.compile(dynamic=True)
+            from common.training.compilation import compile_layers
+
+            compile_layers(model.base_model, self.traits.lengths_vary)
         self.budget: Any = None
         if args.shared("micro_batch_tokens") == "auto":
             from common.auto_micro_batch import start_budget

@@ -69,13 +69,16 @@ def test_the_host_does_not_wait_within_a_global_batch(recipe, files, tmp_path):
 
 
 def test_compiled_attention_has_its_causal_flag_and_no_mask(files, tmp_path):
-    """And key-value heads that are not repeated. Control: transformers that looks for packed rows, and may not."""
+    """And key-value heads that are not repeated, in one graph for all layers.
+
+    Control: the whole model is compiled, with the masks, and transformers looks for packed rows, which it then cannot.
+    """
     runs = []
-    for name, changes in (("knows", {}), ("looks", {"look_at_masks": 1})):
+    for name, changes in (("knows", {}), ("looks", {"look_at_masks": 1, "compile_whole_model": 1})):
         given = [*files["lm"], *SHARED, "--compile", "--dry_run", "--output_dir", tmp_path / name]
         runs.append((given, changes | {"note_attention": str(tmp_path / f"{name}.json")}))
     run_specs("lm", runs, tmp_path)
     plain = {"has_mask": False, "heads": [4, 2], "is_causal": True, "enable_gqa": True}
     knows, looks = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("knows", "looks"))
-    assert knows == [plain] * 4  # layers
+    assert knows == [plain]
     assert len(looks) == 4 and all(call["has_mask"] and call["heads"] == [4, 4] for call in looks)

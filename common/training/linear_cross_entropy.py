@@ -22,6 +22,15 @@ CACHED_LOGITS = 2**18
 ROW_MULTIPLE = 64
 
 
+def fused_softmax(weight: Tensor) -> Any:
+    """Returns the module of the compiled softmax on a GPU that can compile it, else None."""
+    if weight.device.type != "cuda":
+        return None
+    from common.training import fused_softmax
+
+    return fused_softmax if fused_softmax.can_compile() else None
+
+
 @torch.compiler.disable  # because its loop would be unrolled, and compiled again for every number of targets
 def linear_cross_entropy(
     hidden: Tensor,
@@ -37,8 +46,8 @@ def linear_cross_entropy(
     """Returns the summed cross-entropies of `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`, in nats.
 
     Shapes: hidden (N, D), weight (V, D), bias (V,) or None, targets (N,) int64; the result is a scalar. At most
-    `chunk_rows` rows of logits exist at once (twice as many in bf16 on a CPU). Backward needs only
-    the gradients, which forward has computed.
+    `chunk_rows` rows of logits exist at once (twice as many in bf16 on a CPU, at least `fused_softmax.CHUNK_LOGITS`
+    logits on a GPU). Backward needs only the gradients, which forward has computed.
 
     Matmuls run in autocast's dtype, or without autocast in the weight's dtype; the softmax in float32 at least. Forward
     computes the gradients too, while a chunk's softmax is available, as in Liger Kernel (arXiv:2410.10989). Backward
@@ -83,10 +92,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)  # once, not once per chunk
         is_cpu, wide = weight.device.type == "cpu", torch.promote_types(dtype, torch.float32)
-        multiple_of = 1
+        multiple_of, fused = 1, None
         if is_cpu and dtype != wide:
             chunk_rows *= 2  # the memory of one float32 chunk, because only a slice is in float32 at a time
             multiple_of = ROW_MULTIPLE
+        elif bias is None and vocabulary is None:
+            fused = fused_softmax(weight)
+            chunk_rows = max(chunk_rows, fused.CHUNK_LOGITS // len(weight)) if fused else chunk_rows
         products = hidden.new_empty(round_up(min(chunk_rows, len(hidden)), multiple_of), len(weight), dtype=dtype)
         loss = hidden.new_zeros((), dtype=wide)
         for start in range(0, len(hidden), chunk_rows):
@@ -102,18 +114,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # With a partitioned vocabulary, each slice needs two collectives.
             size = max(1, CACHED_LOGITS // len(weight)) if is_cpu and vocabulary is None else chunk_rows
             for first, slice_ in zip(range(start, start + count, size), product[:count].split(size), strict=True):
-                logits, part = slice_.to(wide), slice(first, first + len(slice_))
-                losses = _logits_to_gradient(logits, targets[part], scale, softcap, wants_gradients, vocabulary)
+                part = slice(first, first + len(slice_))
+                factors = None if row_weights is None else row_weights[part]
+                if fused:
+                    losses = fused.compiled()(slice_, targets[part], factors, scale, softcap, wants_gradients)
+                else:
+                    logits = slice_.to(wide)
+                    losses = _logits_to_gradient(logits, targets[part], scale, softcap, wants_gradients, vocabulary)
+                    if factors is not None:
+                        logits.mul_(factors.unsqueeze(1))
+                    if bias_grad is not None:
+                        bias_grad += logits.sum(0)
+                    if dtype != wide:
+                        slice_.copy_(logits)
                 if rows is not None:
                     rows[part] = losses
-                if row_weights is not None:
-                    losses = losses * row_weights[part]
-                    logits.mul_(row_weights[part].unsqueeze(1))
-                loss += losses.sum()
-                if bias_grad is not None:
-                    bias_grad += logits.sum(0)
-                if dtype != wide:
-                    slice_.copy_(logits)
+                loss += (losses if factors is None else losses * factors).sum()
             if hidden_grad is not None:
                 hidden_grad[start : start + chunk_rows] = (product @ weight)[:count]
             if weight_grad is not None and weight_grad.dtype == dtype:

@@ -312,6 +312,10 @@ def note_attention(path):
     change(torch.nn.Module, "compile", lambda self, **options: original(self, backend=backend, **options))
 
 
+def compile_whole_model(_):
+    change(compilation, "compile_layers", lambda model, _: model.compile(dynamic=True))
+
+
 def expect_status(expected):
     """[output directory, status]: how the run must have ended, by its run.json; the launch fails if it has not."""
     directory, status = expected
