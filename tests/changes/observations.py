@@ -22,7 +22,7 @@ from common import run
 from common.models import model_setup
 from common.parallel import connect, tensor
 from common.report.progress import Progress
-from common.training import optimizers
+from common.training import compilation, optimizers
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_COUNTED = {  # by torch: functions of shapes
