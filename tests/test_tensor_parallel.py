@@ -136,6 +136,15 @@ def test_what_cannot_be_cut_is_refused(case):
     assert check_model(config, lambda: empty_model(config), Degrees(2)) == []
 
 
+def test_an_embedding_in_the_plan_is_accepted():
+    """transformers 5.17 adds it to the plan of every model with tied weights. Control: an unknown style is rejected."""
+    config = LlamaConfig(**LLAMA, tie_word_embeddings=True)
+    plan = config.base_model_tp_plan
+    for style, problems in (("embedding_rowwise", 0), ("unknown", 1)):
+        config.base_model_tp_plan = plan | {"embed_tokens": style}
+        assert len(check_model(config, lambda: empty_model(config), Degrees(2, tensor=2))) == problems
+
+
 def test_a_setting_that_parts_of_layers_cannot_take_is_refused(functions_file, tmp_path):
     """Before anything is written, all together."""
     given = ["--train_file", functions_file, "--optimizer", "adafactor", "--output_dir", tmp_path / "run"]

@@ -47,7 +47,7 @@ def check_model(config: PreTrainedConfig, empty_model: Callable[[], PreTrainedMo
 
 def _why_not(config: PreTrainedConfig, empty_model: Callable[[], PreTrainedModel], size: int) -> Iterator[str]:
     """Yields the reasons why a model cannot be partitioned into `size` parts, each as the end of a sentence."""
-    plan = getattr(config, "base_model_tp_plan", None)
+    plan = _plan(config)
     if config.get_text_config() is not config or config.is_encoder_decoder or not plan:
         yield "has no tensor-parallel plan in transformers (base_model_tp_plan)"
         return
@@ -84,9 +84,18 @@ def _why_not(config: PreTrainedConfig, empty_model: Callable[[], PreTrainedModel
                 yield f"has weights next to {name} that its plan does not mention"
 
 
+def _plan(config: PreTrainedConfig) -> dict[str, str]:
+    """Returns the plan's style of each layer, without embeddings, which `_Cutter.divide_vocabulary` partitions.
+
+    transformers 5.17 adds the embedding to the plan of every model with tied weights.
+    """
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    return {name: style for name, style in plan.items() if style != "embedding_rowwise"}
+
+
 def planned_modules(model: PreTrainedModel) -> Iterator[tuple[str, tuple[Any, str]]]:
     """Yields the name of each module in the plan, with the module and the plan's style, such as "colwise"."""
-    base, plan = model.base_model, model.config.base_model_tp_plan or {}
+    base, plan = model.base_model, _plan(model.config)
     prefix = "" if base is model else f"{model.base_model_prefix}."
     for name, module in base.named_modules():
         if style := plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)):

@@ -43,6 +43,17 @@ def _lstm_workspace(args: tuple) -> int:
     return smaller + (steps - few) * (larger - smaller) // few
 
 
+def _with_all_heads(args: tuple) -> list:
+    """Returns the arguments of attention, with shapes as if keys and values had as many heads as the queries.
+
+    The FLOPs are the same, but torch 2.11 only counts them if the numbers are equal. It accepts shapes as tensors.
+    """
+    heads = args[0].shape[1]
+    return [
+        torch.Size((x.shape[0], heads, *x.shape[2:])) if torch.is_tensor(x) and x.ndim == 4 else x for x in args[:4]
+    ] + list(args[4:])
+
+
 class Event(NamedTuple):
     """An allocation of a storage (size in bytes) or its deallocation (the same size, negative)."""
 
@@ -70,7 +81,8 @@ class AllocationTracer(dispatch_mode()):  # type: ignore[misc]  # the class is p
             return args[0].fake_device
         out = self._call(func, args, kwargs or {})
         if (count := FORMULAS.get(func.overloadpacket)) is not None:
-            self.flops[self.segment] += count(*args, **(kwargs or {}), out_val=out)
+            own = _with_all_heads(args) if str(func).startswith("aten._scaled_dot_product") else args
+            self.flops[self.segment] += count(*own, **(kwargs or {}), out_val=out)
         is_copy = func is COPY and self.parts.get(self.number_of(args[0])) == "weights"
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
