@@ -122,7 +122,7 @@ REQUIREMENTS = re.findall(r"^([\w-]+)==", (ROOT / "requirements.txt").read_text(
 
 def missing_package(text):
     """The package of requirements.txt that an error says is not installed, if it is not; otherwise None."""
-    names = re.findall(r"No module named '(\w+)|pip install ([\w-]+)", text)
+    names = re.findall(r"No module named '(\w+)|pip3? install ([\w-]+)", text)
     names = [name.replace("sklearn", "scikit-learn") for pair in names for name in pair]
     return next((name for name in names if name in REQUIREMENTS and not is_installed(name)), None)
 
