@@ -28,8 +28,8 @@ def check_arguments(args: Arguments, on_cpu: bool, traits: Traits, degrees: Degr
     if args.num_epochs is not None:
         args.num_updates = None  # until the size of the dataset is known
     problems += [*check_updates(args), *adapters.check(args, degrees)]
-    describes_data = any(flag.endswith(("_column", "dataset_config")) for flag in given_flags())
-    if describes_data or args.resume or args.keep_last < 2 or any(getattr(args, name) for name in OFF_BY_DEFAULT):
+    is_rare = any(flag.endswith(("_column", "dataset_config", "optimizer")) for flag in given_flags())
+    if is_rare or args.resume or args.keep_last < 2 or any(getattr(args, name) for name in OFF_BY_DEFAULT):
         from common.rare_arguments import check_combinations
 
         problems += check_combinations(args, on_cpu)

@@ -81,6 +81,10 @@ def check_combinations(args: Arguments, on_cpu: bool) -> Iterator[str]:
     # On a CPU, `offload` is the same as `full`.
     if not on_cpu and args.compile and args.activation_checkpointing == "offload":
         yield "--compile has no effect on layers whose inputs --activation_checkpointing offload moves; remove one"
+    if args.optimizer == "adamw8bit":
+        from common.packages import find_missing
+
+        yield from find_missing("--optimizer adamw8bit", "bitsandbytes")
     for name in args.report_to:
         yield from _check_tracker(name)
     yield from _check_data(args)
@@ -211,7 +215,9 @@ def select_sources(args: Arguments, columns: dict[str, Any]) -> "tuple[Source | 
     validation = held_out_files(args.validation_file, is_mixed, **columns) if args.validation_file else None
     if args.dataset_name:
         from common.data.hub import held_out_splits
+        from common.packages import find_missing
 
+        refuse(find_missing("--dataset_name", "datasets"))
         refuse(needless_weights("--dataset_name", [args.dataset_name], "write the data to files to mix them"))
         if args.train_file:
             raise UserError("--train_file and --dataset_name are mutually exclusive; pass only one")

@@ -13,6 +13,7 @@ LAYERS = [
     "errors",
     "command_parser",
     "versions",
+    "packages",
     "internals",
     "redaction",
     "disk_errors",

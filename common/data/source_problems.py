@@ -37,7 +37,8 @@ def _file_problem(path: str) -> str | None:
         from common.data.compressed import can_unpack
 
         if not can_unpack(compression):
-            return f"this Python cannot unpack {Path(path).suffix}; pip install zstandard, or unpack the file"
+            install = "pip install zstandard, or " if compression == "zstd" else ""  # others are part of Python
+            return f"this Python cannot unpack {Path(path).suffix}; {install}unpack the file"
     if Path(path).stat().st_size == 0:
         return "the file is empty; leave it out or fill it"
     return None

@@ -13,12 +13,14 @@ from transformers.pytorch_utils import Conv1D
 
 from common.errors import UserError
 from common.models.decisions import decided_once
+from common.packages import find_missing
 from common.training.precision import is_deepspeed, is_fsdp, narrow_dtype
 from common.training.process_grid import Degrees
 
 
 def check_flags(args: argparse.Namespace, degrees: Degrees) -> Iterator[str]:
     """Yields a line for each flag of an adapter that conflicts with other flags or with the launch."""
+    yield from find_missing("--lora_rank", "peft")
     if degrees.tensor > 1:
         yield "--lora_rank is not supported with tensor parallelism; use a different config"
     if not args.model_name_or_path:

@@ -8,7 +8,7 @@ from common.command_parser import CommandParser
 from common.disk_errors import disk_line
 from common.errors import UserError, refuse
 from common.files import PARTIAL
-from tools.compare.page import write_page
+from common.packages import find_missing
 from tools.compare.runs import read_runs
 
 MARK = b"<!-- A report of python -m tools.compare -->"  # second line of page.jinja; only files with it are replaced
@@ -24,6 +24,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("report.html"), metavar="FILE", help=about)
     try:
         args = parser.parse_args()
+        refuse(find_missing("the report", "plotly"))
+        from tools.compare.page import write_page
+
         refuse(check_output(args.output))
         text = write_page(read_runs(args.runs)).encode(errors="replace")  # a path may contain bytes that are not UTF-8
         write(args.output, text)

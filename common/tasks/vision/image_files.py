@@ -112,6 +112,9 @@ def hub(name: str, config: str | None, split: str, label_column: str | None = No
     Images are read from the first image column, classes from `label_column` (default: the first ClassLabel column).
     Hidden labels stay -1. Raises UserError if the dataset or one of these columns is missing, or a label is null.
     """
+    from common.packages import find_missing
+
+    refuse(find_missing("--dataset_name", "datasets"))
     import datasets
 
     title = f"{name}[{split}]"
