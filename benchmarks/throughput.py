@@ -72,7 +72,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--data", nargs="+", choices=DATA, default=["functions", "blocks"])
-    parser.add_argument("--sizes", nargs="+", choices=("small", "medium"), default=["small"])
+    parser.add_argument("--sizes", nargs="+", choices=("small", "medium", "1b", "8b"), default=["small"])
     about = "of all arms (default: the config's)"
     parser.add_argument("--precisions", nargs="+", choices=("float32", "bf16"), help=about)
     parser.add_argument("--rounds", type=int, default=2, help="each runs every arm once (default: 2)")
@@ -158,7 +158,7 @@ def run_arm(args, arm, row, facts, folder, output_dir):
 def measure(args, work, results, save):
     """Adds every run of every arm, in ABBA order, to `results`, and saves them after each round."""
     for name, size, precision in itertools.product(args.data, args.sizes, args.precisions):
-        if size not in MODELS[DATA[name]["recipe"]][0]:
+        if size not in MODELS[DATA[name]["recipe"]][0] or (size in ("1b", "8b") and size not in DATA[name]):
             continue
         settings = settings_of(name, size, ON_GPU)
         settings["measured"] = args.measured or settings["measured"]

@@ -35,6 +35,7 @@ DATA = {
         "flags": ["--shape", "examples", "--sequence_length", "512"],
         **{"global_batch": 128, "micro_batch": 8, "warmup": 1, "measured": 1, "arms": LM_ARMS},
         "medium": {"global_batch": 32},
+        "1b": {"global_batch": 512, "micro_batch": 64, "warmup": 3, "measured": 6},
     },
     "blocks": {
         "recipe": "lm",
@@ -42,6 +43,10 @@ DATA = {
         **{"global_batch": 16, "micro_batch": 4, "warmup": 1, "measured": 4},
         "arms": ("recipe", "plain", "tuned", "trainer", "sft"),
         "medium": {"global_batch": 8, "measured": 1},
+        "1b": {"flags": ["--shape", "blocks", "--sequence_length", "4096"], "global_batch": 16, "micro_batch": 2}
+        | {"warmup": 3, "measured": 6},
+        "8b": {"flags": ["--shape", "blocks", "--sequence_length", "4096"], "global_batch": 8, "micro_batch": 2}
+        | {"warmup": 2, "measured": 4, "more": ["--lora_rank", "16"], "arms": ("recipe", "sft")},
     },
     "classify": {
         "recipe": "classify",
@@ -68,9 +73,11 @@ DATA = {
 PIECE = 8000  # characters
 GPU_UPDATES = {"warmup": 5, "measured": 30}
 QUICK = {"global_batch": 8, "micro_batch": 4, "warmup": 1, "measured": 1}
+# Rows of MODEL_CONFIGS that no recipe has: the shape of Llama 3.1 8B, with a smaller vocabulary.
+MORE_SIZES = {"lm": {"8b": (32, 4096, 32, 8, 14336, 32768, 3e-4)}}
 # What each recipe calls the sizes, and the class that loads the model in all arms.
 MODELS = {
-    "lm": ({"small": "small", "medium": "medium", "quick": "tiny"}, "AutoModelForCausalLM"),
+    "lm": ({"small": "small", "medium": "medium", "quick": "tiny", "1b": "large", "8b": "8b"}, "AutoModelForCausalLM"),
     "classify": ({"small": "small", "medium": "base", "quick": "tiny"}, "AutoModelForSequenceClassification"),
     "seq2seq": ({"small": "small", "medium": "medium", "quick": "tiny"}, "AutoModelForSeq2SeqLM"),
     "vision": ({"small": "vit", "quick": "vit"}, "AutoModelForImageClassification"),
@@ -79,9 +86,9 @@ MODELS = {
 
 def settings_of(name, size, on_gpu):
     """The settings of one data set in one size."""
-    settings = {key: value for key, value in DATA[name].items() if key != "medium"}
-    changes = QUICK if size == "quick" else DATA[name]["medium"] if size == "medium" else {}
-    return settings | changes | (GPU_UPDATES if on_gpu and size != "quick" else {})
+    settings = {key: value for key, value in DATA[name].items() if key not in ("medium", "1b", "8b")}
+    changes = QUICK if size == "quick" else DATA[name].get(size, {})
+    return settings | (GPU_UPDATES if on_gpu and size != "quick" else {}) | changes
 
 
 def rows_of(name):
@@ -127,13 +134,16 @@ def prepare(work, name, size, settings):
                 file.write(json.dumps(row) + "\n")
     recipe = runpy.run_path(str(ROOT / f"recipes/{settings['recipe']}.py"))
     sizes, model_class = MODELS[settings["recipe"]]
-    recipe["MODEL_CONFIGS"].update(settings.get("more_sizes", {}))
+    recipe["MODEL_CONFIGS"].update(settings.get("more_sizes", MORE_SIZES.get(settings["recipe"], {})))
     chosen = settings.get("model_flags") or ["--model_config", sizes[size]]
     flags = [*chosen, *data_flags(folder, settings)]
     with mock.patch.object(sys, "argv", ["", *flags]):
         processing, config, samples, *_ = recipe["load_data"](recipe["parse_arguments"]())
     seed_everything(SEED)
-    model = getattr(transformers, model_class).from_config(config, dtype=torch.float32)
+    adapted = "--lora_rank" in settings.get("more", [])  # the base is not trained, and kept in bf16
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        kind = {"dtype": torch.bfloat16 if adapted else torch.float32}
+        model = getattr(transformers, model_class).from_config(config, **kind)
     model.save_pretrained(folder / "model")
     processing.save_pretrained(folder / "model")
     updates = settings["warmup"] + settings["measured"]

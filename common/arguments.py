@@ -190,7 +190,8 @@ def _add_optimizer(parser: ArgumentParser) -> None:
 
     add = parser.add_group("memory and speed")
     add("--activation_checkpointing", default="none", **one_of(ACTIVATION_CHECKPOINTING))
-    add("--compile", "torch.compile the model: first updates are slow", action="store_true")
+    about = "compile the layers: slow first updates (default: on a GPU, from 100 M parameters, if nothing is sharded)"
+    add("--compile", about, action=argparse.BooleanOptionalAction)
     about = "profile updates 3 to 5: print the time per part, write a trace to OUTPUT_DIR/profile for ui.perfetto.dev"
     add("--profile", about, action="store_true")
 

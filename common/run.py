@@ -75,6 +75,7 @@ class Run:
         tracking_options = {"log_with": args.report_to or None, "project_dir": args.output_dir}
         self.accelerator = connect.make_accelerator(self.launch_config, args, **tracking_options)
         self.device, self.is_sharded = self.accelerator.device, distributed_mode.is_sharded(self.accelerator)
+        self.compiles_by_default = self.traits.compiles_layers and self.launch_config.is_data_parallel()
         self.checkpoints, self.is_stopped = Checkpoints(args, self.accelerator), False
         self.evaluations = Evaluations(self)
 
@@ -130,10 +131,10 @@ class Run:
         """
         args, accelerator = self.args, self.accelerator
         apply_activation_checkpointing(model, args.activation_checkpointing, self.device)
-        if args.compile:
-            from common.training.compilation import compile_layers
+        if args.compile or self.device.type == "cuda":
+            from common.training.compilation import choose_kernels
 
-            compile_layers(model.base_model, self.traits.lengths_vary)
+            choose_kernels(args, model.base_model, self.device, train_set, self.compiles_by_default)
         self.budget: Any = None
         if args.shared("micro_batch_tokens") == "auto":
             from common.auto_micro_batch import start_budget

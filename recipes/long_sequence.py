@@ -122,7 +122,7 @@ def train(args, run, model, optimizer, batches):
 
 def main():
     args = parse_arguments()
-    run = Run(args, lengths_vary=False)
+    run = Run(args, lengths_vary=False, compiles_layers=False)
     tokenizer, config, train_set, held_out = load_data(args)
     run.begin(config, tokenizer, train_set, held_out, "truncate")
     model = build_model(config, args.model_name_or_path, args.trust_remote_code)

@@ -120,7 +120,7 @@ def train(args, run, model, optimizer, batches, router):
 
 def main():
     args = parse_arguments()
-    run = Run(args)
+    run = Run(args, compiles_layers=False)
     tokenizer, config, train_set, held_out = load_data(args)
     run.begin(config, tokenizer, train_set, held_out, "balance", "balance_strength")
     model = moe_model.build_mixture(args, config)

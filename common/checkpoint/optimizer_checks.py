@@ -87,7 +87,8 @@ class Steps:
 
     moved: the tensors that had a gradient in a step.
     changed: group settings and attributes that a step changed, as in Prodigy and schedule-free optimizers. A tensor
-    that is created in the first step may be a constant table; it counts only if a later step changes it.
+    that is created in the first step may be a constant table; it counts only if a later step changes it. A tensor that
+    a step replaces by an equal one, such as a table that it moves to the parameters' device, is not changed.
     """
 
     def __init__(self, optimizer: Any):
@@ -106,23 +107,27 @@ class Steps:
 
     def _end(self) -> None:
         for name, values in self._values().items():
-            if self._before.get(name, set()) - values:
+            before = self._before.get(name, {})
+            if name not in self.changed and not all(
+                key in values or any(_is_equal(tensor, new) for other, new in values.items() if other not in before)
+                for key, tensor in before.items()
+            ):
                 self.changed[name] = None
 
-    def _values(self) -> dict[str, set[Any]]:
+    def _values(self) -> dict[str, dict[Any, torch.Tensor | None]]:
         """Returns numbers, and identity and write count of tensors. Omits the learning rate, set before each step."""
-        all_values: dict[str, set[Any]] = {}
+        all_values: dict[str, dict[Any, torch.Tensor | None]] = {}
         for optimizer in self.all:
             for number, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
                     if key not in ("params", "lr"):
-                        values = all_values.setdefault(f"its groups' {key}", set())
-                        values.update((number, item) for item in _comparable(value))
+                        values = all_values.setdefault(f"its groups' {key}", {})
+                        values.update({(number, item): tensor for item, tensor in _comparable(value).items()})
             for key, value in vars(optimizer).items():
                 if not key.startswith("_") and isinstance(value, int | float):
-                    all_values[f"its {key}"] = set(_comparable(value))
+                    all_values[f"its {key}"] = _comparable(value)
             for key, tensors in _tensor_attributes(optimizer).items():
-                all_values[f"its {key}"] = {item for tensor in tensors for item in _comparable(tensor)}
+                all_values[f"its {key}"] = {key: t for t in tensors for key in _comparable(t)}
         return all_values
 
     def problems(self) -> Iterator[str]:
@@ -134,8 +139,18 @@ class Steps:
             )
 
 
-def _comparable(value: Any) -> list[Any]:
-    """Returns the values to compare, without booleans, which often only record that something is initialised."""
+def _comparable(value: Any) -> dict[Any, torch.Tensor | None]:
+    """Returns the values to compare, without booleans, which often only record that something is initialised.
+
+    Keys identify values. A tensor's is its identity and write count; the tensor itself is kept with it.
+    """
     if isinstance(value, torch.Tensor):
-        return [(id(value), write_count(value))]
-    return [value] if isinstance(value, int | float) and not isinstance(value, bool) else []
+        return {(id(value), write_count(value)): value}
+    return {value: None} if isinstance(value, int | float) and not isinstance(value, bool) else {}
+
+
+def _is_equal(old: torch.Tensor | None, new: torch.Tensor | None) -> bool:
+    """Returns whether two different tensors have equal values; False if the old one was overwritten meanwhile."""
+    if old is None or new is None or old is new:
+        return False
+    return old.shape == new.shape and torch.equal(old.to(new.device), new)

@@ -1,9 +1,7 @@
 """The softmax of `linear_cross_entropy` on a GPU: one compiled function instead of ten passes over the logits."""
 
-import importlib.util
-import os
-import shutil
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,19 +11,13 @@ from torch import Tensor
 CHUNK_LOGITS = 2**28
 
 
-@cache
-def can_compile() -> bool:
-    """Returns whether torch.compile can generate GPU kernels here: it needs triton, and a C compiler for its launcher."""
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    return bool(importlib.util.find_spec("triton") and compiler)
-
-
 def cross_entropy_gradient_(
     logits: Tensor, targets: Tensor, row_weights: Tensor | None, scale: float, softcap: float | None, backward: bool
 ) -> Tensor:
-    """Returns the losses (n,) in float32 of a matmul's output `logits` (n, V), times the row's weight if there are any.
+    """Returns the losses (n,), in float32 at least, of the rows of a matmul's output `logits` (n, V).
 
-    With `backward` it overwrites `logits` with the gradient of the losses' sum.
+    With `backward` it overwrites `logits` with the gradient of their sum, weighted by `row_weights` (n,) if given.
+    scale, softcap: as in `linear_cross_entropy`.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
     derivative = 1.0
@@ -44,6 +36,6 @@ def cross_entropy_gradient_(
 
 
 @cache
-def compiled():
+def compiled() -> Any:
     """Returns the compiled `cross_entropy_gradient_`, for any number of rows."""
     return torch.compile(cross_entropy_gradient_, dynamic=True)

@@ -26,9 +26,9 @@ def fused_softmax(weight: Tensor) -> Any:
     """Returns the module of the compiled softmax on a GPU that can compile it, else None."""
     if weight.device.type != "cuda":
         return None
-    from common.training import fused_softmax
+    from common.training import compilation, fused_softmax
 
-    return fused_softmax if fused_softmax.can_compile() else None
+    return fused_softmax if compilation.can_compile() else None
 
 
 @torch.compiler.disable  # because its loop would be unrolled, and compiled again for every number of targets
@@ -134,6 +134,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 hidden_grad[start : start + chunk_rows] = (product @ weight)[:count]
             if weight_grad is not None and weight_grad.dtype == dtype:
                 weight_grad.addmm_(product.t(), chunk)
+            elif weight_grad is not None and weight.device.type == "cuda":  # without rounding the product to `dtype`
+                torch.addmm(weight_grad, product.t(), chunk, out_dtype=weight_grad.dtype, out=weight_grad)
             elif weight_grad is not None:
                 weight_grad += product.t() @ chunk
         if hidden_grad is not None and vocabulary is not None:

@@ -20,6 +20,7 @@ class Traits:
     sequences_per_sample: int = 1  # 2 for preference pairs
     splits_sequences: bool = True  # whether a process can compute the loss of a part of a sequence
     pipeline_schedule: str | None = None  # schedule of the pipeline's stages; None: the recipe has no stages
+    compiles_layers: bool = True  # whether a large model's layers are compiled on a GPU, without --compile
     held_out_flags: tuple[str, ...] = ()  # the recipe's own flags that have no effect without a held-out set
 
     def longest_sample(self, args: argparse.Namespace) -> int:
