@@ -156,7 +156,8 @@ def run_arm(args, arm, row, facts, folder, output_dir):
 
 
 def measure(args, work, results, save):
-    """Adds every run of every arm, in ABBA order, to `results`, and saves them after each round."""
+    """Adds every run of every arm, in ABBA order, to `results`, and saves them after each; returns those that failed."""
+    failed = []
     for name, size, precision in itertools.product(args.data, args.sizes, args.precisions):
         if size not in MODELS[DATA[name]["recipe"]][0] or (size in ("1b", "8b") and size not in DATA[name]):
             continue
@@ -172,14 +173,21 @@ def measure(args, work, results, save):
         done = len({run["round"] for run in results["runs"] if run["row"] == key})
         for number in range(done, done + args.rounds):
             for arm in arms if number % 2 == 0 else arms[::-1]:
-                measured = run_arm(args, arm, row, facts, work / f"{name}-{size}", work / "run")
+                try:
+                    measured = run_arm(args, arm, row, facts, work / f"{name}-{size}", work / "run")
+                except SystemExit as error:  # the other arms are measured all the same
+                    print(f"{key}, round {number + 1}, {arm}: {error}", file=sys.stderr, flush=True)
+                    shutil.rmtree(work / "run", ignore_errors=True)
+                    failed.append(f"{key}, {arm}")
+                    continue
                 results["runs"].append({"row": key, "arm": arm, "round": number} | measured)
                 print(
                     f"{key}, round {number + 1}, {arm}: {measured['tokens_per_second']:,.0f} tokens/s, "
                     f"+{measured['memory_growth_bytes'] / 1e6:,.0f} MB, {sum(measured['seconds']):.0f} s",
                     flush=True,
                 )
-            save()
+                save()
+    return failed
 
 
 def describe_row(args, name, size, precision, settings, facts):
@@ -249,8 +257,9 @@ def main():
         if args.rounds:
             results["commands"].append(f"{time.strftime('%Y-%m-%d')}: {args.command}")
         args.output_dir.mkdir(parents=True, exist_ok=True)
+        failed = []
         if args.rounds or args.work_dir:
-            measure(args, work, results, lambda: data.write_text(json.dumps(results, indent=1) + "\n"))
+            failed = measure(args, work, results, lambda: data.write_text(json.dumps(results, indent=1) + "\n"))
     if not results["runs"]:
         return
     if importlib.util.find_spec("matplotlib"):
@@ -262,6 +271,8 @@ def main():
     write_page(results, page, picture)
     print("\n".join(targets_table(results)))
     print(f"{page}, {time.perf_counter() - started:.0f} s in all")
+    if failed:
+        sys.exit(f"error: these arms failed: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":

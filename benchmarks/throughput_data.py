@@ -35,7 +35,7 @@ DATA = {
         "flags": ["--shape", "examples", "--sequence_length", "512"],
         **{"global_batch": 128, "micro_batch": 8, "warmup": 1, "measured": 1, "arms": LM_ARMS},
         "medium": {"global_batch": 32},
-        "1b": {"global_batch": 512, "micro_batch": 64, "warmup": 3, "measured": 6},
+        "1b": {"global_batch": 512, "micro_batch": 64, "warmup": 3, "measured": 4},
     },
     "blocks": {
         "recipe": "lm",
@@ -44,7 +44,7 @@ DATA = {
         "arms": ("recipe", "plain", "tuned", "trainer", "sft"),
         "medium": {"global_batch": 8, "measured": 1},
         "1b": {"flags": ["--shape", "blocks", "--sequence_length", "4096"], "global_batch": 16, "micro_batch": 2}
-        | {"warmup": 3, "measured": 6},
+        | {"warmup": 3, "measured": 4},
         "8b": {"flags": ["--shape", "blocks", "--sequence_length", "4096"], "global_batch": 8, "micro_batch": 2}
         | {"warmup": 2, "measured": 4, "more": ["--lora_rank", "16"], "arms": ("recipe", "sft")},
     },

@@ -50,7 +50,8 @@ def make_ready(model: PreTrainedModel) -> PreTrainedModel:
         from common.training import half_precision
 
         half_precision.follow_precision(model)
-    if not is_float32 or _has_dropout(model):
+    on_gpu = is_initialized() and AcceleratorState().device.type == "cuda"
+    if not on_gpu and (not is_float32 or _has_dropout(model)):
         from common.models import cpu_kernels
 
         cpu_kernels.use_cpu_kernels(model)
