@@ -87,9 +87,8 @@ def test_a_step_stands_in_line_behind_the_copy(tmp_path):
         def synchronize(self):
             done.append("writing")
 
-    writer.copy.streams = types.SimpleNamespace(
-        Event=Event, current_stream=lambda: "computing", stream=torch.cpu.stream, Stream=Stream
-    )
+    streams = {"current_stream": lambda: "computing", "stream": torch.cpu.stream, "set_device": torch.cpu.set_device}
+    writer.copy.streams = types.SimpleNamespace(Event=Event, Stream=Stream, **streams)
     writer.copy.copy_stream = Stream()
     optimizer = start(writer, piece("weight/w", torch.zeros(4)))
     optimizer.step()

@@ -48,8 +48,9 @@ class HostCopy:
             self.hooked_optimizer = optimizer
         self.copy_stream.wait_stream(self.streams.current_stream())
         # In a thread that ends after the copy, because while a second thread has OpenMP threads, those of the training
-        # sleep instead of spinning, which makes every update a fifth longer.
-        executor = ThreadPoolExecutor(1)
+        # sleep instead of spinning, which makes every update a fifth longer. Without a device of its own, it would
+        # allocate a CUDA context on GPU 0 in each process.
+        executor = ThreadPoolExecutor(1, "checkpoint copy", self.streams.set_device, (self.device.index or 0,))
         copying = self.copying = executor.submit(self._copy, header, *kept)
         executor.shutdown(wait=False)
         if self.device.type not in ("cpu", "cuda"):  # other devices have no streams here

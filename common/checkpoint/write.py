@@ -35,7 +35,9 @@ class Writer:
         self.ranks, self.device, self.keep_last, self.keep_best = ranks, device, keep_last, keep_best
         self.model_files: dict[str, bytes] = {}  # on rank 0: files that the export needs besides the weights
         self.corrupted: set[Path] = set()  # checkpoints that were skipped on resume
-        self.pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        # Otherwise, the thread of each process would use GPU 0, and allocate a CUDA context there.
+        set_device = torch.cuda.set_device if device.type == "cuda" else torch.cpu.set_device
+        self.pool = ThreadPoolExecutor(1, "checkpoint", set_device, (device.index or 0,))
         self.is_awaited = threading.Event()  # set if a caller waits for the write, so that the thread does not pause
         self.writing: Future | None = None  # write of this rank's files, until all ranks know that all are written
         self.committing: Future | None = None  # on rank 0: manifest, rename, removal of older checkpoints
