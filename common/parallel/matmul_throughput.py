@@ -1,4 +1,4 @@
-"""Measures matmul throughput. Each measurement needs a tenth of a second."""
+"""Measures matmul throughput. A measurement needs a tenth of a second on a CPU, half a second on a GPU."""
 
 import time
 from functools import cache
@@ -6,18 +6,23 @@ from functools import cache
 import torch
 
 FEWEST_PARAMETERS = 5_000_000  # on a CPU, smaller models spend too little time in matmuls
-SIZE = {"cpu": 768, "cuda": 4096}
+SIZE, SECONDS = {"cpu": 768, "cuda": 8192}, {"cpu": 0.1, "cuda": 0.5}
 
 
 @cache
 def multiplication_rate(device: torch.device, precision: str) -> float:
     """Returns FLOP/s of a square matmul of `SIZE[device.type]` in one precision; measured once per process."""
-    size = SIZE[device.type]
-    a, b = torch.ones(2, size, size, dtype=dtypes(device)[precision], device=device)
-    seconds: list[float] = []
-    while sum(seconds) < 0.1:
-        seconds.append(seconds_of(a, b))
-    return 2 * size**3 / min(seconds)
+    return 2 * SIZE[device.type] ** 3 / min(matmul_durations(device, precision, SECONDS[device.type]))
+
+
+def matmul_durations(device: torch.device, precision: str, seconds: float) -> list[float]:
+    """Returns durations of a matmul, for `seconds` seconds. Random numbers, because a GPU clocks constants higher."""
+    own = {"device": device, "generator": torch.Generator(device)}  # so that the run's RNG states stay the same
+    a, b = torch.randn(2, SIZE[device.type], SIZE[device.type], dtype=dtypes(device)[precision], **own)
+    durations: list[float] = []
+    while sum(durations) < seconds:
+        durations.append(seconds_of(a, b))
+    return durations
 
 
 def has_rate(device: torch.device, precision: str) -> bool:
@@ -33,8 +38,10 @@ def dtypes(device: torch.device) -> dict[str, torch.dtype]:
 
 def seconds_of(a: torch.Tensor, b: torch.Tensor) -> float:
     """Returns the duration of a @ b in seconds."""
+    if a.is_cuda:
+        from common.parallel.gpu_timing import mean_seconds
+
+        return mean_seconds(a, b)
     start = time.perf_counter()
-    product = a @ b
-    if product.is_cuda:
-        torch.cuda.synchronize()
+    a @ b
     return time.perf_counter() - start

@@ -6,8 +6,8 @@ On a CPU with AMX or AVX512-BF16, bf16 is several times as fast as float32, on a
 since Ampere support bf16, since Volta fp16.
 """
 
+import statistics
 import sys
-import time
 
 import torch
 
@@ -16,8 +16,8 @@ from common.parallel.matmul_throughput import (
     SIZE,
     dtypes,
     has_rate,
+    matmul_durations,
     multiplication_rate,
-    seconds_of,
 )
 
 # Minimum ratio of matmul throughputs. Below it, the full update is not faster, because only its matmuls speed up.
@@ -33,21 +33,13 @@ def multiplication_rates(device: torch.device) -> dict[str, float]:
 
 
 def sustained_rates(device: torch.device, seconds: float) -> dict[str, float]:
-    """Returns FLOP/s by precision, each measured on random numbers for `seconds` seconds, after a warm-up matmul.
+    """Returns FLOP/s by precision, each the mean over `seconds` seconds.
 
     This includes effects that short measurements miss: a hot or power-limited GPU, and other programs on the device.
     """
-    size = SIZE[device.type]
-    rates = {}
-    for name, dtype in dtypes(device).items():
-        a, b = torch.randn(2, size, size, device=device).to(dtype)
-        seconds_of(a, b)
-        num, start = 0, time.perf_counter()
-        while (passed := time.perf_counter() - start) < seconds:
-            seconds_of(a, b)
-            num += 1
-        rates[name] = num * 2 * size**3 / passed
-    return rates
+    measured = {name: matmul_durations(device, name, seconds) for name in dtypes(device)}
+    flops = 2 * SIZE[device.type] ** 3
+    return {name: flops / statistics.fmean(durations[1:] or durations) for name, durations in measured.items()}
 
 
 def fastest(rates: dict[str, float], running: str) -> str:
