@@ -141,8 +141,8 @@ def _add_run(parser: ArgumentParser) -> None:
     add("--eval_every", about + "0: only at the end", type=updates_or_epochs, default=0, metavar="N")
     about = "stop after N consecutive evaluations without a lower validation loss"
     add("--patience", about, type=positive, metavar="N")
-    about = "seconds to wait for all processes to connect at startup"
-    add("--connect_timeout", about, type=positive_float, default=60.0, metavar="SECONDS")
+    about = "seconds to wait for all processes to connect at startup (default: 60 on CPU, 300 on GPU)"
+    add("--connect_timeout", about, type=positive_float, metavar="SECONDS")
     about = f"trackers that also receive the metrics: {', '.join(LOGGER_TYPE_TO_CLASS)}"
     add("--report_to", about, nargs="+", default=[], metavar="TRACKER")
 

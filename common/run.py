@@ -97,7 +97,6 @@ class Run:
         argument_checks.check_samples(self.args, self.traits, train_set, held_out, self.launch_config.degrees)
         self.make_empty = cache(partial(adapters.empty_base, self.args, config, model_class))
         refuse(launch_checks.check_model(self.launch_config, config, model_class, self.make_empty))
-        connect.check_space(self.launch_config, lambda: [p.numel() for p in self.make_empty().parameters()])
         identity = identify(self.args, self.accelerator, config, tokenizer, train_set, held_out, *own_flags)
         self.resumed, self.state = self.checkpoints.find(identity, self.traits.size_flags), TrainingState()
         if self.resumed is not None:

@@ -35,7 +35,8 @@ class Hosts:
     def __init__(self):
         self.id = f"h{os.getpid() % 100000}"
         self.names = [f"{self.id}n0", f"{self.id}n1"]
-        self.ips = ["10.83.0.1", "10.83.0.2"]
+        # Above 127.0.0.1, because of two ranks, gloo lets the one with the higher address connect to the other.
+        self.ips = ["192.168.83.1", "192.168.83.2"]
         for host in (0, 1):
             self._ip("netns", "add", self.names[host])
         try:
@@ -53,8 +54,10 @@ class Hosts:
     def _ip(*words):
         subprocess.run(["ip", *words], check=True, capture_output=True)
 
-    def command(self, host, *command):
-        named = ["unshare", "--uts", "sh", "-c", 'hostname "$1"; shift; exec "$@"', "-", f"host{host}"]
+    def command(self, host, *command, names="/etc/hosts"):
+        """names: the file that is this host's /etc/hosts."""
+        named = 'hostname "$1"; mount --bind "$2" /etc/hosts; shift 2; exec "$@"'
+        named = ["unshare", "--uts", "--mount", "sh", "-c", named, "-", f"host{host}", names]
         return ["ip", "netns", "exec", self.names[host], *named, *map(str, command)]
 
     def plug(self, state):
@@ -77,14 +80,17 @@ def hosts():
     found.close()
 
 
-def launchers(run, hosts, config, *recipe, ranks=(0, 1), options=((), ()), ip=None, port=None, before=None, **kwargs):
+def launchers(
+    run, hosts, config, *recipe, ranks=(0, 1), options=((), ()), ip=None, port=None, before=None, names=None, **kwargs
+):
     """`accelerate launch` with a shipped config on each host; `before`: in its place, what ends with these words."""
     given = ["--mixed_precision", "no", "--main_process_ip", ip or hosts.ips[0], "--main_process_port"]
     given += [port or free_port(), "--machine_rank"]
     for host, rank in enumerate(ranks):
         command = launch_command(config, *given, rank, *options[host])
         command = [*before, *command[1:]] if before else quickly(command)
-        run.start(hosts.command(host, *command, *recipe), **{name: values[host] for name, values in kwargs.items()})
+        command = hosts.command(host, *command, *recipe, names=names[host] if names else "/etc/hosts")
+        run.start(command, **{name: values[host] for name, values in kwargs.items()})
 
 
 def training(functions_file, out, *more):
@@ -106,6 +112,19 @@ def test_two_hosts_make_the_update_of_one(config, hosts, reference, functions_fi
     settings = json.loads((out / "run.json").read_text())
     assert (settings["mode"], settings["world_size"]) == (CONFIGS[config], 2)
     assert_is_the_run_of(reference, out)
+
+
+def test_hosts_whose_own_names_lead_to_themselves_connect(hosts, functions_file, tmp_path):
+    """As in Debian's /etc/hosts. Control: the test below, in which gloo takes the loopback interface."""
+    names = [tmp_path / "hosts0", tmp_path / "hosts1"]
+    for host, path in enumerate(names):
+        path.write_text(f"127.0.0.1 localhost\n127.0.1.1 host{host}\n{hosts.ips[1 - host]} host{1 - host}\n")
+    small = ["--sequence_length", 64, "--num_updates", 2, "--connect_timeout", 20]
+    with Run(tmp_path) as run:
+        recipe = training(functions_file, tmp_path / "run", *small)
+        launchers(run, hosts, "multi_node", *recipe, ip="host0", names=names, before=[BIN / "accelerate"])
+        assert run.wait(200) == [0, 0], run.output(0) + run.output(1)
+    assert len(read_metrics(tmp_path / "run")) == 2
 
 
 @pytest.mark.parametrize("fault", ["killed", "cut"])
@@ -178,7 +197,7 @@ MEETINGS = {
     "no address": (
         [0, 1],
         SAME,
-        r"10.83.0.9 does not lead to this machine, host0|host host1 did not reach machine rank 0 at 10.83.0.9",
+        r"192.168.83.9 does not lead to this machine, host0|host host1 did not reach machine rank 0 at 192.168.83.9",
     ),
 }
 
@@ -186,7 +205,7 @@ MEETINGS = {
 @pytest.mark.parametrize("case", MEETINGS)
 def test_hosts_that_do_not_meet_are_told_in_one_line(case, hosts, tmp_path):
     ranks, options, pattern = MEETINGS[case]
-    port, ip = free_port(), "10.83.0.9" if case == "no address" else None
+    port, ip = free_port(), "192.168.83.9" if case == "no address" else None
     with Run(tmp_path) as run:
         num_other = 0
         if case in ("port in use", "another program"):

@@ -1,7 +1,6 @@
 """Synchronises outcomes over ranks: if a rank fails, all ranks stop."""
 
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,11 @@ class Agreement:
         self.output_dir = output_dir
         self.needed = 0  # bytes of the current save, over all ranks
         self.rank, self.world = accelerator.process_index, accelerator.num_processes
-        self.group = None  # a CPU group, so that no operation waits for the GPU
-        if self.world > 1:  # a long timeout, because other ranks wait while a rank removes an old run or writes
-            self.group = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=1))
+        self.group = None
+        if self.world > 1:
+            from common.parallel.process_groups import host_group
+
+            self.group = host_group()
 
     @property
     def directory(self) -> Path:

@@ -3,7 +3,6 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,24 +20,10 @@ from common.training.process_grid import running, set_running
 logger = main_logger(__name__)
 
 
-def check_space(launch: Launch, parameter_sizes: Callable[[], list[int]]) -> None:
-    """Checks, before the model is built, that the files and buffers of DeepSpeed's NVMe offload are large enough.
-
-    Args:
-        parameter_sizes: returns the number of elements of each parameter.
-
-    Raises UserError: one line per path with too little space, or one line if the configured buffers are too small.
-    """
-    if launch.mode == "DeepSpeed":
-        from common.parallel import deepspeed_space
-
-        deepspeed_space.check_space(launch, parameter_sizes)
-
-
 def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs: Any) -> Accelerator:
     """Returns the Accelerator of the requested launch; call `check_launch` first. `kwargs` are passed to `Accelerator`.
 
-    Processes wait for each other for at most `args.connect_timeout` seconds. If a process dies afterwards, all others
+    Processes wait for each other for at most `--connect_timeout` seconds. If a process dies afterwards, all others
     end too.
 
     Raises UserError: mode, world size or precision of this run differ from the request.
@@ -53,9 +38,9 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs: Any) ->
     if started_world_size() > 1:
         from common.parallel import rank_connection, rank_watch
 
-        rank_watch.start(args.connect_timeout, launch.degrees)
-        rank_connection.name_interface()
-        connecting = rank_connection.connecting(args.connect_timeout)
+        timeout = args.connect_timeout or rank_connection.default_timeout(launch)
+        rank_watch.start(timeout, launch.degrees)
+        connecting = rank_connection.connecting(timeout)
     if launch.mode in ("FSDP", "DeepSpeed"):
         from common.parallel.sharding import ShardedLaunch
 
@@ -72,10 +57,11 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs: Any) ->
         accelerator = Accelerator(**kwargs)
         set_running(launch.degrees)
         if running_mode(accelerator) != "plain":
-            from common.parallel.process_groups import AveragedByPeers
+            from common.parallel.process_groups import AveragedByPeers, host_group
 
             # DDP: gradients are views of the communication buckets, without memory of their own.
             accelerator.ddp_handler = AveragedByPeers(gradient_as_bucket_view=True)
+            host_group()
         accelerator.wait_for_everyone()  # NCCL connects at the first collective
     _check_accelerator(launch, accelerator)
     if sharded is not None:

@@ -13,7 +13,12 @@ from common.parallel.launch import Launch
 
 
 def check_space(launch: Launch, parameter_sizes: Callable[[], list[int]]) -> None:
-    """Implements `connect.check_space`: checks the disk space, and sets the buffer size."""
+    """Checks, before the model is built, that the files and buffers of the NVMe offload are large enough.
+
+    Sets the size of the buffers. parameter_sizes: returns the number of elements of each parameter.
+
+    Raises UserError: one line per path with too little space, or one line if the configured buffers are too small.
+    """
     check_nvme_space(launch.deepspeed_config, parameter_sizes, launch.num_machines)
     plugin = AcceleratorState().deepspeed_plugin
     if size_nvme_buffers(plugin.deepspeed_config, parameter_sizes, launch.num_processes):

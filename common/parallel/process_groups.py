@@ -1,6 +1,7 @@
 """Groups of ranks that exchange or sum tensors with each other."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cache
 
 import torch.distributed as dist
@@ -42,6 +43,17 @@ def group_of(members: Callable[[Degrees, int], list[int]]) -> dist.ProcessGroup:
     all_groups = dict.fromkeys(tuple(members(running(), rank)) for rank in range(dist.get_world_size()))
     made = {ranks: dist.new_group(list(ranks)) for ranks in all_groups}  # every rank must create all groups
     return next(group for ranks, group in made.items() if dist.get_rank() in ranks)
+
+
+@cache
+def host_group() -> dist.ProcessGroup | None:
+    """Returns a gloo group of all ranks, whose operations do not wait for a GPU; None for a single process.
+
+    All ranks make the first call together, within the time limit of the start. Later operations have a long limit,
+    because other ranks wait while a rank removes an old run or writes; `rank_watch` detects ranks that die.
+    """
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+    return None if is_alone else dist.new_group(backend="gloo", timeout=timedelta(days=1))
 
 
 class AveragedByPeers(DistributedDataParallelKwargs):

@@ -1,5 +1,6 @@
 """Network interface and time limit while the ranks of a launch with several processes connect."""
 
+import ipaddress
 import os
 import socket
 import threading
@@ -12,28 +13,55 @@ import torch.distributed as dist
 from common.errors import UserError
 from common.parallel import liveness
 from common.parallel.failures import LOST_STATUS, exit_now
-from common.parallel.launch import started_world_size
+from common.parallel.launch import Launch, runs_on_cpu, started_world_size
+
+
+def default_timeout(launch: Launch) -> float:
+    """Returns the default of --connect_timeout, in seconds.
+
+    With GPUs, a machine may import torch in 16 processes at once, from a file system that many machines share.
+    """
+    return 60.0 if runs_on_cpu(launch) else 300.0
 
 
 def name_interface() -> None:
-    """With several machines, sets gloo's network interface to one that reaches the main machine, unless already set.
+    """With several machines, sets gloo's network interface to one that connects them, unless already set.
 
     By default, gloo uses the address to which the host's name resolves, which on many systems is a loopback address.
+    MASTER_ADDR may be this name too. The main machine then uses the interface that leads to a different machine.
     """
     if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == started_world_size() or "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    family, kind, _, _, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)  # UDP: sends nothing, but selects the route
-        mine = probe.getsockname()[0]
+    remote = liveness.decided_by_main("remote address", _remote_address)
+    mine = _own_address(os.environ["MASTER_ADDR"])
+    if remote is not None and ipaddress.ip_address(mine).is_loopback:
+        mine = _own_address(remote)
     for name, addresses in psutil.net_if_addrs().items():
         if mine in [interface.address.split("%")[0] for interface in addresses]:
             os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
+def _own_address(other: str) -> str:
+    """Returns the address of this host on the route to a different host."""
+    family, kind, _, _, address = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # UDP: sends nothing, but selects the route
+        return probe.getsockname()[0].split("%")[0]
+
+
+def _remote_address() -> str | None:
+    """Returns the address from which a rank has connected to rank 0 over a network; None if all are on this host."""
+    for connection in liveness.watch.peers:
+        with socket.socket(fileno=os.dup(connection.fileno())) as connected:
+            address = connected.getpeername()[0].removeprefix("::ffff:")  # IPv4 on a socket for both versions
+        if not ipaddress.ip_address(address.split("%")[0]).is_loopback:
+            return address
+    return None
+
+
 @contextmanager
 def connecting(timeout: float) -> Iterator[None]:
-    """Limits the calls in the block, which create the process group, to `timeout` seconds.
+    """Names gloo's interface; limits the calls in the block, which create process groups, to `timeout` seconds.
 
     Raises UserError: the processes cannot connect.
     """
@@ -44,6 +72,7 @@ def connecting(timeout: float) -> Iterator[None]:
     line = f"{subject} within {timeout:g} s; {fix}, or raise --connect_timeout"
     try:
         with at_most(timeout, [line] if watch.rank == watch.first_here else []):
+            name_interface()
             yield
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "connect" not in str(error):

@@ -34,7 +34,7 @@ from common.parallel import liveness, rank_watch
 from common.parallel.launch import Launch, find_launch, runs_on_cpu, started_world_size
 from common.parallel.precision_choice import sustained_rates
 from common.parallel.process_checks import check_started
-from common.parallel.rank_connection import at_most, connecting, name_interface
+from common.parallel.rank_connection import at_most, connecting, default_timeout
 from common.parallel.shutdown import leave_together, user_mistakes_end_here
 from common.training.process_grid import Degrees
 from common.versions import versions
@@ -91,7 +91,6 @@ def connect(launch: Launch, timeout: float) -> torch.device:
     liveness.reset()
     if started_world_size() > 1:
         rank_watch.start(timeout, Degrees(launch.num_processes))
-    name_interface()
     device = torch.device("cpu")
     if torch.cuda.is_available() and not runs_on_cpu(launch):
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -239,7 +238,8 @@ def measure(args: argparse.Namespace, launch: Launch) -> dict[str, Any] | None:
 
     All ranks start each phase together.
     """
-    device = connect(launch, args.connect_timeout)
+    timeout = args.connect_timeout or default_timeout(launch)
+    device = connect(launch, timeout)
     rank, is_alone = int(os.environ.get("RANK", 0)), launch.num_processes == 1
     local_rank = 0 if is_alone else int(os.environ["LOCAL_RANK"])
     if local_rank == 0:  # first rank of its machine; an error on this rank ends the others too
@@ -256,7 +256,7 @@ def measure(args: argparse.Namespace, launch: Launch) -> dict[str, Any] | None:
     if local_rank == 0:  # all ranks of a machine use the same disk
         mine["disk"] = measure_disk(directory)
     dist.barrier()
-    links = measure_links(device, args.connect_timeout)
+    links = measure_links(device, timeout)
     everything: list[Any] | None = [None] * launch.num_processes if rank == 0 else None
     dist.gather_object((mine, links), everything)
     if everything is None:
@@ -272,10 +272,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     about = "future location of checkpoints on each machine, or below an existing directory (default: %(default)s)"
     parser.add_argument("--directory", type=Path, default=Path("runs"), metavar="DIR", help=about)
     parser.add_argument("--json", type=Path, metavar="FILE", help="file to which the results are written too")
-    about = "time limit for connecting, and for each pair of ranks (default: %(default)s)"
-    parser.add_argument("--connect_timeout", type=float, default=60.0, metavar="SECONDS", help=about)
+    about = "time limit for connecting, and for each pair of ranks (default: 60 on CPU, 300 on GPU)"
+    parser.add_argument("--connect_timeout", type=float, metavar="SECONDS", help=about)
     args = parser.parse_args(argv)
-    if not args.connect_timeout > 0:
+    if args.connect_timeout is not None and not args.connect_timeout > 0:
         raise UserError(f"--connect_timeout {args.connect_timeout:g} is not above 0; pass seconds")
     if args.json and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
         raise UserError(f"--json {args.json}: name a file in an existing directory")
