@@ -17,6 +17,7 @@ from accelerate.utils import broadcast_object_list, reduce
 
 from common.checkpoint.host_copy import free_copy
 from common.host_memory import left_to_all, left_to_one
+from common.parallel.process_groups import host_group
 from common.peak_memory import most_resident
 from common.report.earlier_starts import read_earlier
 from common.report.records import write_run
@@ -51,6 +52,7 @@ def start_budget(run: Any, longest: int) -> TokenBudget | None:
         longest,
         is_known=bool(history),
         can_free_more=lambda: run.checkpoints.writer.holds_copy,
+        host_group=host_group(),
     )
     run.args.micro_batch_tokens = budget.tokens = budget.at(run.state.update)
     if run.args.dry_run:
@@ -78,6 +80,7 @@ def batches_with_oom_retry(run: Any) -> Generator[GlobalBatch, None, None]:
 def _trials(run: Any, budget: TokenBudget, update: int) -> Iterator[GlobalBatch]:
     """Yields the trial batches; then sets the budget for `update` and later updates."""
     budget.is_trial = True
+    budget.connect()
     # Reserves the memory of the optimizer state, which the first step allocates only after the trials.
     trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
     size = 0 if run.optimizer.state else OPTIMIZERS[run.args.optimizer].state_bytes * trained
@@ -178,9 +181,9 @@ def _has_room(run: Any, resident: int) -> bool:
 
 
 def _recover(run: Any, budget: TokenBudget, update: int) -> None:
-    """After an update that ran out of memory: frees the copy of a pending save; if there is none, halves the budget."""
+    """After an update that ran out of memory: halves the budget, or frees the copy of a pending save in host memory."""
     before = budget.tokens
-    is_freed = free_copy(run.checkpoints.writer)
+    is_freed = budget.is_host_short and free_copy(run.checkpoints.writer)
     if not is_freed:
         budget.set_from(update, max(budget.longest, before // 2))
         _set_tokens(run, budget.tokens)

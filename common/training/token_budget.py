@@ -2,15 +2,16 @@
 
 An update whose forward or backward pass ran out of memory on any rank is retried: its gradients are dropped, the same
 samples are split into smaller micro-batches, and the RNG states are restored. So the update is the same as in a run
-with the smaller budget. If a checkpoint in progress holds a copy of the state, only the copy is freed instead.
+with the smaller budget. If host memory ran out while a checkpoint in progress holds a copy of the state, only the copy
+is freed instead.
 
-The ranks exchange out-of-memory errors in the collective of each update (`Run.all_finite`). Therefore forward and
-backward must not communicate: gradients are averaged after the last backward (`average_gradients`), not during it.
+Forward and backward must not communicate, because a rank that ran out of memory leaves them: gradients are averaged
+after the last backward (`average_gradients`), and only if no rank has run out. The collective of the update
+(`Run.all_finite`) then reports which ranks have.
 """
 
 import argparse
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,10 +24,12 @@ from accelerate import Accelerator
 
 from common.internals.torch import divide_in_place
 from common.training.batching import GlobalBatch, GlobalBatches, Samples
-from common.training.out_of_memory import is_out_of_memory
+from common.training.out_of_memory import free_activations, is_out_of_memory, lacks_host_memory
 from common.training.padding import round_up
 
-NUM_FAILED, FAILED_RANK = "out_of_memory", "ranks_out_of_memory"  # names of the reduced values
+# Names of the reduced values.
+NUM_FAILED, FAILED_RANK, NUM_ON_HOST = "out_of_memory", "ranks_out_of_memory", "out_of_host_memory"
+BUCKET_BYTES = 25 << 20  # smaller gradients are averaged together, because each collective has a latency
 
 
 class TrialOver(Exception):
@@ -41,11 +44,13 @@ class TokenBudget:
     history: list[list[int]]  # pairs (first update, tokens)
     longest: int  # tokens of the longest sample, which is the minimum budget
     is_known: bool  # the budget comes from the resumed run
-    can_free_more: Callable[[], Any]  # whether the ranks can free more memory, instead of a smaller budget
+    can_free_more: Callable[[], Any]  # whether the ranks can free more host memory, instead of a smaller budget
+    host_group: dist.ProcessGroup | None = None  # all ranks, over gloo; None for a single process
     tokens: int = 0  # the current budget
     is_trial: bool = False  # whether the current batch is a trial, not an update
     seconds: float = 0.0  # duration of a trial's last micro-batch, forward and backward
     has_run_out: bool = False  # out of memory on this rank, in this update
+    is_host_short: bool = False  # this error, then those of all ranks, include one of the host's memory
     failed_ranks: str = ""  # the processes out of memory in this update; empty if none
 
     def at(self, update: int) -> int:
@@ -75,10 +80,12 @@ class TokenBudget:
         try:
             yield
         except Exception as error:
-            if not is_out_of_memory(error) or (self.tokens <= self.longest and not self.can_free_more()):
+            on_host = lacks_host_memory(error, self.accelerator.device)
+            is_last = self.tokens <= self.longest and not (on_host and self.can_free_more())
+            if is_last or not is_out_of_memory(error):
                 raise
-            traceback.clear_frames(error.__traceback__)  # the frames hold the activations
-            self.has_run_out = True
+            free_activations(error)
+            self.has_run_out, self.is_host_short = True, on_host
         if self.has_run_out:
             self.accelerator.sync_gradients = True  # otherwise the optimizer would keep the gradients
             if self.accelerator.device.type == "cuda":
@@ -89,7 +96,7 @@ class TokenBudget:
         device, scaler = self.accelerator.device, self.accelerator.scaler
         state, scale = torch.get_rng_state(), scaler and scaler.state_dict()
         gpu_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self.has_run_out, self.failed_ranks = False, ""
+        self.has_run_out, self.is_host_short, self.failed_ranks = False, False, ""
         yield batch
         if self.drops_update:
             torch.set_rng_state(state)
@@ -136,35 +143,76 @@ class TokenBudget:
 
     def values_to_reduce(self) -> dict[str, float]:
         """Returns the values that are summed over the ranks together with the loss of an update."""
-        return {NUM_FAILED: self.has_run_out, FAILED_RANK: self.has_run_out * self.accelerator.process_index}
+        rank = self.has_run_out * self.accelerator.process_index
+        return {NUM_FAILED: self.has_run_out, FAILED_RANK: rank, NUM_ON_HOST: self.is_host_short}
 
     def note_out_of_memory(self, reduced: dict[str, Any]) -> bool:
         """Records which ranks ran out of memory, by the sums of `values_to_reduce`; returns `drops_update`."""
         number, rank = reduced.pop(NUM_FAILED), reduced.pop(FAILED_RANK)
+        self.is_host_short = reduced.pop(NUM_ON_HOST) > 0
         self.failed_ranks = "" if not number else f"process {rank:.0f}" if number == 1 else f"{number:.0f} processes"
         return self.drops_update
 
+    def connect(self) -> None:
+        """Makes a large sum over the ranks, for which NCCL allocates its buffers; before a trial measures memory."""
+        if self.accelerator.num_processes > 1:
+            dist.all_reduce(torch.zeros(BUCKET_BYTES, dtype=torch.uint8, device=self.accelerator.device))
+
     def average_gradients(self, model: torch.nn.Module) -> None:
-        """Averages the gradients over the ranks, as DDP does during a backward."""
-        trained = [p for p in model.parameters() if p.requires_grad]
-        missing = [p for p in trained if p.grad is None]
-        if self.has_run_out and len(missing) == len(trained):  # fp16's loss scale needs at least one gradient
-            smallest = min(trained, key=torch.Tensor.numel)
-            smallest.grad = torch.zeros_like(smallest)
-        if self.accelerator.num_processes == 1:
+        """Averages the gradients over the ranks, as DDP does during a backward; not if a rank ran out of memory."""
+        trained, buckets = [p for p in model.parameters() if p.requires_grad], []
+        with self.catch_out_of_memory():  # all that is allocated, before the ranks decide
+            if self.accelerator.num_processes > 1 and not self.has_run_out:
+                for p in trained:
+                    if p.grad is None:
+                        p.grad = torch.zeros_like(p)
+                buckets = list(split_into_buckets([p.grad for p in trained if p.grad is not None]))
+                sizes = [sum(gradient.nbytes for gradient in bucket) for bucket in buckets if len(bucket) > 1]
+                buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=self.accelerator.device)
+        if self._has_any_run_out():
+            if all(p.grad is None for p in trained):  # fp16's loss scale needs at least one gradient
+                smallest = min(trained, key=torch.Tensor.numel)
+                smallest.grad = torch.zeros_like(smallest)
             return
-        # A rank out of memory must still join the collectives. Its sums will be dropped, so they share one buffer.
-        largest = max((p.numel() for p in missing), default=0) if self.has_run_out else 0
-        buffer = torch.zeros(largest, device=self.accelerator.device)
-        handles = []
-        for p in trained:
-            if p.grad is None and not self.has_run_out:
-                p.grad = torch.zeros_like(p)
-            gradient = buffer[: p.numel()].view_as(p) if p.grad is None else p.grad
-            handles.append(dist.all_reduce(gradient, async_op=True))
-        for handle in handles:
-            handle.wait()
-        divide_in_place([p.grad for p in trained if p.grad is not None], self.accelerator.num_processes)
+        for bucket in buckets:
+            sum_bucket(bucket, buffer)
+            divide_in_place(bucket, self.accelerator.num_processes)
+
+    def _has_any_run_out(self) -> bool:
+        """Returns whether any rank has run out of memory in this update. Waits for the hosts of all ranks only."""
+        number = torch.tensor(float(self.has_run_out))
+        if self.accelerator.num_processes > 1:
+            dist.all_reduce(number, group=self.host_group)
+        return bool(number)
+
+
+def split_into_buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yields consecutive tensors of one dtype and at most BUCKET_BYTES; a larger tensor is in a bucket of its own."""
+    bucket: list[torch.Tensor] = []
+    for tensor in tensors:
+        size = sum(other.nbytes for other in (*bucket, tensor))
+        if bucket and (size > BUCKET_BYTES or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
+def sum_bucket(bucket: list[torch.Tensor], buffer: torch.Tensor) -> None:
+    """Sums tensors of one dtype over the ranks, in one collective, without further memory than `buffer`, of bytes."""
+    if len(bucket) == 1:
+        dist.all_reduce(bucket[0])
+        return
+    flat = buffer[: sum(tensor.nbytes for tensor in bucket)].view(bucket[0].dtype)
+    parts = [
+        part.view(tensor.shape) for part, tensor in zip(flat.split([t.numel() for t in bucket]), bucket, strict=True)
+    ]
+    for part, tensor in zip(parts, bucket, strict=True):
+        part.copy_(tensor)
+    dist.all_reduce(flat)
+    for part, tensor in zip(parts, bucket, strict=True):
+        tensor.copy_(part)
 
 
 def longest_samples(samples: Samples, number: int) -> np.ndarray:
