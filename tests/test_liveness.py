@@ -90,6 +90,17 @@ def test_a_stopped_rank_0_is_named_but_not_a_launch_that_was_stopped(functions_f
         wait_until(lambda: named(tmp_path, 0, "stopped answering"))
 
 
+@pytest.mark.parametrize(
+    "holds", [{"hold_lock_in_profile": [0, 9]}, {"hold_lock": [0, 5, 9]}], ids=["profile", "control"]
+)
+def test_a_process_that_reads_its_profile_is_not_lost(holds, functions_file, tmp_path):
+    """It holds Python's lock. Control: it holds it for as long in an update."""
+    given = flags(functions_file, tmp_path / "run", "--num_updates", 7, "--profile")
+    result = run_two(tmp_path, given, silence=5, **holds)
+    lost = re.findall(LINE.format(rank=0, what="stopped answering"), result.stderr)
+    assert (result.returncode == 0, len(lost)) == ((True, 0) if "hold_lock_in_profile" in holds else (False, 1))
+
+
 def test_without_a_limit_a_stopped_process_is_waited_for(functions_file, tmp_path):
     """The control."""
     with launched(tmp_path, functions_file, silence="inf") as launcher:

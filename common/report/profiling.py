@@ -24,7 +24,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +35,7 @@ import torch
 from torch.profiler import profile, record_function, schedule
 
 from common.internals.torch import SCHEDULED_BACKWARD
+from common.parallel import liveness
 from common.report.records import read_run, write_run
 from common.training.batching import GlobalBatch
 
@@ -64,12 +65,26 @@ def profiled(run: Any, batches: Generator[GlobalBatch, None, None]) -> Generator
                     done += 1
                     if run.device.type == "cuda":  # so that kernels belong to the update that launched them
                         torch.cuda.synchronize(run.device)
-                    profiler.step()
+                    with _without_heartbeats() if done == WARMUP + RECORDED else nullcontext():
+                        profiler.step()
             except GeneratorExit:
                 profiler.on_trace_ready = None
                 run.accelerator.print("--profile: stopped before three updates were recorded; no trace is written")
                 raise
         yield from batches
+
+
+@contextmanager
+def _without_heartbeats() -> Iterator[None]:
+    """Context in which a rank without heartbeats is not lost; all ranks enter and leave it together.
+
+    Stopping the profiler and reading a trace hold Python's lock, for half a minute in a million operators.
+    """
+    liveness.wait_for_all()
+    liveness.in_loop = False
+    yield
+    liveness.wait_for_all()
+    liveness.in_loop = True
 
 
 def _named_phases(run: Any) -> ExitStack:

@@ -93,6 +93,13 @@ def hold_lock(at):
     before_reduce(lambda _, update: at[:2] == [RANK, update] and ctypes.PyDLL(None).sleep(at[2]))
 
 
+def hold_lock_in_profile(at):
+    """One process holds Python's lock when it has recorded its profile: `at` is [rank, seconds]."""
+    from common.report import profiling  # which most runs do not load
+
+    before(profiling, "_write", lambda *_: RANK == at[0] and ctypes.PyDLL(None).sleep(at[1]))
+
+
 def broken_steps(names):
     """Functions that raise an error: of each the name of its module and its own; on one rank if `RANK:` is in front."""
     for name in names:
