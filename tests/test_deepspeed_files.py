@@ -332,6 +332,25 @@ def test_numbers_where_tokens_cut_the_batch_are_refused():
     assert check_deepspeed(config | {"gradient_accumulation_steps": 1}, args, "no", Degrees(2)) == problems[:1]
 
 
+@pytest.mark.parametrize(
+    ("stage", "overlaps", "flags", "warns"),
+    [
+        (1, True, ["--compile"], 1),
+        (2, True, ["--compile"], 1),
+        (3, True, ["--compile"], 0),
+        (2, False, ["--compile"], 0),
+    ]
+    + [(2, True, [], 0)],
+)
+def test_overlapped_sums_of_a_compiled_backward_are_warned_of(stage, overlaps, flags, warns):
+    """Controls: each of the three alone, and the shipped files."""
+    zero = zero_section(stage, offload=False, overlap_comm=overlaps)
+    settled = settle_deepspeed({"zero_optimization": zero}, recipe_arguments(*FLAGS, *flags), "no", Degrees(2))
+    assert len(settled.risky) == warns and not settled.problems
+    shipped = settle_deepspeed(f"ds_configs/zero{stage}.json", recipe_arguments(*FLAGS, *flags), "no", Degrees(2))
+    assert not shipped.risky
+
+
 def test_a_yaml_that_repeats_what_its_deepspeed_file_says_is_refused(tmp_path):
     section = {"deepspeed_config_file": "ds_configs/zero3.json", "zero_stage": 2}
     path = write_yaml(tmp_path / "c.yaml", deepspeed_config=section)

@@ -48,6 +48,7 @@ class Settled:
     filled: list[str] = field(default_factory=list)  # settings that were "auto" or absent, each with its source
     left: list[str] = field(default_factory=list)  # settings that were "auto" and now have DeepSpeed's defaults
     idle: list[str] = field(default_factory=list)  # settings without effect
+    risky: list[str] = field(default_factory=list)  # settings that may give wrong gradients, each with its fix
 
 
 def check_deepspeed(
@@ -84,7 +85,7 @@ def settle_deepspeed(
     _settle_optimizer(settled, args)
     _settle_scheduler(settled, args)
     _settle_precision(settled, mixed_precision, args.export_dtype)
-    _settle_zero(settled)
+    _settle_zero(settled, args.compile)
     _settle_others(settled)
     settled.left = list(_take_auto(settled.config))
     return settled
@@ -229,8 +230,14 @@ def _settle_precision(settled: Settled, mixed_precision: str, export_dtype: str 
             config.pop(name, None)  # Accelerate adds a section
 
 
-def _settle_zero(settled: Settled) -> None:
+def _settle_zero(settled: Settled, compiles: bool) -> None:
     zero = section_of(settled.config, "zero_optimization")
+    if compiles and zero.get("overlap_comm") is True and zero.get("stage") in (1, 2):
+        # A compiled backward writes gradients in several streams. DeepSpeed 0.19.8 waits for all of them only if the
+        # gradient is smaller than a bucket; earlier versions wait for one.
+        settled.risky.append(
+            "overlap_comm with --compile: DeepSpeed may sum a gradient before it is computed; set overlap_comm to false"
+        )
     width = [key for key in WIDTH_KEYS if zero.get(key.split(".")[1]) == "auto"]
     settled.filled += [f"{key.split('.')[1]} (the model's width)" for key in width]
     parameters = section_of(zero, "offload_param")

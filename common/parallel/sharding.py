@@ -86,8 +86,9 @@ class ShardedLaunch:
             config = self.launch.deepspeed_config
             source = config if isinstance(config, str) else self.launch.source
             accelerator.print(redact(describe_settled(source, self.settled)), flush=True)
-            if self.settled.idle and accelerator.is_main_process:
-                warnings.warn(f"{source}: no effect here: {', '.join(self.settled.idle)}", stacklevel=3)
+            idle = [f"no effect here: {', '.join(self.settled.idle)}"] if self.settled.idle else []
+            for warning in [*idle, *self.settled.risky] if accelerator.is_main_process else []:
+                warnings.warn(f"{source}: {warning}", stacklevel=3)
 
 
 def describe_sharding(accelerator: Accelerator) -> str:
