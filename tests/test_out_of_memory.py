@@ -1,5 +1,6 @@
 """What an out-of-memory error leaves behind, and how ranks average their gradients after one."""
 
+import re
 import types
 import weakref
 
@@ -148,5 +149,5 @@ def test_gradients_are_averaged_in_few_collectives_and_not_after_a_shortage(tmp_
     """The same bits as one collective per parameter, and no memory. Control: without a shortage, all are summed."""
     (tmp_path / "averages.py").write_text(AVERAGES)
     result = run([*launch_command("multi_cpu", "--mixed_precision", "no"), tmp_path / "averages.py"])
-    assert result.stdout.count("AVERAGED") == result.stdout.count("SKIPPED") == 2, told(result)
-    assert all(int(line.split()[1]) <= 8 for line in result.stdout.splitlines() if line.startswith("AVERAGED"))
+    counts = re.findall(r"AVERAGED (\d+)", result.stdout)  # the ranks print at once: their lines may be mixed
+    assert len(counts) == result.stdout.count("SKIPPED") == 2 and max(map(int, counts)) <= 8, told(result)
