@@ -12,17 +12,17 @@ from packaging.version import Version
 
 from common.errors import main_logger
 
-# The oldest and the newest tested version. requirements.txt pins the newest.
+# The oldest and the newest tested version. requirements.txt pins the newest that supports Python 3.11.
 TESTED = {
     "torch": ("2.11.0", "2.13.0"),
     "accelerate": ("1.15.0", "1.15.0"),
     "transformers": ("5.17.0", "5.23.0"),
-    "tokenizers": ("0.23.3", "0.23.3"),
+    "tokenizers": ("0.23.2", "0.23.3"),
     "datasets": ("5.2.0", "5.2.0"),
     "bitsandbytes": ("0.50.2", "0.50.2"),
     "peft": ("0.21.2", "0.21.2"),
     "deepspeed": ("0.19.8", "0.19.8"),
-    "numpy": ("2.4.6", "2.4.6"),
+    "numpy": ("2.4.6", "2.5.2"),
 }
 # Oldest working version of each package, and the attribute that earlier versions lack.
 OLDEST = {

@@ -13,6 +13,7 @@ from conftest import assert_refused, example_flags, read_metrics, results_of, ru
 from common.checkpoint.differences import differences
 from common.checkpoint.resume import begin_state
 from common.data.hub import fingerprint, identify_pretrained
+from common.versions import versions
 
 BATCH = ["--global_batch_size", 8, "--warmup_updates", 1, "--learning_rate", 1e-3]
 
@@ -149,6 +150,16 @@ def test_all_ranks_load_the_revision_that_rank_0_found(functions_file, model_dir
     (commit,) = {found[1] for found in asked if found}
     assert manifest_of(tmp_path / "run", 2)["identity"]["base"] == f"me/base@{commit}"
     assert (tmp_path / "home/hub/models--me--base/refs/main").is_file()  # a later run finds it without a hub
+
+
+def test_a_resume_names_the_versions_that_have_changed(functions_file, model_dir, tmp_path):
+    """Control: with the versions of the checkpoint it prints no such line."""
+    given = example_flags(functions_file, model_dir, tmp_path / "run", *BATCH, "--num_updates", 2, "--resume")
+    now = versions() | {"torch": "99.0", "accelerate": "98.0"}
+    result = run_specs("lm", [(given[:-1], {}), (given, {"pretend_versions": now}), (given, {})], tmp_path)
+    changed = [f"{name} {now[name]} instead of {versions()[name]}" for name in ("torch", "accelerate")]
+    lines = [line for line in result.stdout.splitlines() if line.startswith("versions differ")]
+    assert lines == [f"versions differ from the checkpoint's: {', '.join(changed)}; so updates may differ too"]
 
 
 def test_checkpoints_that_do_not_say_what_they_measured_are_read():

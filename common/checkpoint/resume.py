@@ -33,6 +33,7 @@ from common.files import lock_output_dir
 from common.parallel.connect import seed_everything
 from common.parallel.liveness import decided_by_main, wait_for_all
 from common.parallel.rank_store import is_soon
+from common.versions import versions
 
 
 def find_own(checkpoints: Any, identity: dict[str, Any], size_flags: Iterable[str]) -> Reader:
@@ -50,6 +51,10 @@ def find_own(checkpoints: Any, identity: dict[str, Any], size_flags: Iterable[st
         accelerator.print(line)
     check_is_own(reader, args, identity, size_flags)
     accelerator.print(f"resuming from {reader.directory}, after update {reader.manifest['update']}", flush=True)
+    saved, now = reader.manifest.get("versions", {}), versions()
+    if changed := [name for name in saved if name in now and now[name] != saved[name]]:
+        packages = ", ".join(f"{name} {now[name]} instead of {saved[name]}" for name in changed)
+        accelerator.print(f"versions differ from the checkpoint's: {packages}; so updates may differ too", flush=True)
     return reader
 
 
