@@ -17,8 +17,8 @@ def multiplication_rate(device: torch.device, precision: str) -> float:
 
 def matmul_durations(device: torch.device, precision: str, seconds: float) -> list[float]:
     """Returns durations of a matmul, for `seconds` seconds. Random numbers, because a GPU clocks constants higher."""
-    own = {"device": device, "generator": torch.Generator(device)}  # so that the run's RNG states stay the same
-    a, b = torch.randn(2, SIZE[device.type], SIZE[device.type], dtype=dtypes(device)[precision], **own)
+    size, own = SIZE[device.type], torch.Generator(device)  # so that the run's RNG states stay the same
+    a, b = torch.randn(2, size, size, generator=own, device=device, dtype=dtypes(device)[precision])
     durations: list[float] = []
     while sum(durations) < seconds:
         durations.append(seconds_of(a, b))
