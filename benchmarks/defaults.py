@@ -234,7 +234,7 @@ def main():
     work = args.work_dir.resolve()
     work.mkdir(parents=True, exist_ok=True)
     write_data(work)
-    cases = [CASES[0]._replace(updates=2, rates=CASES[0].rates[:2])] if args.quick else CASES
+    cases = [CASES[0]._replace(updates=2, rates=CASES[0].rates[:2], flags=("--generate", "4"))] if args.quick else CASES
     gigabytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     results = {
         "date": date.today().isoformat(),

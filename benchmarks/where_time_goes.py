@@ -154,12 +154,12 @@ def parts_of(events):
     return seconds
 
 
-def matrix_rate(dtype, device):
+def matrix_rate(dtype, device, repeats=40):
     """The most floating-point operations in a second that torch.mm reaches on square matrices."""
     best, end = 0.0, time.perf_counter() + 30
     for size in (1024, 1536, 2048):
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-        for _ in range(40):
+        for _ in range(repeats):
             started = time.perf_counter()
             torch.mm(a, b)
             if device == "cuda":
@@ -231,7 +231,7 @@ def main():
         for recipe in args.recipes:
             for precision in args.precisions:
                 found = measure(args, recipe, precision, work)
-                found["matrix_rate"] = matrix_rate(DTYPES[precision], device)
+                found["matrix_rate"] = matrix_rate(DTYPES[precision], device, 5 if args.size == "quick" else 40)
                 which = (recipe, precision, args.label)
                 others = [r for r in results["records"] if (r["recipe"], r["precision"], r["label"]) != which]
                 results["records"] = [*others, found]

@@ -298,15 +298,23 @@ def relative_difference(gradients, reference):
     return math.sqrt(difference / sum(b.square().sum() for b in reference))
 
 
-def specs_command(recipe, runs, directory, config="cpu", *options):
-    """A launch of several runs, one after the other: of each its flags, changes, and recipe if it is another."""
+def specs_script(recipe, runs, directory, name="specs"):
+    """The script and its argument for several runs, one after the other.
+
+    runs: of each its flags, changes, and recipe if it is another. name: of the file in `directory`.
+    """
     specs = [
         {"recipe": f"recipes/{(*own, recipe)[0]}.py", "flags": [str(flag) for flag in flags], "changes": changes}
         for flags, changes, *own in runs
     ]
-    path = Path(directory) / f"{recipe}-{Path(config).stem}.json"
+    path = Path(directory) / f"{name}.json"
     path.write_text(json.dumps(specs))
-    return [*launch_command(config, *options), "tests/run_recipe.py", path]
+    return [ROOT / "tests/run_recipe.py", path]
+
+
+def specs_command(recipe, runs, directory, config="cpu", *options):
+    """A launch of `specs_script`."""
+    return [*launch_command(config, *options), *specs_script(recipe, runs, directory, f"{recipe}-{Path(config).stem}")]
 
 
 def run_specs(recipe, runs, directory, config="cpu", *options, check=True, **env):

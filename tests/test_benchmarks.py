@@ -9,7 +9,7 @@ import statistics
 import sys
 
 import pytest
-from conftest import BIN, ROOT, run, without
+from conftest import BIN, ROOT, quick_python, run, without
 
 sys.path.append(str(ROOT / "benchmarks"))
 
@@ -200,18 +200,25 @@ def test_the_page_of_the_fine_tuning_rates_is_made_from_its_measurements():
     assert module.page(measured) != page
 
 
-def test_the_sweep_of_the_default_rates_runs(tmp_path):
+def test_the_sweep_of_the_default_rates_runs(defaults, tmp_path, monkeypatch, capfd):
     """Two runs of two updates, through the launcher; then none, since they are there."""
-    command = [sys.executable, "benchmarks/defaults.py", "--quick", "--output_dir", tmp_path, "--work_dir"]
-    finished = run([*command, tmp_path / "runs"])
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    module, _ = defaults
+    launcher = tmp_path / "bin/accelerate"
+    launcher.parent.mkdir()
+    launcher.write_text(f'#!/bin/sh\nshift\nexec {quick_python()} {BIN}/accelerate-launch "$@"\n')
+    launcher.chmod(0o755)
+    command = ["defaults.py", "--quick", "--output_dir", tmp_path, "--work_dir", tmp_path / "runs"]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in command])
+    monkeypatch.setattr(sys, "executable", str(launcher.with_name("python")))
+    module.main()
+    finished = capfd.readouterr()
     (case,) = json.loads((tmp_path / "defaults-cpu.json").read_text())["cases"]
     assert [one["rate"] for one in case["runs"]] == [5e-4, 1e-3]
     for one in case["runs"]:
         (path,) = (tmp_path / "runs").glob(f"*-{one['rate']:g}-0/run.json")
         assert json.loads(path.read_text())["results"]["validation_loss"] == one["validation_loss"]
-    again = run([*command, tmp_path / "runs"])
-    assert again.returncode == 0 and "trained in" in finished.stdout and "trained in" not in again.stdout
+    module.main()
+    assert "trained in" in finished.out and "trained in" not in capfd.readouterr().out
 
 
 # --- the plan of a batch ----------------------------------------------------------------------------------------------

@@ -64,9 +64,8 @@ def test_what_is_told_in_updates_is_settled_before_the_data_are_known():
 def test_every_recipe_counts_in_epochs(recipe, data, tmp_path):  # noqa: F811
     """Whole epochs with a short last global batch. Control: the second epoch has another order."""
     out, own = tmp_path / "run", [data.get(part, part) for part in RECIPES[recipe]]
-    size = 500 if recipe == "vision" else 16
     own += ["--num_epochs", 2, "--eval_every", "1epoch", "--save_every", "1epoch", "--keep_best", "--keep_last", 9]
-    own += ["--global_batch_size", size, "--micro_batch_size", size if recipe == "vision" else 1]
+    own += ["--global_batch_size", 16, "--micro_batch_size", 1]
     config = "pipeline" if recipe == "pipeline" else "cpu"
     result = launch(*own, "--output_dir", out, config=config, script=f"recipes/{recipe}.py")
     length = int(re.search(r"2.00 epochs of ([\d,]+) updates", result.stdout)[1].replace(",", ""))

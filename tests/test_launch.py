@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 import yaml
-from conftest import BIN, ROOT, assert_refused, launch_command, recipe_arguments, run
+from conftest import BIN, ROOT, assert_refused, launch_command, recipe_arguments, run, specs_script
 from running import Run, set_world, settings_shown
 
 import common.parallel.connect
@@ -202,7 +202,8 @@ def test_a_launch_runs_as_what_was_asked_or_is_refused(name, functions_file, mod
     case = CASES[name]
     command = [BIN / case.launcher[0], *case.launcher[1:], *launch_options(case, tmp_path)]
     flags = ["--train_file", functions_file, "--model_name_or_path", model_dir, "--sequence_length", 64, "--dry_run"]
-    result = run([*command, "recipes/lm.py", *flags], **{"CUDA_VISIBLE_DEVICES": ""} | case.environment)
+    script = specs_script("lm", [(flags, {"no_prediction": 1})], tmp_path)
+    result = run([*command, *script], **{"CUDA_VISIBLE_DEVICES": ""} | case.environment)
     if case.refused:
         assert_refused(result, case.refused, lines=None)
         return
@@ -216,8 +217,8 @@ def test_a_default_config_file_of_the_users_runs_as_what_it_says(functions_file,
     default = tmp_path / "accelerate/default_config.yaml"
     default.parent.mkdir()
     default.write_text((ROOT / "accelerate_configs/fsdp2_offload.yaml").read_text())
-    command = [BIN / "accelerate", "launch", "recipes/lm.py", "--train_file", functions_file, "--dry_run"]
-    result = run(command, HF_HOME=tmp_path, CUDA_VISIBLE_DEVICES="")
+    script = specs_script("lm", [(["--train_file", functions_file, "--dry_run"], {"no_prediction": 1})], tmp_path)
+    result = run([BIN / "accelerate", "launch", *script], HF_HOME=tmp_path, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 0, result.stderr
     assert "mode  FSDP, offloaded to the host, 2 processes on cpu, a rehearsal" in result.stdout
     assert re.search(r"fsdp_offload_params +True +.*default_config.yaml", result.stdout)

@@ -1,4 +1,4 @@
-"""Every recipe resumes bit for bit under every config, in the precision that the config is for.
+"""Every config and every recipe resumes bit for bit, in the precision that the config is for.
 
 All is in use at once: an evaluation that falls on the save, --keep_best, dropout, accumulation and clipping. And in
 every mode it makes the update of one process.
@@ -28,6 +28,8 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+
+from common.tasks.vision import image_files
 
 pytestmark = pytest.mark.usefixtures("extensions")
 
@@ -62,7 +64,7 @@ RECIPES = {
     "seq2seq": [*TEXT, "--model_config", "tiny", *SEQ2SEQ],
     "moe": [*TEXT, "--model_config", "tiny", "--sequence_length", 32],
     "long_sequence": [*TEXT, "--hidden_size", 32, "--sequence_length", 256, "--segments", 4],
-    "vision": ["--model_config", "convnet"],
+    "vision": ["--train_dir", "IMAGES", "--validation_dir", "FEW_IMAGES", "--model_config", "convnet"],
     "pipeline": [*TEXT, "--model_name_or_path", "MODEL", "--shape", "examples", "--sequence_length", 32],
     "dpo": [*TEXT, "--model_name_or_path", "MODEL", "--sequence_length", 64],
 }
@@ -82,9 +84,11 @@ ADAPTERS = {
 # A base in 4 bits, where no weights are divided.
 QUANTIZED = {"lm-nf4": [*RECIPES["lm"], *LORA, "--quantize", "nf4"]}
 WITH_DROPOUT = ("lm", "classify", "seq2seq", "vision")
-# A plain process, and each way in which weights are held. Here are also dpo.py, whose loop and checkpoints are lm.py's,
-# and the adapters of the other recipes. lm.py's is under every config but those that divide its matrices.
+# A plain process, and each way in which weights are held: with all recipes, and the adapters of all. The other configs
+# change the precision, the place or the number of the copies of such weights, and of what a checkpoint holds nothing
+# that depends on the recipe but the buffers of SOME.
 EACH_WAY = ("cpu_bf16", "multi_gpu", "fsdp2", "zero2", "zero3")
+SOME = ("lm", "moe", "vision")
 ROWS = {"DATA": 40, "HELD_OUT": 7, "FEW": 5}
 NUM_UPDATES, SAVED = 3, 2
 
@@ -93,6 +97,16 @@ def test_no_config_and_no_recipe_is_left_out():
     assert {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")} == CONFIGS.keys() | WITHOUT
     assert {path.stem for path in (ROOT / "recipes").glob("*.py")} == RECIPES.keys()
     assert RECIPES.keys() - EQUAL.keys() == {"lm", "pipeline"} and ADAPTERS.keys() <= EQUAL.keys()
+
+
+def write_digits(directory):
+    """Folders of images, of which as many are held out as rows of a text."""
+    digits = image_files.digits("train")
+    for index, label in zip(range(ROWS["DATA"] + ROWS["HELD_OUT"]), digits.labels, strict=False):
+        path = directory / ("images" if index < ROWS["DATA"] else "few_images") / str(label % 3)
+        path.mkdir(parents=True, exist_ok=True)
+        digits.read(index).save(path / f"{index}.png")
+    return {"IMAGES": directory / "images", "FEW_IMAGES": directory / "few_images"}
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +123,7 @@ def data(functions_file, model_dir, tmp_path_factory):
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
     MixtralForCausalLM(MixtralConfig(**sizes)).save_pretrained(directory / "mixtral")
     AutoTokenizer.from_pretrained(model_dir).save_pretrained(directory / "mixtral")
+    texts |= write_digits(directory)
     models = {"MODEL": model, "LLAMA": model_dir, "T5": directory / "t5", "MIXTRAL": directory / "mixtral"}
     return texts | models
 
@@ -126,8 +141,7 @@ def recipes_of(config):
     if config == "pipeline":
         return {"pipeline": RECIPES["pipeline"]}
     if config not in EACH_WAY:
-        without = {"pipeline", "dpo"}
-        return {name: own for name, own in RECIPES.items() if name not in without} | {"lm-lora": ADAPTERS["lm-lora"]}
+        return {name: RECIPES[name] for name in SOME} | {"lm-lora": ADAPTERS["lm-lora"]}
     quantized = QUANTIZED if config in ("cpu_bf16", "multi_gpu") else {}
     return {name: own for name, own in RECIPES.items() if name != "pipeline"} | ADAPTERS | quantized
 
@@ -189,7 +203,7 @@ EQUAL = {
     "moe-exact": [*RECIPES["moe"], "--balance", "exact"],
     "long_sequence": RECIPES["long_sequence"],
     "long_sequence-transformer": TRANSFORMER,
-    "vision": ["--model_config", "resnet", "--num_workers", 1],
+    "vision": [*RECIPES["vision"][:4], "--model_config", "resnet", "--num_workers", 1],
     "lm-lora": [*UNEVEN, "--model_name_or_path", "LLAMA", "--sequence_length", 32, "--lora_rank", 4],
     "lm-dora": [*UNEVEN, "--model_name_or_path", "LLAMA", "--sequence_length", 32, "--lora_rank", 4, "--use_dora"],
     "lm-nf4": [

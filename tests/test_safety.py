@@ -426,7 +426,7 @@ def test_no_secret_is_written_or_printed(functions_file, model_dir, tmp_path):
     config.write_text((ROOT / "accelerate_configs/cpu.yaml").read_text() + f"tpu_env: [HF_TOKEN={token('Y')}]\n")
     found = {}
     for redacted in (True, False):
-        out, changes = tmp_path / f"run{redacted:d}", {} if redacted else {"no_redaction": True}
+        out, changes = tmp_path / f"run{redacted:d}", {} if redacted else {"no_redaction": 1, "no_prediction": 1}
         given = flags(text, model_dir, out, "--text_column", column, "--num_updates", 2, "--report_to", "tensorboard")
         runs = [(given, changes), ([*given, "--overwrite", "--dry_run"], changes)]
         result = run_specs("lm", runs, tmp_path, config, **IN_ENVIRONMENT)

@@ -11,8 +11,11 @@ from safetensors.torch import load_file
 
 from common.auto_micro_batch import _Search
 
+# Freed memory goes back to the system at once: the limit is then what counts. (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD.)
+GIVE_BACK = "for name in (-1, -3): ctypes.CDLL(None).mallopt(name, 65536)"
 # The recipe, for whom the memory of one rank becomes short in update 2: so many MiB more than it has there.
-SHORT = """import os, re, resource, runpy, sys
+SHORT = """import ctypes, os, re, resource, runpy, sys
+GIVE_BACK
 sys.path.insert(0, {root!r})
 import torch
 from accelerate import Accelerator
@@ -44,8 +47,6 @@ runpy.run_path({recipe!r}, run_name="__main__")
 """
 MIB = {"lm": 48, "moe": 64, "classify": 40, "seq2seq": 56}  # too little for what a run begins with, enough for less
 WITH_DROPOUT = ("classify", "seq2seq")  # whose numbers depend on the micro-batches, from where these differ
-# Freed memory goes back to the system at once: the limit is then what counts.
-GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def script(directory, rank, recipe="lm", copies=False):
     path, recipe_path = directory / "short.py", str(ROOT / f"recipes/{recipe}.py")
     tokens = 1024 if copies else 2048  # what is too little for these tokens is enough for half of them, or these alone
     values = {"root": str(ROOT), "rank": rank, "mib": MIB[recipe], "recipe": recipe_path}
-    path.write_text(SHORT.format(**values, copies=copies, tokens=tokens))
+    path.write_text(SHORT.replace("GIVE_BACK", GIVE_BACK).format(**values, copies=copies, tokens=tokens))
     return path
 
 
@@ -86,7 +87,7 @@ def test_an_update_that_ran_out_of_memory_is_made_again(recipe, config, rank, te
     how["script"], more = f"recipes/{recipe}.py", ()
     more += ("--global_batch_size", 64) if config == "multi_cpu" else ()  # two micro-batches per process
     command = launch_command(config, "--mixed_precision", "no")
-    result = run([*command, short, *flags(text, out, *more)], **GIVE_BACK)
+    result = run([*command, short, *flags(text, out, *more)])
     assert result.returncode == 0, told(result)
     (start, most), (update, fewer), *_ = learned(out)
     assert (start, update) == (0, 2) and 128 <= fewer < most
@@ -120,7 +121,7 @@ def test_an_update_that_ran_out_of_memory_is_made_again(recipe, config, rank, te
 def test_the_copy_of_a_save_goes_before_a_token_does(text, tmp_path):
     """Control: the tests above, in which the same shortage halves the tokens of a run without such a copy."""
     short, out = script(tmp_path / "short", 0, copies=True), tmp_path / "run"
-    result = run([*launch_command("cpu", "--mixed_precision", "no"), short, *flags(text, out)], **GIVE_BACK)
+    result = run([*launch_command("cpu", "--mixed_precision", "no"), short, *flags(text, out)])
     assert result.returncode == 0, told(result)
     assert "in update 2, which is retried: without a copy of the state to save" in result.stdout, told(result)
     ((start, tokens),) = learned(out)
@@ -143,7 +144,7 @@ def test_a_run_that_dies_of_memory_says_what_would_have_helped(config, rank, tex
     """The order is that of the savings, and the command plans this run. Control: the tests above, which do not die."""
     asked = flags(text, tmp_path / "run", tokens=1024)
     command = launch_command(config, "--mixed_precision", "no")
-    result = run([*command, script(tmp_path / "short", rank), *asked], **GIVE_BACK)
+    result = run([*command, script(tmp_path / "short", rank), *asked])
     assert result.returncode != 0, told(result)
     messages = result.stderr.split("Memory ran out. Peak resident memory: ")[1:]
     assert len(messages) == 1, told(result)
@@ -205,7 +206,8 @@ def test_the_budget_is_found_under_an_enforced_limit(text, tmp_path):
     """The largest that fits, if speed does not matter. Control: without a limit, the whole share of 8,192 fits."""
     asked = [*flags(text, tmp_path / "limited"), "--global_batch_size", 64]
     asked += ["--num_updates", 2, "--warmup_updates", 1, "--save_every", 0]
-    limits = "import resource, re, runpy, sys; sys.path.insert(0, 'recipes'); sys.argv = sys.argv[1:]\n"
+    limits = f"import ctypes\n{GIVE_BACK}\n"
+    limits += "import resource, re, runpy, sys; sys.path.insert(0, 'recipes'); sys.argv = sys.argv[1:]\n"
     limits += f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom common import auto_micro_batch as auto\n"
     limits += "def limited(*args):\n"
     limits += "    used = int(re.search(r'VmData:\\s+(\\d+)', open('/proc/self/status').read())[1]) * 1024\n"
@@ -215,7 +217,7 @@ def test_the_budget_is_found_under_an_enforced_limit(text, tmp_path):
     limits += "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     (tmp_path / "limited.py").write_text(limits)
     command = launch_command("cpu", "--mixed_precision", "no")
-    result = run([*command, tmp_path / "limited.py", ROOT / "recipes/lm.py", *asked], **GIVE_BACK)
+    result = run([*command, tmp_path / "limited.py", ROOT / "recipes/lm.py", *asked])
     assert result.returncode == 0, told(result)
     first, *_ = learned(tmp_path / "limited")
     assert 128 <= first[1] < 64 * 128

@@ -1,6 +1,7 @@
 """How a process works: its cores and threads, what it waits for, and what it keeps in memory."""
 
 import os
+import sys
 import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -142,7 +143,10 @@ def count_casts(path):
 
 
 def slow_phase(how):
-    """[phase, seconds, rank]: that part of each update takes so long, on one rank or, without one, on all."""
+    """[phase, seconds, rank]: that part of an update takes so long, on one rank or, without one, on all.
+
+    With --profile only in the recorded updates.
+    """
     phase, seconds, *rank = how
     places = {
         "data": (batching.GlobalBatches, "__getitem__"),
@@ -154,7 +158,13 @@ def slow_phase(how):
         "evaluation": (accumulation, "mean_losses"),
         "other": (Progress, "update"),
     }
-    before(*places[phase], lambda *_, **__: time.sleep(seconds if rank in ([], [RANK]) else 0))
+
+    def wait(*_, **__):
+        is_due = torch.autograd.profiler._is_profiler_enabled or "--profile" not in sys.argv
+        if rank in ([], [RANK]) and is_due:
+            time.sleep(seconds)
+
+    before(*places[phase], wait)
 
 
 def draw_in_profile(_):
