@@ -61,7 +61,7 @@ POINTS = 300  # of a curve, each the largest of those around it
 MIB = 2**20
 
 
-class RealTape(AllocationTracer):
+class RealTracer(AllocationTracer):
     """Copies of weights in the type of products count as weights."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -75,47 +75,47 @@ class Recorder:
     """Names the phases and the tensors of a run; `told` gets what it held up to the end of update RECORDED."""
 
     def __init__(self, told):
-        self.told, self.tape, self.facts = told, RealTape(), {"update": None}
+        self.told, self.tracer, self.facts = told, RealTracer(), {"update": None}
 
     def begin(self, phase):
-        self.tape.segment = f"{self.facts['update']} {phase}"
+        self.tracer.segment = f"{self.facts['update']} {phase}"
 
     def end(self):
-        events = [tuple(event) for event in self.tape.events if event.size]
-        Path(self.told).write_text(json.dumps(self.facts | series(events, self.tape.parts)))
+        events = [tuple(event) for event in self.tracer.events if event.size]
+        Path(self.told).write_text(json.dumps(self.facts | series(events, self.tracer.parts)))
         os._exit(0)
 
     def watch(self, run, model):
         """From here on the tensors of the model, of its backward and its optimizer have their names."""
-        tape = self.tape
+        tracer = self.tracer
         shown = {"parameters": sum(map(number_of, model.parameters())), "unit": run.loader.dataset.samples.unit}
         self.facts.update(shown)
-        tape.vocabulary = getattr(model.config.get_text_config(), "vocab_size", 0)
-        tape.name("weights", *model.parameters(), *model.buffers())
+        tracer.vocabulary = getattr(model.config.get_text_config(), "vocab_size", 0)
+        tracer.name("weights", *model.parameters(), *model.buffers())
         for p in model.parameters():
             if (scales := getattr(p, "quant_state", None)) is not None:
-                tape.name("weights", scales.absmax, scales.state2.absmax)
+                tracer.name("weights", scales.absmax, scales.state2.absmax)
             if p.requires_grad:
-                p.register_post_accumulate_grad_hook(lambda p: tape.name("gradients", p.grad))
+                p.register_post_accumulate_grad_hook(lambda p: tracer.name("gradients", p.grad))
         register_optimizer_step_pre_hook(lambda *_: self.begin("step"))
         register_optimizer_step_post_hook(self.name_states)
         backward = run.accelerator.backward
 
         def told_backward(loss, **kwargs):
-            tape.segment = tape.segment.replace("forward", "backward")
+            tracer.segment = tracer.segment.replace("forward", "backward")
             backward(loss, **kwargs)
 
         run.accelerator.backward = told_backward
 
     def name_states(self, optimizer, *_):
         for state in optimizer.state.values():
-            self.tape.name("optimizer state", *[one for one in state.values() if torch.is_tensor(one)])
+            self.tracer.name("optimizer state", *[one for one in state.values() if torch.is_tensor(one)])
 
     def micro_batches(self, run, batch, pairs):
         """Those of `Run.micro_batches`, each in its phase."""
         is_evaluated = not run.model.training
         if self.facts["update"] is None:
-            self.tape.__enter__()
+            self.tracer.__enter__()
         if not is_evaluated:
             self.facts["update"] = batch.update
             shape = next(iter(batch.micro_batches[0].values())).shape

@@ -41,7 +41,7 @@ sys.path.insert(1, str(ROOT))
 
 from common.checkpoint.identity import identify
 from common.checkpoint.save import Checkpoints, TrainingState
-from common.parallel.distributed_mode import running_mode
+from common.parallel.distributed_mode import current_mode
 from common.report import tracking
 from common.training.optimizers import make_optimizer
 from common.training.recipe_traits import Arguments
@@ -147,7 +147,7 @@ def measure(kind, num_saves, num_sequences, layers, directory):
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
     facts = {
         "machine": f"{names[0].partition(': ')[2]}, {os.cpu_count()} cores, {accelerator.device.type}",
-        "mode": f"{running_mode(accelerator)}, {torch.get_num_threads()} threads",
+        "mode": f"{current_mode(accelerator)}, {torch.get_num_threads()} threads",
         "parameters": sum(p.numel() for p in model.parameters()),
     }
     return {"facts": facts, "before any save": statistics.median(before_any), "saves": saves}

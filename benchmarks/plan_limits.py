@@ -80,7 +80,7 @@ def tell(path: str, recipe: str) -> None:
             need = plan.need_on_cpu(self.mode, self.parts, self.host)
             row = [self.mode.name, self.checkpointing, self.rows, self.tokens, sum(self.parts.values()), need]
             with open(path, "a") as file:
-                file.write(json.dumps([*row, self.lacks]) + "\n")
+                file.write(json.dumps([*row, self.shortfall]) + "\n")
 
     plan.Row = Told
     runpy.run_path(recipe, run_name="__main__")

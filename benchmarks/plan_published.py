@@ -132,43 +132,43 @@ def record(one, layers):
     from tools.plan.allocation_tracer import AllocationTracer
 
     traced_run._use_gpu_kernels()
-    model, tape = make(one, layers), AllocationTracer()
+    model, tracer = make(one, layers), AllocationTracer()
     if one["recompute"] != "none":
         settings = {"use_reentrant": False}
         settings |= {"context_fn": every_second_product} if one["recompute"] == "second" else {}
         model.gradient_checkpointing_enable(settings)
         model.disable_input_require_grads()
     optimizer = make_optimizer(one["optimizer"], model, 1e-4, 0.1)
-    with FakeTensorMode(allow_non_fake_inputs=True), tape:
+    with FakeTensorMode(allow_non_fake_inputs=True), tracer:
         parameters = traced_run._fill(model, optimizer, traced_run.DTYPES[one["weights"]])
-        tape.name("weights", *parameters.values())
-        tape.name("buffers", *model.buffers())
+        tracer.name("weights", *parameters.values())
+        tracer.name("buffers", *model.buffers())
         for p in parameters.values():
-            p.register_post_accumulate_grad_hook(lambda p: tape.name("gradients", p.grad))
-        tape.vocabulary = 0 if one["type"] == "bert" else one["shape"]["vocab_size"]
+            p.register_post_accumulate_grad_hook(lambda p: tracer.name("gradients", p.grad))
+        tracer.vocabulary = 0 if one["type"] == "bert" else one["shape"]["vocab_size"]
         ids = torch.zeros(one["rows"], one["length"], dtype=torch.int64)
         labels = ids[:, 0] if one["type"] == "bert" else ids
         inputs = {"attention_mask": torch.ones_like(ids)} if one["type"] == "bert" else {"use_cache": False}
         model.train()
         for number in range(2):
-            tape.segment = f"forward {number}"
+            tracer.segment = f"forward {number}"
             with torch.autocast("cpu", torch.bfloat16, enabled=one["autocast"] != "no"):
                 if one["narrow_loss"]:
                     loss = F.cross_entropy(model(input_ids=ids, **inputs).logits.flatten(0, 1), labels.flatten())
                 else:
                     loss = model(input_ids=ids, labels=labels, **inputs).loss
-            tape.segment = f"backward {number}"
+            tracer.segment = f"backward {number}"
             loss.backward()
             del loss
-        tape.segment = "clip"
+        tracer.segment = "clip"
         torch.nn.utils.clip_grad_norm_(list(parameters.values()), 1.0)
-        tape.segment = "step"
+        tracer.segment = "step"
         optimizer.step()
         for state in optimizer.state.values():
-            tape.name("optimizer state", *[value for value in state.values() if torch.is_tensor(value)])
-        tape.segment = "after step"
+            tracer.name("optimizer state", *[value for value in state.values() if torch.is_tensor(value)])
+        tracer.segment = "after step"
         optimizer.zero_grad()
-    return traced_run.Recording([tuple(event) for event in tape.events], tape.parts, dict(tape.flops), "")
+    return traced_run.Recording([tuple(event) for event in tracer.events], tracer.parts, dict(tracer.flops), "")
 
 
 def predict(one):

@@ -72,7 +72,7 @@ def evaluation():
     from common.models.load import build_model
     from common.training.batching import collate_tokens, make_loader
     from common.training.losses import sum_token_losses
-    from common.training.process_grid import Degrees
+    from common.training.process_grid import ProcessGrid
     from common.training.recipe_traits import Traits
     from recipes import lm
 
@@ -102,7 +102,7 @@ def evaluation():
         samples = tokenize(Source(embedded="validation"), tokenizer, 256, kind)
         cuts = {"evaluation": None, "cut as an update": range(-(-len(samples) // 8))}
         for name, updates in cuts.items():
-            loader = make_loader(args, accelerator, Traits(), Degrees(1), collate, math.inf, samples, updates)
+            loader = make_loader(args, accelerator, Traits(), ProcessGrid(1), collate, math.inf, samples, updates)
             run(f"{kind}, {name}", samples.num_tokens, (one for batch in loader for one in batch.micro_batches))
     return rates
 

@@ -71,7 +71,7 @@ from where_time_goes import matrix_rate
 
 from common.arguments import ArgumentParser, positive
 from common.errors import UserError
-from common.parallel.shutdown import user_mistakes_end_here
+from common.parallel.shutdown import exit_on_user_error
 from common.report.tracking import versions
 
 PAYS = 1.05  # a gain above it
@@ -361,5 +361,5 @@ def write(path, results):
 
 
 if __name__ == "__main__":
-    with user_mistakes_end_here():
+    with exit_on_user_error():
         main()

@@ -2,7 +2,7 @@
 
 Recipes import this package before torch. It raises the threshold of Python's garbage collector, because repeated scans
 of the many long-lived objects that the libraries create at import take half a second;
-`parallel.shutdown.user_mistakes_end_here` restores the threshold. It also configures torch's CUDA allocator.
+`parallel.shutdown.exit_on_user_error` restores the threshold. It also configures torch's CUDA allocator.
 """
 
 import gc

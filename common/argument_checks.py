@@ -6,28 +6,28 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from common.errors import UserError, refuse
+from common.errors import UserError, raise_errors
 from common.files import LOCK, PARTIAL, lock_output_dir, make_new_directory, nearest_existing, remove, why_not_writable
 from common.models import adapters
 from common.training.batching import Samples, updates_per_epoch
-from common.training.process_grid import Degrees
+from common.training.process_grid import ProcessGrid
 from common.training.recipe_traits import Arguments, Traits, given_flags
 
 # Flags that are off by default; if one is set, `rare_arguments.check_combinations` checks it.
 OFF_BY_DEFAULT = "allow_changed compile keep_best load_best_at_end num_epochs patience report_to".split()
 
 
-def check_arguments(args: Arguments, on_cpu: bool, traits: Traits, degrees: Degrees) -> list[str]:
+def check_arguments(args: Arguments, on_cpu: bool, traits: Traits, grid: ProcessGrid) -> list[str]:
     """Checks the shared flags as far as possible without data and model; returns one line per mistake.
 
     Sets defaults: the number of warm-up updates, and the micro-batch size and workers, which do not change an update.
     """
-    problems = _resolve_batch(args, on_cpu, traits, degrees)
+    problems = _resolve_batch(args, on_cpu, traits, grid)
     if args.num_workers is None:
         args.num_workers = 0 if on_cpu else 2
     if args.num_epochs is not None:
         args.num_updates = None  # until the size of the dataset is known
-    problems += [*check_updates(args), *adapters.check(args, degrees)]
+    problems += [*check_updates(args), *adapters.check(args, grid)]
     is_rare = any(flag.endswith(("_column", "dataset_config", "optimizer")) for flag in given_flags())
     if is_rare or args.resume or args.keep_last < 2 or any(getattr(args, name) for name in OFF_BY_DEFAULT):
         from common.rare_arguments import check_combinations
@@ -61,16 +61,16 @@ def check_updates(args: argparse.Namespace, num_done: int = 0) -> Iterator[str]:
         yield from check_profile(args, num_done)
 
 
-def _resolve_batch(args: Arguments, on_cpu: bool, traits: Traits, degrees: Degrees) -> list[str]:
+def _resolve_batch(args: Arguments, on_cpu: bool, traits: Traits, grid: ProcessGrid) -> list[str]:
     """Sets the default of --micro_batch_size or --micro_batch_tokens; returns one line per mistake."""
     tokens, longest = args.micro_batch_tokens if traits.lengths_vary else None, traits.longest_sample(args)
-    default_tokens = max(1024 if on_cpu else 8192, -(-longest // degrees.sequence))
+    default_tokens = max(1024 if on_cpu else 8192, -(-longest // grid.sequence))
     if args.micro_batch_size and tokens:
         return ["--micro_batch_size and --micro_batch_tokens are mutually exclusive; pass only one"]
-    if args.micro_batch_size or not tokens and (degrees.pipeline > 1 or not traits.lengths_vary):
+    if args.micro_batch_size or not tokens and (grid.pipeline > 1 or not traits.lengths_vary):
         from common.rare_arguments import resolve_micro_batch_size
 
-        return list(resolve_micro_batch_size(args, on_cpu, longest, default_tokens, degrees))
+        return list(resolve_micro_batch_size(args, on_cpu, longest, default_tokens, grid))
     args.micro_batch_tokens = tokens or default_tokens
     return []
 
@@ -95,7 +95,7 @@ def _check_writable(path: Path) -> list[str]:
 
 
 def check_samples(
-    args: Arguments, traits: Traits, train: Samples, validation: Samples | None, degrees: Degrees
+    args: Arguments, traits: Traits, train: Samples, validation: Samples | None, grid: ProcessGrid
 ) -> None:
     """Checks that the data fills a global batch and each sample fits a micro-batch; converts epochs to updates.
 
@@ -103,17 +103,17 @@ def check_samples(
     """
     longest = max(train.max_length, validation.max_length if validation else 0)
     tokens = args.micro_batch_tokens if traits.lengths_vary else None
-    is_too_long = tokens not in (None, "auto") and tokens * degrees.sequence < longest
+    is_too_long = tokens not in (None, "auto") and tokens * grid.sequence < longest
     lacks_held_out = validation is None and any(getattr(args, name) for name in ("eval_every", *traits.held_out_flags))
     if is_too_long or lacks_held_out or len(train) < args.global_batch_size:
         from common.rare_arguments import explain_samples
 
-        refuse(explain_samples(args, traits, train, validation, longest if is_too_long else 0, degrees.sequence))
+        raise_errors(explain_samples(args, traits, train, validation, longest if is_too_long else 0, grid.sequence))
     if args.num_epochs is not None or any(isinstance(every, str) for every in (args.eval_every, args.save_every)):
         from common.training import epochs
 
         epochs.resolve(args, updates_per_epoch(len(train), args.global_batch_size, args.drop_last_window))
-        refuse(check_updates(args))
+        raise_errors(check_updates(args))
     if args.eval_every or "--save_every" in given_flags() or getattr(train, "mixing", None):
         from common.rare_arguments import warn_without_effect
 
@@ -141,7 +141,7 @@ def make_output_dir(args: argparse.Namespace, accelerator: Accelerator, share: C
         path.mkdir(parents=True, exist_ok=True)
         lock_output_dir(path)
         if not args.resume:  # a different run may have written files since the flags were checked
-            refuse(_check_output_dir(path, args.overwrite, is_locked=True))
+            raise_errors(_check_output_dir(path, args.overwrite, is_locked=True))
         if args.overwrite and (path / "run.json").is_file():
             # run.json is removed last, so that an interrupted removal can be repeated. The lock of this run stays.
             for entry in sorted(path.iterdir(), key=lambda entry: entry.name == "run.json"):

@@ -52,19 +52,19 @@ class ArgumentParser(argparse.ArgumentParser):
         parsed, unknown = self.parse_known_args(args)
         if unknown:
             from common.flag_translation import explain_unknown
-            from common.parallel.failures import exit_with_mistakes
+            from common.parallel.failures import exit_with_errors
 
-            exit_with_mistakes(explain_unknown(unknown, sys.argv[1:] if args is None else args, flags_of(self)))
+            exit_with_errors(explain_unknown(unknown, sys.argv[1:] if args is None else args, flags_of(self)))
         parsed.output_dir = parsed.output_dir or time.strftime(f"runs/{Path(self.prog).stem}-%Y%m%d-%H%M%S")
         return Arguments(frozenset(self.shared_flags), **vars(parsed))
 
     def error(self, message: str) -> NoReturn:
-        from common.parallel.failures import exit_with_mistakes
+        from common.parallel.failures import exit_with_errors
 
         if "ignored explicit argument" in message:
             flag = message.split(":")[0].removeprefix("argument ")
-            exit_with_mistakes([f"{flag} is a switch and takes no value; pass only the flag, or remove it"])
-        exit_with_mistakes([f"{message} (--help lists the flags)"])
+            exit_with_errors([f"{flag} is a switch and takes no value; pass only the flag, or remove it"])
+        exit_with_errors([f"{message} (--help lists the flags)"])
 
 
 def _number(description: str, convert: Callable[[str], Any], is_valid: Callable[[Any], bool]) -> Callable[[str], Any]:
@@ -170,7 +170,7 @@ def _add_batch(parser: ArgumentParser, lengths_vary: bool) -> None:
     if lengths_vary:
         about = "maximum tokens per micro-batch, padding included; replaces --micro_batch_size\n"
         about += "(default: 1024 on CPU, 8192 on GPU, at least one sample);\n"
-        about += "auto: the largest budget that fits and gains, halved if memory runs out"
+        about += "auto: the largest budget that fits and improves throughput, halved if memory runs out"
         add("--micro_batch_tokens", about, type=lambda text: text if text == "auto" else positive(text), metavar="T")
     add("--drop_last_window", "drop the incomplete last batch of an epoch", action="store_true")
     about = "data-loading processes per rank (default: 2 with a GPU, 0 without)"

@@ -16,7 +16,7 @@ import torch
 from accelerate.utils import broadcast_object_list, reduce
 
 from common.checkpoint.host_copy import free_copy
-from common.host_memory import left_to_all, left_to_one
+from common.host_memory import available_per_process, available_total
 from common.parallel.process_groups import host_group
 from common.peak_memory import most_resident
 from common.report.earlier_starts import read_earlier
@@ -177,7 +177,7 @@ def _has_room(run: Any, resident: int) -> bool:
         return True
     growth = max(0, most_resident() - resident)
     needed = resident + 2 * growth - psutil.Process().memory_info().rss
-    return needed <= min(left_to_one(), left_to_all() // run.accelerator.num_processes)
+    return needed <= min(available_per_process(), available_total() // run.accelerator.num_processes)
 
 
 def _recover(run: Any, budget: TokenBudget, update: int) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 class UserError(Exception):
     """A mistake that the user can fix. The message has one line per problem: the problem, its location and the fix.
 
-    `user_mistakes_end_here` prints the lines and ends the run with status 2.
+    `exit_on_user_error` prints the lines and ends the run with status 2.
     """
 
     def __init__(self, text: str):
@@ -27,7 +27,7 @@ def main_logger(name: str) -> logging.Logger:
     return logger
 
 
-def refuse(problems: Iterable[str]) -> None:
+def raise_errors(problems: Iterable[str]) -> None:
     """Raises a UserError that lists all problems, one per line; returns if there are none."""
     if lines := list(problems):
         raise UserError("\n".join(lines))

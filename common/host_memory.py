@@ -20,23 +20,23 @@ def available_memory() -> int:
     The freed memory is subtracted because the next update of a CPU run allocates it again for activations.
     """
     given_back = max(0, most_resident() - psutil.Process().memory_info().rss)
-    return max(0, left_to_one() - given_back)
+    return max(0, available_per_process() - given_back)
 
 
-def left_to_one() -> int:
-    """Returns the bytes available to this process: `left_to_all()`, or less if its own limits (`ulimit`) leave less.
+def available_per_process() -> int:
+    """Returns the bytes available to this process: `available_total()`, or less if its limits (`ulimit`) leave less.
 
     `ulimit -d` limits all writable memory, `ulimit -v` the full address space; both include non-resident memory.
     """
     memory = psutil.Process().memory_info()
-    left = [left_to_all()]
+    left = [available_total()]
     for limit, used in ((resource.RLIMIT_DATA, getattr(memory, "data", 0)), (resource.RLIMIT_AS, memory.vms)):
         most, _ = resource.getrlimit(limit)
         left += [most - used] if most != resource.RLIM_INFINITY else []
     return max(0, min(left))
 
 
-def left_to_all(root: Path = Path("/")) -> int:
+def available_total(root: Path = Path("/")) -> int:
     """Returns the bytes available to all processes together: on the machine, or in its cgroups if less.
 
     Containers and SLURM jobs have cgroup limits, and a process that exceeds such a limit is killed. File caches count

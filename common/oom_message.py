@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from common.host_memory import format_bytes, left_to_one
+from common.host_memory import available_per_process, format_bytes
 from common.models import adapters
 from common.models.model_setup import without_wrapper
 from common.parallel.launch import runs_on_cpu
@@ -39,7 +39,7 @@ def _describe_peak(device: torch.device, before: int) -> str:
         free, total = torch.cuda.mem_get_info(device)
         reserved = format_bytes(torch.cuda.memory_reserved(device))
         return f"Peak: {peak} allocated; {reserved} reserved of {format_bytes(total)}, {format_bytes(free)} free"
-    left = format_bytes(left_to_one())
+    left = format_bytes(available_per_process())
     return f"Peak resident memory: {peak} ({format_bytes(before)} before the model was built); available: {left}"
 
 
@@ -50,11 +50,10 @@ def _savings(run: Any) -> Iterator[tuple[float, str]]:
     sharded with FSDP and DeepSpeed. The rest of the peak is activations, of which a mode keeps the fraction in `KEPT`.
     """
     args, launch, model = run.args, run.launch_config, getattr(run, "model", None)
-    model = without_wrapper(model) if model is not None else run.make_empty()
+    model = without_wrapper(model) if model is not None else run.meta_model()
     is_sharded = launch.mode in ("FSDP", "DeepSpeed")
-    sizes = [(adapters.number_of(p), p.requires_grad) for p in model.parameters()]
     shards = launch.num_processes if is_sharded else 1
-    total, trained = sum(n for n, _ in sizes) / shards, sum(n for n, is_trained in sizes if is_trained) / shards
+    total, trained = (number / shards for number in adapters.count_parameters(model))
     state = OPTIMIZERS[args.optimizer].state_bytes * trained
     static = 4.0 * total + 4.0 * trained + state
     activations = max(0.0, peak_memory_bytes(run.device) - run.memory_before - static)
@@ -67,11 +66,11 @@ def _savings(run: Any) -> Iterator[tuple[float, str]]:
             yield activations / 2, "--activation_checkpointing offload"
     if launch.mixed_precision == "no" and launch.mode != "DeepSpeed" and not runs_on_cpu(launch):
         yield activations / 2, "--mixed_precision bf16 (before the recipe)"
-    if launch.mode == "DDP" and launch.degrees.group == launch.degrees.pipeline == 1:
+    if launch.mode == "DDP" and launch.grid.group_size == launch.grid.pipeline == 1:
         yield static * (1 - 1 / launch.num_processes), "--config_file accelerate_configs/fsdp2.yaml"
     elif launch.mode == "plain" and not runs_on_cpu(launch):
         yield static, "--config_file accelerate_configs/fsdp2_offload.yaml --num_processes 1"
-    if smaller := smaller_optimizers(args.optimizer, is_sharded or launch.degrees.tensor > 1):
+    if smaller := smaller_optimizers(args.optimizer, is_sharded or launch.grid.tensor > 1):
         name = min(smaller, key=lambda name: OPTIMIZERS[name].state_bytes)
         yield state - OPTIMIZERS[name].state_bytes * trained, f"--optimizer {name}"
     if "lora_rank" in args.shared_flags and not adapters.is_asked(args) and args.model_name_or_path:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common.errors import UserError, refuse
-from common.host_memory import left_to_all, left_to_one
+from common.errors import UserError, raise_errors
+from common.host_memory import available_per_process, available_total
 from common.parallel.launch import started_world_size
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,7 +60,7 @@ def hand_over(args: argparse.Namespace) -> NoReturn:
 
     Raises UserError: one line per mistake in the command, or the planner is missing.
     """
-    refuse(_problems(args))
+    raise_errors(_problems(args))
     # Only --plan is left out, because the launch command that the planner recommends repeats the other flags.
     planner = _start("--machine", args.plan, left_out=("--plan",))
     sys.stdout.flush()
@@ -81,7 +81,7 @@ class Prediction:
             "num_processes": launch.num_processes,
             "mixed_precision": launch.mixed_precision,
             "device": run.device.type,
-            "available": [left_to_one(), left_to_all()],
+            "available": [available_per_process(), available_total()],
         }
         if run.device.type == "cuda":
             import torch

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
-from common.errors import UserError, main_logger, refuse
+from common.errors import UserError, main_logger, raise_errors
 from common.files import LOCK
-from common.training.process_grid import Degrees
+from common.training.process_grid import ProcessGrid
 from common.training.recipe_traits import Arguments, Traits, given_flags
 
 if TYPE_CHECKING:
@@ -22,34 +22,34 @@ MICRO_BATCHES_PER_STAGE = 4  # so that the pipeline bubble is at most a fifth of
 
 
 def resolve_micro_batch_size(
-    args: Arguments, on_cpu: bool, longest: int, default_tokens: int, degrees: Degrees
+    args: Arguments, on_cpu: bool, longest: int, default_tokens: int, grid: ProcessGrid
 ) -> Iterator[str]:
     """Sets the default micro-batch size, if none is passed; yields one line per mistake.
 
     longest: tokens of the longest possible sample. default_tokens: default of --micro_batch_tokens.
     """
-    world, batch_size = degrees.data, args.global_batch_size
+    world, batch_size = grid.data_parallel, args.global_batch_size
     if not args.micro_batch_size:
         # The largest divisor of `share` up to `most`: it saturates a device, or leaves a pipeline enough micro-batches.
         share, most = max(1, batch_size // world), 64 if on_cpu else 256
-        if degrees.pipeline > 1:
-            most = max(1, min(share // (MICRO_BATCHES_PER_STAGE * degrees.pipeline), default_tokens // max(1, longest)))
+        if grid.pipeline > 1:
+            most = max(1, min(share // (MICRO_BATCHES_PER_STAGE * grid.pipeline), default_tokens // max(1, longest)))
         args.micro_batch_size = max(size for size in range(1, min(share, most) + 1) if share % size == 0)
     unit = args.micro_batch_size * world
     steps, rest = divmod(batch_size, unit)
-    product = f"({args.micro_batch_size} micro x {degrees.describe()})"
+    product = f"({args.micro_batch_size} micro x {grid.describe()})"
     if rest:
         sizes = f"{steps * unit} or {(steps + 1) * unit}" if steps else f"{unit}"
         yield (
             f"--global_batch_size {batch_size} does not divide: {batch_size} / {product} = "
             f"{batch_size / unit:.4g} accumulation steps; use --global_batch_size {sizes}"
         )
-    elif steps < degrees.pipeline:
+    elif steps < grid.pipeline:
         lower = "lower --micro_batch_size, or " if args.micro_batch_size > 1 else ""
         yield (
             f"--global_batch_size {batch_size} / {product} = {steps} micro-batch{'es' * (steps > 1)}, fewer than the "
-            f"{degrees.pipeline} stages, which would wait for each other; {lower}use --global_batch_size "
-            f"{MICRO_BATCHES_PER_STAGE * degrees.pipeline * unit}"
+            f"{grid.pipeline} stages, which would wait for each other; {lower}use --global_batch_size "
+            f"{MICRO_BATCHES_PER_STAGE * grid.pipeline * unit}"
         )
 
 
@@ -211,14 +211,14 @@ def select_sources(args: Arguments, columns: dict[str, Any]) -> "tuple[Source | 
         columns["chat_template"] = read_chat_template(args.chat_template)
     train = training_files(args.train_file, **columns) if args.train_file else None
     is_mixed = train is not None and bool(train.weights)
-    refuse(find_flag_problems(args) if is_mixed else [])
+    raise_errors(find_flag_problems(args) if is_mixed else [])
     validation = held_out_files(args.validation_file, is_mixed, **columns) if args.validation_file else None
     if args.dataset_name:
         from common.data.hub import held_out_splits
         from common.packages import find_missing
 
-        refuse(find_missing("--dataset_name", "datasets"))
-        refuse(needless_weights("--dataset_name", [args.dataset_name], "write the data to files to mix them"))
+        raise_errors(find_missing("--dataset_name", "datasets"))
+        raise_errors(needless_weights("--dataset_name", [args.dataset_name], "write the data to files to mix them"))
         if args.train_file:
             raise UserError("--train_file and --dataset_name are mutually exclusive; pass only one")
         train = Source(dataset_name=args.dataset_name, dataset_config=args.dataset_config, **columns)

@@ -36,7 +36,7 @@ from common import argument_checks, versions
 from common.checkpoint.identity import identify
 from common.checkpoint.save import Checkpoints
 from common.checkpoint.training_state import TrainingState
-from common.errors import refuse
+from common.errors import raise_errors
 from common.evaluation import Evaluations
 from common.models import adapters, model_setup
 from common.models.load import attention_length
@@ -70,8 +70,8 @@ class Run:
 
             planner.hand_over(args)
         on_cpu = launch.runs_on_cpu(self.launch_config)
-        mistakes = argument_checks.check_arguments(args, on_cpu, self.traits, self.launch_config.degrees)
-        refuse([*mistakes, *launch_checks.check_launch(self.launch_config, args, self.traits), *problems])
+        mistakes = argument_checks.check_arguments(args, on_cpu, self.traits, self.launch_config.grid)
+        raise_errors([*mistakes, *launch_checks.check_launch(self.launch_config, args, self.traits), *problems])
         tracking_options = {"log_with": args.report_to or None, "project_dir": args.output_dir}
         self.accelerator = connect.make_accelerator(self.launch_config, args, **tracking_options)
         self.device, self.is_sharded = self.accelerator.device, distributed_mode.is_sharded(self.accelerator)
@@ -94,9 +94,9 @@ class Run:
         update. Raises UserError: no checkpoint to resume, a changed setting, or too little data or disk space.
         """
         assert not (unknown := set(own_flags) - vars(self.args).keys()), f"run.begin: no flags: {sorted(unknown)}"
-        argument_checks.check_samples(self.args, self.traits, train_set, held_out, self.launch_config.degrees)
-        self.make_empty = cache(partial(adapters.empty_base, self.args, config, model_class))
-        refuse(launch_checks.check_model(self.launch_config, config, model_class, self.make_empty))
+        argument_checks.check_samples(self.args, self.traits, train_set, held_out, self.launch_config.grid)
+        self.meta_model = cache(partial(adapters.build_meta_base, self.args, config, model_class))
+        raise_errors(launch_checks.check_model(self.launch_config, config, model_class, self.meta_model))
         identity = identify(self.args, self.accelerator, config, tokenizer, train_set, held_out, *own_flags)
         self.resumed, self.state = self.checkpoints.find(identity, self.traits.size_flags), TrainingState()
         if self.resumed is not None:
@@ -104,9 +104,9 @@ class Run:
 
             self.state, line = begin_state(self.resumed, identity, self.args.allow_changed)
             self.accelerator.print(line, end="", flush=True)
-        refuse(argument_checks.check_updates(self.args, self.state.update))
+        raise_errors(argument_checks.check_updates(self.args, self.state.update))
         connect.seed_everything(self.args.seed)
-        self.make_empty()  # on all ranks here, because it may draw random numbers
+        self.meta_model()  # on all ranks here, because it may draw random numbers
         self.memory_before = tracking.memory_in_use_bytes(self.device)
         shutdown.explain_error = partial(_explain, self)
         if self.args.dry_run and self.accelerator.is_main_process:
@@ -140,12 +140,12 @@ class Run:
 
             self.budget = start_budget(self, train_set.max_length)
         lines |= self.state.describe_patience(args)
-        options = self.traits, self.launch_config.degrees, collate, attention_length(model.config)
+        options = self.traits, self.launch_config.grid, collate, attention_length(model.config)
         self.load = partial(make_loader, args, accelerator, *options, train_set)
         self.loader = self.load(range(self.state.update, self.state.end(args)))
         self.held_out = make_loader(args, accelerator, *options, held_out) if held_out else None
         train, evaluated = self.loader.dataset, self.held_out and self.held_out.dataset
-        tracking.print_run(args, accelerator, model, train, evaluated, launch.is_rehearsal(self.launch_config), **lines)
+        tracking.print_run(args, accelerator, model, train, evaluated, launch.lacks_gpus(self.launch_config), **lines)
         self.model, self.optimizer = model_setup.prepare(accelerator, model, optimizer)
         connect.seed_everything(args.seed, accelerator)
         return self.model, self.optimizer
@@ -167,7 +167,7 @@ class Run:
         self.checkpoints.start(config, *pretrained, model=self.model, versions=tracking.versions())
         tracking.start_run(self, config)
         self.checkpoints.resume(self.resumed, self.model, self.optimizer)  # last, because it restores the RNG states
-        work = flops.of_run(self, launch.is_rehearsal(self.launch_config))
+        work = flops.of_run(self, launch.lacks_gpus(self.launch_config))
         self.progress = progress.Progress(self.accelerator, self.output_dir, self.args.num_updates, self.state, work)
         with self.progress, self.evaluations.accept_requests() as self.requests:
             batches = _batches(self)

@@ -39,7 +39,7 @@ from accelerate.commands import launch  # noqa: E402
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 from common.command_parser import CommandParser  # noqa: E402
-from common.errors import UserError, refuse  # noqa: E402
+from common.errors import UserError, raise_errors  # noqa: E402
 from common.parallel.launch import Launch, parse_launch  # noqa: E402
 from common.parallel.process_checks import check_machines  # noqa: E402
 from common.parallel.rank_watch import listen, send  # noqa: E402
@@ -220,7 +220,7 @@ def main() -> None:
             parser.error("after its own flags comes: accelerate launch --config_file ... recipes/lm.py ...")
         words = args.command[2:]
         asked = parse_launch(words)
-        refuse(check_machines(asked))
+        raise_errors(check_machines(asked))
         if asked.num_machines > 1:
             address = (asked.settings["main_process_ip"], asked.settings["main_process_port"] or DEFAULT_PORT)
             (join_meeting if asked.machine_rank else host_meeting)(asked, address, args.timeout)

@@ -25,7 +25,7 @@ from transformers import AutoModelForSequenceClassification
 
 from common.models.adapters import base_options, with_adapter
 from common.models.classifiers import HEAD_RATE_HELP, build_classifier, check_padding, find_inputs
-from common.parallel.shutdown import user_mistakes_end_here
+from common.parallel.shutdown import exit_on_user_error
 from common.report.predictions import draw_confusion, measure
 from common.run import Run
 from common.tasks.classify import scores, text_baseline, text_classifier
@@ -146,5 +146,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with user_mistakes_end_here():
+    with exit_on_user_error():
         main()

@@ -24,10 +24,10 @@ from torch.nn.functional import logsigmoid
 from transformers import LlamaConfig
 
 from common.data.tokenizer import load_tokenizer, special_token_ids, train_tokenizer
-from common.errors import refuse
+from common.errors import raise_errors
 from common.models.adapters import build_base
 from common.models.load import check_model, describe_use, load_config
-from common.parallel.shutdown import user_mistakes_end_here
+from common.parallel.shutdown import exit_on_user_error
 from common.report.predictions import measure
 from common.run import Run
 from common.tasks.dpo.preferences import collate_preferences, columns_of, tokenize_preferences
@@ -70,7 +70,7 @@ def load_data(args):
         tokenizer, positions = train_tokenizer(source, vocabulary, None, columns_of(source)), args.sequence_length
         shape = dict(zip(SHAPE, shape, strict=True), vocab_size=vocabulary, max_position_embeddings=positions)
         config = LlamaConfig(**shape, **special_token_ids(tokenizer), tie_word_embeddings=True)
-    refuse(check_model(config, tokenizer, args.sequence_length))
+    raise_errors(check_model(config, tokenizer, args.sequence_length))
     reference = identify_reference(args)
     pairs = partial(tokenize_preferences, tokenizer=tokenizer, length=args.sequence_length, reference=reference)
     return tokenizer, config, pairs(source), held_out_source and pairs(held_out_source)
@@ -146,5 +146,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with user_mistakes_end_here():
+    with exit_on_user_error():
         main()

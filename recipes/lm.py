@@ -25,10 +25,10 @@ from transformers import LlamaConfig
 
 from common.data.text import tokenize
 from common.data.tokenizer import load_tokenizer, special_token_ids, train_tokenizer
-from common.errors import refuse
+from common.errors import raise_errors
 from common.models.adapters import build_base
 from common.models.load import check_model, describe_use, load_config, write_sample
-from common.parallel.shutdown import user_mistakes_end_here
+from common.parallel.shutdown import exit_on_user_error
 from common.report.tracking import describe_held_out
 from common.run import Run
 from common.training.accumulation import loss_scale, mean_losses, skip_step, synchronize_gradients
@@ -69,7 +69,7 @@ def load_data(args):
         tokenizer, positions = train_tokenizer(source, vocabulary), max(2048, args.sequence_length)
         shape = dict(zip(SHAPE, shape, strict=True), vocab_size=vocabulary, max_position_embeddings=positions)
         config = LlamaConfig(**shape, **special_token_ids(tokenizer), tie_word_embeddings=True)
-    refuse(check_model(config, tokenizer, args.sequence_length))
+    raise_errors(check_model(config, tokenizer, args.sequence_length))
     tokens = partial(tokenize, tokenizer=tokenizer, sequence_length=args.sequence_length, shape=args.shape)
     train_set, held_out = tokens(source), held_out_source and tokens(held_out_source, measure_compression=True)
     return tokenizer, config, train_set, held_out
@@ -142,5 +142,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with user_mistakes_end_here():
+    with exit_on_user_error():
         main()

@@ -25,9 +25,9 @@ from common import arguments  # isort: skip  # before torch: see common/__init__
 import torch
 
 from common.data.text import tokenize
-from common.errors import refuse
+from common.errors import raise_errors
 from common.models.load import build_model, check_model, describe_use
-from common.parallel.shutdown import user_mistakes_end_here
+from common.parallel.shutdown import exit_on_user_error
 from common.report.tracking import describe_held_out
 from common.run import Run
 from common.tasks.long_sequence import architectures
@@ -70,7 +70,7 @@ def load_data(args):
     """Returns tokenizer, model config, training samples, and held-out samples or None."""
     source, held_out_source = arguments.text_sources(args)
     config, tokenizer = architectures.choose_model(args, source)
-    refuse(check_model(config, tokenizer, args.sequence_length))
+    raise_errors(check_model(config, tokenizer, args.sequence_length))
     tokens = partial(tokenize, tokenizer=tokenizer, sequence_length=args.sequence_length, shape="blocks")
     train_set, held_out = tokens(source), held_out_source and tokens(held_out_source, measure_compression=True)
     architectures.check_segments(args, config, train_set.max_length)
@@ -146,5 +146,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with user_mistakes_end_here():
+    with exit_on_user_error():
         main()

@@ -25,7 +25,7 @@ from transformers import AutoModelForSeq2SeqLM
 
 from common.models.adapters import build_base
 from common.models.load import describe_use
-from common.parallel.shutdown import user_mistakes_end_here
+from common.parallel.shutdown import exit_on_user_error
 from common.report.tracking import describe_held_out
 from common.run import Run
 from common.tasks.seq2seq import encoder_decoder, scores
@@ -146,5 +146,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with user_mistakes_end_here():
+    with exit_on_user_error():
         main()

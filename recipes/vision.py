@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForImageClassification
 
 from common.models.classifiers import HEAD_RATE_HELP, describe_new_weights
-from common.parallel.shutdown import user_mistakes_end_here
+from common.parallel.shutdown import exit_on_user_error
 from common.report.predictions import draw_confusion, measure
 from common.run import Run
 from common.tasks.vision import batch_norm, image_classifier, image_files, images
@@ -146,5 +146,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with user_mistakes_end_here():
+    with exit_on_user_error():
         main()

@@ -153,7 +153,7 @@ def pytest_runtest_makereport(item):
 
 
 @functools.cache
-def lacks(package):
+def is_missing(package):
     """Whether what DeepSpeed and torch.compile build with is missing, "g++" or "libaio-dev", or a browser's package."""
     if package in REQUIREMENTS:
         return not is_installed(package)
@@ -162,11 +162,11 @@ def lacks(package):
     if package == "g++":
         return shutil.which(os.environ.get("CXX", "c++")) is None
     command = [os.environ.get("CC", "cc"), "-E", "-include", "libaio.h", "-x", "c", "/dev/null"]
-    return lacks("g++") or subprocess.run(command, capture_output=True).returncode != 0
+    return is_missing("g++") or subprocess.run(command, capture_output=True).returncode != 0
 
 
 def need(*packages):
-    if missing := [package for package in packages if lacks(package)]:
+    if missing := [package for package in packages if is_missing(package)]:
         pytest.skip(f"needs {', '.join(missing)}")
 
 
@@ -267,12 +267,12 @@ def recipe_arguments(*flags):
     """The flags that every recipe shares, as one that reads text has them when it checks its launch."""
     from common import argument_checks, arguments
     from common.parallel.launch import started_world_size
-    from common.training.process_grid import Degrees
+    from common.training.process_grid import ProcessGrid
     from common.training.recipe_traits import Traits
 
     parser = arguments.recipe_parser("")
     args = parser.parse_args([str(flag) for flag in ("--learning_rate", 1e-3, *flags)])
-    assert argument_checks.check_arguments(args, True, Traits(size_flags=()), Degrees(started_world_size())) == []
+    assert argument_checks.check_arguments(args, True, Traits(size_flags=()), ProcessGrid(started_world_size())) == []
     return args
 
 

@@ -44,7 +44,7 @@ def main():
                 CHANGES[name](value)
             try:
                 runpy.run_path(recipe, run_name="__main__")
-            except SystemExit as error:  # a rehearsal, or a run that was asked to stop
+            except SystemExit as error:  # a dry run, or a run that was asked to stop
                 if error.code not in (None, 0, STOPPED):
                     raise
     sys.stdout.flush()

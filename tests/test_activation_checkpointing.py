@@ -35,7 +35,7 @@ from common.training.activation_checkpointing import (
 )
 from common.training.activation_offload import HostOffload
 from common.training.activation_recomputation import keep_matmuls
-from common.training.process_grid import Degrees
+from common.training.process_grid import ProcessGrid
 from common.training.recipe_traits import Traits
 
 CPU = torch.device("cpu")
@@ -371,7 +371,7 @@ def test_offload_gives_up_what_is_never_taken(late_streams):
 @pytest.mark.parametrize("mode", ["offload", "full"])
 def test_offload_that_nothing_compiles_is_refused(mode, on_cpu):
     args = recipe_arguments("--compile", "--activation_checkpointing", mode)
-    problems = argument_checks.check_arguments(args, on_cpu, Traits(size_flags=()), Degrees(1))
+    problems = argument_checks.check_arguments(args, on_cpu, Traits(size_flags=()), ProcessGrid(1))
     assert [("--compile has no effect" in problem) for problem in problems] == [True] * (
         mode == "offload" and not on_cpu
     )

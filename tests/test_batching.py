@@ -20,7 +20,7 @@ from common.training.batching import (
 )
 from common.training.micro_batch_partition import split_global_batch
 from common.training.padding import longest_of, row_work
-from common.training.process_grid import Degrees
+from common.training.process_grid import ProcessGrid
 from common.training.recipe_traits import Traits
 
 
@@ -325,7 +325,14 @@ def test_in_bf16_on_a_cpu_lengths_are_few(mixed_precision, sequence_length, budg
         next(
             iter(
                 make_loader(
-                    args, stand_in(rank, 2, mixed_precision), Traits(), Degrees(2), collate, math.inf, samples, range(1)
+                    args,
+                    stand_in(rank, 2, mixed_precision),
+                    Traits(),
+                    ProcessGrid(2),
+                    collate,
+                    math.inf,
+                    samples,
+                    range(1),
                 )
             )
         )
@@ -359,7 +366,7 @@ def test_held_out_samples_are_counted_once_and_hardly_padded(world_size):
             accelerator.device = torch.device(device)
             collate = functools.partial(collate_tokens, pad_token_id=0)
             for batch in make_loader(
-                args, accelerator, Traits(), Degrees(world_size), collate, math.inf, samples, updates
+                args, accelerator, Traits(), ProcessGrid(world_size), collate, math.inf, samples, updates
             ):
                 yield from batch.micro_batches
 

@@ -27,14 +27,14 @@ def check_together(*command, config="multi_cpu"):
     return run([BIN / "accelerate-launch", *launch_command(config)[2:], *command], CUDA_VISIBLE_DEVICES="")
 
 
-def odd_rows(text):
+def outlier_rows(text):
     return [line for line in text.splitlines() if "<-" in line]
 
 
 def test_alone_it_measures_this_machine(tmp_path):
     """And leaves nothing in the directory, the nearest one that is there."""
     result = check_alone("--directory", tmp_path / "runs/new", "--json", tmp_path / "figures.json")
-    assert result.returncode == 0 and "nothing is odd" in result.stdout, told(result)
+    assert result.returncode == 0 and "no outliers" in result.stdout, told(result)
     assert "links within" not in result.stdout and "one process: no links" in result.stdout
     (mine,) = json.loads((tmp_path / "figures.json").read_text())["ranks"]
     (device,) = mine["devices"]
@@ -49,7 +49,7 @@ def test_two_processes_are_compared_and_nothing_is_odd(tmp_path):
     """By the shipped config. Control: the changes below, of which each is marked."""
     path = tmp_path / "figures.json"
     result = check_together("-m", MODULE, "--directory", tmp_path, "--json", path)
-    rows = odd_rows(result.stdout)
+    rows = outlier_rows(result.stdout)
     assert result.returncode == (1 if rows else 0), told(result)
     assert all("of the median rate" in row for row in rows), rows  # another program may take one of two cores
     figures = json.loads(path.read_text())
@@ -125,13 +125,13 @@ def test_what_is_odd_with_a_rank_is_marked_and_nothing_else(name, tmp_path):
     script, packages = tmp_path / "check.py", tmp_path / "packages"
     script.write_text(SCRIPT.format(root=str(ROOT), change=change.replace("{place}", str(packages))))
     result = check_together(script, "--directory", tmp_path)
-    rows = odd_rows(result.stdout)
+    rows = outlier_rows(result.stdout)
     assert result.returncode == (1 if rows else 0), told(result)
     if name != "a fraction of a core":  # another program may take one of two cores
         rows = [row for row in rows if "of the median rate" not in row]
     assert len(rows) == num_rows, told(result)
     assert all(re.search(pattern, row) for row in rows[:1]), rows
-    assert ("nothing is odd" in result.stdout) == (not odd_rows(result.stdout))
+    assert ("no outliers" in result.stdout) == (not outlier_rows(result.stdout))
 
 
 def test_two_ranks_between_which_nothing_gets_through_are_named(tmp_path):
@@ -222,7 +222,7 @@ def test_the_host_with_a_slow_cable_is_marked(tmp_path):
                 statuses, text = started.wait(100), started.output(0)
             of_links = re.search(r"links between machines.*?\n\n", text, re.S)[0]
             assert "links within" not in text and len(re.findall(r" host\d ", of_links)) == 3, text
-            rows = [row for row in odd_rows(of_links) if "of the usual bandwidth" in row]
+            rows = [row for row in outlier_rows(of_links) if "of the usual bandwidth" in row]
             is_slow = any(re.search(r"^ +2 .*<- 2 of 2 links slow, to rank \d: ", row) for row in rows)
             assert is_slow == (rate is not None), text
             assert all(statuses) or not rate, text
@@ -262,7 +262,7 @@ def test_many_ranks_are_paired_in_few_rounds():
 
 
 def eight_gpus():
-    """Figures of two machines with four GPUs each, as `measure` would have them, of which nothing is odd."""
+    """Figures of two machines with four GPUs each, as `measure` would have them, without outliers."""
     gpu = {"name": "GPU", "memory": {"free": 79e9, "total": 80e9}, "rates": {"no": 3e14, "bf16": 6e14, "fp16": 6e14}}
     ranks = []
     for rank in range(8):
@@ -326,9 +326,9 @@ def test_figures_that_stand_out_are_marked_where_they_are(case):
     change, patterns = FIGURES[case]
     figures = eight_gpus()
     change(figures["ranks"], figures["links"])
-    text, num_odd = report(figures)
-    rows = odd_rows(text)
-    assert len(rows) == num_odd == len(patterns), text
+    text, num_outliers = report(figures)
+    rows = outlier_rows(text)
+    assert len(rows) == num_outliers == len(patterns), text
     for row, pattern in zip(rows, patterns, strict=True):
         assert re.search(pattern, row), row
 
@@ -338,6 +338,6 @@ def test_of_many_rows_only_the_odd_ones_are_shown():
     first = figures["ranks"]
     figures["ranks"] = [copy.deepcopy(first[rank % 8]) | {"rank": rank} for rank in range(80)]
     figures["links"], figures["ranks"][70]["devices"][0]["rates"]["fp16"] = {}, 1e14
-    text, num_odd = report(figures)
+    text, num_outliers = report(figures)
     table = text.split("\n\n")[1]
-    assert num_odd == 1 and len(table.splitlines()) == 4 and "and 79 rows in which nothing is odd" in table, table
+    assert num_outliers == 1 and len(table.splitlines()) == 4 and "and 79 rows without outliers" in table, table

@@ -13,7 +13,7 @@ from test_recipes import RECIPES
 
 from common.errors import UserError
 from common.files import complete_or_absent
-from common.parallel.shutdown import user_mistakes_end_here
+from common.parallel.shutdown import exit_on_user_error
 
 # Packages that take seconds or that not everybody has.
 NOBODYS = "datasets evaluate sklearn sacrebleu bitsandbytes deepspeed matplotlib tensorboard torchvision".split()
@@ -222,7 +222,7 @@ class Mistaken(torch.utils.data.Dataset):
 def test_a_mistake_that_a_data_worker_meets_is_told_in_its_own_lines(capsys):
     """Also where a line has the name of the class in it, as in a class of the reader's own."""
     for num_workers in (0, 1):
-        with pytest.raises(SystemExit) as ended, user_mistakes_end_here():
+        with pytest.raises(SystemExit) as ended, exit_on_user_error():
             list(torch.utils.data.DataLoader(Mistaken(), batch_size=None, num_workers=num_workers))
         errors = capsys.readouterr().err.splitlines()
         assert ended.value.code == 2
@@ -232,11 +232,11 @@ def test_a_mistake_that_a_data_worker_meets_is_told_in_its_own_lines(capsys):
 def test_an_error_of_a_file_that_a_bug_provokes_keeps_its_traceback(tmp_path, capsys):
     """Only a disk that is full or broken is told in a line wherever it is met."""
     for read in (lambda: open(tmp_path / "nothing"), lambda: open(tmp_path)):
-        with pytest.raises(OSError, match="nothing|directory"), user_mistakes_end_here():
+        with pytest.raises(OSError, match="nothing|directory"), exit_on_user_error():
             read()
     with pytest.raises(FileNotFoundError), complete_or_absent(tmp_path / "model"):
         open(tmp_path / "nothing")
     assert not list(tmp_path.iterdir()) and not capsys.readouterr().err
-    with pytest.raises(SystemExit), user_mistakes_end_here():
+    with pytest.raises(SystemExit), exit_on_user_error():
         raise OSError(errno.ENOSPC, "No space left on device")
     assert "error: disk: a file could not be read or written: No space left" in capsys.readouterr().err

@@ -207,7 +207,7 @@ def test_the_fastest_precision_is_chosen_where_it_pays(monkeypatch):
         assert (
             recipe == "lm" or torch.cuda.is_available() or path.endswith("/cpu.yaml")
         )  # its small model gains nothing
-    monkeypatch.setattr(precision_choice, "multiplication_rates", lambda _: {"no": 1.0, "bf16": 4.0})
+    monkeypatch.setattr(precision_choice, "measure_throughputs", lambda _: {"no": 1.0, "bf16": 4.0})
     cpu = torch.device("cpu")
     assert "4.0 times as fast: before the recipe, --mixed_precision bf16" in precision_choice.advise(cpu, "no", 10**7)
     assert not precision_choice.advise(cpu, "bf16", 10**7) and not precision_choice.advise(cpu, "no", 10**6)

@@ -17,7 +17,7 @@ from common.parallel.deepspeed_files import flatten, read_deepspeed_config
 from common.parallel.deepspeed_flags import WIDTH_KEYS, check_deepspeed, describe_settled, settle_deepspeed
 from common.parallel.launch import parse_launch
 from common.parallel.launch_checks import check_launch
-from common.training.process_grid import Degrees
+from common.training.process_grid import ProcessGrid
 from common.training.recipe_traits import Traits
 
 # Four steps on two processes.
@@ -118,8 +118,8 @@ def test_a_documented_file_is_taken(name, stage, offload, tmp_path):
     (tmp_path / "mine.json").write_text(json.dumps(make(stage, offload)))
     for precision in precisions:
         args = recipe_arguments(*FLAGS)
-        assert check_deepspeed(str(tmp_path / "mine.json"), args, precision, degrees=Degrees(2)) == []
-        settled = settle_deepspeed(str(tmp_path / "mine.json"), args, precision, degrees=Degrees(2))
+        assert check_deepspeed(str(tmp_path / "mine.json"), args, precision, grid=ProcessGrid(2)) == []
+        settled = settle_deepspeed(str(tmp_path / "mine.json"), args, precision, grid=ProcessGrid(2))
         with warnings.catch_warnings(action="ignore"):
             resolved = resolve(settled.config, precision, tmp_path)
         assert resolved.zero_config.stage == stage and resolved.gradient_accumulation_steps == 1
@@ -167,7 +167,7 @@ def test_what_accelerate_config_writes_is_taken(stage, offload, tmp_path, monkey
         )
         launch = parse_launch(["--config_file", str(path), "recipes/lm.py"], environment={})
         assert check_launch(launch, recipe_arguments(), Traits()) == []
-        settled = settle_deepspeed(launch.deepspeed_config, recipe_arguments(), precision, degrees=Degrees(2))
+        settled = settle_deepspeed(launch.deepspeed_config, recipe_arguments(), precision, grid=ProcessGrid(2))
         with warnings.catch_warnings(action="ignore"):
             resolved = resolve(settled.config, precision, tmp_path)
         assert resolved.zero_config.stage == stage and resolved.bfloat16_config.enabled == (precision == "bf16")
@@ -213,8 +213,8 @@ SAME = {
 @pytest.mark.parametrize("name", SAME)
 def test_what_says_the_same_as_the_flags_is_taken(name):
     config = {"zero_optimization": {"stage": 2, "allgather_bucket_size": "auto"}} | SAME[name]
-    assert check_deepspeed(config, recipe_arguments(*FLAGS), "bf16", degrees=Degrees(2)) == []
-    settled = settle_deepspeed(config, recipe_arguments(*FLAGS), "bf16", degrees=Degrees(2))
+    assert check_deepspeed(config, recipe_arguments(*FLAGS), "bf16", grid=ProcessGrid(2)) == []
+    settled = settle_deepspeed(config, recipe_arguments(*FLAGS), "bf16", grid=ProcessGrid(2))
     assert "zero_optimization.allgather_bucket_size (DeepSpeed's default)" in describe_settled("x", settled)
     assert (
         settled.config["zero_optimization"] == {"stage": 2} and not {"optimizer", "scheduler"} & settled.config.keys()
@@ -228,9 +228,9 @@ def test_a_warm_up_that_is_the_checkpoints_contradicts_nothing():
     args = recipe_arguments(*FLAGS)
     args.warmup_updates = None
     config = {"zero_optimization": {"stage": 2}, "scheduler": {"params": {"warmup_num_steps": 3, "warmup_max_lr": 1}}}
-    (problem,) = check_deepspeed(config, args, "bf16", degrees=Degrees(2))
+    (problem,) = check_deepspeed(config, args, "bf16", grid=ProcessGrid(2))
     assert "warmup_max_lr" in problem
-    settled = settle_deepspeed(config, args, "bf16", degrees=Degrees(2))
+    settled = settle_deepspeed(config, args, "bf16", grid=ProcessGrid(2))
     assert "the checkpoint's --warmup_updates" in describe_settled("x", settled)
 
 
@@ -241,7 +241,7 @@ def test_numbers_of_updates_contradict_epochs():
     for value, number in ((40, 2), ("auto", 0)):
         params = {"warmup_num_steps": value, "total_num_steps": value}
         config = {"zero_optimization": {"stage": 2}, "scheduler": {"params": params}}
-        problems = check_deepspeed(config, args, "bf16", degrees=Degrees(2))
+        problems = check_deepspeed(config, args, "bf16", grid=ProcessGrid(2))
         assert len(problems) == number and all("is 40, but --num_epochs sets the length" in one for one in problems)
 
 
@@ -319,17 +319,17 @@ def test_what_contradicts_a_flag_or_cannot_run_is_refused(name):
     """Control: the tests of files that are taken."""
     changes, pattern = CONTRADICTIONS[name]
     config = {"zero_optimization": {"stage": 2}} | changes
-    problems = check_deepspeed(config, recipe_arguments(*FLAGS), "bf16", degrees=Degrees(2))
+    problems = check_deepspeed(config, recipe_arguments(*FLAGS), "bf16", grid=ProcessGrid(2))
     assert len(problems) == 1 and re.search(pattern, problems[0]), problems
 
 
 def test_numbers_where_tokens_cut_the_batch_are_refused():
     args = recipe_arguments("--global_batch_size", 16)
     config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
-    problems = check_deepspeed(config, args, "no", degrees=Degrees(2))
+    problems = check_deepspeed(config, args, "no", grid=ProcessGrid(2))
     assert len(problems) == 2 and "--micro_batch_tokens 1024 splits the batch; pass --micro_batch_size 2" in problems[0]
     assert "it follows from --global_batch_size 16 in --micro_batch_tokens 1024" in problems[1]
-    assert check_deepspeed(config | {"gradient_accumulation_steps": 1}, args, "no", Degrees(2)) == problems[:1]
+    assert check_deepspeed(config | {"gradient_accumulation_steps": 1}, args, "no", ProcessGrid(2)) == problems[:1]
 
 
 @pytest.mark.parametrize(
@@ -345,9 +345,9 @@ def test_numbers_where_tokens_cut_the_batch_are_refused():
 def test_overlapped_sums_of_a_compiled_backward_are_warned_of(stage, overlaps, flags, warns):
     """Controls: each of the three alone, and the shipped files."""
     zero = zero_section(stage, offload=False, overlap_comm=overlaps)
-    settled = settle_deepspeed({"zero_optimization": zero}, recipe_arguments(*FLAGS, *flags), "no", Degrees(2))
+    settled = settle_deepspeed({"zero_optimization": zero}, recipe_arguments(*FLAGS, *flags), "no", ProcessGrid(2))
     assert len(settled.risky) == warns and not settled.problems
-    shipped = settle_deepspeed(f"ds_configs/zero{stage}.json", recipe_arguments(*FLAGS, *flags), "no", Degrees(2))
+    shipped = settle_deepspeed(f"ds_configs/zero{stage}.json", recipe_arguments(*FLAGS, *flags), "no", ProcessGrid(2))
     assert not shipped.risky
 
 

@@ -10,7 +10,7 @@ from test_resume import RECIPES, data  # noqa: F401  a fixture
 from transformers import AutoModelForCausalLM
 
 from common.parallel.deepspeed_flags import check_deepspeed
-from common.training.process_grid import Degrees
+from common.training.process_grid import ProcessGrid
 
 
 def weights_of(directory):
@@ -55,6 +55,6 @@ def test_deepspeed_keeps_the_precision_that_it_computes_in():
     """Control: without mixed precision its weights are float32."""
     args = recipe_arguments("--export_dtype", "float32")
     config = {"zero_optimization": {"stage": 2}}
-    (problem,) = check_deepspeed(config, args, "bf16", degrees=Degrees(2))
+    (problem,) = check_deepspeed(config, args, "bf16", grid=ProcessGrid(2))
     assert "keeps the weights of model/ in bf16, not in --export_dtype float32" in problem
-    assert check_deepspeed(config, args, "no", degrees=Degrees(2)) == []
+    assert check_deepspeed(config, args, "no", grid=ProcessGrid(2)) == []

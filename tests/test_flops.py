@@ -106,7 +106,7 @@ def test_a_resumed_runs_lines_are_those_of_one_that_went_on(one_process):
     [("multi_cpu", "lm", True), ("sequence_parallel", "lm", False), ("pipeline", "pipeline", False)],
 )
 def test_processes_that_share_the_work_tell_the_whole_models(config, recipe, has_rate, one_process, rows, tmp_path):
-    """A share only where the config is for this machine: a rehearsal's speed says nothing."""
+    """A share only where the config is for this machine: without its GPUs, a speed says nothing."""
     run_specs(recipe, [(own_flags(recipe, rows, tmp_path / "run", *LONGER), {})], tmp_path, config)
     lines = read_metrics(tmp_path / "run")
     assert per_token(lines) == pytest.approx(per_token(read_metrics(one_process[1])), rel=1e-12)
@@ -130,7 +130,7 @@ class Tokens:
 
 
 def work_of(config, *lengths, change=lambda model: None):
-    def make_empty():
+    def meta_model():
         model = empty_model(config)
         change(model)
         return model
@@ -138,7 +138,7 @@ def work_of(config, *lengths, change=lambda model: None):
     samples, collate = Tokens(*lengths), partial(collate_tokens, pad_token_id=0)
     size = {"global_batch_size": 1, "micro_batch_size": 1, "micro_batch_tokens": None}
     batches = GlobalBatches(samples, collate, **size, rank=0, world_size=1, seed=None)
-    found = flops.count(make_empty, batches)
+    found = flops.count(meta_model, batches)
     own = torch.from_numpy(samples.of)
     batch = GlobalBatch(0, [], len(own), int(own.sum()), int(own.sum()), 0, torch.zeros(1), "", own)
     return found and found.of(batch)

@@ -244,7 +244,7 @@ def test_offload_holds_a_few_layers_inputs_and_keeps_its_host_memory():
 
 
 def test_a_gpu_that_torch_does_not_see_is_refused(functions_file, model_dir, tmp_path):
-    """Torch made blind: one line. Control: a GPU that is hidden on purpose is a rehearsal."""
+    """Torch made blind: one line. Control: a GPU that is hidden on purpose."""
     given = flags(functions_file, model_dir, tmp_path / "run", "--dry_run")
     command = [*launch_command("single_gpu"), "recipes/lm.py", *given]
     (tmp_path / "sitecustomize.py").write_text(
@@ -255,7 +255,7 @@ def test_a_gpu_that_torch_does_not_see_is_refused(functions_file, model_dir, tmp
     result = run(command, PYTHONPATH=tmp_path, STARTS_A_REAL_PYTHON=1)  # which reads sitecustomize.py
     assert_refused(result, r"has a GPU \(/.*\) that torch \S+ does not see \(")
     result = run(command, CUDA_VISIBLE_DEVICES="")
-    assert result.returncode == 0 and "a rehearsal" in result.stdout, result.stderr
+    assert result.returncode == 0 and "because no GPU is visible" in result.stdout, result.stderr
 
 
 def test_what_is_left_in_float32_is_tf32(functions_file, model_dir, tmp_path):
@@ -281,7 +281,7 @@ def test_sharded_modes_on_one_gpu(config, precision, tolerance, float32_losses, 
     """One process: the mode's own code on the GPU, with NCCL, against float32 on the CPU."""
     more = {"NVIDIA_TF32_OVERRIDE": 0} if precision == "no" else {}
     losses, printed = train(tmp_path / "run", functions_file, model_dir, precision=precision, config=config, **more)
-    assert "on cuda" in printed and "rehearsal" not in printed
+    assert "on cuda" in printed and "no GPU is visible" not in printed
     assert losses == pytest.approx(float32_losses, rel=tolerance)
 
 

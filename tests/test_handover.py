@@ -14,9 +14,9 @@ LOADER = """
 import resource, sys, types
 import numpy as np, torch
 from accelerate import Accelerator
-from common.parallel.shutdown import user_mistakes_end_here
+from common.parallel.shutdown import exit_on_user_error
 from common.training import batching
-from common.training.process_grid import Degrees
+from common.training.process_grid import ProcessGrid
 from common.training.recipe_traits import Traits
 
 kind, num_files = sys.argv[1], int(sys.argv[2])
@@ -47,11 +47,11 @@ args = types.SimpleNamespace(
     num_workers=2, global_batch_size=2000, micro_batch_size=1, micro_batch_tokens=None, seed=1, drop_last_window=False
 )
 collate = lambda samples, **_: batching.collate_tokens(samples, 0)  # noqa: E731
-loader = batching.make_loader(args, Accelerator(cpu=True), Traits(), Degrees(1), collate, 1e9, Numbers(), range(3))
+loader = batching.make_loader(args, Accelerator(cpu=True), Traits(), ProcessGrid(1), collate, 1e9, Numbers(), range(3))
 print("open files", resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 if kind == "apart":  # the control: each tensor as it is
     loader.collate_fn = lambda batch: batch
-with user_mistakes_end_here():
+with exit_on_user_error():
     for update, batch in enumerate(loader):
         expected = loader.dataset[update]
         assert batch[0] == update and len(batch.micro_batches) == len(expected.micro_batches) == 2000

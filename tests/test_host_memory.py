@@ -7,7 +7,7 @@ import psutil
 import pytest
 from conftest import ROOT
 
-from common.host_memory import available_memory, left_to_all, pinned_bytes
+from common.host_memory import available_memory, available_total, pinned_bytes
 
 GIB = 2**30
 
@@ -54,7 +54,7 @@ def test_what_is_left_to_all_heeds_the_limits_of_cgroups(case, tmp_path, monkeyp
     machine = psutil.virtual_memory()._replace(available=MACHINE)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
     cgroups(tmp_path, own, limits)
-    assert left_to_all(tmp_path) == expected
+    assert available_total(tmp_path) == expected
 
 
 def test_this_machine_has_memory():
@@ -67,7 +67,7 @@ def test_pinned_blocks_are_powers_of_two():
 
 def told_by(program):
     """The words that a Python process of its own prints."""
-    program = f"from common.host_memory import available_memory, left_to_all, left_to_one\n{program}"
+    program = f"from common.host_memory import available_memory, available_total, available_per_process\n{program}"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
     return [float(word) for word in result.stdout.split()]
 
@@ -79,9 +79,9 @@ def test_what_is_left_to_one_heeds_the_limits_of_the_process(limit):
         import psutil, resource
         memory = psutil.Process().memory_info()
         most = 2**30 + (memory.data if "{limit}" == "RLIMIT_DATA" else memory.vms)
-        print(left_to_one())
+        print(available_per_process())
         resource.setrlimit(resource.{limit}, (most, most))
-        print(left_to_all(), left_to_one())
+        print(available_total(), available_per_process())
     """)
     assert min(before, after) > 2 * GIB
     assert 0.98 * GIB < left <= GIB
@@ -108,6 +108,6 @@ def test_what_was_given_back_is_not_available():
         resource.setrlimit(resource.RLIMIT_DATA, (2 * 2**30, 2 * 2**30))
         block = bytearray(2**30)
         del block
-        print(left_to_one(), available_memory())
+        print(available_per_process(), available_memory())
     """)
     assert left - available == pytest.approx(GIB, rel=0.1)

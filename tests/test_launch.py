@@ -220,7 +220,7 @@ def test_a_default_config_file_of_the_users_runs_as_what_it_says(functions_file,
     script = specs_script("lm", [(["--train_file", functions_file, "--dry_run"], {"no_prediction": 1})], tmp_path)
     result = run([BIN / "accelerate", "launch", *script], HF_HOME=tmp_path, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 0, result.stderr
-    assert "mode  FSDP, offloaded to the host, 2 processes on cpu, a rehearsal" in result.stdout
+    assert "mode  FSDP, offloaded to the host, 2 processes on cpu, because no GPU is visible" in result.stdout
     assert re.search(r"fsdp_offload_params +True +.*default_config.yaml", result.stdout)
 
 
@@ -261,7 +261,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("node", ["dev/nvidia0", "proc/driver/nvidia/gpus/0000:07:00.0"])
-def test_a_gpu_that_torch_does_not_see_is_no_rehearsal(node, tmp_path, monkeypatch):
+def test_a_gpu_that_torch_does_not_see_is_a_mistake(node, tmp_path, monkeypatch):
     """A driver that does not fit, or a CPU build of torch. Controls: asked for the CPU, hidden GPUs."""
 
     def problems(name, *options):

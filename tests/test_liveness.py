@@ -15,7 +15,7 @@ from conftest import read_metrics, run_specs, specs_command
 from running import Run, find_rank, num_updates, wait_for_updates, wait_until
 
 from common.parallel import rank_watch
-from common.training.process_grid import Degrees
+from common.training.process_grid import ProcessGrid
 
 LINE = r"error: rank {rank} on host \S+ {what} at update \d+; this process \(rank \d+\) ends"
 
@@ -141,7 +141,7 @@ def test_two_ranks_that_leave_together_spoil_neithers_good_bye(monkeypatch):
     watches = {}
 
     def watch(rank):
-        watches[rank] = rank_watch.RankWatch(rank, 2, 60, "together", Degrees(2))
+        watches[rank] = rank_watch.RankWatch(rank, 2, 60, "together", ProcessGrid(2))
 
     starts = [threading.Thread(target=watch, args=[rank]) for rank in (0, 1)]
     for start in starts:

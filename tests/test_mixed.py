@@ -28,7 +28,7 @@ from common.data.mixed import Mixed
 from common.errors import UserError
 from common.training.batching import GlobalBatches, permute, sample_ids_of
 from common.training.data_mixing import MAX_LENGTH, Mixing, build_order, reduce_weights
-from common.training.process_grid import Degrees
+from common.training.process_grid import ProcessGrid
 from common.training.recipe_traits import Traits
 
 GLOBAL_BATCH = 8
@@ -317,7 +317,7 @@ def test_a_source_of_which_a_run_takes_nothing_is_named(place, monkeypatch, capl
         caplog.clear()
         module, args = parsed("lm", monkeypatch, "--train_file", *names, "--num_updates", number)
         args.global_batch_size, args.sequence_length = GLOBAL_BATCH, 32
-        check_samples(args, Traits(), module.load_data(args)[2], None, Degrees(1))
+        check_samples(args, Traits(), module.load_data(args)[2], None, ProcessGrid(1))
         assert [record.getMessage() for record in caplog.records] == warned * [
             f"--train_file {place / 'code.jsonl'}: none of the 16 samples of this run is of it: its weight is too "
             "small for one; raise it, or remove the file"

@@ -11,7 +11,7 @@ from common.parallel.deepspeed_flags import check_deepspeed, settle_deepspeed
 from common.parallel.deepspeed_space import size_nvme_buffers
 from common.parallel.launch import parse_launch
 from common.parallel.sharding import names_threads
-from common.training.process_grid import Degrees
+from common.training.process_grid import ProcessGrid
 
 pytestmark = pytest.mark.usefixtures("extensions")
 
@@ -43,7 +43,7 @@ def test_buffers_of_weights_in_files_hold_the_largest_parameter(tmp_path):
     text = (ROOT / "ds_configs/zero3_offload_nvme.json").read_text().replace("/local_nvme", str(tmp_path))
     config, sizes = json.loads(text), [128256 * 4096, 4096 * 14336, 4096]
     (tmp_path / "nvme.json").write_text(text)
-    settled = settle_deepspeed(str(tmp_path / "nvme.json"), recipe_arguments(), "bf16", Degrees(2))
+    settled = settle_deepspeed(str(tmp_path / "nvme.json"), recipe_arguments(), "bf16", ProcessGrid(2))
     assert "offload_param.buffer_size (the model's largest parameter)" in settled.filled and settled.idle == []
     size_nvme_buffers(settled.config, lambda: sizes, 2)
     assert settled.config["zero_optimization"]["offload_param"]["buffer_size"] == 64128 * 4096
@@ -54,8 +54,8 @@ def test_buffers_of_weights_in_files_hold_the_largest_parameter(tmp_path):
     # The name that DeepSpeed's documentation has for another setting, and its code does not read.
     config["aio"]["thread_count"] = 4
     (tmp_path / "nvme.json").write_text(json.dumps(config))
-    assert check_deepspeed(str(tmp_path / "nvme.json"), recipe_arguments(), "bf16", Degrees(2)) == []
-    settled = settle_deepspeed(str(tmp_path / "nvme.json"), recipe_arguments(), "bf16", Degrees(2))
+    assert check_deepspeed(str(tmp_path / "nvme.json"), recipe_arguments(), "bf16", ProcessGrid(2)) == []
+    settled = settle_deepspeed(str(tmp_path / "nvme.json"), recipe_arguments(), "bf16", ProcessGrid(2))
     assert settled.idle == ["aio.thread_count (DeepSpeed reads intra_op_parallelism)"]
 
 

@@ -39,8 +39,8 @@ from transformers import (
 
 from common.argument_checks import check_arguments
 from common.parallel.launch import parse_launch
-from common.tasks.pipeline.stages import check_stages, place_cuts
-from common.training.process_grid import Degrees
+from common.tasks.pipeline.stages import check_stages, choose_stage_starts
+from common.training.process_grid import ProcessGrid
 from common.training.recipe_traits import Traits
 
 SIZES = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "pad_token_id": 2}
@@ -172,9 +172,9 @@ def test_the_cuts_are_the_best_of_all():
 
         inner = itertools.combinations(range(1, num_layers), num_stages - 1)
         best = min(size([0, *cuts, num_layers]) for cuts in inner)
-        cuts = place_cuts(parameters, products, num_stages)
+        cuts = choose_stage_starts(parameters, products, num_stages)
         assert len(cuts) == num_stages + 1 and size(cuts) == pytest.approx(best)
-    assert place_cuts([40, *[10] * 8, 40], [0, *[10] * 8, 40], 2) == [0, 5, 8]
+    assert choose_stage_starts([40, *[10] * 8, 40], [0, *[10] * 8, 40], 2) == [0, 5, 8]
 
 
 REFUSED = {
@@ -188,18 +188,18 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_model_that_has_no_stages_is_refused(case, monkeypatch):
     config, stages, pattern = REFUSED[case]
-    monkeypatch.setattr(PartialState(), "process_grid", Degrees(stages, pipeline=stages), raising=False)
+    monkeypatch.setattr(PartialState(), "process_grid", ProcessGrid(stages, pipeline=stages), raising=False)
     (line,) = check_stages(config)
     assert re.search(pattern, line)
-    monkeypatch.setattr(PartialState(), "process_grid", Degrees(stages), raising=False)
+    monkeypatch.setattr(PartialState(), "process_grid", ProcessGrid(stages), raising=False)
     assert not [*check_stages(config)]
 
 
 def test_too_few_micro_batches_are_refused_with_the_numbers():
     args = recipe_arguments("--global_batch_size", 8, "--micro_batch_size", 4)
-    (line,) = check_arguments(args, True, Traits(size_flags=()), Degrees(4, pipeline=4))
+    (line,) = check_arguments(args, True, Traits(size_flags=()), ProcessGrid(4, pipeline=4))
     assert "8 / (4 micro x 1 pipeline of 4 processes) = 2 micro-batches, fewer than the 4 stages" in line
-    assert not check_arguments(args, True, Traits(size_flags=()), Degrees(2, pipeline=2))
+    assert not check_arguments(args, True, Traits(size_flags=()), ProcessGrid(2, pipeline=2))
 
 
 @pytest.mark.parametrize(("size", "stages", "expected"), [(8, 2, 1), (64, 2, 4), (64, 4, 4), (48, 2, 4), (2, 2, 1)])
@@ -207,7 +207,7 @@ def test_without_a_flag_there_are_micro_batches_for_every_stage(size, stages, ex
     """Four for each, of up to 1024 tokens on a CPU."""
     args = recipe_arguments("--global_batch_size", size)
     args.micro_batch_tokens, args.sequence_length = None, 256
-    assert not check_arguments(args, True, Traits(), Degrees(stages, pipeline=stages))
+    assert not check_arguments(args, True, Traits(), ProcessGrid(stages, pipeline=stages))
     assert args.micro_batch_size == expected
 
 

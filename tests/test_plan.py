@@ -123,20 +123,20 @@ def test_a_deep_model_is_the_line_through_two_shallow_ones():
 def test_what_an_lstm_keeps_for_its_backward_is_counted():
     """With tensors without data as with real ones. Control: of them torch says that it keeps nothing."""
 
-    def held(steps, tape):
+    def held(steps, tracer):
         layer, x = torch.nn.LSTM(16, 32), torch.zeros(steps, 4, 16)
-        with tape:
+        with tracer:
             output, _ = layer(x)
-        return sum(event.size for event in tape.events) - output.nbytes
+        return sum(event.size for event in tracer.events) - output.nbytes
 
-    class BareTape(AllocationTracer):
+    class BareTracer(AllocationTracer):
         _call_lstm = staticmethod(lambda func, args: func(*args))
 
     for steps in (50, 1000):  # as many as are tried, and more
         real = held(steps, AllocationTracer())
         with FakeTensorMode():
             assert held(steps, AllocationTracer()) == pytest.approx(real, rel=0.01) and real > 4 * held(
-                steps, BareTape()
+                steps, BareTracer()
             )
 
 
@@ -263,9 +263,7 @@ def test_a_device_of_known_memory_counts_as_a_card_of_that_size(memory, card):
 
 
 def test_one_device_offloads_and_shares_with_nobody():
-    modes, left_out = modes_for(
-        parse_machine("1 x 24GiB, host 128GiB"), recipe_arguments(), Traits(), lambda degrees: []
-    )
+    modes, left_out = modes_for(parse_machine("1 x 24GiB, host 128GiB"), recipe_arguments(), Traits(), lambda grid: [])
     assert {mode.name for mode in modes} == {"single_gpu", "fsdp2_offload", "zero3_offload_cpu", "zero3_offload_nvme"}
     assert all(mode.processes == 1 for mode in modes)
     assert "zero3.yaml (too few devices)" in left_out and "fsdp2.yaml (too few devices)" in left_out
@@ -298,20 +296,20 @@ ON_ONE |= {"tensor_parallel", "fsdp2_tensor_parallel"}
 
 
 def test_configs_are_fitted_to_the_machine():
-    """Those for several nodes are planned where there are some, and what a run would refuse is not."""
+    """Those for several nodes are planned where there are some, and what a run would reject is not."""
     args = recipe_arguments()
-    modes, left_out = modes_for(parse_machine("8 x 80GiB"), args, Traits(), lambda degrees: [])
+    modes, left_out = modes_for(parse_machine("8 x 80GiB"), args, Traits(), lambda grid: [])
     assert {mode.name for mode in modes} == ON_ONE and left_out == ["pipeline.yaml"]
-    few = {mode.name for mode in modes_for(parse_machine("2 x 80GiB"), args, Traits(), lambda degrees: [])[0]}
+    few = {mode.name for mode in modes_for(parse_machine("2 x 80GiB"), args, Traits(), lambda grid: [])[0]}
     assert few == ON_ONE - {"hsdp", "fsdp2_tensor_parallel"}  # whose shards would be whole
     staged = Traits(pipeline_schedule="1f1b")
     two_nodes = parse_machine("8 x 80GiB, 2 nodes")
-    modes, left_out = modes_for(two_nodes, args, staged, lambda degrees: ["no"][: degrees.tensor - 1])
+    modes, left_out = modes_for(two_nodes, args, staged, lambda grid: ["no"][: grid.tensor - 1])
     assert left_out == ["fsdp2_tensor_parallel.yaml", "tensor_parallel.yaml"]
     found = {mode.name: mode for mode in modes}
     on_nodes = {"pipeline", "multi_node", "multi_node_zero3"}
     assert found.keys() == ON_ONE - {"multi_gpu", "zero3", "tensor_parallel", "fsdp2_tensor_parallel"} | on_nodes
-    assert (found["hsdp"].replicas, found["hsdp"].shards, found["pipeline"].degrees.data) == (2, 8, 8)
+    assert (found["hsdp"].replicas, found["hsdp"].shards, found["pipeline"].grid.data_parallel) == (2, 8, 8)
     assert all("--num_machines 2" in " ".join(mode.flags) for mode in modes if mode.name != "single_gpu")
 
 
@@ -366,7 +364,7 @@ def test_a_plan_has_a_row_for_each_config_and_advises_what_fits(tmp_path):
     result = run(command, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 0, result.stderr
     assert "peak  GiB of tensors in the process with the most" in result.stdout
-    rows = [line.split() for line in result.stdout.splitlines() if re.search(r"fits$|lacks [\d.]+$", line)]
+    rows = [line.split() for line in result.stdout.splitlines() if re.search(r"fits$|shortfall [\d.]+$", line)]
     verdicts = {(row[0], row[1]): row[-1] == "fits" for row in rows}
     assert {name for name, _ in verdicts} == ON_ONE
     assert not verdicts["multi_gpu", "full"] and verdicts["fsdp2", "full"]  # 16 bytes a parameter, and a quarter of it

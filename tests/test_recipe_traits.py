@@ -11,7 +11,7 @@ from common.argument_checks import check_arguments
 from common.parallel.launch import parse_launch
 from common.parallel.launch_checks import check_launch
 from common.tasks.seq2seq.encoder_decoder import TRAITS
-from common.training.process_grid import Degrees
+from common.training.process_grid import ProcessGrid
 from common.training.recipe_traits import Traits
 
 OWN = ("beta", "schedule", "target_length", "generate", "quantize")
@@ -77,7 +77,7 @@ def test_the_default_budget_holds_the_longest_sample(traits, expected):
     """On a CPU 1024 tokens. The flags are the same each time."""
     args = recipe_arguments()
     args.micro_batch_tokens, args.sequence_length, args.target_length, args.beta = None, 1500, 800, 0.1
-    assert not check_arguments(args, True, Traits(**traits), Degrees(1))
+    assert not check_arguments(args, True, Traits(**traits), ProcessGrid(1))
     assert args.micro_batch_tokens == expected
 
 

@@ -103,7 +103,7 @@ def write_digits(directory):
     """Folders of images, of which as many are held out as rows of a text."""
     digits = image_files.digits("train")
     for index, label in zip(range(ROWS["DATA"] + ROWS["HELD_OUT"]), digits.labels, strict=False):
-        path = directory / ("images" if index < ROWS["DATA"] else "few_images") / str(label % 3)
+        path = directory / ("images" if index < ROWS["DATA"] else "few_images") / str(label % 2)
         path.mkdir(parents=True, exist_ok=True)
         digits.read(index).save(path / f"{index}.png")
     return {"IMAGES": directory / "images", "FEW_IMAGES": directory / "few_images"}
@@ -186,7 +186,7 @@ def test_every_recipe_resumes_bit_for_bit(config, data, tmp_path):
 
 def test_a_resume_that_forgets_the_random_states_draws_another_dropout(data, tmp_path):
     """The control of the test above: dropout is in use, and the losses show it."""
-    run_matrix("cpu", WITH_DROPOUT, data, tmp_path, second={"forget": "random"})
+    run_matrix("cpu_bf16", WITH_DROPOUT, data, tmp_path, second={"forget": "random"})
     for name in WITH_DROPOUT:
         whole, again = (outcome(tmp_path / f"{name}{end}", NUM_UPDATES)[0] for end in ("", "-again"))
         assert whole[:SAVED] == again[:SAVED] and whole[SAVED:] != again[SAVED:], name
@@ -203,7 +203,8 @@ EQUAL = {
     "moe-exact": [*RECIPES["moe"], "--balance", "exact"],
     "long_sequence": RECIPES["long_sequence"],
     "long_sequence-transformer": TRANSFORMER,
-    "vision": [*RECIPES["vision"][:4], "--model_config", "resnet", "--num_workers", 1],
+    # With Adam, whose steps do not shrink with a gradient, so few images would show the rounding of small gradients.
+    "vision": [*RECIPES["vision"][:4], "--model_config", "resnet", "--num_workers", 1, "--optimizer", "sgd"],
     "lm-lora": [*UNEVEN, "--model_name_or_path", "LLAMA", "--sequence_length", 32, "--lora_rank", 4],
     "lm-dora": [*UNEVEN, "--model_name_or_path", "LLAMA", "--sequence_length", 32, "--lora_rank", 4, "--use_dora"],
     "lm-nf4": [

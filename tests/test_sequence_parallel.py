@@ -38,7 +38,7 @@ from transformers import (
 from common.parallel.launch import SIZES as SPLIT_SIZES
 from common.parallel.parallelism_config import check_sizes
 from common.parallel.sequence import check_model
-from common.training.process_grid import Degrees
+from common.training.process_grid import ProcessGrid
 
 # Two processes; two groups of two; the same with all that is stored in four shards.
 LAYOUTS = [("sequence_parallel", 2), ("sequence_parallel", 4), ("fsdp2_sequence_parallel", 4)]
@@ -108,9 +108,9 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_share_a_sequence_is_refused(case):
     config, kind, size, pattern = REFUSED[case]
-    (line,) = check_model(config, kind, Degrees(2 * size, size))
+    (line,) = check_model(config, kind, ProcessGrid(2 * size, size))
     assert re.search(pattern, line)
-    assert not [*check_model(config, kind, Degrees(2))]
+    assert not [*check_model(config, kind, ProcessGrid(2))]
 
 
 def test_a_model_that_does_not_run_sdpa_is_refused_before_anything_is_written(functions_file, models, tmp_path):

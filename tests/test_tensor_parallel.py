@@ -39,7 +39,7 @@ from common.parallel.launch import SIZES as ALL_SIZES
 from common.parallel.launch import parse_launch
 from common.parallel.parallelism_config import across_machines, check_parts
 from common.parallel.tensor import check_model
-from common.training.process_grid import Degrees
+from common.training.process_grid import ProcessGrid
 
 # Two processes; two groups of two; the same with what is stored of each part in two shards.
 LAYOUTS = [("tensor_parallel", 2), ("tensor_parallel", 4), ("fsdp2_tensor_parallel", 4)]
@@ -131,9 +131,9 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_cut_is_refused(case):
     config, size, pattern = REFUSED[case]
-    (line,) = check_model(config, lambda: empty_model(config), Degrees(2 * size, tensor=size))
+    (line,) = check_model(config, lambda: empty_model(config), ProcessGrid(2 * size, tensor=size))
     assert re.search(pattern, line)
-    assert check_model(config, lambda: empty_model(config), Degrees(2)) == []
+    assert check_model(config, lambda: empty_model(config), ProcessGrid(2)) == []
 
 
 def test_an_embedding_in_the_plan_is_accepted():
@@ -142,7 +142,7 @@ def test_an_embedding_in_the_plan_is_accepted():
     plan = config.base_model_tp_plan
     for style, problems in (("embedding_rowwise", 0), ("unknown", 1)):
         config.base_model_tp_plan = plan | {"embed_tokens": style}
-        assert len(check_model(config, lambda: empty_model(config), Degrees(2, tensor=2))) == problems
+        assert len(check_model(config, lambda: empty_model(config), ProcessGrid(2, tensor=2))) == problems
 
 
 def test_a_setting_that_parts_of_layers_cannot_take_is_refused(functions_file, tmp_path):
@@ -171,15 +171,15 @@ def test_dropout_is_the_same_in_a_group(functions_file, model_dir, tmp_path):
 
 
 def test_a_group_across_machines_is_warned_of():
-    assert "groups of 2 processes exchange" in across_machines(Degrees(6, tensor=2), 2)
-    assert not across_machines(Degrees(8, tensor=2), 2) and not across_machines(Degrees(6), 2)
+    assert "groups of 2 processes exchange" in across_machines(ProcessGrid(6, tensor=2), 2)
+    assert not across_machines(ProcessGrid(8, tensor=2), 2) and not across_machines(ProcessGrid(6), 2)
 
 
 def test_a_flag_of_the_launcher_wins_over_the_file():
     given = ["--config_file", str(ROOT / "accelerate_configs/tensor_parallel.yaml"), "--num_processes", "4"]
-    assert parse_launch([*given, "recipes/lm.py"], environment={}).degrees == Degrees(4, tensor=2)
+    assert parse_launch([*given, "recipes/lm.py"], environment={}).grid == ProcessGrid(4, tensor=2)
     given += ["--parallelism_config_tp_size", "4"]
-    assert parse_launch([*given, "recipes/lm.py"], environment={}).degrees == Degrees(4, tensor=4)
+    assert parse_launch([*given, "recipes/lm.py"], environment={}).grid == ProcessGrid(4, tensor=4)
 
 
 def test_what_several_layers_read_is_summed_once(functions_file, models, tmp_path):

@@ -115,7 +115,7 @@ def digest_of(*files):
 
 
 def test_runs_that_began_before_know_their_data(tokenizer, tmp_path, cache):
-    """Their checkpoints have the digests of these bytes, and no other ones, or --resume would refuse them."""
+    """Their checkpoints have the digests of these bytes, and no other ones, or --resume would reject them."""
     eos = tokenizer.eos_token_id
     plain = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
     texts = source_of(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])

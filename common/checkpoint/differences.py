@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from common.checkpoint.identity import SETTINGS
-from common.models.adapters import ALPHA_PER_RANK, FLAGS
+from common.models.adapters import FLAGS
+from common.models.lora import resolve_alpha
 
 
 def differences(saved: dict, now: dict, args: argparse.Namespace, size_flags: Iterable[str] = ()) -> Iterator[str]:
@@ -121,4 +122,4 @@ def _with_default_alpha(settings: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings, with the default alpha if --lora_alpha is not set."""
     if not settings.get("lora_rank"):
         return settings
-    return settings | {"lora_alpha": settings.get("lora_alpha") or ALPHA_PER_RANK * settings["lora_rank"]}
+    return settings | {"lora_alpha": resolve_alpha(settings.get("lora_alpha"), settings["lora_rank"])}

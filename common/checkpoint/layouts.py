@@ -17,7 +17,7 @@ from common.checkpoint.parts import OptimizerState, Part, check_known, replicate
 from common.models.adapters import has_adapter
 from common.models.model_setup import without_wrapper
 from common.parallel.distributed_mode import is_sharded
-from common.training.process_grid import running
+from common.training.process_grid import current_grid
 
 
 class Piece(NamedTuple):
@@ -64,17 +64,17 @@ class Layout:
         for prefix, module in self.model.named_modules():
             for name, buffer in persistent_buffers(module):
                 full = f"{prefix}.{name}" if prefix else name
-                is_owner = self.rank % running().stage_size == 0 and full not in held_before
+                is_owner = self.rank % current_grid().stage_size == 0 and full not in held_before
                 yield Piece(f"buffer/{full}", buffer.detach(), 0, tuple(buffer.shape), is_owner)
 
     def pieces(self) -> Iterator[Piece]:
         """Yields this rank's pieces. For an adapter, the frozen base is omitted, because no update changes it."""
         is_adapter = has_adapter(self.model)
         for part in self.parts:
-            if is_adapter and part.holder is None:
+            if is_adapter and part.state_key is None:
                 continue
             yield Piece(f"weight/{part.name}", part.weight, part.start, part.shape, part.is_owner, part.columns)
-            for key, value in self.state.of(part.holder).items():
+            for key, value in self.state.of(part.state_key).items():
                 if torch.is_tensor(value) and value.ndim:
                     yield _state_piece(f"optimizer.{key}/{part.name}", value, part)
         yield from self._buffers()
@@ -88,7 +88,7 @@ class Layout:
             f"optimizer.{key}/{part.name}": value
             for part in self.parts
             if part.is_owner
-            for key, value in self.state.of(part.holder).items()
+            for key, value in self.state.of(part.state_key).items()
             if not (torch.is_tensor(value) and value.ndim)
         }
         tensors = {name: value for name, value in scalars.items() if torch.is_tensor(value)}
@@ -97,14 +97,14 @@ class Layout:
             scalars |= dict(zip(tensors, values, strict=True))
         return scalars, {name: DTYPE_NAMES[value.dtype] for name, value in tensors.items()}
 
-    def holders(self) -> dict[str, torch.Tensor | None]:
-        """Returns each parameter's key in `optimizer.state` (see `Part.holder`), by name; None if it is not trained."""
-        holders = {part.name: part.holder for part in self.parts}
+    def state_keys(self) -> dict[str, torch.Tensor | None]:
+        """Returns each parameter's key in `optimizer.state` (`Part.state_key`), by name; None if it is not trained."""
+        state_keys = {part.name: part.state_key for part in self.parts}
         if self.is_sharded:
-            from common.checkpoint.sharded_layouts import holders_elsewhere
+            from common.checkpoint.sharded_layouts import state_keys_elsewhere
 
-            holders |= holders_elsewhere(self.model, self.optimizer)
-        return holders
+            state_keys |= state_keys_elsewhere(self.model, self.optimizer)
+        return state_keys
 
     def untrained(self) -> list[str]:
         """Returns the names of the parameters without optimizer state.
@@ -112,7 +112,7 @@ class Layout:
         They are frozen, never had a gradient, or the optimizer keeps no state for them. Call it on all ranks together,
         because the stages of a pipeline exchange their names.
         """
-        names = [name for name, holder in self.holders().items() if not self.state.of(holder)]
+        names = [name for name, state_key in self.state_keys().items() if not self.state.of(state_key)]
         if hasattr(self.model, "pipeline_stages"):
             from common.checkpoint.sharded_layouts import gather_names
 
@@ -127,7 +127,7 @@ def _has_persistent_buffers(module: torch.nn.Module) -> bool:
 
 
 def _state_piece(name: str, value: torch.Tensor, part: Part) -> Piece:
-    if part.holder is not None and value.shape == part.holder.shape:
+    if part.state_key is not None and value.shape == part.state_key.shape:
         return Piece(name, part.select(value).detach(), part.start, part.shape, part.is_owner, part.columns)
     # Factored or block-wise state: its parameter must be unsharded.
     assert part.weight.shape == part.shape, f"{name} does not have the shape of its sharded parameter"

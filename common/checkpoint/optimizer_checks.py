@@ -10,28 +10,28 @@ from common.internals.torch import write_count
 from common.training.optimizers import inner_optimizer, wrapped_optimizers
 
 
-def problems(state: OptimizerState, holders: dict[str, torch.Tensor | None], steps: "Steps | None") -> Iterator[str]:
+def problems(state: OptimizerState, state_keys: dict[str, torch.Tensor | None], steps: "Steps | None") -> Iterator[str]:
     """Yields a line for each kind of state that would be missing in a checkpoint.
 
     An optimizer may have no state for some or all parameters (SGD without momentum). State counts as missing if the
     optimizer keeps tensors elsewhere, or has state for a parameter of the same group and number of dimensions.
 
     Args:
-        holders: result of `Layout.holders`.
+        state_keys: result of `Layout.state_keys`.
         steps: the observed steps.
     """
     if steps is not None:
         yield from steps.problems()
-    trained = {name: holder for name, holder in holders.items() if holder is not None}
+    trained = {name: state_key for name, state_key in state_keys.items() if state_key is not None}
     for optimizer in state.all:
         subject = f"optimizer {type(optimizer).__name__}"
         if optimizer is not state.outer:
             subject += f" in {type(state.outer).__name__}"
-        own = {name: holder for name, holder in trained.items() if state.keeper(holder)[0] is optimizer}
+        own = {name: state_key for name, state_key in trained.items() if state.keeper(state_key)[0] is optimizer}
         moved = steps.moved if steps else set()
-        without_state = [name for name, holder in own.items() if holder in moved and not state.of(holder)]
-        kinds = {name: (id(state.keeper(holder)[1]), holder.ndim) for name, holder in own.items()}
-        kept = {kinds[name] for name, holder in own.items() if state.of(holder)}
+        without_state = [name for name, state_key in own.items() if state_key in moved and not state.of(state_key)]
+        kinds = {name: (id(state.keeper(state_key)[1]), state_key.ndim) for name, state_key in own.items()}
+        kept = {kinds[name] for name, state_key in own.items() if state.of(state_key)}
         attributes = _tensor_attributes(optimizer) if without_state or state.all[1:] else {}
         if attributes:
             yield (
@@ -49,12 +49,12 @@ def problems(state: OptimizerState, holders: dict[str, torch.Tensor | None], ste
 
 def _value_problems(state: OptimizerState, trained: dict[str, torch.Tensor]) -> Iterator[str]:
     """Yields at most one line, about state that two optimizers keep, or that is neither a tensor nor a number."""
-    for name, holder in trained.items():
-        keeper = state.keeper(holder)[0]
-        if any(other.state is not keeper.state and other.state.get(holder) for other in state.all):
+    for name, state_key in trained.items():
+        keeper = state.keeper(state_key)[0]
+        if any(other.state is not keeper.state and other.state.get(state_key) for other in state.all):
             yield f"two optimizers keep a state for {name}; let {type(state.outer).__name__} share one state dict"
             return
-        for key, value in state.of(holder).items():
+        for key, value in state.of(state_key).items():
             if not (value is None or isinstance(value, torch.Tensor | int | float)):
                 yield (
                     f"optimizer state {key} of {name} is a {type(value).__name__}, which a checkpoint does not "

@@ -19,9 +19,9 @@ class Part:
     weight: torch.Tensor
     # The key of its state in `optimizer.state`: the parameter, or ZeRO's flat partition of many parameters; None if it
     # is not trained.
-    holder: torch.Tensor | None
+    state_key: torch.Tensor | None
     is_owner: bool
-    # Selects this part's elements from a state tensor of the holder's size.
+    # Selects this part's elements from a state tensor of the size of `state_key`.
     select: Callable[[torch.Tensor], torch.Tensor] = lambda state: state
     columns: tuple[int, int] | None = None
 
@@ -51,10 +51,10 @@ class OptimizerState:
         self._no_group: dict[str, Any] = {}
         self._keepers = {id(p): (own, group) for own in self.all for group in own.param_groups for p in group["params"]}
 
-    def keeper(self, holder: torch.Tensor) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+    def keeper(self, state_key: torch.Tensor) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
         """Returns the optimizer that keeps the state of a tensor, and the tensor's group there."""
-        return self._keepers.get(id(holder), (self.outer, self._no_group))
+        return self._keepers.get(id(state_key), (self.outer, self._no_group))
 
-    def of(self, holder: torch.Tensor | None) -> dict[str, Any]:
+    def of(self, state_key: torch.Tensor | None) -> dict[str, Any]:
         """Returns the state of a tensor; {} if there is none."""
-        return {} if holder is None else self.keeper(holder)[0].state.get(holder) or {}
+        return {} if state_key is None else self.keeper(state_key)[0].state.get(state_key) or {}

@@ -28,7 +28,7 @@ from common.checkpoint.read import (
     restore_random_states,
 )
 from common.checkpoint.training_state import TrainingState
-from common.errors import UserError, refuse
+from common.errors import UserError, raise_errors
 from common.files import lock_output_dir
 from common.parallel.connect import seed_everything
 from common.parallel.liveness import decided_by_main, wait_for_all
@@ -156,7 +156,7 @@ def begin_state(reader: Reader, identity: dict[str, Any], allowed: list[str]) ->
 def check_is_own(reader: Reader, args: argparse.Namespace, identity: dict[str, Any], size_flags: Iterable[str]) -> None:
     """Raises UserError: one line per difference from the start of the run. size_flags: see `Traits`."""
     path, manifest = reader.directory, reader.manifest
-    refuse(f"--resume {path}: {line}" for line in differences(manifest["identity"], identity, args, size_flags))
+    raise_errors(f"--resume {path}: {line}" for line in differences(manifest["identity"], identity, args, size_flags))
     if manifest["update"] > args.num_updates:
         raise UserError(
             f"--resume {path}: it has completed {manifest['update']} updates, more than --num_updates "
@@ -222,27 +222,27 @@ def create_state(layout: Layout, reader: Reader) -> None:
         if kind.startswith("optimizer."):
             by_parameter.setdefault(parameter, {})[kind.removeprefix("optimizer.")] = value
     for part in layout.parts:
-        if part.holder is None or layout.state.of(part.holder):
+        if part.state_key is None or layout.state.of(part.state_key):
             continue
-        keeper, group = layout.state.keeper(part.holder)
+        keeper, group = layout.state.keeper(part.state_key)
         state: dict[str, Any] = {}
         for key, value in by_parameter.get(part.name, {}).items():
             if isinstance(value, tuple):
                 dtype, shape = value
                 if shape == part.shape:
-                    state[key] = torch.zeros_like(part.holder, dtype=dtype, requires_grad=False)
+                    state[key] = torch.zeros_like(part.state_key, dtype=dtype, requires_grad=False)
                 else:
-                    state[key] = torch.zeros(shape, dtype=dtype, device=part.holder.device)
+                    state[key] = torch.zeros(shape, dtype=dtype, device=part.state_key.device)
             elif dtype := _scalar_dtype(key, part.name, keeper, reader.scalar_dtypes):
                 # The device on which torch expects a step. (ZeRO-3 has empty groups between steps, and its steps on the
                 # device.)
                 on_device = key != "step" or not group or group.get("fused") or group.get("capturable")
-                device = part.holder.device if on_device else "cpu"
+                device = part.state_key.device if on_device else "cpu"
                 state[key] = torch.tensor(value, dtype=dtype, device=device)
             else:
                 state[key] = int(value) if key == "step" else value
         if state:
-            keeper.state[part.holder] = state
+            keeper.state[part.state_key] = state
     if hasattr(layout.state.outer, "ds_opt_adam"):
         from common.internals.deepspeed import replay_steps
 

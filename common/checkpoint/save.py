@@ -27,11 +27,11 @@ from common.checkpoint.training_state import TrainingState
 from common.checkpoint.write import Writer
 from common.errors import UserError
 from common.files import PARTIAL, lock_output_dir, remove
-from common.models.model_setup import without_wrapper
-from common.parallel.distributed_mode import running_mode
+from common.models.model_setup import save_pretrained, without_wrapper
+from common.parallel.distributed_mode import current_mode
 from common.report.totals import SAVING, pause
 from common.training.optimizers import inner_optimizer
-from common.training.process_grid import running
+from common.training.process_grid import current_grid
 from common.training.stop_signals import StopRequests
 
 # Optimizers whose full state is in `optimizer.state`. Others are checked, because a user may have written them.
@@ -113,8 +113,7 @@ class Checkpoints:
 
         if self.ranks.rank == 0:
             with tempfile.TemporaryDirectory() as directory:
-                for item in pretrained:
-                    item.save_pretrained(directory)
+                save_pretrained(pretrained, directory)
                 paths = sorted(path for path in Path(directory).iterdir() if path.is_file())
                 self.writer.model_files = {path.name: path.read_bytes() for path in paths}
 
@@ -143,7 +142,7 @@ class Checkpoints:
         """
         if sums["failed"]:
             self.ranks.raise_first(self.writer.failure())
-        if sums["written"] * running().copies == self.ranks.world:
+        if sums["written"] * current_grid().model_parallel == self.ranks.world:
             self.writer.commit_soon()
         is_due = self.args.save_every and state.update % self.args.save_every == 0
         if sums["stop_requested"] or is_due or (self.args.keep_best and state.is_best):
@@ -171,7 +170,7 @@ class Checkpoints:
         if self.steps is not None or not all(isinstance(value, int | float | None) for value in numbers.values()):
             from common.checkpoint.optimizer_checks import problems
 
-            problem = next(problems(layout.state, layout.holders(), self.steps), None)
+            problem = next(problems(layout.state, layout.state_keys(), self.steps), None)
         self.ranks.raise_first(problem and f"no checkpoint can be saved: {problem}")
         owned = [piece for piece in layout.pieces() if piece.is_owner]
         rank_metadata = {
@@ -185,7 +184,7 @@ class Checkpoints:
             "update": state.update,
             "samples": state.samples,
             **state.to_record(),
-            "mode": running_mode(self.accelerator),
+            "mode": current_mode(self.accelerator),
             "world_size": self.ranks.world,
             "scaler": _scaler_state(self.accelerator, optimizer),
             "optimizer": type(inner_optimizer(optimizer)).__name__,

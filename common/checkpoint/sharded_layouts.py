@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from common.checkpoint.parts import Part, check_known, replicated_parts
 from common.internals.torch import shard_offset
-from common.parallel.process_groups import group_of, peers, stages
+from common.parallel.process_groups import gradient_peers, group_of, pipeline_ranks
 from common.training.optimizers import is_wrapper
-from common.training.process_grid import running
+from common.training.process_grid import current_grid
 from common.training.shares import Share
 
 
@@ -45,7 +45,7 @@ def sharded_parts(model: torch.nn.Module, optimizer: Any, rank: int) -> Iterator
             yield _within_group(_dtensor_part(name, p), p, shares.get(name))
         else:
             replicated[name] = p
-    for part in replicated_parts(replicated, rank, peers(running(), rank)):
+    for part in replicated_parts(replicated, rank, gradient_peers(current_grid(), rank)):
         yield _within_group(part, replicated[part.name], shares.get(part.name))
 
 
@@ -67,8 +67,8 @@ def _dtensor_part(name: str, p: DTensor) -> Part:
     # Only the first of HSDP's replicas is written.
     is_owner = all(mesh.get_local_rank(dim) == 0 for dim, p in enumerate(placements) if p == Replicate())
     start = shard_offset(p)[0] * (p.numel() // p.shape[0]) if p.ndim else 0
-    holder = p if p.requires_grad else None
-    return Part(name, tuple(p.shape), start, _local(p.detach()), holder, is_owner, select=_local)
+    state_key = p if p.requires_grad else None
+    return Part(name, tuple(p.shape), start, _local(p.detach()), state_key, is_owner, select=_local)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,7 @@ def _zero3_parts(zero: Any, names: dict[int, str]) -> Iterator[Part]:
             offset += p.ds_tensor.ds_numel
 
 
-def _zero3_part(name: str, p: Any, weight: torch.Tensor, holder: torch.Tensor | None, select: Callable) -> Part:
+def _zero3_part(name: str, p: Any, weight: torch.Tensor, state_key: torch.Tensor | None, select: Callable) -> Part:
     """Returns ZeRO-3's part of a parameter. All parts have equal size; zeros that pad the last parts are removed."""
     size = p.ds_tensor.ds_numel
     start = min(torch.distributed.get_rank(p.ds_process_group) * size, p.ds_numel)
@@ -129,11 +129,11 @@ def _zero3_part(name: str, p: Any, weight: torch.Tensor, holder: torch.Tensor | 
     def unpadded(state: torch.Tensor) -> torch.Tensor:
         return select(state).narrow(0, 0, num_elements)
 
-    return Part(name, tuple(p.ds_shape), start, weight.narrow(0, 0, num_elements), holder, True, unpadded)
+    return Part(name, tuple(p.ds_shape), start, weight.narrow(0, 0, num_elements), state_key, True, unpadded)
 
 
-def holders_elsewhere(model: torch.nn.Module, optimizer: Any) -> dict[str, torch.Tensor | None]:
-    """Returns `Layout.holders` of the parameters under ZeRO-1 and 2, also if they are in other ranks' partitions."""
+def state_keys_elsewhere(model: torch.nn.Module, optimizer: Any) -> dict[str, torch.Tensor | None]:
+    """Returns `Layout.state_keys` of the parameters under ZeRO-1 and 2, also if they are in other ranks' partitions."""
     zero = zero_optimizer(optimizer)
     if zero is None:
         return {}
@@ -147,8 +147,8 @@ def holders_elsewhere(model: torch.nn.Module, optimizer: Any) -> dict[str, torch
 
 def gather_names(names: list[str]) -> list[str]:
     """Returns the names of all stages of this rank's pipeline, each once."""
-    gathered: list[Any] = [None] * running().pipeline
-    torch.distributed.all_gather_object(gathered, names, group=group_of(stages))
+    gathered: list[Any] = [None] * current_grid().pipeline
+    torch.distributed.all_gather_object(gathered, names, group=group_of(pipeline_ranks))
     return list(dict.fromkeys(name for names in gathered for name in names))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint.agreement import Agreement
-from common.errors import refuse
+from common.errors import raise_errors
 from common.parallel.liveness import decided_by_main, wait_for_all
 from common.parallel.rank_store import is_soon
 
@@ -30,7 +30,7 @@ def check_identity(identity: dict) -> None:
     main = decided_by_main("identity", lambda: identity)
     own = json.loads(json.dumps(identity))
     texts = [{name: json.dumps(view.get(name), sort_keys=True) for name in main | own} for view in (main, own)]
-    refuse(
+    raise_errors(
         f"{SUBJECTS.get(name, name)}: this rank and rank 0 differ; make the same files available on all hosts"
         for name, text in texts[0].items()
         if text != texts[1][name]

@@ -128,18 +128,18 @@ def _count_answers(chat: Chat, text: str, starts: np.ndarray, ends: np.ndarray, 
         starts, ends: character offsets of the targets.
     """
     position = 0
-    for message, is_learned in zip(chat.messages, chat.is_learned, strict=True):
+    for message, is_trained in zip(chat.messages, chat.is_trained, strict=True):
         pieces = [piece for piece in (str(message.get("content") or "").strip(), *function_names(message)) if piece]
-        if not (is_learned and pieces):
+        if not (is_trained and pieces):
             continue
         counts["answers"] += 1
-        learned = [_learned_part(text, piece, position, starts, ends) for piece in pieces]
-        position = max(position, *(end for end, _ in learned))
-        shares = [share for piece, (_, share) in zip(pieces, learned, strict=True) if piece in text]
+        covered_parts = [_target_part(text, piece, position, starts, ends) for piece in pieces]
+        position = max(position, *(end for end, _ in covered_parts))
+        shares = [share for piece, (_, share) in zip(pieces, covered_parts, strict=True) if piece in text]
         counts["lost" if not any(shares) else "partly"] += any(share < 1 / 2 for share in shares)
 
 
-def _learned_part(text: str, piece: str, position: int, starts: np.ndarray, ends: np.ndarray) -> tuple[int, float]:
+def _target_part(text: str, piece: str, position: int, starts: np.ndarray, ends: np.ndarray) -> tuple[int, float]:
     """Returns (end, share of target characters) of the first occurrence after `position` with a target, or (0, 0)."""
     while (following := int(np.searchsorted(ends, position, side="right"))) < len(ends):
         at = text.find(piece, max(position, int(starts[following]) - len(piece) + 1))
@@ -207,7 +207,7 @@ def _added_turns(chat: Chat, text: str, _: Spans, render: Render, cannot: str) -
     Raises UserError if a turn changes the rendering of the earlier turns.
     """
     spans = []
-    for turn in (number for number, is_learned in enumerate(chat.is_learned) if is_learned):
+    for turn in (number for number, is_trained in enumerate(chat.is_trained) if is_trained):
         before = render(chat.messages[:turn], prompt=True)[0]
         after = render(chat.messages[: turn + 1])[0]
         if not (after.startswith(before) and text.startswith(after)):
@@ -224,8 +224,8 @@ def _marked_turns(chat: Chat, _: str, spans: Spans, render: Render, __: str) -> 
     The marks of a turn are found by rendering the conversation twice, without the turn and with it as the last turn.
     """
     left_out = set()
-    for turn, (message, is_learned) in enumerate(zip(chat.messages, chat.is_learned, strict=True)):
-        if message["role"] == "assistant" and not is_learned:
+    for turn, (message, is_trained) in enumerate(zip(chat.messages, chat.is_trained, strict=True)):
+        if message["role"] == "assistant" and not is_trained:
             before = len(render(chat.messages[:turn])[1]) if turn else 0
             left_out |= set(range(before, len(render(chat.messages[: turn + 1])[1])))
     return [span for number, span in enumerate(spans) if number not in left_out]
@@ -269,10 +269,10 @@ def _count_unwritten(chat: Chat, text: str, render: Render, counts: Counter) -> 
         counts["unwritten", key, "messages"] += len(unwritten)
         if key != "content":
             continue
-        counts["lost"] += sum(chat.is_learned[number] for number in unwritten)
+        counts["lost"] += sum(chat.is_trained[number] for number in unwritten)
         # Counts content of which the template omits more than half, such as the text before </think>.
         for number in set(numbers) - set(unwritten):
             message = chat.messages[number]
             without = written([*chat.messages[:number], message | {key: ""}, *chat.messages[number + 1 :]]) or ""
             if len(text) - len(without) < len(str(message[key]).strip()) / 2:
-                counts["partly" if chat.is_learned[number] else ("unwritten", "half of a content", "messages")] += 1
+                counts["partly" if chat.is_trained[number] else ("unwritten", "half of a content", "messages")] += 1

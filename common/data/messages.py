@@ -24,7 +24,7 @@ class Chat(NamedTuple):
 
     where: str
     messages: list[Message]
-    is_learned: list[bool]
+    is_trained: list[bool]
     tools: list[dict[str, Any]] | None
 
 
@@ -35,13 +35,13 @@ def read_chat(row: Row, column: str, counts: Counter) -> Chat:
 
     Raises UserError if the messages or tools are invalid.
     """
-    messages, is_learned = messages_of(row, column, counts), []
+    messages, is_trained = messages_of(row, column, counts), []
     for message in messages:
         said = is_wanted(message, f"{row.where}: column {column}")
-        is_learned.append(message["role"] == "assistant" and said is not False)
+        is_trained.append(message["role"] == "assistant" and said is not False)
         counts["learned in vain"] += bool(said) and message["role"] != "assistant"
     plain = [{key: value for key, value in message.items() if key not in TRAINING_KEYS} for message in messages]
-    return Chat(row.where, plain, is_learned, _tools_of(row, counts))
+    return Chat(row.where, plain, is_trained, _tools_of(row, counts))
 
 
 def is_wanted(message: Message, where: str) -> bool | None:

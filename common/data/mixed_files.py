@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.data.source_types import Source, expand
-from common.errors import UserError, refuse
+from common.errors import UserError, raise_errors
 
 NUMBER = re.compile(r"(?:(?:[0-9]{1,30}\.?[0-9]{0,30}|\.[0-9]{1,30})(?:e[+-]?[0-9]{1,2})?|[0-9]{1,30}/[0-9]{1,30})")
 
@@ -25,7 +25,7 @@ def training_files(given: list[str], **columns: Any) -> Source:
     named = [_split_weight(path) for path in given]
     if all(weight is None for _, weight in named):
         return Source(files=tuple(given), **columns)
-    refuse(_problems(named))
+    raise_errors(_problems(named))
     from common.training.data_mixing import MAX_LENGTH, reduce_weights
 
     weights = reduce_weights([Fraction(weight) for _, weight in named if weight])
@@ -42,10 +42,10 @@ def held_out_files(files: list[str], is_mixed: bool, **columns: Any) -> Source:
 
     Raises UserError if a file has a weight or belongs to two sources.
     """
-    refuse(needless_weights("--validation_file", files, "all held-out data is evaluated; remove the weights"))
+    raise_errors(needless_weights("--validation_file", files, "all held-out data is evaluated; remove the weights"))
     if not is_mixed or len(files) == 1:
         return Source(files=tuple(files), **columns)
-    refuse(_given_twice("--validation_file", files))
+    raise_errors(_given_twice("--validation_file", files))
     return _apart(files, (), **columns)
 
 

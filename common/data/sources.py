@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.data.source_types import FILE_TYPES, Corpus, Row, Source, expand, file_type
-from common.errors import UserError, missing_column, one_line, refuse
+from common.errors import UserError, missing_column, one_line, raise_errors
 
 PAIR = ("prompt", "completion")
 
@@ -25,7 +25,7 @@ def check_sources(*sources: Source | None) -> None:
     if not all(path.suffix.lower() in FILE_TYPES and path.is_file() and path.stat().st_size for path in paths):
         from common.data.source_problems import find_problems
 
-        refuse(problem for source in given for problem in find_problems(source))
+        raise_errors(problem for source in given for problem in find_problems(source))
 
 
 def open_source(source: Source) -> Corpus:

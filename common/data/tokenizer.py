@@ -27,7 +27,7 @@ def load_tokenizer(
     """Loads a tokenizer from a local directory or the hub; see `pretrained_tokenizer.load`."""
     from common.data.pretrained_tokenizer import load
 
-    return forget_limits(load(name_or_path, trust_remote_code, needs_end_of_text))
+    return load(name_or_path, trust_remote_code, needs_end_of_text)
 
 
 def open_text(source: Source, shape: str | None, has_template: bool) -> tuple[Corpus, str, tuple[str, ...]]:
@@ -90,13 +90,6 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     else:
         settings = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
     return [settings, special_tokens_around(tokenizer), tokenizer.eos_token_id, tokenizer.chat_template]
-
-
-def forget_limits(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Removes the truncation and padding of the last call, which a fast tokenizer would save in tokenizer.json."""
-    if tokenizer.is_fast:
-        tokenizer.backend_tokenizer.no_truncation(), tokenizer.backend_tokenizer.no_padding()
-    return tokenizer
 
 
 def no_more_threads() -> None:

@@ -8,11 +8,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from common.models.load import build_model
 from common.models.untrained import empty_model
-from common.training.process_grid import Degrees
+from common.training.process_grid import ProcessGrid
 from common.training.recipe_traits import Arguments
 
 QUANTIZED = {"nf4": "NF4 (arXiv:2305.14314), 4.13 bits per weight"}
-ALPHA_PER_RANK = 2  # default of --lora_alpha
 FLAGS = ("lora_alpha", "lora_targets", "lora_dropout", "use_dora", "use_rslora", "quantize")  # besides --lora_rank
 
 
@@ -21,12 +20,12 @@ def is_asked(args: Arguments) -> bool:
     return args.shared("lora_rank") is not None
 
 
-def check(args: Arguments, degrees: Degrees) -> Iterable[str]:
+def check(args: Arguments, grid: ProcessGrid) -> Iterable[str]:
     """Returns a line for each adapter flag that conflicts with other flags or with the launch."""
     if is_asked(args):
         from common.models import lora
 
-        return lora.check_flags(args, degrees)
+        return lora.check_flags(args, grid)
     unused = [name for name in FLAGS if args.shared(name)]
     return [f"--{name} has no effect without --lora_rank; pass both, or remove it" for name in unused]
 
@@ -59,7 +58,7 @@ def build_base(args: Arguments, config: PreTrainedConfig, model_class: Any = Aut
     return with_adapter(args, build_model(config, path, trusts_code, model_class, **base_options(args)))
 
 
-def empty_base(args: Arguments, config: PreTrainedConfig, model_class: Any) -> PreTrainedModel:
+def build_meta_base(args: Arguments, config: PreTrainedConfig, model_class: Any) -> PreTrainedModel:
     """Returns the model of `build_base` on the `meta` device, without data; its frozen layers are not quantised."""
     return with_adapter(args, empty_model(config, args.trust_remote_code, model_class))
 
@@ -70,7 +69,7 @@ def with_adapter(args: Arguments, model: PreTrainedModel, new_weights: list[str]
         return model
     from common.models import lora
 
-    return lora.add_adapter(args, args.lora_alpha or ALPHA_PER_RANK * args.lora_rank, model, new_weights)
+    return lora.add_adapter(args, model, new_weights)
 
 
 def number_of(weight: Any) -> int:
@@ -78,6 +77,12 @@ def number_of(weight: Any) -> int:
     if getattr(weight, "quant_state", None) is not None:
         return weight.quant_state.shape.numel()
     return getattr(weight, "ds_numel", weight.numel())
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """Returns the numbers of all and of trained parameters."""
+    sizes = [(number_of(p), p.requires_grad) for p in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
 
 
 def describe_frozen(args: Arguments) -> str:

@@ -69,8 +69,8 @@ def attention(
     dtype = autocast_dtype(query.device) or query.dtype
     causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     (num_rows, num_heads, num_queries, _), (_, num_key_heads, num_keys, _) = query.shape, key.shape
-    pays = dtype == torch.bfloat16 or dtype == torch.float32 and dropout  # SDPA's CPU kernel does not support dropout
-    is_ours = query.device.type == "cpu" and pays and max(num_queries, num_keys) <= LONGEST_ROW
+    is_faster = dtype == torch.bfloat16 or dtype == torch.float32 and dropout  # SDPA's CPU kernel lacks dropout
+    is_ours = query.device.type == "cpu" and is_faster and max(num_queries, num_keys) <= LONGEST_ROW
     is_special = causal and num_queries != num_keys or any(others.get(name) for name in SPECIAL)
     if not is_ours or is_special:
         given = {"is_causal": is_causal, "position_bias": position_bias} | others

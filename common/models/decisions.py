@@ -5,13 +5,13 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
-from common.models.single_copy import has_one_copy, holds_weights
+from common.models.single_copy import holds_weights, main_builds_weights
 from common.parallel.liveness import wait_for_all
 
 
 def decided_once(decide: Callable[[], Any]) -> Any:
     """Returns the result of `decide`; if only the main process holds weights, its result is broadcast to all ranks."""
-    if not has_one_copy():
+    if not main_builds_weights():
         return decide()
     decided = [decide() if holds_weights() else None]
     wait_for_all()  # the main process may read the weights for a long time

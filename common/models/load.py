@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from common.models.untrained import build_untrained
 from common.training.batching import Samples
-from common.training.process_grid import running
+from common.training.process_grid import current_grid
 
 
 def load_config(
@@ -110,7 +110,7 @@ def describe_use(
 @torch.no_grad()
 def write_sample(model: Any, tokenizer: Any, samples: Samples) -> str:
     """Returns text that the model generates after the first tokens of the first sample; requires unsharded weights."""
-    if running().sequence > 1:
+    if current_grid().sequence > 1:
         from common.parallel import sequence
 
         sequence.whole_sequences()

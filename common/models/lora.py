@@ -15,13 +15,13 @@ from common.errors import UserError
 from common.models.decisions import decided_once
 from common.packages import find_missing
 from common.training.precision import is_deepspeed, is_fsdp, narrow_dtype
-from common.training.process_grid import Degrees
+from common.training.process_grid import ProcessGrid
 
 
-def check_flags(args: argparse.Namespace, degrees: Degrees) -> Iterator[str]:
+def check_flags(args: argparse.Namespace, grid: ProcessGrid) -> Iterator[str]:
     """Yields a line for each flag of an adapter that conflicts with other flags or with the launch."""
     yield from find_missing("--lora_rank", "peft")
-    if degrees.tensor > 1:
+    if grid.tensor > 1:
         yield "--lora_rank is not supported with tensor parallelism; use a different config"
     if not args.model_name_or_path:
         yield "--lora_rank needs a pretrained model; pass --model_name_or_path"
@@ -46,8 +46,13 @@ def describe_frozen(args: argparse.Namespace) -> str:
     return f"; frozen {', '.join(kinds)}" if kinds else ""
 
 
+def resolve_alpha(alpha: int | None, rank: int) -> int:
+    """Returns --lora_alpha; the default is twice --lora_rank."""
+    return alpha or 2 * rank
+
+
 def add_adapter(
-    args: argparse.Namespace, alpha: Any, model: PreTrainedModel, new_weights: list[str] | None = None
+    args: argparse.Namespace, model: PreTrainedModel, new_weights: list[str] | None = None
 ) -> PreTrainedModel:
     """Returns the model, frozen, with the adapter of --lora_rank next to its matrices.
 
@@ -77,7 +82,7 @@ def add_adapter(
             )
     config: Any = LoraConfig(
         r=args.lora_rank,
-        lora_alpha=alpha,
+        lora_alpha=resolve_alpha(args.lora_alpha, args.lora_rank),
         lora_dropout=args.lora_dropout,
         use_dora=args.use_dora,
         use_rslora=args.use_rslora,

@@ -1,5 +1,6 @@
 """Applies the parallelism mode to a model, and exports its full weights."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ from transformers import PreTrainedModel
 
 from common.files import complete_or_absent
 from common.models.saved_model import ADAPTER_CONFIG
-from common.models.single_copy import has_one_copy
+from common.models.single_copy import main_builds_weights
 from common.parallel.distributed_mode import is_sharded
 from common.parallel.liveness import wait_for_all
-from common.training.process_grid import running
+from common.training.process_grid import current_grid
 
 
 def without_wrapper(model: nn.Module) -> Any:
@@ -31,6 +32,14 @@ def whole_weights(accelerator: Accelerator, model: nn.Module) -> Any:
     from common.models import parallel_setup
 
     return parallel_setup.whole_weights(accelerator, model, without_wrapper(model))
+
+
+def save_pretrained(pretrained: Iterable[Any], directory: str | Path) -> None:
+    """Saves configurations, processors, and tokenizers without the truncation and padding of their last call."""
+    for item in pretrained:
+        if fast := getattr(item, "backend_tokenizer", None):
+            fast.no_truncation(), fast.no_padding()
+        item.save_pretrained(directory)
 
 
 def write_model(
@@ -56,8 +65,7 @@ def write_model(
             adapter_files.write_config(bare.config, unfinished)
         elif dtype is not None:
             export_dtype.note(unfinished / "config.json", dtype)
-        for tokenizer in pretrained:
-            tokenizer.save_pretrained(unfinished)
+        save_pretrained(pretrained, unfinished)
     return bare
 
 
@@ -69,7 +77,7 @@ def prepare(
     Raises UserError: the optimizer wraps another optimizer, which would not receive the scheduled learning rate.
     """
     made, groups, state = optimizer, optimizer.param_groups, optimizer.state
-    if has_one_copy() or running().group > 1 or hasattr(accelerator, "token_budget"):
+    if main_builds_weights() or current_grid().group_size > 1 or hasattr(accelerator, "token_budget"):
         from common.models import parallel_setup
 
         prepared, optimizer = parallel_setup.prepare(accelerator, model, optimizer)

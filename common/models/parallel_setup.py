@@ -8,9 +8,9 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel
 
-from common.models.single_copy import has_one_copy, holds_weights
+from common.models.single_copy import holds_weights, main_builds_weights
 from common.parallel.liveness import wait_for_all
-from common.training.process_grid import running
+from common.training.process_grid import current_grid
 
 
 def whole_weights(accelerator: Accelerator, model: nn.Module, bare: Any) -> Any:
@@ -26,16 +26,17 @@ def whole_weights(accelerator: Accelerator, model: nn.Module, bare: Any) -> Any:
 
 def prepare(accelerator: Accelerator, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
     """Implements `model_setup.prepare` for FSDP2, sequence and tensor parallelism, and automatic token budgets."""
-    weights = {name: p.detach() for name, p in model.named_parameters()} if has_one_copy() and holds_weights() else {}
-    if running().sequence > 1:
+    is_source = main_builds_weights() and holds_weights()
+    weights = {name: p.detach() for name, p in model.named_parameters()} if is_source else {}
+    if current_grid().sequence > 1:
         from common.parallel import sequence
 
-        sequence.share_sequences(model, running())
-    if running().tensor > 1:
+        sequence.share_sequences(model, current_grid())
+    if current_grid().tensor > 1:
         from common.parallel import tensor
 
-        tensor.cut_model(model, optimizer, running())
-    if has_one_copy():
+        tensor.cut_model(model, optimizer, current_grid())
+    if main_builds_weights():
         from common.models import fsdp_loading
 
         return fsdp_loading.prepare(accelerator, model, optimizer, weights)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from common.errors import refuse
+from common.errors import raise_errors
 from common.internals.transformers_uncommon import float32_modules
 from common.packages import find_missing
 from common.training.precision import narrow_dtype
@@ -25,7 +25,7 @@ def options(quantize: str | None) -> dict[str, Any]:
     """Returns the arguments of `from_pretrained` for a base with --quantize; {} without this flag."""
     if not quantize:
         return {}
-    refuse(find_missing(f"--quantize {quantize}", "bitsandbytes"))
+    raise_errors(find_missing(f"--quantize {quantize}", "bitsandbytes"))
     from transformers import BitsAndBytesConfig  # here because this imports bitsandbytes
 
     return {

@@ -13,9 +13,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from common.errors import main_logger
 from common.parallel import liveness
-from common.parallel.distributed_mode import running_mode
+from common.parallel.distributed_mode import current_mode
 from common.parallel.launch import Launch, mpi_variables, runs_on_cpu, started_world_size
-from common.training.process_grid import running, set_running
+from common.training.process_grid import current_grid, set_current_grid
 
 logger = main_logger(__name__)
 
@@ -39,7 +39,7 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs: Any) ->
         from common.parallel import rank_connection, rank_watch
 
         timeout = args.connect_timeout or rank_connection.default_timeout(launch)
-        rank_watch.start(timeout, launch.degrees)
+        rank_watch.start(timeout, launch.grid)
         connecting = rank_connection.connecting(timeout)
     if launch.mode in ("FSDP", "DeepSpeed"):
         from common.parallel.sharding import ShardedLaunch
@@ -47,7 +47,7 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs: Any) ->
         sharded = ShardedLaunch(launch, args)
         kwargs |= sharded.options
     _name_device(launch)
-    if launch.degrees.data < launch.degrees.num_processes:
+    if launch.grid.data_parallel < launch.grid.num_processes:
         from common.parallel import parallelism_config
 
         parallelism_config.hide_from_accelerate(launch.sizes)
@@ -55,8 +55,8 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs: Any) ->
         if sharded is not None:
             sharded.connect()
         accelerator = Accelerator(**kwargs)
-        set_running(launch.degrees)
-        if running_mode(accelerator) != "plain":
+        set_current_grid(launch.grid)
+        if current_mode(accelerator) != "plain":
             from common.parallel.process_groups import AveragedByPeers, host_group
 
             # DDP: gradients are views of the communication buckets, without memory of their own.
@@ -85,14 +85,14 @@ def _name_device(launch: Launch) -> None:
 
 def _check_accelerator(launch: Launch, accelerator: Accelerator) -> None:
     requested = (launch.mode, launch.num_processes, launch.mixed_precision)
-    if requested != (running_mode(accelerator), accelerator.num_processes, accelerator.mixed_precision):
+    if requested != (current_mode(accelerator), accelerator.num_processes, accelerator.mixed_precision):
         from common.parallel import process_checks
 
         process_checks.check_accelerator(launch, accelerator)
     if launch.num_machines > 1:
         from common.parallel import parallelism_config
 
-        if across := parallelism_config.across_machines(launch.degrees, launch.num_machines):
+        if across := parallelism_config.across_machines(launch.grid, launch.num_machines):
             logger.warning(across)
 
 
@@ -101,4 +101,4 @@ def seed_everything(seed: int, accelerator: Accelerator | None = None) -> None:
 
     The ranks of a tensor group compute the same values, so they get the same seed.
     """
-    set_seed(seed + (0 if accelerator is None else accelerator.process_index // running().tensor))
+    set_seed(seed + (0 if accelerator is None else accelerator.process_index // current_grid().tensor))

@@ -16,7 +16,7 @@ from typing import Any
 from common.errors import UserError
 from common.parallel.deepspeed_files import TOP_KEYS, check_zero, flatten, read_deepspeed_config, section_of
 from common.training.optimizers import COSINE_FLOOR, OPTIMIZERS
-from common.training.process_grid import Degrees
+from common.training.process_grid import ProcessGrid
 
 # Accelerate fills these in from the hidden size of the model.
 WIDTH_KEYS = tuple(
@@ -52,7 +52,7 @@ class Settled:
 
 
 def check_deepspeed(
-    config: str | dict[str, Any], args: argparse.Namespace, mixed_precision: str, degrees: Degrees
+    config: str | dict[str, Any], args: argparse.Namespace, mixed_precision: str, grid: ProcessGrid
 ) -> list[str]:
     """Returns one line per value of a DeepSpeed file, or of the launch, that conflicts with a flag or is unsupported.
 
@@ -62,7 +62,7 @@ def check_deepspeed(
     """
     where = config if isinstance(config, str) else "the launch's DeepSpeed settings"
     try:
-        settled = settle_deepspeed(config, args, mixed_precision, degrees)
+        settled = settle_deepspeed(config, args, mixed_precision, grid)
     except UserError as error:
         return [str(error)]
     zero = check_zero(where, settled.config.get("zero_optimization"), settled.left, args.optimizer)
@@ -70,7 +70,7 @@ def check_deepspeed(
 
 
 def settle_deepspeed(
-    config: str | dict[str, Any], args: argparse.Namespace, mixed_precision: str, degrees: Degrees
+    config: str | dict[str, Any], args: argparse.Namespace, mixed_precision: str, grid: ProcessGrid
 ) -> Settled:
     """Returns DeepSpeed's resolved settings, with messages. For the arguments see `check_deepspeed`.
 
@@ -81,7 +81,7 @@ def settle_deepspeed(
         nearest = difflib.get_close_matches(key, TOP_KEYS, n=1, cutoff=0.8)
         if nearest and key not in TOP_KEYS:
             settled.problems.append(f"DeepSpeed knows no key {key}; did you mean {nearest[0]}?")
-    _settle_batch(settled, args, degrees)
+    _settle_batch(settled, args, grid)
     _settle_optimizer(settled, args)
     _settle_scheduler(settled, args)
     _settle_precision(settled, mixed_precision, args.export_dtype)
@@ -119,7 +119,7 @@ def _contradictions(given: dict[str, Any], prefix: str, runs: dict[str, tuple[st
             yield f"{prefix}{name} is {json.dumps(value)}, but {flag} is {json.dumps(ours)}; {remedy}"
 
 
-def _settle_batch(settled: Settled, args: argparse.Namespace, degrees: Degrees) -> None:
+def _settle_batch(settled: Settled, args: argparse.Namespace, grid: ProcessGrid) -> None:
     """Removes the settings of batch and clipping, because the recipe splits the batch.
 
     `sharding.configure_plugins` sets the clipping norm again, from --max_grad_norm.
@@ -137,20 +137,20 @@ def _settle_batch(settled: Settled, args: argparse.Namespace, degrees: Degrees) 
             settled.problems += _contradictions({key: value}, "", {key: (f"--{flag}", ours)})
     key = "gradient_accumulation_steps"
     value = settled.config.pop(key, None)
-    steps, arithmetic = accumulation_steps(args, degrees)
+    steps, arithmetic = accumulation_steps(args, grid)
     if not _is_given(value) or value == 1:  # 1 is the default, which `accelerate config` writes by itself
         settled.filled.append(f"{key} ({arithmetic})")
     elif value != steps:
         settled.problems.append(f"{key} is {value}; it follows from {arithmetic}; remove it")
 
 
-def accumulation_steps(args: argparse.Namespace, degrees: Degrees) -> tuple[float | None, str]:
+def accumulation_steps(args: argparse.Namespace, grid: ProcessGrid) -> tuple[float | None, str]:
     """Returns micro-batches per update and process (None if they vary), and the flags that determine them."""
     batch = f"--global_batch_size {args.global_batch_size}"
     if not args.micro_batch_size:
         return None, f"{batch} in --micro_batch_tokens {args.micro_batch_tokens}"
-    steps = args.global_batch_size / (args.micro_batch_size * degrees.data)
-    return steps, f"{batch} / (--micro_batch_size {args.micro_batch_size} x {degrees.describe()}) = {steps:g}"
+    steps = args.global_batch_size / (args.micro_batch_size * grid.data_parallel)
+    return steps, f"{batch} / (--micro_batch_size {args.micro_batch_size} x {grid.describe()}) = {steps:g}"
 
 
 def _settle_optimizer(settled: Settled, args: argparse.Namespace) -> None:

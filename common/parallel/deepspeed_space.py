@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate.state import AcceleratorState
 
-from common.errors import UserError, refuse
+from common.errors import UserError, raise_errors
 from common.parallel.deepspeed_files import offload_devices, read_deepspeed_config
 from common.parallel.launch import Launch
 
@@ -44,7 +44,7 @@ def check_nvme_space(
     for part in in_files:
         path, size = zero[part]["nvme_path"], 16 if part == "offload_optimizer" else 4
         needed[path] = needed.get(path, 0) + size * num_parameters // num_machines
-    refuse(
+    raise_errors(
         f"nvme_path {path}: {num_parameters:,} parameters take {size / 1e9:.3f} GB of files there, and "
         f"{free / 1e9:.3f} GB are free; make room, or name another"
         for path, size in needed.items()

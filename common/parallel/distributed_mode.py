@@ -4,10 +4,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from common.training.process_grid import running
+from common.training.process_grid import current_grid
 
 
-def running_mode(accelerator: Accelerator) -> str:
+def current_mode(accelerator: Accelerator) -> str:
     """Returns the distributed mode: plain, DDP, FSDP or DeepSpeed."""
     return {
         DistributedType.NO: "plain",
@@ -20,25 +20,25 @@ def running_mode(accelerator: Accelerator) -> str:
 
 def describe_mode(accelerator: Accelerator) -> str:
     """Returns the mode with its stage or sizes, and with offloaded parts, for the run summary."""
-    mode = running_mode(accelerator)
+    mode = current_mode(accelerator)
     if mode in ("FSDP", "DeepSpeed"):
         from common.parallel.sharding import describe_sharding
 
         mode += describe_sharding(accelerator)
-    degrees = running()
-    mode += f", {degrees.sequence} processes a sequence" if degrees.sequence > 1 else ""
-    mode += f", {degrees.tensor} processes a layer" if degrees.tensor > 1 else ""
-    return mode + (f", {degrees.pipeline} stages of a pipeline" if degrees.pipeline > 1 else "")
+    grid = current_grid()
+    mode += f", {grid.sequence} processes a sequence" if grid.sequence > 1 else ""
+    mode += f", {grid.tensor} processes a layer" if grid.tensor > 1 else ""
+    return mode + (f", {grid.pipeline} stages of a pipeline" if grid.pipeline > 1 else "")
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
     """Returns whether a process may hold only a part of the weights."""
-    return running_mode(accelerator) in ("FSDP", "DeepSpeed") or running().copies > 1
+    return current_mode(accelerator) in ("FSDP", "DeepSpeed") or current_grid().model_parallel > 1
 
 
 def describe_precision(accelerator: Accelerator) -> str:
     """Returns the precision of weights and matmuls, for the run summary."""
-    if accelerator.mixed_precision != "no" and running_mode(accelerator) == "DeepSpeed":
+    if accelerator.mixed_precision != "no" and current_mode(accelerator) == "DeepSpeed":
         return f"{accelerator.mixed_precision} weights and matmuls; the optimizer updates float32 copies"
     if accelerator.mixed_precision != "no":
         return f"{accelerator.mixed_precision} matmuls, float32 weights"

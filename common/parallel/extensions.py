@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 from filelock import FileLock, Timeout
 
-from common.errors import UserError, refuse
+from common.errors import UserError, raise_errors
 from common.packages import find_missing
 
 
@@ -25,7 +25,7 @@ def _build_extension(builder_name: str, package: str) -> None:
 
     package: Debian package that the build needs. Raises UserError: the extension cannot be built; one line.
     """
-    refuse(find_missing("DeepSpeed's extensions", "deepspeed"))
+    raise_errors(find_missing("DeepSpeed's extensions", "deepspeed"))
     import deepspeed  # imported here because it takes seconds
     from deepspeed.accelerator import get_accelerator
 

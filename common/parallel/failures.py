@@ -31,11 +31,11 @@ def end_failed(error: BaseException, explain: Callable[[BaseException], None] | 
     sys.excepthook = _print_exception
     _end_data_workers()
     if isinstance(error, UserError):
-        exit_with_mistakes(str(error).splitlines())
+        exit_with_errors(str(error).splitlines())
     if isinstance(error, KeyboardInterrupt):
         _end_interrupted()
     if line := explain_disk_error(error, find_lost_directory()):
-        exit_with_mistakes([line])
+        exit_with_errors([line])
     if explain:
         with suppress(Exception):  # the original error is more informative
             explain(error)
@@ -50,7 +50,7 @@ def _print_exception(kind: type[BaseException], error: BaseException, trace: Tra
     sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))
 
 
-def exit_with_mistakes(problems: list[str]) -> NoReturn:
+def exit_with_errors(problems: list[str]) -> NoReturn:
     """Prints each problem on a line of stderr, once per host, and ends the process with status 2."""
     problems = [redact(problem) for problem in problems]
     is_first = _is_first_of_host()

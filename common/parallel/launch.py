@@ -16,7 +16,7 @@ from accelerate.utils import parse_flag_from_env
 
 from common.internals.accelerate import read_launch
 from common.launcher import find_launch_words
-from common.training.process_grid import Degrees
+from common.training.process_grid import ProcessGrid
 
 # Variables from which Accelerate reads the world size on a CPU if WORLD_SIZE is not set, with prefixes of related ones.
 MPI = {"PMI_SIZE": ("PMI_", "MPI_LOCAL"), "OMPI_COMM_WORLD_SIZE": ("OMPI_",), "MV2_COMM_WORLD_SIZE": ("MV2_COMM_",)}
@@ -63,14 +63,14 @@ class Launch:
         return {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1)) for name in SIZES}
 
     @property
-    def degrees(self) -> Degrees:
+    def grid(self) -> ProcessGrid:
         """Returns the process grid; `check_launch` checks that the sizes fit the number of processes."""
         sizes = self.sizes
-        return Degrees(self.num_processes, *(max(1, sizes[name]) for name in ("sp", "tp", "pp")))
+        return ProcessGrid(self.num_processes, *(max(1, sizes[name]) for name in ("sp", "tp", "pp")))
 
     def is_data_parallel(self) -> bool:
         """Returns whether every process holds the whole model and computes different samples."""
-        return self.mode in ("plain", "DDP") and self.degrees.data == self.num_processes
+        return self.mode in ("plain", "DDP") and self.grid.data_parallel == self.num_processes
 
 
 def started_world_size() -> int:
@@ -176,6 +176,6 @@ def runs_on_cpu(launch: Launch) -> bool:
     return launch.use_cpu or not torch.accelerator.is_available()
 
 
-def is_rehearsal(launch: Launch) -> bool:
-    """Returns whether this is a rehearsal: a config for GPUs runs on a CPU."""
+def lacks_gpus(launch: Launch) -> bool:
+    """Returns whether a config for GPUs runs on a CPU, because no GPU is visible."""
     return runs_on_cpu(launch) and not launch.use_cpu and launch.config_file is not None

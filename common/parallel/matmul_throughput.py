@@ -10,7 +10,7 @@ SIZE, SECONDS = {"cpu": 768, "cuda": 8192}, {"cpu": 0.1, "cuda": 0.5}
 
 
 @cache
-def multiplication_rate(device: torch.device, precision: str) -> float:
+def measure_throughput(device: torch.device, precision: str) -> float:
     """Returns FLOP/s of a square matmul of `SIZE[device.type]` in one precision; measured once per process."""
     return 2 * SIZE[device.type] ** 3 / min(matmul_durations(device, precision, SECONDS[device.type]))
 
@@ -25,8 +25,8 @@ def matmul_durations(device: torch.device, precision: str, seconds: float) -> li
     return durations
 
 
-def has_rate(device: torch.device, precision: str) -> bool:
-    """Returns whether `multiplication_rate` supports the device, the default dtype and the precision."""
+def can_measure_throughput(device: torch.device, precision: str) -> bool:
+    """Returns whether `measure_throughput` supports the device, the default dtype and the precision."""
     return device.type in SIZE and torch.get_default_dtype() == torch.float32 and precision in dtypes(device)
 
 

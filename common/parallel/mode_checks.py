@@ -11,7 +11,7 @@ from common.parallel import parallelism_config
 from common.parallel.launch import Launch
 from common.training.optimizer_choice import name_optimizers
 from common.training.optimizers import OPTIMIZERS
-from common.training.process_grid import Degrees
+from common.training.process_grid import ProcessGrid
 from common.training.recipe_traits import Arguments, Traits
 
 
@@ -46,7 +46,7 @@ def check_flags(launch: Launch, args: Arguments, traits: Traits) -> list[str]:
     if launch.mode == "DeepSpeed":
         from common.parallel.deepspeed_flags import check_deepspeed
 
-        problems += check_deepspeed(launch.deepspeed_config, args, launch.mixed_precision, launch.degrees)
+        problems += check_deepspeed(launch.deepspeed_config, args, launch.mixed_precision, launch.grid)
     return problems
 
 
@@ -66,33 +66,33 @@ def check_fsdp(source: str, settings: dict[str, Any], optimizer: str) -> Iterato
         )
 
 
-def check_shared_model(config: Any, model_class: Any, make_empty: Callable[[], Any], degrees: Degrees) -> list[str]:
+def check_shared_model(config: Any, model_class: Any, meta_model: Callable[[], Any], grid: ProcessGrid) -> list[str]:
     """Returns one line per reason why a group of ranks cannot share the model's sequences or layers."""
-    if degrees.sequence > 1:
+    if grid.sequence > 1:
         from common.parallel import sequence
 
-        return list(sequence.check_model(config, model_class, degrees))
-    if degrees.tensor == 1:
+        return list(sequence.check_model(config, model_class, grid))
+    if grid.tensor == 1:
         return []
     from common.parallel import tensor
 
-    return list(tensor.check_model(config, make_empty, degrees))
+    return list(tensor.check_model(config, meta_model, grid))
 
 
 LAYER_SETTINGS = ("fsdp_transformer_layer_cls_to_wrap", "deepspeed_moe_layer_cls_names")
 
 
-def check_layer_classes(launch: Launch, make_empty: Callable[[], torch.nn.Module]) -> Iterator[str]:
+def check_layer_classes(launch: Launch, meta_model: Callable[[], torch.nn.Module]) -> Iterator[str]:
     """Yields a line for each launcher setting of FSDP or DeepSpeed with a layer class that the model does not contain.
 
     Args:
-        make_empty: builds the model on the meta device.
+        meta_model: builds the model on the meta device.
     """
     for setting in LAYER_SETTINGS:
         wanted = [name.strip() for name in str(launch.settings.get(setting) or "").split(",") if name.strip()]
         if not wanted or not setting.startswith(f"{launch.mode.lower()}_"):
             continue
-        model = make_empty()
+        model = meta_model()
         found = {type(module).__name__ for module in model.modules()}
         if missing := [name for name in wanted if name not in found]:
             blocks = [part for module in model.modules() if isinstance(module, torch.nn.ModuleList) for part in module]
@@ -128,18 +128,18 @@ def check_deepspeed_flags(launch: Launch) -> Iterator[str]:
 
 def _check_parts(launch: Launch, traits: Traits) -> list[str]:
     """Returns a line if the recipe does not support the launch's pipeline or sequence parallelism."""
-    stages, asked = launch.degrees.pipeline, f"{launch.source} sets parallelism_config_pp_size to"
+    stages, asked = launch.grid.pipeline, f"{launch.source} sets parallelism_config_pp_size to"
     if stages > 1 and traits.pipeline_schedule is None:
         return [f"{asked} {stages}, and this recipe has no stages; run recipes/pipeline.py, or take another config"]
-    if launch.degrees.sequence > 1 and not traits.splits_sequences:
-        asked = f"{launch.source} sets parallelism_config_sp_size to {launch.degrees.sequence}"
+    if launch.grid.sequence > 1 and not traits.splits_sequences:
+        asked = f"{launch.source} sets parallelism_config_sp_size to {launch.grid.sequence}"
         return [f"{asked}, and this recipe's loss needs all tokens of an answer; set it to 1, or take another config"]
     return []
 
 
 def _check_budget(launch: Launch, args: Arguments, traits: Traits) -> Iterator[str]:
     """Yields a line if --micro_batch_tokens auto is set, but the ranks communicate in forward or backward."""
-    is_alone = launch.mode in ("plain", "DDP") and launch.degrees.data == launch.num_processes
+    is_alone = launch.mode in ("plain", "DDP") and launch.grid.data_parallel == launch.num_processes
     if traits.lengths_vary and args.micro_batch_tokens == "auto" and not is_alone:
         yield (
             f"--micro_batch_tokens auto: in {launch.source} the processes communicate in each forward pass, so the "
@@ -158,7 +158,7 @@ def _check_accumulation(launch: Launch, args: Arguments) -> list[str]:
         return []
     from common.parallel import deepspeed_flags
 
-    known_steps, arithmetic = deepspeed_flags.accumulation_steps(args, launch.degrees)
+    known_steps, arithmetic = deepspeed_flags.accumulation_steps(args, launch.grid)
     if launch.mode == "DeepSpeed" and known_steps is not None:
         allowed.append(f"{known_steps:g}")
     for source, steps in ((launch.source, launch.gradient_accumulation_steps), ("the environment", in_environment)):

@@ -10,7 +10,7 @@ from typing import Any
 
 from common.training.optimizer_choice import name_optimizers
 from common.training.optimizers import OPTIMIZERS
-from common.training.process_grid import Degrees
+from common.training.process_grid import ProcessGrid
 
 SPLITS = {"sp": "processes a sequence", "tp": "processes a layer", "pp": "stages of a pipeline"}
 # Settings of Accelerate's other methods to split a sequence.
@@ -87,13 +87,13 @@ def check_parts(source: str, sizes: dict[str, int], mixed_precision: str, optimi
         yield f"{source} sets fp16, which is not supported here, {why}; use --mixed_precision bf16"
 
 
-def across_machines(degrees: Degrees, num_machines: int) -> str | None:
+def across_machines(grid: ProcessGrid, num_machines: int) -> str | None:
     """Returns a warning if the ranks of a group, which communicate in every layer, are on different machines."""
-    on_each = degrees.num_processes // num_machines
-    if degrees.group == 1 or on_each % degrees.group == 0:
+    on_each = grid.num_processes // num_machines
+    if grid.group_size == 1 or on_each % grid.group_size == 0:
         return None
     return (
-        f"groups of {degrees.group} processes exchange in every layer, and with {on_each} processes a machine some lie "
+        f"groups of {grid.group_size} processes exchange in every layer, and with {on_each} processes per machine some "
         "across two of them: training may be slow; use a size that divides the processes of a machine"
     )
 

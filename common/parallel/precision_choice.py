@@ -14,22 +14,22 @@ import torch
 from common.parallel.matmul_throughput import (
     FEWEST_PARAMETERS,
     SIZE,
+    can_measure_throughput,
     dtypes,
-    has_rate,
     matmul_durations,
-    multiplication_rate,
+    measure_throughput,
 )
 
 # Minimum ratio of matmul throughputs. Below it, the full update is not faster, because only its matmuls speed up.
-PAYS = 1.5
+MIN_SPEEDUP = 1.5
 # Recipes whose smallest model is faster in bf16 on two cores with AMX, although it is below FEWEST_PARAMETERS. In the
 # other recipes it gains less, is slower, or ends with a higher held-out loss (benchmarks/precision.py).
 GAIN = ("lm",)
 
 
-def multiplication_rates(device: torch.device) -> dict[str, float]:
+def measure_throughputs(device: torch.device) -> dict[str, float]:
     """Returns FLOP/s of a matmul of the device's SIZE, by precision as `--mixed_precision` names it."""
-    return {name: multiplication_rate(device, name) for name in dtypes(device)}
+    return {name: measure_throughput(device, name) for name in dtypes(device)}
 
 
 def sustained_rates(device: torch.device, seconds: float) -> dict[str, float]:
@@ -43,17 +43,17 @@ def sustained_rates(device: torch.device, seconds: float) -> dict[str, float]:
 
 
 def fastest(rates: dict[str, float], running: str) -> str:
-    """Returns the fastest precision of `rates` if it is more than PAYS times as fast as `running`, else `running`."""
+    """Returns the fastest precision of `rates` if it is MIN_SPEEDUP times as fast as `running`, else `running`."""
     best = max(rates, key=rates.__getitem__)
-    return best if rates[best] > PAYS * rates[running] else running
+    return best if rates[best] > MIN_SPEEDUP * rates[running] else running
 
 
 def advise(device: torch.device, running: str, num_parameters: int) -> str:
     """Returns text for the run summary if a different precision than `running` is faster, otherwise ""."""
     is_small = device.type == "cpu" and num_parameters < FEWEST_PARAMETERS
-    if is_small or not has_rate(device, running):
+    if is_small or not can_measure_throughput(device, running):
         return ""
-    rates = multiplication_rates(device)
+    rates = measure_throughputs(device)
     if (best := fastest(rates, running)) == running:
         return ""
     name = "float32" if best == "no" else best
@@ -64,12 +64,12 @@ def advise(device: torch.device, running: str, num_parameters: int) -> str:
 def main(recipe: str = "lm") -> None:
     """Prints flags of `accelerate launch` for `make train`, which trains the recipe's smallest model."""
     if torch.cuda.is_available():
-        best = fastest(multiplication_rates(torch.device("cuda")), "bf16")
+        best = fastest(measure_throughputs(torch.device("cuda")), "bf16")
         config, flags = "single_gpu", "" if best == "bf16" else f" --mixed_precision {best}"
     else:
         best, flags = "no", ""
         if recipe in GAIN:
-            best = fastest(multiplication_rates(torch.device("cpu")), "no")
+            best = fastest(measure_throughputs(torch.device("cpu")), "no")
         config = "cpu_bf16" if best == "bf16" else "cpu"
     print(f"--config_file accelerate_configs/{config}.yaml{flags}")
 

@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 
 from common.errors import UserError
-from common.parallel.distributed_mode import running_mode
+from common.parallel.distributed_mode import current_mode
 from common.parallel.launch import MPI, Launch, mpi_variables, runs_on_cpu, started_world_size
 
 
@@ -76,7 +76,7 @@ def check_environment(launch: Launch) -> list[str]:
 def check_accelerator(launch: Launch, accelerator: Accelerator) -> None:
     """Raises UserError if mode, world size or precision of this run differ from the request."""
     asked = f"{launch.source} asks for"
-    runs = running_mode(accelerator)
+    runs = current_mode(accelerator)
     # A single process of DDP has nothing to reduce, and Accelerate may report its mode as plain.
     if runs != launch.mode and not (launch.num_processes == 1 and {runs, launch.mode} <= {"plain", "DDP"}):
         raise UserError(f"{asked} {launch.mode}, but {runs} would run on {accelerator.device.type}")

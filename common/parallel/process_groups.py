@@ -7,40 +7,40 @@ from functools import cache
 import torch.distributed as dist
 from accelerate.utils import DistributedDataParallelKwargs
 
-from common.training.process_grid import Degrees, running
+from common.training.process_grid import ProcessGrid, current_grid
 
 
-def neighbours(degrees: Degrees, rank: int) -> list[int]:
+def group_ranks(grid: ProcessGrid, rank: int) -> list[int]:
     """Returns the ranks of a sequence or tensor group: same samples and layers as `rank`, including `rank`."""
-    start = rank // degrees.group * degrees.group
-    return list(range(start, start + degrees.group))
+    start = rank // grid.group_size * grid.group_size
+    return list(range(start, start + grid.group_size))
 
 
-def stages(degrees: Degrees, rank: int) -> list[int]:
+def pipeline_ranks(grid: ProcessGrid, rank: int) -> list[int]:
     """Returns the ranks of all pipeline stages that process the samples of `rank`, including `rank`."""
-    return list(range(rank % degrees.stage_size, degrees.num_processes, degrees.stage_size))
+    return list(range(rank % grid.stage_size, grid.num_processes, grid.stage_size))
 
 
-def ends(degrees: Degrees, rank: int) -> list[int]:
-    """Returns the first and the last of `stages` if `rank` is one of the two, otherwise only `rank`."""
-    first, *_, last = stages(degrees, rank)
+def first_and_last_stage(grid: ProcessGrid, rank: int) -> list[int]:
+    """Returns the first and the last of `pipeline_ranks` if `rank` is one of the two, otherwise only `rank`."""
+    first, *_, last = pipeline_ranks(grid, rank)
     return [first, last] if rank in (first, last) else [rank]
 
 
-def peers(degrees: Degrees, rank: int) -> list[int]:
+def gradient_peers(grid: ProcessGrid, rank: int) -> list[int]:
     """Returns the ranks with the same weights as `rank`, including `rank`; they average their gradients."""
-    start = degrees.stage(rank) * degrees.stage_size
-    return list(range(start + degrees.tensor_rank(rank), start + degrees.stage_size, degrees.tensor))
+    start = grid.stage(rank) * grid.stage_size
+    return list(range(start + grid.tensor_rank(rank), start + grid.stage_size, grid.tensor))
 
 
 @cache
-def group_of(members: Callable[[Degrees, int], list[int]]) -> dist.ProcessGroup:
+def group_of(members: Callable[[ProcessGrid, int], list[int]]) -> dist.ProcessGroup:
     """Returns this rank's process group; created at the first call, which all ranks make together.
 
     Args:
-        members: returns the ranks in the group of a rank, such as `neighbours`.
+        members: returns the ranks in the group of a rank, such as `group_ranks`.
     """
-    all_groups = dict.fromkeys(tuple(members(running(), rank)) for rank in range(dist.get_world_size()))
+    all_groups = dict.fromkeys(tuple(members(current_grid(), rank)) for rank in range(dist.get_world_size()))
     made = {ranks: dist.new_group(list(ranks)) for ranks in all_groups}  # every rank must create all groups
     return next(group for ranks, group in made.items() if dist.get_rank() in ranks)
 
@@ -57,8 +57,8 @@ def host_group() -> dist.ProcessGroup | None:
 
 
 class AveragedByPeers(DistributedDataParallelKwargs):
-    """DDP settings that average gradients only over the ranks with the same weights (`peers`)."""
+    """DDP settings that average gradients only over the ranks with the same weights (`gradient_peers`)."""
 
     def to_kwargs(self):
-        more = {"process_group": group_of(peers)} if running().copies > 1 else {}
+        more = {"process_group": group_of(gradient_peers)} if current_grid().model_parallel > 1 else {}
         return super().to_kwargs() | more

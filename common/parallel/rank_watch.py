@@ -35,7 +35,7 @@ from common.errors import UserError
 from common.parallel import failures, liveness
 from common.parallel.failures import LOST_STATUS, MISTAKE_STATUS
 from common.parallel.rank_store import RankStore
-from common.training.process_grid import Degrees
+from common.training.process_grid import ProcessGrid
 
 GRACE = 1.0  # seconds until it is known whether an error occurs on all ranks, or is the result of a dead rank
 BEAT = 1.0  # seconds between two heartbeats
@@ -47,12 +47,12 @@ SILENCE = 15.0
 _num_watches = 0
 
 
-def start(timeout: float, degrees: Degrees) -> None:
+def start(timeout: float, grid: ProcessGrid) -> None:
     """Waits until all ranks have arrived, then watches them; all ranks call it before they create the process group.
 
     Args:
         timeout: seconds to wait.
-        degrees: the process grid; a message names a rank's pipeline stage.
+        grid: the process grid; a message names a rank's pipeline stage.
 
     Raises UserError: a rank has not arrived in time, or rank 0 cannot be reached.
     """
@@ -60,7 +60,7 @@ def start(timeout: float, degrees: Degrees) -> None:
     if liveness.watch is None:
         _num_watches += 1
         key = f"liveness-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{_num_watches}"  # a store may be reused
-        liveness.watch = RankWatch(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout, key, degrees)
+        liveness.watch = RankWatch(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout, key, grid)
 
 
 def _keep_alive(connected: socket.socket) -> Connection:
@@ -87,8 +87,8 @@ def send(connection: Connection, message: dict[str, Any]) -> None:
 class RankWatch:
     """This process's connections to the other ranks, and the thread that watches them."""
 
-    def __init__(self, rank: int, world_size: int, timeout: float, key: str, degrees: Degrees):
-        self.rank, self.degrees = rank, degrees
+    def __init__(self, rank: int, world_size: int, timeout: float, key: str, grid: ProcessGrid):
+        self.rank, self.grid = rank, grid
         self.host = socket.gethostname()
         self.first_here = rank - int(os.environ.get("LOCAL_RANK", 0))  # the first rank on this host
         self.peers: dict[Connection, tuple[int, str]] = {}  # rank and host
@@ -218,8 +218,8 @@ class RankWatch:
         if self.rank == 0:
             self._tell(message | {"status": LOST_STATUS} if status != MISTAKE_STATUS else message)
         where = failures.describe_place()
-        num_stages = self.degrees.pipeline
-        stage = f" (stage {self.degrees.stage(rank) + 1} of {num_stages})" if num_stages > 1 else ""
+        num_stages = self.grid.pipeline
+        stage = f" (stage {self.grid.stage(rank) + 1} of {num_stages})" if num_stages > 1 else ""
         who = f"rank {rank}{stage} on host {host}"
         if status == MISTAKE_STATUS:
             lines = [f"{who}: {line}" for line in reason.splitlines()]

@@ -30,9 +30,9 @@ from transformers import (
 
 from common.errors import UserError
 from common.internals.transformers_uncommon import attention_name, is_recurrent, supports_sdpa
-from common.parallel.process_groups import group_of, neighbours
+from common.parallel.process_groups import group_of, group_ranks
 from common.training.precision import autocast_dtype
-from common.training.process_grid import Degrees
+from common.training.process_grid import ProcessGrid
 
 # Supported layer types. All others pass information between tokens outside of attention.
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -42,11 +42,11 @@ OTHERS = {"camembert", "data2vec-text", "doge", "llama4_text", "roberta", "rober
 OTHERS |= {"xlm-roberta-xl", "xmod"}
 
 
-def check_model(config: PreTrainedConfig, model_class: Any, degrees: Degrees) -> Iterator[str]:
+def check_model(config: PreTrainedConfig, model_class: Any, grid: ProcessGrid) -> Iterator[str]:
     """Yields one line per reason why a model does not support sequence parallelism; called before it is built."""
-    if degrees.sequence == 1:
+    if grid.sequence == 1:
         return
-    setting = f"parallelism_config_sp_size {degrees.sequence}"
+    setting = f"parallelism_config_sp_size {grid.sequence}"
     if model_class is not AutoModelForCausalLM:
         yield f"{setting} is for causal language models (lm.py, moe.py, long_sequence.py); set it to 1"
         return
@@ -55,7 +55,7 @@ def check_model(config: PreTrainedConfig, model_class: Any, degrees: Degrees) ->
         yield f"{setting}: {name} {why}; set it to 1, or use a different model"
         return
     for heads in {text.num_attention_heads, *(getattr(text, "num_attention_heads_per_layer", None) or ())}:
-        if heads % degrees.sequence:
+        if heads % grid.sequence:
             fit = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             yield f"{setting} does not divide the model's {heads} attention heads; use one of {fit}"
 
@@ -82,13 +82,13 @@ def _why_not(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def share_sequences(model: PreTrainedModel, degrees: Degrees) -> None:
+def share_sequences(model: PreTrainedModel, grid: ProcessGrid) -> None:
     """Enables sequence parallelism in the forward passes of this process, until `whole_sequences` is called.
 
     Call it on the bare model, on all ranks together. A forward raises UserError if a layer's attention does not use
     transformers' interface, because such a layer would see only this process's part of the tokens.
     """
-    if degrees.sequence == 1:
+    if grid.sequence == 1:
         return
     name, num_layers = type(model).__name__, getattr(model.config.get_text_config(), "num_hidden_layers", 1)
     if attention_name(model) != "sdpa" or not type(model).__module__.startswith("transformers."):
@@ -96,7 +96,7 @@ def share_sequences(model: PreTrainedModel, degrees: Degrees) -> None:
             f"parallelism_config_sp_size: {name} is not a class of transformers, or does not use SDPA; set it to 1"
         )
     whole_sequences()  # the registered functions may be wrapped for an earlier model of this process
-    group, calls = group_of(neighbours), []
+    group, calls = group_of(group_ranks), []
     attention, mask = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]
 
     @wraps(attention)

@@ -20,7 +20,7 @@ from common.parallel.deepspeed_files import offload_devices
 from common.parallel.extensions import build_extensions
 from common.parallel.launch import Launch, runs_on_cpu
 from common.redaction import redact
-from common.training.process_grid import Degrees
+from common.training.process_grid import ProcessGrid
 
 
 def names_threads(launch: Launch) -> bool:
@@ -61,7 +61,7 @@ class ShardedLaunch:
             from common.parallel.deepspeed_flags import settle_deepspeed
 
             config = launch.deepspeed_config
-            self.settled = settle_deepspeed(config, args, launch.mixed_precision, launch.degrees)
+            self.settled = settle_deepspeed(config, args, launch.mixed_precision, launch.grid)
             # Otherwise Accelerate would apply or reject launcher settings, which `check_launch` has already checked.
             os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
             os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"
@@ -76,7 +76,7 @@ class ShardedLaunch:
 
     def configure(self, accelerator: Accelerator) -> None:
         """Configures FSDP2 or DeepSpeed, and prints DeepSpeed's final settings."""
-        shard_over_peers(accelerator, self.launch.degrees)
+        shard_over_peers(accelerator, self.launch.grid)
         configure_plugins(accelerator, self.max_grad_norm)
         if updates_on_host(accelerator) and not names_threads(self.launch):
             torch.set_num_threads(self.threads)  # also for DeepSpeed's CPU Adam, which uses torch's OpenMP
@@ -114,15 +114,15 @@ def updates_on_host(accelerator: Accelerator) -> bool:
     return fsdp is not None and isinstance(fsdp.cpu_offload, CPUOffloadPolicy)
 
 
-def shard_over_peers(accelerator: Accelerator, degrees: Degrees) -> None:
+def shard_over_peers(accelerator: Accelerator, grid: ProcessGrid) -> None:
     """With tensor parallelism, lets FSDP2 shard over the ranks with the same part of each layer, not over all ranks."""
-    if degrees.tensor == 1 or getattr(accelerator.state, "fsdp_plugin", None) is None:
+    if grid.tensor == 1 or getattr(accelerator.state, "fsdp_plugin", None) is None:
         return
     # This mesh has the sizes of Accelerate's own mesh, which is not used, because Accelerate's tensor parallelism would
     # partition the model again.
-    sizes, names = (degrees.data, degrees.tensor), ("dp_shard_cp", "tp")
+    sizes, names = (grid.data_parallel, grid.tensor), ("dp_shard_cp", "tp")
     mesh = init_device_mesh(accelerator.device.type, sizes, mesh_dim_names=names)
-    shard_over(accelerator, mesh["dp_shard_cp"], degrees.data)
+    shard_over(accelerator, mesh["dp_shard_cp"], grid.data_parallel)
 
 
 def configure_plugins(accelerator: Accelerator, max_grad_norm: float) -> None:

@@ -55,7 +55,7 @@ def leave_together(num_processes: int, status: int) -> None:
 
 
 @contextmanager
-def user_mistakes_end_here() -> Iterator[None]:
+def exit_on_user_error() -> Iterator[None]:
     """Context for a whole run: all ranks end together; a user error ends in lines on stderr and exit status 2.
 
     A user error is a `UserError`. Every other exception keeps its traceback.

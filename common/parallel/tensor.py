@@ -24,24 +24,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from common.parallel.process_groups import group_of, neighbours
-from common.training.process_grid import Degrees
+from common.parallel.process_groups import group_of, group_ranks
+from common.training.process_grid import ProcessGrid
 from common.training.shares import Share, Shares
 
 CUT = {"colwise": 0, "rowwise": 1, "colwise_gather_output": 0, "rowwise_split_input": 1}  # sharded dimension of weights
 PARTIAL = "replicated_with_grad_allreduce"  # replicated weights between partitioned layers
 
 
-def check_model(config: PreTrainedConfig, empty_model: Callable[[], PreTrainedModel], degrees: Degrees) -> list[str]:
+def check_model(config: PreTrainedConfig, empty_model: Callable[[], PreTrainedModel], grid: ProcessGrid) -> list[str]:
     """Returns a line if a model does not support tensor parallelism; called before the model is built.
 
     Args:
         empty_model: builds the model on the meta device.
     """
-    if degrees.tensor == 1:
+    if grid.tensor == 1:
         return []
-    why = next(_why_not(config, empty_model, degrees.tensor), None)
-    asked = f"parallelism_config_tp_size {degrees.tensor}: {config.model_type}"
+    why = next(_why_not(config, empty_model, grid.tensor), None)
+    asked = f"parallelism_config_tp_size {grid.tensor}: {config.model_type}"
     return [f"{asked} {why}; set it to 1, or use a different model"] if why else []
 
 
@@ -78,9 +78,9 @@ def _why_not(config: PreTrainedConfig, empty_model: Callable[[], PreTrainedModel
         if width % size and not _is_shared(model, name, style, size):
             yield f"has {name} of {width} features, which {size} does not divide"
         if style.endswith("wise"):
-            around = model.get_submodule(name.rpartition(".")[0])
+            parent = model.get_submodule(name.rpartition(".")[0])
             known = {id(p) for one, _ in styles.values() for p in one.parameters()}
-            if any(id(p) not in known for p in around.parameters()):
+            if any(id(p) not in known for p in parent.parameters()):
                 yield f"has weights next to {name} that its plan does not mention"
 
 
@@ -123,9 +123,9 @@ def _bounds(total: int, rank: int, size: int) -> tuple[int, int]:
 class _Cutter:
     """Partitions a model in place: layers compute with this rank's part, and parameters contain only this part."""
 
-    def __init__(self, model: PreTrainedModel, degrees: Degrees):
-        self.model, self.group = model, group_of(neighbours)
-        self.rank, self.size = self.group.rank(), degrees.tensor
+    def __init__(self, model: PreTrainedModel, grid: ProcessGrid):
+        self.model, self.group = model, group_of(group_ranks)
+        self.rank, self.size = self.group.rank(), grid.tensor
         self.new: dict[int, tuple[nn.Parameter, Share]] = {}  # by id of the full parameter, so tied weights stay tied
         self._spread: tuple[Tensor, Tensor] | None = None  # last input and output of `spread`
 
@@ -235,15 +235,15 @@ class _Cutter:
         embedding.forward = forward
 
 
-def cut_model(model: PreTrainedModel, optimizer: torch.optim.Optimizer, degrees: Degrees) -> None:
+def cut_model(model: PreTrainedModel, optimizer: torch.optim.Optimizer, grid: ProcessGrid) -> None:
     """Replaces the parameters of model and optimizer by this rank's parts, in place; call it on all ranks together.
 
     Call it on the bare model, after `sum_token_losses`, which sets the loss that the head's partition requires.
     """
-    if degrees.tensor == 1:
+    if grid.tensor == 1:
         return
-    cutter = _Cutter(model, degrees)
-    size = degrees.tensor  # detect shared heads before a partition changes the shapes
+    cutter = _Cutter(model, grid)
+    size = grid.tensor  # detect shared heads before a partition changes the shapes
     planned = [(*one, _is_shared(model, name, one[1], size), name) for name, one in planned_modules(model)]
     for module, style, is_shared, name in planned:
         if style == PARTIAL:

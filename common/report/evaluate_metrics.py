@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.data.hub import locate
-from common.errors import UserError, refuse, with_location
+from common.errors import UserError, raise_errors, with_location
 from common.parallel.liveness import decided_by_main
 
 SETTINGS = re.compile(r"(.+?):(\w+=[^,]*(?:,\w+=[^,]*)*)")  # f1:average=macro
@@ -52,17 +52,17 @@ class Metrics:
         self.kind, self.num_labels, self.seed = kind, num_labels, args.seed
         self.loaded: dict[str, Loaded] = {}  # by the request's text
         requests, is_local, problems = decided_by_main("metrics", lambda: _find(args.metric))
-        refuse(problems)
+        raise_errors(problems)
         self.requests = [Request(*fields) for fields in requests]
         hub = [request for request, is_here in zip(self.requests, is_local, strict=True) if not is_here]
         if not args.trust_remote_code:
-            refuse(
+            raise_errors(
                 f"--metric {request.text}: not a .py file or directory here, and a metric of the hub is remote code; "
                 "correct the path, or pass --trust_remote_code to run that code"
                 for request in hub
             )
         missing = {request.text: problem for request in hub if (problem := _ask_hub(request.place))}
-        refuse(decided_by_main("modules of metrics", lambda: [*self._load(missing)]))
+        raise_errors(decided_by_main("modules of metrics", lambda: [*self._load(missing)]))
 
     def _load(self, missing: dict[str, str]) -> Iterator[str]:
         """Loads each module; yields one line per problem.
@@ -92,7 +92,7 @@ class Metrics:
                     keep_in_memory=True,  # so that no cache file is shared with other runs
                     seed=self.seed,
                 )
-                refuse(check_settings(module, settings, self.num_labels))
+                raise_errors(check_settings(module, settings, self.num_labels))
                 self.loaded[request.text] = Loaded(module, settings, self._takes_lists(module))
             except UserError as error:
                 yield from (f"--metric {request.text}: {line}" for line in str(error).splitlines())

@@ -19,7 +19,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, shape_wrapper
 
 from common.models.load import attention_length
-from common.parallel.matmul_throughput import has_rate, multiplication_rate
+from common.parallel.matmul_throughput import can_measure_throughput, measure_throughput
 from common.training.batching import GlobalBatch, GlobalBatches
 
 FEW_STEPS = 16  # maximum counted length of models without attention, whose forward may loop over the time steps
@@ -54,30 +54,30 @@ class ModelFlops:
         return {"model_flops_per_second": reached} | ({"share_of_rate": reached / self.rate} if self.rate else {})
 
 
-def of_run(run: Any, is_rehearsal: bool) -> ModelFlops | None:
+def of_run(run: Any, lacks_gpus: bool) -> ModelFlops | None:
     """Returns the `ModelFlops` of a `common.run.Run` on its main process, which reports them; None on others.
 
     Measures the matmul throughput of this process. On a CPU, it is reduced if a host has more threads than cores.
     """
     if not run.accelerator.is_main_process:
         return None
-    own = getattr(type(run.make_empty()), "own_precision", None)  # set for models that only support float32
+    own = getattr(type(run.meta_model()), "own_precision", None)  # set for models that only support float32
     precision = "no" if own else run.accelerator.mixed_precision
     rate = None
-    if not is_rehearsal and has_rate(run.device, precision):
-        rate = multiplication_rate(run.device, precision) * run.accelerator.num_processes
+    if not lacks_gpus and can_measure_throughput(run.device, precision):
+        rate = measure_throughput(run.device, precision) * run.accelerator.num_processes
         if run.device.type == "cpu":
             threads = torch.get_num_threads() * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             rate *= min(1, (psutil.cpu_count() or 1) / threads)
-    return count(run.make_empty, run.loader.dataset, rate)
+    return count(run.meta_model, run.loader.dataset, rate)
 
 
-def count(make_empty: Callable[[], Any], batches: GlobalBatches, rate: float | None = None) -> ModelFlops | None:
+def count(meta_model: Callable[[], Any], batches: GlobalBatches, rate: float | None = None) -> ModelFlops | None:
     """Fits the FLOPs of a model to forward passes at a few sample lengths, on the meta device.
 
-    Draws no random numbers, and does not change the model of `make_empty`. Returns None if the model needs real data.
+    Draws no random numbers, and does not change the meta model. Returns None if the model needs real data.
     """
-    samples, model = batches.samples, copy.deepcopy(make_empty()).eval()
+    samples, model = batches.samples, copy.deepcopy(meta_model()).eval()
     lengths = getattr(samples, "sequence_lengths", samples.lengths)(np.arange(min(len(samples), INSPECTED)))
     longest = lengths.reshape(len(lengths), -1).max(0)
     if attention_length(model.config) == np.inf:

@@ -13,7 +13,7 @@ from torch import nn
 
 from common.training.accumulation import mean_losses
 from common.training.precision import BATCH_NORMS
-from common.training.process_grid import running
+from common.training.process_grid import current_grid
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def measure(
     losses = mean_losses(run.accelerator, measured)
     rows = run.accelerator.gather(run.accelerator.pad_across_processes(torch.cat(answers)))
     # The ranks of a tensor group have the same predictions; keep those of one rank.
-    rows = rows.unflatten(0, (run.accelerator.num_processes, -1))[:: running().tensor].flatten(0, 1)
+    rows = rows.unflatten(0, (run.accelerator.num_processes, -1))[:: current_grid().tensor].flatten(0, 1)
     rows = rows[rows[:, 2] == 1].cpu()  # remove the padding of `pad_across_processes`
     assert len(rows) == len(run.held_out.dataset.samples), "each held-out sample is to be counted once"
     predictions, targets = rows[:, :2].to(targets.dtype).numpy().T

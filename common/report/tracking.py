@@ -14,10 +14,10 @@ from accelerate import Accelerator
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import reported_in_one_line
-from common.models.adapters import describe_frozen, number_of
+from common.models.adapters import count_parameters, describe_frozen
 from common.models.saved_model import describe_weights, loading_call
 from common.parallel import liveness
-from common.parallel.distributed_mode import describe_mode, describe_precision, running_mode
+from common.parallel.distributed_mode import current_mode, describe_mode, describe_precision
 from common.parallel.matmul_throughput import FEWEST_PARAMETERS
 from common.peak_memory import most_resident
 from common.redaction import redact
@@ -25,7 +25,7 @@ from common.report import totals
 from common.report.model_card import write_model_card
 from common.report.records import end_unfinished, read_run, write_run
 from common.training.batching import GlobalBatches
-from common.training.process_grid import running
+from common.training.process_grid import current_grid
 from common.training.recipe_traits import Arguments
 from common.versions import versions
 
@@ -56,7 +56,7 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
             "command": sys.argv,
             "commands": [[*launcher, *sys.argv]],
             "world_size": accelerator.num_processes,
-            "mode": running_mode(accelerator),
+            "mode": current_mode(accelerator),
             "mixed_precision": accelerator.mixed_precision,
             "device": torch.cuda.get_device_name() if device == "cuda" else device,
             "versions": versions(),
@@ -91,30 +91,29 @@ def print_run(
     model: PreTrainedModel,
     train: GlobalBatches,
     validation: GlobalBatches | None,
-    rehearsal: bool = False,
+    lacks_gpus: bool = False,
     **lines: str,
 ) -> None:
     """Prints the run summary, before the first update.
 
-    rehearsal: whether a GPU config runs on a CPU. lines: the recipe's own lines of the summary, by label.
+    lacks_gpus: whether a GPU config runs on a CPU. lines: the recipe's own lines of the summary, by label.
     """
-    world, degrees, first = accelerator.num_processes, running(), train[0]
-    total = sum(number_of(p) for p in model.parameters())
-    trainable = sum(number_of(p) for p in model.parameters() if p.requires_grad)
+    world, grid, first = accelerator.num_processes, current_grid(), train[0]
+    total, trainable = count_parameters(model)
     stages: Any = getattr(model, "pipeline_stages", None)
     if stages is not None:  # this process holds a single stage
         total, trainable = stages.num_parameters
     if args.micro_batch_size:
-        steps = args.global_batch_size // (args.micro_batch_size * degrees.data)
+        steps = args.global_batch_size // (args.micro_batch_size * grid.data_parallel)
         batch = f"{args.global_batch_size} = {args.micro_batch_size} micro x {steps} accumulation"
     else:
         batch = f"{args.global_batch_size} in micro-batches of up to {args.micro_batch_tokens} tokens per process, "
         batch += "accumulated as each global batch needs,"
-    grid = {}
-    if degrees.data < world:
+    grid_lines = {}
+    if grid.data_parallel < world:
         from common.report.grid import describe_grid
 
-        grid = describe_grid(degrees, len(first.micro_batches), args.shared("micro_batch_tokens"))
+        grid_lines = describe_grid(grid, len(first.micro_batches), args.shared("micro_batch_tokens"))
     updates, mean_targets = _describe_length(args, train)
     targets = f"{mean_targets:,.0f} an update on average; the first: "
     targets += f"{first.num_targets:,} in {len(first.micro_batches)} micro-steps on each process"
@@ -122,7 +121,7 @@ def print_run(
     if precision is None:
         precision = describe_precision(accelerator) + describe_frozen(args)
         can_gain = accelerator.device.type != "cpu" or total >= FEWEST_PARAMETERS
-        if can_gain and accelerator.is_main_process and not rehearsal:
+        if can_gain and accelerator.is_main_process and not lacks_gpus:
             from common.parallel.precision_choice import advise
 
             precision += advise(accelerator.device, accelerator.mixed_precision, total)
@@ -131,10 +130,10 @@ def print_run(
         + (f", {trainable:,} of them trained" if trainable < total else ""),
         "precision": precision,
         "mode": f"{describe_mode(accelerator)}, {world} process{'es' * (world > 1)} on {accelerator.device.type}"
-        + (", a rehearsal of its GPUs" if rehearsal else ""),
-        **grid,
+        + (", because no GPU is visible" if lacks_gpus else ""),
+        **grid_lines,
         "optimizer": f"{args.optimizer}, learning rate {args.learning_rate:g}, {args.lr_schedule}",
-        "batch": f"{batch} x {degrees.describe()}",
+        "batch": f"{batch} x {grid.describe()}",
         "targets": targets,
         "updates": updates,
         "data": train.samples.describe(),

@@ -15,7 +15,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 
 from common.training.batching import GlobalBatch
-from common.training.process_grid import running
+from common.training.process_grid import current_grid
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def loss_scale(accelerator: Accelerator, num_targets: int) -> float:
     """
     assert num_targets > 0, "a global batch without a target has no loss"
     assert accelerator.gradient_accumulation_steps == 1, "Accelerate would divide the loss once more"
-    return running().averaged / num_targets
+    return current_grid().num_gradient_peers / num_targets
 
 
 def _sum_dtype(device: torch.device) -> torch.dtype:
@@ -71,8 +71,8 @@ def sum_over_ranks(accelerator: Accelerator, first: torch.Tensor, *others: torch
         else torch.full((), float(value), dtype=dtype, device=device)
         for value in (first, *others)
     ]
-    sums = accelerator.reduce(torch.cat([x.flatten() for x in values]), reduction="sum").cpu() / running().copies
-    pairs = zip(sums.split([x.numel() for x in values]), values, strict=True)
+    sums = accelerator.reduce(torch.cat([x.flatten() for x in values]), reduction="sum").cpu()
+    pairs = zip((sums / current_grid().model_parallel).split([x.numel() for x in values]), values, strict=True)
     return [total.view(x.shape) if x.ndim else total.item() for total, x in pairs]
 
 
@@ -120,7 +120,7 @@ def reduce_update(
     totals = sum_over_ranks(accelerator, loss_sum, num_targets, grad_norm, *values.values())
     total_loss, total_targets, norm_sum = totals[:3]
     assert total_targets == batch.num_targets, f"num_targets: {batch.num_targets}, but ranks have {total_targets:.0f}"
-    mean_norm = norm_sum * running().copies / accelerator.num_processes
+    mean_norm = norm_sum * current_grid().model_parallel / accelerator.num_processes
     return total_loss / batch.num_targets, mean_norm, dict(zip(values, totals[3:], strict=True))
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from common.training.micro_batch_partition import split_global_batch
 from common.training.padding import longest_of, round_up, row_work
-from common.training.process_grid import Degrees
+from common.training.process_grid import ProcessGrid
 from common.training.recipe_traits import Traits
 
 
@@ -243,7 +243,7 @@ def make_loader(
     args: argparse.Namespace,
     accelerator: Accelerator,
     traits: Traits,
-    degrees: Degrees,
+    grid: ProcessGrid,
     collate: Collate,
     attention_length: float,
     samples: Samples,
@@ -265,22 +265,22 @@ def make_loader(
     if is_cpu and accelerator.mixed_precision == "bf16":
         from common.training.loader_sizes import bf16_multiple
 
-        multiple_of = bf16_multiple(args, traits, collate, samples.max_length, degrees.sequence)
+        multiple_of = bf16_multiple(args, traits, collate, samples.max_length, grid.sequence)
     dataset = GlobalBatches(
         samples,
         collate,
         global_batch_size=global_batch_size,
         micro_batch_size=micro_batch_size,
         # The flag is per rank, and a rank of a sequence group has only a part of each sequence.
-        micro_batch_tokens=micro_batch_tokens and micro_batch_tokens * degrees.sequence,
-        rank=degrees.data_rank(rank),
-        world_size=degrees.data,
+        micro_batch_tokens=micro_batch_tokens and micro_batch_tokens * grid.sequence,
+        rank=grid.data_rank(rank),
+        world_size=grid.data_parallel,
         seed=None if updates is None else args.seed,
         drop_last_window=args.drop_last_window and updates is not None,
         attention_length=attention_length,
         multiple_of=multiple_of,
-        part=degrees.sequence_rank(rank),
-        num_parts=degrees.sequence,
+        part=grid.sequence_rank(rank),
+        num_parts=grid.sequence,
     )
     workers: dict[str, Any] = {"collate_fn": lambda batch: batch}
     if args.num_workers:

@@ -20,7 +20,7 @@ def cross_entropy_gradient_(
     scale, softcap: as in `linear_cross_entropy`.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
-    derivative = 1.0
+    derivative: Tensor | float = 1.0
     if softcap is not None:
         tanh = torch.tanh(wide / softcap)
         wide, derivative = tanh * softcap, 1 - tanh * tanh

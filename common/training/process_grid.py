@@ -13,7 +13,7 @@ from accelerate import PartialState
 
 
 @dataclass(frozen=True)
-class Degrees:
+class ProcessGrid:
     """The number of ranks, and the numbers of ranks that share a sample's tokens, a layer, or the model's depth."""
 
     num_processes: int
@@ -22,14 +22,14 @@ class Degrees:
     pipeline: int = 1
 
     @property
-    def group(self) -> int:
+    def group_size(self) -> int:
         """Returns the number of consecutive ranks with the same samples."""
         return self.sequence * self.tensor
 
     @property
-    def data(self) -> int:
+    def data_parallel(self) -> int:
         """Returns the number of groups per stage; each group has its own samples."""
-        return max(1, self.stage_size // self.group)  # at least 1; sizes that do not divide are rejected elsewhere
+        return max(1, self.stage_size // self.group_size)  # at least 1; sizes that do not divide are rejected elsewhere
 
     @property
     def stage_size(self) -> int:
@@ -37,18 +37,18 @@ class Degrees:
         return self.num_processes // self.pipeline
 
     @property
-    def copies(self) -> int:
+    def model_parallel(self) -> int:
         """Returns the number of ranks that report the same values for a sample."""
         return self.tensor * self.pipeline
 
     @property
-    def averaged(self) -> int:
+    def num_gradient_peers(self) -> int:
         """Returns the number of ranks with tokens of their own and the same weights, which average gradients."""
-        return self.data * self.sequence
+        return self.data_parallel * self.sequence
 
     def data_rank(self, rank: int) -> int:
         """Returns the index of a rank's group among the groups with their own samples."""
-        return rank % self.stage_size // self.group
+        return rank % self.stage_size // self.group_size
 
     def sequence_rank(self, rank: int) -> int:
         """Returns the index of a rank's part of each sample's tokens."""
@@ -64,20 +64,20 @@ class Degrees:
 
     def describe(self) -> str:
         """Returns the number of processes or groups with their own samples, as text."""
-        if self.num_processes == self.data:
+        if self.num_processes == self.data_parallel:
             return f"{self.num_processes} processes"
         if self.pipeline > 1:
-            return f"{self.data} pipeline{'s' * (self.data > 1)} of {self.pipeline} processes"
-        return f"{self.data} group{'s' * (self.data > 1)} of {self.group} processes"
+            return f"{self.data_parallel} pipeline{'s' * (self.data_parallel > 1)} of {self.pipeline} processes"
+        return f"{self.data_parallel} group{'s' * (self.data_parallel > 1)} of {self.group_size} processes"
 
 
-def set_running(degrees: Degrees) -> None:
+def set_current_grid(grid: ProcessGrid) -> None:
     """Sets the process grid of this process's run, next to its mode and rank in Accelerate's state."""
     state: Any = PartialState()
-    state.process_grid = degrees
+    state.process_grid = grid
 
 
-def running() -> Degrees:
+def current_grid() -> ProcessGrid:
     """Returns the process grid of this process's run; by default, data parallelism over all ranks."""
     state = PartialState()
-    return getattr(state, "process_grid", None) or Degrees(state.num_processes)
+    return getattr(state, "process_grid", None) or ProcessGrid(state.num_processes)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from common.command_parser import CommandParser
 from common.disk_errors import disk_line
-from common.errors import UserError, refuse
+from common.errors import UserError, raise_errors
 from common.files import nearest_existing, why_not_writable, write_file
 from common.host_memory import available_memory
 from common.parallel import liveness, rank_watch
@@ -35,8 +35,8 @@ from common.parallel.launch import Launch, find_launch, runs_on_cpu, started_wor
 from common.parallel.precision_choice import sustained_rates
 from common.parallel.process_checks import check_started
 from common.parallel.rank_connection import at_most, connecting, default_timeout
-from common.parallel.shutdown import leave_together, user_mistakes_end_here
-from common.training.process_grid import Degrees
+from common.parallel.shutdown import exit_on_user_error, leave_together
+from common.training.process_grid import ProcessGrid
 from common.versions import versions
 from tools.check.report import report
 
@@ -90,7 +90,7 @@ def connect(launch: Launch, timeout: float) -> torch.device:
     """
     liveness.reset()
     if started_world_size() > 1:
-        rank_watch.start(timeout, Degrees(launch.num_processes))
+        rank_watch.start(timeout, ProcessGrid(launch.num_processes))
     device = torch.device("cpu")
     if torch.cuda.is_available() and not runs_on_cpu(launch):
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -285,14 +285,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    with user_mistakes_end_here():
+    with exit_on_user_error():
         args, launch = parse(), find_launch()
-        refuse(check_started(launch))
+        raise_errors(check_started(launch))
         figures, status = measure(args, launch), [0]
         if figures is not None:
-            text, num_odd = report(figures)
+            text, num_outliers = report(figures)
             print(text, flush=True)
-            status = [int(num_odd > 0)]
+            status = [int(num_outliers > 0)]
             if args.json:
                 links = [{"ranks": pair, **link} for pair, link in sorted(figures["links"].items())]
                 args.json.write_text(json.dumps(figures | {"links": links}, indent=1) + "\n")

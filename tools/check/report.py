@@ -37,23 +37,23 @@ class Table:
     columns: list[str]
     rows: list[tuple[list[str], list[str]]] = field(default_factory=list)
 
-    def add(self, *cells: Any, odd: list[str] | None = None) -> None:
-        self.rows.append(([str(cell) for cell in cells], odd or []))
+    def add(self, *cells: Any, outliers: list[str] | None = None) -> None:
+        self.rows.append(([str(cell) for cell in cells], outliers or []))
 
     @property
-    def num_odd(self) -> int:
-        return sum(bool(odd) for _, odd in self.rows)
+    def num_outliers(self) -> int:
+        return sum(bool(outliers) for _, outliers in self.rows)
 
     def __str__(self) -> str:
         shown = self.rows if len(self.rows) <= MOST_ROWS else [row for row in self.rows if row[1]]
         lines: list[tuple[list[str], list[str]]] = [(self.columns, []), *shown]
         widths = [max(map(len, column)) for column in zip(*(cells for cells, _ in lines), strict=True)]
         texts = [self.title]
-        for cells, odd in lines:
+        for cells, outliers in lines:
             text = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-            texts.append(f"  {text}" + (f"  <- {'; '.join(odd)}" if odd else ""))
+            texts.append(f"  {text}" + (f"  <- {'; '.join(outliers)}" if outliers else ""))
         if len(shown) < len(self.rows):
-            texts.append(f"  and {len(self.rows) - len(shown)} rows in which nothing is odd")
+            texts.append(f"  and {len(self.rows) - len(shown)} rows without outliers")
         return "\n".join(texts)
 
 
@@ -79,8 +79,8 @@ def products(ranks: list[dict[str, Any]]) -> Table:
             cells.append(f"{rates[at] / 1e12:.3g}")
             if (share := share_of_others(rates, at)) < least:
                 low.append(f"{name} {share:.0%}")
-        odd = [f"{', '.join(low)} of the median rate of the others: {WAITS}"] if low else []
-        table.add(rank["rank"], rank["host"], device["device"], device["name"], *cells, odd=odd)
+        outliers = [f"{', '.join(low)} of the median rate of the others: {WAITS}"] if low else []
+        table.add(rank["rank"], rank["host"], device["device"], device["name"], *cells, outliers=outliers)
     return table
 
 
@@ -89,21 +89,21 @@ def memory(ranks: list[dict[str, Any]], machines: list[dict[str, Any]]) -> Table
     table = Table("memory, GB", ["rank", "host", "of", "total", "free"])
     totals, frees = ([machine["memory"][what] for machine in machines] for what in ("total", "free"))
     for at, machine in enumerate(machines):
-        odd = []
+        outliers = []
         if (share := share_of_others(totals, at)) < TOTAL_MEMORY:
-            odd.append(f"{share:.0%} of the memory of the others: what fits there may not fit here")
+            outliers.append(f"{share:.0%} of the memory of the others: what fits there may not fit here")
         elif (share := share_of_others(frees, at)) < FREE_MEMORY:
-            odd.append(f"{share:.0%} of what is free on the others: somebody else holds it")
-        table.add(machine["rank"], machine["host"], "host", *in_gb(totals[at], frees[at]), odd=odd)
+            outliers.append(f"{share:.0%} of what is free on the others: somebody else holds it")
+        table.add(machine["rank"], machine["host"], "host", *in_gb(totals[at], frees[at]), outliers=outliers)
     gpus = [(rank, device) for rank in ranks for device in rank["devices"] if "memory" in device]
     totals = [device["memory"]["total"] for _, device in gpus]
     for at, (rank, device) in enumerate(gpus):
-        free, odd = device["memory"]["free"], []
+        free, outliers = device["memory"]["free"], []
         if free < FREE_GPU * totals[at]:
-            odd.append(f"{(totals[at] - free) / GB:.1f} GB are taken by other processes: see nvidia-smi")
+            outliers.append(f"{(totals[at] - free) / GB:.1f} GB are taken by other processes: see nvidia-smi")
         if (share := share_of_others(totals, at)) < TOTAL_MEMORY:
-            odd.append(f"{share:.0%} of the memory of the others: what fits there may not fit here")
-        table.add(rank["rank"], rank["host"], device["device"], *in_gb(totals[at], free), odd=odd)
+            outliers.append(f"{share:.0%} of the memory of the others: what fits there may not fit here")
+        table.add(rank["rank"], rank["host"], device["device"], *in_gb(totals[at], free), outliers=outliers)
     return table
 
 
@@ -116,23 +116,27 @@ def disks(machines: list[dict[str, Any]]) -> Table:
     columns = ["rank", "host", "directory", "free GB", "write MB/s", "fsync ms"]
     table = Table("disk, a file written and flushed as a checkpoint's are, on all machines at once", columns)
     for at, machine in enumerate(machines):
-        disk, odd = machine["disk"], []
+        disk, outliers = machine["disk"], []
         share = {
             name: share_of_others([other["disk"][name] for other in machines], at)
             for name in ("free", "write_rate", "fsync_seconds")
         }
         if share["free"] < FREE_DISK:
-            odd.append(f"{share['free']:.0%} of the others' free space: it is full first")
+            outliers.append(f"{share['free']:.0%} of the others' free space: it is full first")
         if share["write_rate"] < WRITE_RATE:
-            odd.append(f"written at {share['write_rate']:.0%} of the others' rate: every save waits for it")
+            outliers.append(f"written at {share['write_rate']:.0%} of the others' rate: every save waits for it")
         if share["fsync_seconds"] > FSYNC and disk["fsync_seconds"] > SLOW_FSYNC:
-            odd.append(f"an fsync takes {share['fsync_seconds']:.1f} times as long as the others': every save has many")
+            outliers.append(
+                f"an fsync takes {share['fsync_seconds']:.1f} times as long as the others': every save has many"
+            )
         rate, fsync = f"{disk['write_rate'] / 1e6:.0f}", f"{disk['fsync_seconds'] * 1e3:.2f}"
-        table.add(machine["rank"], machine["host"], disk["directory"], *in_gb(disk["free"]), rate, fsync, odd=odd)
+        table.add(
+            machine["rank"], machine["host"], disk["directory"], *in_gb(disk["free"]), rate, fsync, outliers=outliers
+        )
     return table
 
 
-def odd_links(links: dict[tuple[int, int], dict[str, float]]) -> dict[tuple[int, int], str]:
+def outlier_links(links: dict[tuple[int, int], dict[str, float]]) -> dict[tuple[int, int], str]:
     """Returns the slow links with a description: high latency, or slow compared with the usual link.
 
     The usual value is the median over all ranks of the median of a rank's links (of two middle values, the better).
@@ -141,7 +145,7 @@ def odd_links(links: dict[tuple[int, int], dict[str, float]]) -> dict[tuple[int,
     own = links_of_ranks(links)
     bandwidth = median(median_high(link["bandwidth"] for link in found.values()) for found in own.values())
     latency = median(median_low(link["latency"] for link in found.values()) for found in own.values())
-    odd = {}
+    outliers = {}
     for pair, link in links.items():
         reasons = []
         if link["latency"] > FAR or link["latency"] > LATENCY * latency:
@@ -150,8 +154,8 @@ def odd_links(links: dict[tuple[int, int], dict[str, float]]) -> dict[tuple[int,
         if link["bandwidth"] < BANDWIDTH * bandwidth:
             reasons.append(f"{link['bandwidth'] / bandwidth:.0%} of the usual bandwidth")
         if reasons:
-            odd[pair] = ", ".join(reasons)
-    return odd
+            outliers[pair] = ", ".join(reasons)
+    return outliers
 
 
 def links_of_ranks(links: dict[tuple[int, int], dict[str, float]]) -> dict[int, dict[int, dict[str, float]]]:
@@ -165,9 +169,9 @@ def links_of_ranks(links: dict[tuple[int, int], dict[str, float]]) -> dict[int, 
 def link_table(title: str, ranks: list[dict[str, Any]], links: dict[tuple[int, int], dict[str, float]]) -> Table:
     """Returns a row per rank. A slow link is reported at the rank with mostly slow links, otherwise at both ranks."""
     columns = ["rank", "host", "links", "latency us: median", "worst", "to", "GB/s: median", "worst", "to"]
-    table, odd, own = Table(title, columns), odd_links(links), links_of_ranks(links)
+    table, outliers, own = Table(title, columns), outlier_links(links), links_of_ranks(links)
     slow = {
-        rank: {other: odd[pair] for other in found if (pair := (min(rank, other), max(rank, other))) in odd}
+        rank: {other: outliers[pair] for other in found if (pair := (min(rank, other), max(rank, other))) in outliers}
         for rank, found in own.items()
     }
     blamed = {rank for rank in own if len(slow[rank]) > len(own[rank]) / 2}
@@ -184,7 +188,7 @@ def link_table(title: str, ranks: list[dict[str, Any]], links: dict[tuple[int, i
             values = {other: link[figure] / unit for other, link in found.items()}
             at = worst(values, key=values.__getitem__)
             cells += [f"{median(values.values()):.3g}", f"{values[at]:.3g}", at]
-        table.add(rank, ranks[rank]["host"], len(found), *cells, odd=notes)
+        table.add(rank, ranks[rank]["host"], len(found), *cells, outliers=notes)
     return table
 
 
@@ -211,10 +215,10 @@ def clocks(ranks: list[dict[str, Any]], links: dict[tuple[int, int], dict[str, f
     # Offsets are compared with their median, so that a wrong clock of rank 0 marks rank 0 and not all other ranks.
     usual = median_low(offset for offset, _ in offsets.values())
     for rank, (offset, error) in sorted(offsets.items()):
-        odd = []
+        outliers = []
         if abs(offset - usual) > CLOCK + error:
-            odd.append(f"{abs(offset - usual):.1f} s off: logs and file times mislead, logins may fail; start NTP")
-        table.add(rank, ranks[rank]["host"], f"{offset * 1e3:.3f}", f"{error * 1e3:.3f}", odd=odd)
+            outliers.append(f"{abs(offset - usual):.1f} s off: logs and file times mislead, logins may fail; start NTP")
+        table.add(rank, ranks[rank]["host"], f"{offset * 1e3:.3f}", f"{error * 1e3:.3f}", outliers=outliers)
     return table
 
 
@@ -227,8 +231,8 @@ def software(ranks: list[dict[str, Any]]) -> Table:
         for rank in ranks[1:]:
             if (there := rank["versions"].get(name, "none")) != here:
                 others.setdefault(there, []).append(f"{rank['rank']} on {rank['host']}")
-        odd = [f"{version} at rank {shorten(who, most=4)}" for version, who in others.items()]
-        table.add(name, here, odd=[*odd, "ranks may compute differently, or hang"] if odd else [])
+        outliers = [f"{version} at rank {shorten(who, most=4)}" for version, who in others.items()]
+        table.add(name, here, outliers=[*outliers, "ranks may compute differently, or hang"] if outliers else [])
     return table
 
 
@@ -249,8 +253,12 @@ def report(figures: dict[str, Any]) -> tuple[str, int]:
             tables.append(link_table(f"links {location}, over {figures['backend']}", ranks, some))
     tables += [clocks(ranks, links)] if links else []
     tables.append(software(ranks))
-    num_odd = sum(table.num_odd for table in tables)
-    end = "nothing is odd" if num_odd == 0 else f"odd: {num_odd} row{'s' * (num_odd > 1)}, marked with an arrow"
+    num_outliers = sum(table.num_outliers for table in tables)
+    end = (
+        f"outliers: {num_outliers} row{'s' * (num_outliers > 1)}, marked with an arrow"
+        if num_outliers
+        else "no outliers"
+    )
     if not links:
         end += "\none process: no links, clocks or versions were compared; for that, launch several processes"
-    return "\n\n".join([head, *map(str, tables), end]), num_odd
+    return "\n\n".join([head, *map(str, tables), end]), num_outliers

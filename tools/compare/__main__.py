@@ -6,7 +6,7 @@ from pathlib import Path
 
 from common.command_parser import CommandParser
 from common.disk_errors import disk_line
-from common.errors import UserError, refuse
+from common.errors import UserError, raise_errors
 from common.files import PARTIAL
 from common.packages import find_missing
 from tools.compare.runs import read_runs
@@ -24,10 +24,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("report.html"), metavar="FILE", help=about)
     try:
         args = parser.parse_args()
-        refuse(find_missing("the report", "plotly"))
+        raise_errors(find_missing("the report", "plotly"))
         from tools.compare.page import write_page
 
-        refuse(check_output(args.output))
+        raise_errors(check_output(args.output))
         text = write_page(read_runs(args.runs)).encode(errors="replace")  # a path may contain bytes that are not UTF-8
         write(args.output, text)
         print(f"{args.output} ({len(text) / 1e6:.1f} MB; open it in a browser)")

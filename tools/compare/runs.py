@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, refuse
+from common.errors import UserError, raise_errors
 from common.report import curves
 from common.report.killed_runs import describe_killed
 
@@ -45,7 +45,7 @@ def read_runs(directories: list[Path]) -> list[RecordedRun]:
             problems.append(str(error))
         except OSError as error:
             problems.append(f"{error.filename}: cannot be read: {error.strerror}; fix it, or omit this run")
-    refuse(dict.fromkeys(problems))
+    raise_errors(dict.fromkeys(problems))
     return runs
 
 

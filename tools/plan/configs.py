@@ -9,7 +9,7 @@ from common.parallel.deepspeed_files import check_optimizer
 from common.parallel.launch import Launch, parse_launch
 from common.parallel.launch_checks import check_requested
 from common.parallel.process_checks import check_machines
-from common.training.process_grid import Degrees
+from common.training.process_grid import ProcessGrid
 from common.training.recipe_traits import Arguments, Traits
 from tools.plan.hardware import Machine
 from tools.plan.memory import Mode, parse_mode
@@ -33,7 +33,7 @@ def folder() -> Path:
 
 
 def modes_for(
-    machine: Machine, args: Arguments, traits: Traits, check_model: Callable[[Degrees], list[str]]
+    machine: Machine, args: Arguments, traits: Traits, check_model: Callable[[ProcessGrid], list[str]]
 ) -> tuple[list[Mode], list[str]]:
     """Returns the mode of each config on a machine, and the names of configs that a run rejects or that save no memory.
 
@@ -48,7 +48,7 @@ def modes_for(
                 continue
             launch = parse_launch(["--config_file", str(path), *flags, "recipe.py"])
             mode = parse_mode(launch, path.stem, traits, flags)
-            refused = [*check_requested(launch, args, traits), *check_machines(launch)] or check_model(launch.degrees)
+            refused = [*check_requested(launch, args, traits), *check_machines(launch)] or check_model(launch.grid)
             refused += check_optimizer(mode.zero, args.optimizer) if mode.zero else []
             if not refused and mode.kind == "FSDP" and mode.shards == 1 and mode.state_on == "device":
                 raise TooFewDevices

@@ -65,7 +65,7 @@ def _averaging(
     gradients, weights = _sizes(shape, mode)
     # Number of collectives that all-gather the full model: one per layer, and one for the rest.
     collectives = (shape.parameters - shape.outside) / max(1, shape.largest_layer) + 1
-    n = mode.degrees.averaged
+    n = mode.grid.num_gradient_peers
     ring, link = (n - 1) / n, machine.network if mode.nodes > 1 else machine.link
     if mode.kind == "FSDP":
         n, copies = mode.shards, mode.replicas
@@ -90,7 +90,7 @@ def _sharing(
     profile: Profile, shape: ModelSizes, mode: Mode, machine: Machine, micro_batches: int, recomputes: bool
 ) -> tuple[float, float]:
     """Returns bytes and seconds of communication in a sequence or tensor group (docs/machines.md)."""
-    n = mode.degrees.group
+    n = mode.grid.group_size
     if n == 1:
         return 0.0, 0.0
     link, rounds = machine.link if n <= machine.devices else machine.network, 3 if recomputes else 2

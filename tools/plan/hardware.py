@@ -9,8 +9,8 @@ import psutil
 import torch
 
 from common.errors import UserError
-from common.host_memory import left_to_all, left_to_one
-from common.parallel.precision_choice import multiplication_rates
+from common.host_memory import available_per_process, available_total
+from common.parallel.precision_choice import measure_throughputs
 
 GIB = 2.0**30
 UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
@@ -94,17 +94,19 @@ def parse_machine(text: str) -> Machine:
 
 def this_machine() -> Machine:
     """Returns this machine: its GPUs, or its CPU, with measured matmul throughput."""
-    host = float(left_to_all())
+    host = float(available_total())
     disk = float(psutil.disk_usage(".").free)
     if torch.cuda.is_available():
-        rates = multiplication_rates(torch.device("cuda"))
+        rates = measure_throughputs(torch.device("cuda"))
         memory = float(torch.cuda.mem_get_info()[1])
         rate, rate_float32, assumed = REACHED * max(rates.values()), REACHED * rates["no"], ("link", "bus", "disk rate")
         return Machine(torch.cuda.device_count(), memory, host, disk, "cuda", rate, rate_float32, assumed=assumed)
-    rates = multiplication_rates(torch.device("cpu"))
+    rates = measure_throughputs(torch.device("cpu"))
     reached = {name: 2 * REACHED * rate for name, rate in rates.items()}  # matmuls dominate a CPU update
     throughput = reached["bf16"], reached["no"]
-    return Machine(1, float(left_to_one()), host, disk, "cpu", *throughput, link=2e9, assumed=("link", "disk rate"))
+    return Machine(
+        1, float(available_per_process()), host, disk, "cpu", *throughput, link=2e9, assumed=("link", "disk rate")
+    )
 
 
 def describe(machine: Machine) -> str:

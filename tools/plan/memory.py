@@ -13,7 +13,7 @@ from typing import Any
 from common.internals.transformers import unsplit_layers
 from common.parallel import deepspeed_files
 from common.parallel.launch import Launch
-from common.training.process_grid import Degrees
+from common.training.process_grid import ProcessGrid
 from common.training.recipe_traits import Traits
 from tools.plan.layer_extrapolation import count_layers
 from tools.plan.memory_profile import Parts, Profile
@@ -87,14 +87,14 @@ class Mode:
     flags: tuple[str, ...] = ()  # flags of `accelerate launch` in addition to the config
 
     @property
-    def degrees(self) -> Degrees:
+    def grid(self) -> ProcessGrid:
         """Returns the process grid."""
-        return Degrees(self.processes, self.sequence, self.tensor, self.pipeline)
+        return ProcessGrid(self.processes, self.sequence, self.tensor, self.pipeline)
 
     @property
-    def traced(self) -> Degrees:
+    def traced(self) -> ProcessGrid:
         """Returns the grid of the group whose first process is traced."""
-        return Degrees(self.degrees.group, self.sequence, self.tensor)
+        return ProcessGrid(self.grid.group_size, self.sequence, self.tensor)
 
     @property
     def shards(self) -> int:
@@ -119,15 +119,15 @@ class Mode:
 
 def parse_mode(launch: Launch, name: str, traits: Traits, flags: tuple[str, ...] = ()) -> Mode:
     """Returns the mode of a config. traits: those of the recipe. flags: of `accelerate launch`, for the command."""
-    degrees = launch.degrees
+    grid = launch.grid
     mode = Mode(
         name,
         launch.mode,
         launch.mixed_precision,
         launch.num_processes,
-        sequence=degrees.sequence,
-        tensor=degrees.tensor,
-        pipeline=degrees.pipeline,
+        sequence=grid.sequence,
+        tensor=grid.tensor,
+        pipeline=grid.pipeline,
         schedule=traits.pipeline_schedule or "",
         nodes=launch.num_machines,
         flags=flags,
@@ -202,11 +202,13 @@ def _stages(profile: Profile, shape: ModelSizes, mode: Mode, micro_batches: int)
     Hidden states and gradients are received in float32, in buffers that `torch.distributed.pipelining` allocates once,
     for all micro-batches.
     """
-    from common.tasks.pipeline.stages import place_cuts  # imported here because recipes without stages do not need it
+    from common.tasks.pipeline.stages import (
+        choose_stage_starts,  # imported here because recipes without stages do not need it
+    )
 
     assert shape.parts and profile.outside, "a model with stages is traced at two depths"
-    parameters, products = shape.parts
-    cuts, hidden = place_cuts(parameters, products, mode.pipeline), 4.0 * profile.tokens * shape.width
+    parameters, flops = shape.parts
+    cuts, hidden = choose_stage_starts(parameters, flops, mode.pipeline), 4.0 * profile.tokens * shape.width
     for stage, (first, last) in enumerate(pairwise(cuts)):
         is_first, is_last = stage == 0, stage == mode.pipeline - 1
         held = sum(parameters[first + 1 : last + 1]) + parameters[0] * is_first + parameters[-1] * is_last

@@ -17,7 +17,7 @@ from common.errors import UserError
 from common.host_memory import format_bytes
 from common.training.batching import Samples
 from common.training.optimizers import OPTIMIZERS
-from common.training.process_grid import Degrees
+from common.training.process_grid import ProcessGrid
 from tools.plan.cost import count_micro_batches
 from tools.plan.layer_extrapolation import choose_depths, count_layers, set_layers
 from tools.plan.memory import Mode, ModelSizes, measure_model, needs, on_host, parse_mode, peak
@@ -148,12 +148,12 @@ def _kind(mode: Mode) -> tuple[str, str, int]:
     return (mode.precision, mode.weights_dtype, mode.tensor)
 
 
-def _micro_batch_rows(args: Any, samples: Samples, degrees: Degrees) -> int:
+def _micro_batch_rows(args: Any, samples: Samples, grid: ProcessGrid) -> int:
     """Returns the micro-batch size that the flags imply for the longest samples."""
-    share = math.ceil(args.global_batch_size / degrees.data)
+    share = math.ceil(args.global_batch_size / grid.data_parallel)
     if args.micro_batch_size:
         return min(args.micro_batch_size, share)
-    return max(1, min(share, args.micro_batch_tokens * degrees.sequence // samples.max_length))
+    return max(1, min(share, args.micro_batch_tokens * grid.sequence // samples.max_length))
 
 
 def predict_peak(tracer: Tracer, model: torch.nn.Module, question: dict[str, Any]) -> list[str]:
@@ -166,13 +166,13 @@ def predict_peak(tracer: Tracer, model: torch.nn.Module, question: dict[str, Any
     device = "cpu" if question["device"] == "cpu" else "cuda"
     mode = parse_mode(launch, launch.source, run.traits)
     forecaster = Forecaster(tracer, measure_model(model), device)
-    rows = _micro_batch_rows(args, tracer.samples, mode.degrees)
+    rows = _micro_batch_rows(args, tracer.samples, mode.grid)
     cases = forecaster.cases(mode, rows, args.activation_checkpointing, args.optimizer)
     try:
         profile = forecaster.profile(tracer.trace(cases, at_once=len(cases)))
     except TraceError as reason:
         raise UserError(str(reason)) from reason
-    number = count_micro_batches(args.global_batch_size, mode.degrees.data, rows)
+    number = count_micro_batches(args.global_batch_size, mode.grid.data_parallel, rows)
     segment, parts = peak(needs(profile, forecaster.model, mode, number))
     if device == "cpu":  # offloaded tensors are in the same memory
         state_bytes = OPTIMIZERS[args.optimizer].state_bytes

@@ -16,7 +16,7 @@ from common.parallel import mode_checks
 from common.planner import repeated_flags
 from common.training.optimizer_choice import smaller_optimizers
 from common.training.optimizers import OPTIMIZERS
-from common.training.process_grid import Degrees
+from common.training.process_grid import ProcessGrid
 from tools.plan import configs, hardware
 from tools.plan.cost import Cost, count_micro_batches, estimate_cost
 from tools.plan.hardware import GIB, Machine
@@ -44,16 +44,16 @@ class Row:
     host: float  # bytes in host memory, per node
     files: float  # offloaded bytes on disk, per node
     cost: Cost
-    lacks: float  # shortfall in bytes; 0 if it fits
+    shortfall: float  # bytes; 0 if it fits
 
 
-def plan(tracer: Tracer, model_class: Any, make_empty: Callable[[], Any], machine: Machine) -> list[str]:
+def plan(tracer: Tracer, model_class: Any, meta_model: Callable[[], Any], machine: Machine) -> list[str]:
     """Returns the lines of the plan. model_class: an Auto class.
 
     Raises UserError: the recipe cannot be traced. Raises InTraceProcess in a process that traces it.
     """
     try:
-        shape, rows, left_out = _find_rows(tracer, model_class, make_empty, machine)
+        shape, rows, left_out = _find_rows(tracer, model_class, meta_model, machine)
         lines = list(_page(tracer, machine, shape, rows, left_out))
         if best_of(rows) is None:
             lines += _adapter_lines(tracer, model_class, machine)
@@ -63,21 +63,21 @@ def plan(tracer: Tracer, model_class: Any, make_empty: Callable[[], Any], machin
 
 
 def _find_rows(
-    tracer: Tracer, model_class: Any, make_empty: Callable[[], Any], machine: Machine
+    tracer: Tracer, model_class: Any, meta_model: Callable[[], Any], machine: Machine
 ) -> tuple[ModelSizes, list[Row], list[str]]:
     """Returns the model's sizes, the rows of the table, and the names of the configs without a row.
 
     Raises TraceError, or InTraceProcess in a tracing process.
     """
     args, max_length = tracer.run.args, tracer.samples.max_length
-    check_model = partial(check_shared_model, tracer.config, model_class, make_empty)
+    check_model = partial(check_shared_model, tracer.config, model_class, meta_model)
     modes, left_out = configs.modes_for(machine, args, tracer.run.traits, check_model)
     if not modes:
         rejected = "; ".join(left_out) or "there is none"
         raise UserError(f"--plan: no config of accelerate_configs/ can run this: {rejected}")
-    model = make_empty()
+    model = meta_model()
     forecaster = Forecaster(tracer, measure_model(model), machine.kind)
-    share = max(math.ceil(args.global_batch_size / mode.degrees.data) for mode in modes)
+    share = max(math.ceil(args.global_batch_size / mode.grid.data_parallel) for mode in modes)
     few = max(1, min(share, 1024 // max_length))
     # 3 times, not 2 or 4, because vocabulary sizes are often powers of two: if the number of tokens equals this size,
     # all tensors count as logits.
@@ -101,9 +101,9 @@ def _adapter_lines(tracer: Tracer, model_class: Any, machine: Machine) -> list[s
     for flags in ({"lora_rank": 16}, {"lora_rank": 16, "quantize": "nf4"}):
         vars(args).update(before | flags)
         words = " ".join(f"--{name} {value}" for name, value in flags.items())
-        make_empty = cache(partial(adapters.empty_base, args, tracer.config, model_class))
+        meta_model = cache(partial(adapters.build_meta_base, args, tracer.config, model_class))
         try:
-            _, rows, _ = _find_rows(tracer, model_class, make_empty, machine)
+            _, rows, _ = _find_rows(tracer, model_class, meta_model, machine)
         except (TraceError, UserError):  # the model does not support adapters, or 4 bits
             continue
         if best := best_of(rows):
@@ -115,19 +115,19 @@ def _adapter_lines(tracer: Tracer, model_class: Any, machine: Machine) -> list[s
 
 def best_of(rows: list[Row]) -> Row | None:
     """Returns the fastest row that fits; among rows of about equal time, the simplest."""
-    fitting = [row for row in rows if not row.lacks]
+    fitting = [row for row in rows if not row.shortfall]
     fastest = min((row.cost.seconds for row in fitting), default=0.0)
     return min((row for row in fitting if row.cost.seconds <= NO_SLOWER * fastest), key=_complexity, default=None)
 
 
-def check_shared_model(config: Any, model_class: Any, make_empty: Callable[[], Any], degrees: Degrees) -> list[str]:
+def check_shared_model(config: Any, model_class: Any, meta_model: Callable[[], Any], grid: ProcessGrid) -> list[str]:
     """Returns the reasons why a model does not support this process grid."""
-    if degrees.pipeline == 1:
-        return mode_checks.check_shared_model(config, model_class, make_empty, degrees)
+    if grid.pipeline == 1:
+        return mode_checks.check_shared_model(config, model_class, meta_model, grid)
     from common.tasks.pipeline import stages  # here because few recipes have stages
 
-    problems = list(stages.check_stages(config, degrees))
-    return problems if problems or stages.find_parts(make_empty()) else ["modules that differ from its pipeline plan"]
+    problems = list(stages.check_stages(config, grid))
+    return problems if problems or stages.find_parts(meta_model()) else ["modules that differ from its pipeline plan"]
 
 
 def _largest_row(forecaster: Forecaster, machine: Machine, mode: Mode, checkpointing: str) -> Row | None:
@@ -135,7 +135,7 @@ def _largest_row(forecaster: Forecaster, machine: Machine, mode: Mode, checkpoin
     args, best = forecaster.tracer.run.args, None
     for rows in _micro_batch_sizes(args, mode):
         profile = forecaster.profile_of(mode, checkpointing, rows)
-        number = count_micro_batches(args.global_batch_size, mode.degrees.data, rows)
+        number = count_micro_batches(args.global_batch_size, mode.grid.data_parallel, rows)
         _, parts = peak(needs(profile, forecaster.model, mode, number))
         host, files = on_host(forecaster.model, mode, OPTIMIZERS[args.optimizer].state_bytes)
         shortfall = find_shortfall(machine, mode, parts, host, files)
@@ -152,9 +152,9 @@ def _largest_row(forecaster: Forecaster, machine: Machine, mode: Mode, checkpoin
 
 def _micro_batch_sizes(args: argparse.Namespace, mode: Mode) -> Iterator[int]:
     """Yields powers of two; in a pipeline, only divisors of the batch with at least one micro-batch per stage."""
-    share = math.ceil(args.global_batch_size / mode.degrees.data)
+    share = math.ceil(args.global_batch_size / mode.grid.data_parallel)
     for rows in [2**power for power in range(share.bit_length()) if 2**power <= share]:
-        number, rest = divmod(args.global_batch_size, rows * mode.degrees.data)
+        number, rest = divmod(args.global_batch_size, rows * mode.grid.data_parallel)
         if mode.pipeline == 1 or (not rest and number >= mode.pipeline):
             yield rows
 
@@ -178,7 +178,8 @@ def _page(tracer: Tracer, machine: Machine, shape: ModelSizes, rows: list[Row], 
     yield f"   machine  {hardware.describe(machine)}"
     yield f"     model  {shape.parameters:,} parameters, {args.optimizer}"
     of_up_to = f"samples of up to {samples.max_length:,} tokens" if samples.unit == "tokens" else samples.unit
-    yield f"     batch  {args.global_batch_size} {of_up_to}; a row has the largest micro-batch that fits and gains"
+    rows_are = "a row has the largest micro-batch that fits and improves throughput"
+    yield f"     batch  {args.global_batch_size} {of_up_to}; {rows_are}"
     size, unit = (GIB, "GiB") if max(sum(row.parts.values()) for row in rows) >= GIB else (2**20, "MiB")
     yield f"      peak  {unit} of tensors in the process with the most; whether it fits includes also " + (
         "the process itself\n" if machine.kind == "cpu" else "CUDA, NCCL and fragmentation\n"
@@ -199,8 +200,9 @@ def _page(tracer: Tracer, machine: Machine, shape: ModelSizes, rows: list[Row], 
         yield "\n" + "; ".join(notes)
     best = best_of(rows)
     if best is None:
-        least = min(rows, key=lambda row: row.lacks)
-        yield f"\nnothing fits; {least.mode.name} with {least.checkpointing} lacks {format_bytes(least.lacks)}: take"
+        least = min(rows, key=lambda row: row.shortfall)
+        shortfall = f"has a shortfall of {format_bytes(least.shortfall)}"
+        yield f"\nnothing fits; {least.mode.name} with {least.checkpointing} {shortfall}: take"
         smaller = smaller_optimizers(args.optimizer, least.mode.splits_tensors)
         others = f", or --optimizer {' or '.join(smaller)}" if smaller else ""
         yield f"more devices{',' if smaller else ' or'} a smaller --sequence_length{others}"
@@ -216,7 +218,7 @@ def _complexity(row: Row) -> tuple[int, int, int]:
     mode = row.mode
     kinds = ("plain", "DDP", "FSDP", "DeepSpeed")
     offloads = (mode.state_on != "device") + (mode.weights_on != "device")
-    shared = mode.replicas + mode.degrees.group * mode.pipeline
+    shared = mode.replicas + mode.grid.group_size * mode.pipeline
     return offloads, kinds.index(mode.kind) + mode.stage + shared, CHECKPOINTING.index(row.checkpointing)
 
 
@@ -238,7 +240,7 @@ def _cells(row: Row, unit: float) -> Iterator[str]:
     yield cell(row.files) if row.files else "-"
     yield f"{row.cost.sent / 1e9:,.1f}" if row.cost.sent else "-"
     yield f"{row.cost.seconds:,.3g}"
-    yield f"lacks {cell(row.lacks)}" if row.lacks else "fits"
+    yield f"shortfall {cell(row.shortfall)}" if row.shortfall else "fits"
 
 
 REPLACED = ("--plan", "--micro_batch_size", "--micro_batch_tokens", "--activation_checkpointing")

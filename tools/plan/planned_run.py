@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from common import argument_checks
 from common.auto_micro_batch import default_tokens
-from common.errors import refuse
-from common.host_memory import left_to_all, left_to_one
+from common.errors import raise_errors
+from common.host_memory import available_per_process, available_total
 from common.models import adapters
 from common.parallel import connect
 from common.parallel.launch import Launch, parse_launch
@@ -43,7 +43,7 @@ class PlannedRun:
         else:
             self.launch_config, on_cpu = _asked_launch(question), question["device"] == "cpu"
         args.resume = args.overwrite = args.dry_run = False
-        refuse([*argument_checks.check_arguments(args, on_cpu, self.traits, self.launch_config.degrees), *problems])
+        raise_errors([*argument_checks.check_arguments(args, on_cpu, self.traits, self.launch_config.grid), *problems])
         self.accelerator = Accelerator(cpu=True)
         self.device, self.is_sharded = self.accelerator.device, False
 
@@ -65,8 +65,8 @@ class PlannedRun:
         model_class: Any = AutoModelForCausalLM,
     ) -> None:
         """Prints the plan or the prediction, and exits. It returns only in a process that traces an update."""
-        argument_checks.check_samples(self.args, self.traits, train_set, held_out, self.launch_config.degrees)
-        make_empty = cache(partial(adapters.empty_base, self.args, config, model_class))
+        argument_checks.check_samples(self.args, self.traits, train_set, held_out, self.launch_config.grid)
+        meta_model = cache(partial(adapters.build_meta_base, self.args, config, model_class))
         tracer = Tracer(self, config, train_set, held_out)
         connect.seed_everything(self.args.seed)
         if self.args.shared("micro_batch_tokens") == "auto":
@@ -75,11 +75,11 @@ class PlannedRun:
             if self.machine is not None:
                 if "here" in self.question and self.machine.kind == "cpu":
                     # Measured again, because this process has imported as much as a run; the earlier one had not.
-                    memory, host = float(left_to_one()), float(left_to_all())
+                    memory, host = float(available_per_process()), float(available_total())
                     self.machine = replace(self.machine, memory=memory, host=host)
-                lines = plan(tracer, model_class, make_empty, self.machine)
+                lines = plan(tracer, model_class, meta_model, self.machine)
             else:
-                lines = predict_peak(tracer, make_empty(), self.question)
+                lines = predict_peak(tracer, meta_model(), self.question)
         except InTraceProcess:
             return
         print("\n".join(lines), flush=True)

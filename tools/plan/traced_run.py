@@ -30,7 +30,7 @@ from common.parallel import failures, liveness, sequence, tensor
 from common.training.activation_checkpointing import apply_activation_checkpointing
 from common.training.batching import Collate, GlobalBatch, Samples
 from common.training.precision import weights_cast_once
-from common.training.process_grid import Degrees, set_running
+from common.training.process_grid import ProcessGrid, set_current_grid
 from common.training.recipe_traits import Traits
 from common.training.token_budget import longest_samples
 from common.training.token_rows import shard_tokens
@@ -50,7 +50,7 @@ class Case:
     autocast: str = "no"  # or bf16, fp16
     weights: str = "float32"  # dtype of the compute weights
     device: str = "cpu"  # or cuda; selects the kernels, but the trace runs on the CPU
-    degrees: Degrees = Degrees(1)  # grid of a single sequence or tensor group
+    grid: ProcessGrid = ProcessGrid(1)  # grid of a single sequence or tensor group
 
 
 @dataclass
@@ -73,19 +73,19 @@ class TracedRun:
 
     def set_up(self, case: Case, samples: Samples, held_out: Samples | None, pipe: int) -> None:
         """Makes this process compute alone, on the CPU, with fake tensors, and write its recording to `pipe`."""
-        self.case, self.samples, self.pipe, self.tape = case, samples, pipe, AllocationTracer()
+        self.case, self.samples, self.pipe, self.tracer = case, samples, pipe, AllocationTracer()
         for name in list(os.environ):
             if name.startswith(("ACCELERATE_", "FSDP_")) or name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
                 del os.environ[name]
         # The end of this process must not be reported to other ranks, and must not remove files of the run.
         liveness.leave = failures.leave = sys.excepthook = lambda *_: os._exit(1)  # type: ignore[assignment]  # on purpose
         forget_state()
-        _simulate_group(case.degrees)
+        _simulate_group(case.grid)
         torch.set_num_threads(1)
         autocast = "bf16" if case.autocast == "fp16" else case.autocast  # bf16 has the same width, and CPUs support it
         self.accelerator = Accelerator(cpu=True, device_placement=False, mixed_precision=autocast)
         self.device, self.is_sharded = torch.device("cpu"), False
-        single_copy.imagine_weights()
+        single_copy.fake_weights = True
         self.args.activation_checkpointing, self.args.optimizer = case.activation_checkpointing, case.optimizer
         self.args.dry_run = False  # a dry run would end before the step
         self.evaluates = held_out is not None
@@ -93,7 +93,7 @@ class TracedRun:
             _use_gpu_kernels()
         head: Any = sys.modules.get("common.training.linear_cross_entropy")
         if head:  # imported only for language models
-            is_sharded = case.degrees.tensor > 1  # chunks of a sharded vocabulary are not sliced
+            is_sharded = case.grid.tensor > 1  # chunks of a sharded vocabulary are not sliced
             if case.device == "cuda" or (case.autocast, case.weights) == ("no", "float32") or is_sharded:
                 head.CACHED_LOGITS = sys.maxsize  # one slice per chunk: more slices would share its memory
             else:  # skips the computation, because a slice allocates the same without it
@@ -107,22 +107,22 @@ class TracedRun:
         # As in `loader_sizes`: on a GPU without activation checkpointing, an evaluation has twice the samples at once.
         is_larger = self.case.activation_checkpointing == "none" and self.case.device == "cuda"
         larger = collate(chosen * 2 if is_larger else chosen)
-        micro_batch, degrees = collate(chosen), self.case.degrees
-        if degrees.sequence > 1:
-            micro_batch, larger = (shard_tokens(batch, 0, degrees.sequence) for batch in (micro_batch, larger))
-        sequence.share_sequences(model, degrees)
-        tensor.cut_model(model, optimizer, degrees)
+        micro_batch, grid = collate(chosen), self.case.grid
+        if grid.sequence > 1:
+            micro_batch, larger = (shard_tokens(batch, 0, grid.sequence) for batch in (micro_batch, larger))
+        sequence.share_sequences(model, grid)
+        tensor.cut_model(model, optimizer, grid)
         fake: Any = fake_mode()
         self.stack = contextlib.ExitStack()
         self.stack.enter_context(fake)
         parameters = _fill(model, optimizer, DTYPES[self.case.weights])
-        self.stack.enter_context(self.tape)
-        self.tape.name("weights", *parameters.values())
-        self.tape.name("buffers", *model.buffers())
+        self.stack.enter_context(self.tracer)
+        self.tracer.name("weights", *parameters.values())
+        self.tracer.name("buffers", *model.buffers())
         for p in parameters.values():
             if p.requires_grad:
-                p.register_post_accumulate_grad_hook(lambda p: self.tape.name("gradients", p.grad))
-        self.tape.vocabulary = getattr(model.config.get_text_config(), "vocab_size", 0) // degrees.tensor
+                p.register_post_accumulate_grad_hook(lambda p: self.tracer.name("gradients", p.grad))
+        self.tracer.vocabulary = getattr(model.config.get_text_config(), "vocab_size", 0) // grid.tensor
         self.micro_batch = {name: fake.from_tensor(tensor) for name, tensor in micro_batch.items()}
         self.num_targets = len(micro_batch["targets"])
         model, optimizer = self.accelerator.prepare(model, optimizer)
@@ -144,7 +144,7 @@ class TracedRun:
         return model, optimizer
 
     def _begin(self, segment: str) -> None:
-        self.tape.segment = segment
+        self.tracer.segment = segment
 
     def _begin_next_forward(self, model: torch.nn.Module, _: Any) -> None:
         if model.training:
@@ -153,7 +153,7 @@ class TracedRun:
 
     def _name_states(self, optimizer: torch.optim.Optimizer) -> None:
         for state in optimizer.state.values():
-            self.tape.name("optimizer state", *filter(torch.is_tensor, state.values()))
+            self.tracer.name("optimizer state", *filter(torch.is_tensor, state.values()))
         self._begin("after step")
 
     @contextlib.contextmanager
@@ -169,7 +169,7 @@ class TracedRun:
 
     def micro_batches(self, batch: GlobalBatch):
         """Yields (micro-batch, is_last), two in an update, because gradients exist only from the second on."""
-        is_evaluated = self.tape.segment.endswith("evaluation")
+        is_evaluated = self.tracer.segment.endswith("evaluation")
         with weights_cast_once(self.case.activation_checkpointing == "none"):
             for self.number, micro_batch in enumerate(batch.micro_batches):
                 if not is_evaluated:
@@ -203,9 +203,9 @@ class TracedRun:
         return True
 
     def _send(self, ended: str) -> NoReturn:
-        tape, ids = self.tape, self.micro_batch.get("input_ids")
-        events = [(segment, storage, size) for segment, storage, size in tape.events]
-        recording = Recording(events, tape.parts, dict(tape.flops), ended, 0 if ids is None else ids.numel())
+        tracer, ids = self.tracer, self.micro_batch.get("input_ids")
+        events = [(segment, storage, size) for segment, storage, size in tracer.events]
+        recording = Recording(events, tracer.parts, dict(tracer.flops), ended, 0 if ids is None else ids.numel())
         with os.fdopen(self.pipe, "wb") as pipe:
             pickle.dump(recording, pipe)
         os._exit(0)  # skips exit handlers, which belong to the planner
@@ -255,10 +255,10 @@ def _fill(
     return dict(model.named_parameters())
 
 
-def _simulate_group(degrees: Degrees) -> None:
+def _simulate_group(grid: ProcessGrid) -> None:
     """Simulates the other processes of the group: collectives do nothing, and received tensors have no values."""
-    set_running(degrees)
-    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: degrees.group)
+    set_current_grid(grid)
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: grid.group_size)
     tensor.group_of = sequence.group_of = lambda _: group  # type: ignore[assignment]  # replaced on purpose
     drop_collectives(("all_reduce", "all_gather", "all_to_all_single"))
 

@@ -22,7 +22,7 @@ from common.data.column_checks import unused_columns
 from common.data.row_texts import filled_text
 from common.data.source_types import Source
 from common.data.sources import check_columns, open_source
-from common.data.tokenizer import forget_limits, no_more_threads
+from common.data.tokenizer import no_more_threads
 from common.errors import UserError, missing_column, shorten
 from common.training.token_rows import pad_rows
 
@@ -218,7 +218,6 @@ class LabelledTexts:
                 self.num_truncated += sum(len(text) > sequence_length for text in full)
             else:
                 self.num_truncated += sum(bool(text.overflowing) for text in encoded.encodings)
-        forget_limits(tokenizer)
         self._ids, self._types = np.concatenate(ids), np.concatenate(types)
         self._offsets = np.cumsum(lengths)
         digest = hashlib.blake2b(digest_size=10)

@@ -8,7 +8,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig, PreTrai
 
 from common.data.source_types import Source
 from common.data.tokenizer import load_tokenizer, train_tokenizer
-from common.errors import refuse, shorten
+from common.errors import raise_errors, shorten
 from common.models.classifiers import HEAD, choose_labels, describe_new_weights, resolve_head_rate, set_labels
 from common.models.load import check_model, load_config
 from common.tasks.classify.labels import (
@@ -145,7 +145,7 @@ def choose_model(
         config = BertConfig(**shape, max_position_embeddings=max(512, args.sequence_length))
     set_labels(config, names, args.label_column, tokenizer.pad_token_id)
     problems = check_model(config, tokenizer, args.sequence_length)
-    refuse([*problems, *check_length(config, tokenizer, args.sequence_length, args.pair_column is not None)])
+    raise_errors([*problems, *check_length(config, tokenizer, args.sequence_length, args.pair_column is not None)])
     return config, tokenizer, names
 
 

@@ -20,7 +20,7 @@ from common.data.cache import cache_path, cached, hash_files
 from common.data.hub import identify_pretrained
 from common.errors import UserError
 from common.models import adapters, single_copy
-from common.parallel.distributed_mode import running_mode
+from common.parallel.distributed_mode import current_mode
 from common.parallel.liveness import decided_by_main
 
 FILE = "reference.npy"
@@ -60,7 +60,7 @@ def describe_rewards(results: dict[str, Any]) -> list[str]:
 def add_reference(run: Any, model: nn.Module) -> None:
     """Adds reference log-probabilities to all pairs of a prepared `Run`; call it before loading a checkpoint."""
     args = run.args
-    if single_copy.are_imagined() or args.dry_run:
+    if single_copy.fake_weights or args.dry_run:
         return
     loader, order = run.load(), []
     # A run of at most one epoch needs the reference of the pairs in its updates only.
@@ -78,7 +78,7 @@ def _add(run: Any, model: nn.Module, what: str, loader: Any, order: list[int]) -
     # The reference depends on `base`: the frozen base of an adapter may have fewer bits than fully trained weights.
     base = [adapters.is_asked(args), args.shared("quantize")]
     computed_by = [
-        running_mode(accelerator),
+        current_mode(accelerator),
         accelerator.device.type,
         *base,
         torch.__version__,

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, PreTrai
 
 from common.data.source_types import Source
 from common.data.tokenizer import load_tokenizer, special_token_ids, train_tokenizer
-from common.errors import UserError, refuse
+from common.errors import UserError, raise_errors
 from common.models.load import load_config
 from common.tasks.long_sequence.recurrent import RecurrentConfig, RecurrentLM, pieces_of, tile_mlps
 from common.training import losses
@@ -88,9 +88,9 @@ def choose_model(args: argparse.Namespace, source: Source) -> tuple[PreTrainedCo
     """
     if args.model_name_or_path:
         config = load_config(args.model_name_or_path, args.trust_remote_code)
-        refuse(_resolve_flags(args, getattr(config, "cell", "transformer")))
+        raise_errors(_resolve_flags(args, getattr(config, "cell", "transformer")))
         return config, load_tokenizer(args.model_name_or_path, args.trust_remote_code)
-    refuse(_resolve_flags(args, args.architecture or "lstm"))
+    raise_errors(_resolve_flags(args, args.architecture or "lstm"))
     tokenizer = train_tokenizer(source, BYTES, columns=(source.text_column,), flags="--text_column")
     return make_config(args, tokenizer), tokenizer
 
@@ -98,7 +98,7 @@ def choose_model(args: argparse.Namespace, source: Source) -> tuple[PreTrainedCo
 def check_segments(args: argparse.Namespace, config: PreTrainedConfig, max_length: int) -> None:
     """Raises UserError if a recurrent network's longest sample has fewer tokens than the requested segments."""
     if isinstance(config, RecurrentConfig):
-        refuse(_resolve_segments(args, max_length, f"the longest sample, of {max_length:,} tokens"))
+        raise_errors(_resolve_segments(args, max_length, f"the longest sample, of {max_length:,} tokens"))
 
 
 def make_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:

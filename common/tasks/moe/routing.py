@@ -80,9 +80,9 @@ def find_layers(model: PreTrainedModel) -> list[Layer]:
             # `recorded` is a list in some models, which have no such experts and therefore do not get here.
             router = next((m for m in block.modules() if isinstance(m, recorded.target_class)), None)
             if router is not None:
-                holder = next((m for m in block.modules() if hasattr(m, BIAS_NAME)), None)
+                bias_module = next((m for m in block.modules() if hasattr(m, BIAS_NAME)), None)
                 sizes = (experts.num_experts, config.num_experts_per_tok)
-                layers.append(Layer(block, router, experts, choice, holder, *sizes))
+                layers.append(Layer(block, router, experts, choice, bias_module, *sizes))
                 break
     if not layers:
         raise UserError(
@@ -365,18 +365,18 @@ def upcycle(dense: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _make_buffer(holder: nn.Module) -> None:
+def _make_buffer(bias_module: nn.Module) -> None:
     """Replaces a bias that is a parameter by a buffer of the same name.
 
     A buffer is never sharded, and no optimizer updates it.
     """
-    bias = getattr(holder, BIAS_NAME)
+    bias = getattr(bias_module, BIAS_NAME)
     if not isinstance(bias, nn.Parameter):
         return
     with gathered([bias]):
         value = bias.detach().clone()
-    delattr(holder, BIAS_NAME)
-    holder.register_buffer(BIAS_NAME, value)
+    delattr(bias_module, BIAS_NAME)
+    bias_module.register_buffer(BIAS_NAME, value)
 
 
 def gather_whole_blocks(accelerator: Accelerator, layers: list[Layer]) -> None:

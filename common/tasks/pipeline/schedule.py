@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from common.tasks.pipeline.stages import Stages
 from common.training.accumulation import synchronize_gradients
 from common.training.precision import weights_cast_once
-from common.training.process_grid import running
+from common.training.process_grid import current_grid
 
 SCHEDULES = {
     "1f1b": "a forward, then a backward, in turns: a stage keeps the activations of at most as many micro-batches as "
@@ -38,7 +38,7 @@ class Pipeline:
         """
         self.args, self.schedule = run.args, run.traits.pipeline_schedule
         self.description: dict[str, str] = {}  # lines for the run summary
-        self.stages: Any = Stages(model) if running().pipeline > 1 else None
+        self.stages: Any = Stages(model) if current_grid().pipeline > 1 else None
         if self.stages is None:
             return
         self.description = {"stages": self.stages.description, "schedule": self.schedule}

@@ -16,54 +16,53 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from common.errors import UserError, one_line
+from common.models.adapters import count_parameters
 from common.parallel import process_groups
 from common.training.output_head import MoreTerms, examine_head, restore_afterwards
-from common.training.process_grid import Degrees, running
+from common.training.process_grid import ProcessGrid, current_grid
 from common.training.shares import Share, Shares
 
 OTHER_MODEL = "use a different model"
 
 
-def check_stages(config: PreTrainedConfig, degrees: Degrees | None = None) -> Iterator[str]:
+def check_stages(config: PreTrainedConfig, grid: ProcessGrid | None = None) -> Iterator[str]:
     """Yields one line if a causal language model cannot be split into stages; works before the model is built.
 
     Args:
-        degrees: contains the number of stages; default: the grid of this run.
+        grid: contains the number of stages; default: the grid of this run.
     """
-    degrees = degrees or running()
-    if degrees.pipeline == 1:
+    grid = grid or current_grid()
+    if grid.pipeline == 1:
         return
-    subject, name = f"parallelism_config_pp_size {degrees.pipeline}", config.model_type
+    subject, name = f"parallelism_config_pp_size {grid.pipeline}", config.model_type
     if config.get_text_config() is not config or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         yield f"{subject}: {name} has inputs other than text, or is not a model of transformers; {OTHER_MODEL}"
     elif not (plan := getattr(config, "base_model_pp_plan", None)):
         yield f"{subject}: transformers has no pipeline plan (base_model_pp_plan) for {name}; {OTHER_MODEL}"
     elif len(plan) != 3:
         yield f"{subject}: {name} has more than an embedding, layers and a norm ({', '.join(plan)}); {OTHER_MODEL}"
-    elif (layers := config.num_hidden_layers) < degrees.pipeline:
+    elif (layers := config.num_hidden_layers) < grid.pipeline:
         yield f"{subject} is more than the model's {layers} layer{'s' * (layers > 1)}; use at most {layers}"
     elif getattr(config, "output_router_logits", False):
         yield f"{subject}: {name} has a router loss (output_router_logits), which spans all stages; set that to false"
 
 
-def place_cuts(parameters: list[int], products: list[int], num_stages: int) -> list[int]:
+def choose_stage_starts(parameters: list[int], flops: list[int], num_stages: int) -> list[int]:
     """Returns the first layer of each stage, followed by the number of layers; minimises the size of the largest stage.
 
     The size of a stage is the larger of its fraction of all parameters (memory) and its fraction of all matmuls (time).
     The minimum is exact, found by dynamic programming.
 
     Args:
-        parameters, products: results of `count_parts`: embedding, each layer, and norm and head together.
+        parameters, flops: results of `count_parts`: embedding, each layer, and norm and head together.
         num_stages: at most the number of layers.
     """
     num_layers = len(parameters) - 2
-    totals = [sum(parameters), sum(products)]
+    totals = [sum(parameters), sum(flops)]
 
     def size(first: int, last: int) -> float:
         start, end = first and first + 1, last + (2 if last == num_layers else 1)
-        return max(
-            sum(amounts[start:end]) / total for amounts, total in zip((parameters, products), totals, strict=True)
-        )
+        return max(sum(amounts[start:end]) / total for amounts, total in zip((parameters, flops), totals, strict=True))
 
     # By the number of layers assigned so far: (size of the largest stage, first layers of the stages).
     best = {0: (0.0, [0])}
@@ -88,9 +87,9 @@ def find_parts(model: Any) -> list[Any] | None:
 def count_parts(embedding: Any, layers: nn.ModuleList, norm: nn.Module, head: Any) -> tuple[list[int], list[int]]:
     """Returns (parameters, weights used in matmuls), each for the embedding, each layer, and norm and head together."""
     parameters = [sum(p.numel() for p in part.parameters()) for part in (embedding, *layers, norm)]
-    products = [0, *parameters[1:-1], head.weight.numel()]  # an embedding lookup needs no matmul
+    flops = [0, *parameters[1:-1], head.weight.numel()]  # an embedding lookup needs no matmul
     parameters[-1] += sum(p.numel() for p in head.parameters())  # a tied weight counts on the first and the last stage
-    return parameters, products
+    return parameters, flops
 
 
 class _Pass(nn.Module):
@@ -135,12 +134,12 @@ class Stages:
 
         Raises UserError if the stages would not compute the same result as the model.
         """
-        degrees, rank = running(), PartialState().process_index
-        self.number, self.index = degrees.pipeline, degrees.stage(rank)
+        grid, rank = current_grid(), PartialState().process_index
+        self.number, self.index = grid.pipeline, grid.stage(rank)
         self.is_first, self.is_last = self.index == 0, self.index == self.number - 1
-        self.ranks, self.group = process_groups.stages(degrees, rank), process_groups.group_of(process_groups.stages)
-        sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-        self.num_parameters = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+        self.ranks = process_groups.pipeline_ranks(grid, rank)
+        self.group = process_groups.group_of(process_groups.pipeline_ranks)
+        self.num_parameters = count_parameters(model)
         self._find_parts(model)
         self._check_loss(model)
         self._check_parts(model)
@@ -159,8 +158,8 @@ class Stages:
             raise UserError(f"{self._subject(model)} has modules that differ from its pipeline plan; {OTHER_MODEL}")
         embedding, layers, norm, head = parts
         self.is_tied = head.weight is embedding.weight
-        parameters, products = count_parts(*parts)
-        cuts = place_cuts(parameters, products, self.number)
+        parameters, flops = count_parts(*parts)
+        cuts = choose_stage_starts(parameters, flops, self.number)
         self.dropped: list[list[str]] = []
         descriptions = []
         for stage, (first, last) in enumerate(pairwise(cuts)):
@@ -231,7 +230,7 @@ class Stages:
             name: Share(tuple(p.shape), sums_gradients=p is tied, counts=name not in self.held_before)
             for name, p in model.named_parameters()
         }
-        ends = process_groups.group_of(process_groups.ends)
+        ends = process_groups.group_of(process_groups.first_and_last_stage)
         model.shares, model.pipeline_stages = Shares(self.group, shares, ends), self
 
     def whole_weights(self, model: PreTrainedModel) -> dict[str, Tensor] | None:

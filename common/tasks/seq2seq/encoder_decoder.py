@@ -15,7 +15,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedMode
 
 from common.data.source_types import Source
 from common.data.tokenizer import load_tokenizer, train_tokenizer
-from common.errors import UserError, refuse
+from common.errors import UserError, raise_errors
 from common.models.adapters import has_adapter
 from common.models.decisions import decided_once
 from common.models.load import check_model, load_config
@@ -69,7 +69,7 @@ def choose_model(
         shape: Any = dict(zip(SHAPE, numbers, strict=True), vocab_size=vocabulary, feed_forward_proj="gated-gelu")
         shape |= {"eos_token_id": end[1], "pad_token_id": tokenizer.pad_token_id}
         config = T5Config(**shape | {"decoder_start_token_id": tokenizer.pad_token_id})
-    refuse(_check_lengths(config, tokenizer, args))
+    raise_errors(_check_lengths(config, tokenizer, args))
     return config, tokenizer
 
 

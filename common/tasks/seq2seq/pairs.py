@@ -21,7 +21,7 @@ from common.data.row_texts import batches, filled_text
 from common.data.source_types import Corpus, Source
 from common.data.sources import check_columns, open_source
 from common.data.token_store import TokenStore, TokenWriter
-from common.data.tokenizer import forget_limits, no_more_threads, tokenizer_identity
+from common.data.tokenizer import no_more_threads, tokenizer_identity
 from common.errors import UserError
 from common.training.token_rows import pad_rows
 
@@ -103,7 +103,6 @@ def _encode(
             num_cut += 1  # truncated by the tokenizer, which keeps its special tokens in place
             ids[number] = tokens([text], truncation=True, max_length=length - (not has_eos))[0]
         ids[number] = ids[number] if has_eos else [*ids[number], eos]
-    forget_limits(tokenizer)
     return ids, num_cut
 
 

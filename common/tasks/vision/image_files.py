@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from common.data.hub import held_out_splits, load_split
-from common.errors import UserError, one_line, refuse, shorten
+from common.errors import UserError, one_line, raise_errors, shorten
 from common.internals.datasets import content_hash
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
@@ -80,7 +80,7 @@ def folder(directory: str) -> Images:
         images += found
         labels += [label] * len(found)
         others += [path for path in files if path.suffix.lower() not in SUFFIXES]
-    refuse(problems)
+    raise_errors(problems)
     fingerprint = fingerprint_of([[path.relative_to(root).as_posix(), path.stat().st_size] for path in images])
     names = [str(path) for path in images]
     relative = [path.relative_to(root) for path in sorted(others) if path.is_file()]
@@ -114,7 +114,7 @@ def hub(name: str, config: str | None, split: str, label_column: str | None = No
     """
     from common.packages import find_missing
 
-    refuse(find_missing("--dataset_name", "datasets"))
+    raise_errors(find_missing("--dataset_name", "datasets"))
     import datasets
 
     title = f"{name}[{split}]"
