@@ -156,7 +156,7 @@ def run_arm(args, arm, row, facts, folder, output_dir):
 
 
 def measure(args, work, results, save):
-    """Adds every run of every arm, in ABBA order, to `results`, and saves them after each; returns those that failed."""
+    """Adds every run of every arm, in ABBA order, to `results`, and saves them; returns the arms that failed."""
     failed = []
     for name, size, precision in itertools.product(args.data, args.sizes, args.precisions):
         if size not in MODELS[DATA[name]["recipe"]][0] or (size in ("1b", "8b") and size not in DATA[name]):

@@ -75,7 +75,6 @@ class Run:
         tracking_options = {"log_with": args.report_to or None, "project_dir": args.output_dir}
         self.accelerator = connect.make_accelerator(self.launch_config, args, **tracking_options)
         self.device, self.is_sharded = self.accelerator.device, distributed_mode.is_sharded(self.accelerator)
-        self.compiles_by_default = self.traits.compiles_layers and self.launch_config.is_data_parallel()
         self.checkpoints, self.is_stopped = Checkpoints(args, self.accelerator), False
         self.evaluations = Evaluations(self)
 
@@ -133,7 +132,7 @@ class Run:
         if args.compile or self.device.type == "cuda":
             from common.training.compilation import choose_kernels
 
-            choose_kernels(args, model.base_model, self.device, train_set, self.compiles_by_default)
+            choose_kernels(self, model.base_model, train_set)
         self.budget: Any = None
         if args.shared("micro_batch_tokens") == "auto":
             from common.auto_micro_batch import start_budget

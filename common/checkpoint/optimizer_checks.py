@@ -94,7 +94,7 @@ class Steps:
     def __init__(self, optimizer: Any):
         self.moved: set[torch.Tensor] = set()
         self.changed: dict[str, None] = {}
-        self._before: dict[str, set[Any]] = {}
+        self._before: dict[str, dict[Any, torch.Tensor | None]] = {}
         self.optimizer = inner_optimizer(optimizer)
         self.all = [self.optimizer, *wrapped_optimizers(self.optimizer)]
         self.optimizer.register_step_pre_hook(lambda *_: self._begin())

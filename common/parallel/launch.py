@@ -68,10 +68,6 @@ class Launch:
         sizes = self.sizes
         return ProcessGrid(self.num_processes, *(max(1, sizes[name]) for name in ("sp", "tp", "pp")))
 
-    def is_data_parallel(self) -> bool:
-        """Returns whether every process holds the whole model and computes different samples."""
-        return self.mode in ("plain", "DDP") and self.grid.data_parallel == self.num_processes
-
 
 def started_world_size() -> int:
     """Returns the number of processes that the launcher started; known before any of them is connected."""

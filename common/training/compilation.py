@@ -1,10 +1,10 @@
 """Compiled layers and attention kernels: `--compile`, and what a GPU does without it."""
 
-import argparse
 import importlib.util
 import os
 import shutil
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,26 +14,34 @@ from common.training.batching import Samples
 
 # With fewer parameters, a run may be over before its layers are compiled: that takes about 10 s on an H100.
 FEWEST_PARAMETERS = 100_000_000
+# Share of the samples that must have the greatest length: the last block of a corpus is shorter.
+MOST_EQUAL = 0.9
 
 
-def choose_kernels(
-    args: argparse.Namespace, model: nn.Module, device: torch.device, train_set: Samples, by_default: bool
-) -> None:
+def choose_kernels(run: Any, model: nn.Module, train_set: Samples) -> None:
     """Compiles the layers of a bare model if `--compile` asks for it, or by default on a GPU.
 
-    args: `compile` becomes whether the layers are compiled. by_default: whether the recipe and the mode allow it
-    without the flag.
+    The default needs a large model whose samples have the same length, or nearly all of them, in a mode without
+    sharding. With many lengths, torch 2.11 has made gradients that were not finite on an H100.
+
+    run: a `common.run.Run`. Its `args.compile` becomes whether the layers are compiled.
     """
     lengths = train_set.lengths(np.arange(len(train_set)))
-    varies = bool((lengths != lengths[0]).any())
-    if device.type == "cuda" and varies:
+    is_longest = lengths == lengths.max(0)
+    on_gpu = run.device.type == "cuda"
+    if on_gpu and not is_longest.all():
         # cuDNN builds a plan for each new shape, which takes 0.16 s on an H100; flash attention does not.
         torch.backends.cuda.enable_cudnn_sdp(False)
-    if args.compile is None:
+    if run.args.compile is None:
         is_large = sum(p.numel() for p in model.parameters()) >= FEWEST_PARAMETERS
-        args.compile = by_default and device.type == "cuda" and is_large and can_compile()
-    if args.compile:
-        compile_layers(model, varies)
+        is_whole = (
+            run.launch_config.mode in ("plain", "DDP")
+            and run.launch_config.grid.data == run.launch_config.num_processes
+        )
+        allowed = run.traits.compiles_layers and is_whole and run.args.activation_checkpointing != "offload"
+        run.args.compile = bool(on_gpu and allowed and is_large and is_longest.mean() > MOST_EQUAL and can_compile())
+    if run.args.compile:
+        compile_layers(model, not is_longest.all())
 
 
 def compile_layers(model: nn.Module, varies: bool) -> int:
@@ -51,7 +59,9 @@ def compile_layers(model: nn.Module, varies: bool) -> int:
     nested = {id(module) for stack in stacks for module in stack.modules() if module is not stack}
     layers = [layer for stack in stacks if id(stack) not in nested for layer in stack] or [model]
     for layer in layers:
-        layer.compile(dynamic=varies or None)
+        # In torch 2.10 to 2.13, fusing a norm's two gradients into one kernel can leave parts of them unwritten
+        # (pytorch #193061).
+        layer.compile(dynamic=varies or None, options={"triton.mix_order_reduction": False})
     return len(layers)
 
 

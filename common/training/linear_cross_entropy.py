@@ -22,15 +22,6 @@ CACHED_LOGITS = 2**18
 ROW_MULTIPLE = 64
 
 
-def fused_softmax(weight: Tensor) -> Any:
-    """Returns the module of the compiled softmax on a GPU that can compile it, else None."""
-    if weight.device.type != "cuda":
-        return None
-    from common.training import compilation, fused_softmax
-
-    return fused_softmax if compilation.can_compile() else None
-
-
 @torch.compiler.disable  # because its loop would be unrolled, and compiled again for every number of targets
 def linear_cross_entropy(
     hidden: Tensor,
@@ -96,9 +87,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if is_cpu and dtype != wide:
             chunk_rows *= 2  # the memory of one float32 chunk, because only a slice is in float32 at a time
             multiple_of = ROW_MULTIPLE
-        elif bias is None and vocabulary is None:
-            fused = fused_softmax(weight)
-            chunk_rows = max(chunk_rows, fused.CHUNK_LOGITS // len(weight)) if fused else chunk_rows
+        elif weight.device.type == "cuda" and bias is None and vocabulary is None:
+            from common.training import fused_softmax
+
+            fused, chunk_rows = fused_softmax.choose(weight, chunk_rows)
+        to_gradient = fused.compiled() if fused else _logits_to_gradient
         products = hidden.new_empty(round_up(min(chunk_rows, len(hidden)), multiple_of), len(weight), dtype=dtype)
         loss = hidden.new_zeros((), dtype=wide)
         for start in range(0, len(hidden), chunk_rows):
@@ -116,26 +109,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for first, slice_ in zip(range(start, start + count, size), product[:count].split(size), strict=True):
                 part = slice(first, first + len(slice_))
                 factors = None if row_weights is None else row_weights[part]
-                if fused:
-                    losses = fused.compiled()(slice_, targets[part], factors, scale, softcap, wants_gradients)
-                else:
-                    logits = slice_.to(wide)
-                    losses = _logits_to_gradient(logits, targets[part], scale, softcap, wants_gradients, vocabulary)
-                    if factors is not None:
-                        logits.mul_(factors.unsqueeze(1))
-                    if bias_grad is not None:
-                        bias_grad += logits.sum(0)
-                    if dtype != wide:
-                        slice_.copy_(logits)
+                logits = slice_ if fused else slice_.to(wide)
+                losses = to_gradient(logits, targets[part], factors, scale, softcap, wants_gradients, vocabulary)
                 if rows is not None:
                     rows[part] = losses
                 loss += (losses if factors is None else losses * factors).sum()
+                if bias_grad is not None:
+                    bias_grad += logits.sum(0)
+                if logits.dtype != dtype:
+                    slice_.copy_(logits)
             if hidden_grad is not None:
                 hidden_grad[start : start + chunk_rows] = (product @ weight)[:count]
-            if weight_grad is not None and weight_grad.dtype == dtype:
+            if weight_grad is not None and fused:
+                fused.add_product_(weight_grad, product.t(), chunk)
+            elif weight_grad is not None and weight_grad.dtype == dtype:
                 weight_grad.addmm_(product.t(), chunk)
-            elif weight_grad is not None and weight.device.type == "cuda":  # without rounding the product to `dtype`
-                torch.addmm(weight_grad, product.t(), chunk, out_dtype=weight_grad.dtype, out=weight_grad)
             elif weight_grad is not None:
                 weight_grad += product.t() @ chunk
         if hidden_grad is not None and vocabulary is not None:
@@ -157,12 +145,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _logits_to_gradient(
     logits: Tensor,
     targets: Tensor,
+    row_weights: Tensor | None,
     scale: float,
     softcap: float | None,
     wants_gradient: bool,
     vocabulary: "tuple[dist.ProcessGroup, int] | None",
 ) -> Tensor:
-    """Returns the losses (n,) of a chunk; overwrites `logits` (n, V), a matmul's output, with the loss's gradient.
+    """Returns the losses (n,) of a chunk; overwrites `logits` (n, V), a matmul's output, with their weighted gradient.
 
     It works in place, because on a CPU a pass over a new (n, V) tensor costs more than the arithmetic.
     """
@@ -198,4 +187,6 @@ def _logits_to_gradient(
             logits.mul_(tanh_derivative)
         if scale != 1.0:
             logits.mul_(scale)
+        if row_weights is not None:
+            logits.mul_(row_weights.unsqueeze(1))
     return losses
