@@ -72,8 +72,7 @@ class Run:
         on_cpu = launch.runs_on_cpu(self.launch_config)
         mistakes = argument_checks.check_arguments(args, on_cpu, self.traits, self.launch_config.grid)
         raise_errors([*mistakes, *launch_checks.check_launch(self.launch_config, args, self.traits), *problems])
-        tracking_options = {"log_with": args.report_to or None, "project_dir": args.output_dir}
-        self.accelerator = connect.make_accelerator(self.launch_config, args, **tracking_options)
+        self.accelerator = connect.make_accelerator(self.launch_config, args)
         self.device, self.is_sharded = self.accelerator.device, distributed_mode.is_sharded(self.accelerator)
         self.checkpoints, self.is_stopped = Checkpoints(args, self.accelerator), False
         self.evaluations = Evaluations(self)
@@ -248,10 +247,9 @@ class Run:
         """Prints and writes the results, and ends the run on all ranks together; status 1 if it trained nothing."""
         extra_lines += self.evaluations.close()
         self.results |= results
-        status = NOTHING_TRAINED if tracking.describe_failure(self.results) else 0
         if self.accelerator.is_main_process:
             tracking.print_results(self.results, self.output_dir, self.model_class, self.is_again, *extra_lines)
-        shutdown.end_run(self.accelerator, status)
+        shutdown.end_run(self.accelerator, NOTHING_TRAINED if tracking.describe_failure(self.results) else 0)
 
 
 def _batches(run: Run) -> Generator[GlobalBatch, None, None]:

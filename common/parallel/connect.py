@@ -4,7 +4,6 @@ import argparse
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -20,11 +19,10 @@ from common.training.process_grid import current_grid, set_current_grid
 logger = main_logger(__name__)
 
 
-def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs: Any) -> Accelerator:
-    """Returns the Accelerator of the requested launch; call `check_launch` first. `kwargs` are passed to `Accelerator`.
+def make_accelerator(launch: Launch, args: argparse.Namespace) -> Accelerator:
+    """Returns the Accelerator of the requested launch; call `check_launch` first.
 
-    Processes wait for each other for at most `--connect_timeout` seconds. If a process dies afterwards, all others
-    end too.
+    Processes wait for each other for at most `--connect_timeout` seconds; afterwards, if one dies, all others end.
 
     Raises UserError: mode, world size or precision of this run differ from the request.
     """
@@ -34,7 +32,7 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs: Any) ->
         del os.environ[name]
     liveness.reset()
     connecting: AbstractContextManager[None] = nullcontext()
-    sharded = None
+    sharded, options = None, {"log_with": args.report_to or None, "project_dir": args.output_dir}
     if started_world_size() > 1:
         from common.parallel import rank_connection, rank_watch
 
@@ -45,7 +43,7 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs: Any) ->
         from common.parallel.sharding import ShardedLaunch
 
         sharded = ShardedLaunch(launch, args)
-        kwargs |= sharded.options
+        options |= sharded.options
     _name_device(launch)
     if launch.grid.data_parallel < launch.grid.num_processes:
         from common.parallel import parallelism_config
@@ -54,7 +52,7 @@ def make_accelerator(launch: Launch, args: argparse.Namespace, **kwargs: Any) ->
     with connecting:
         if sharded is not None:
             sharded.connect()
-        accelerator = Accelerator(**kwargs)
+        accelerator = Accelerator(**options)
         set_current_grid(launch.grid)
         if current_mode(accelerator) != "plain":
             from common.parallel.process_groups import AveragedByPeers, host_group

@@ -25,7 +25,7 @@ def cross_entropy_gradient_(
 ) -> Tensor:
     """Returns the losses (n,), in float32 at least, of the rows of a matmul's output `logits` (n, V).
 
-    With `wants_gradient` it overwrites `logits` with the gradient of their sum, weighted by `row_weights` (n,) if given.
+    With `wants_gradient` it overwrites `logits` with the gradient of their sum, weighted by `row_weights` (n,) if any.
     scale, softcap: as in `linear_cross_entropy`; vocabulary: always None, because it is not partitioned here.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale

@@ -73,8 +73,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, targets, *options):
         # row_weights (N,): weight of each row. rows (N,): receives the loss of each row.
         scale, softcap, chunk_rows, dtype, with_gradients, vocabulary, row_weights, rows = options
-        # The gradients of weight and bias are sums over chunks, in float32 at least; autograd casts them to the dtypes
-        # of weight and bias.
+        # Gradients of weight and bias are sums over chunks, in float32 at least; autograd casts them at the end.
         dtypes = [hidden.dtype, *[torch.promote_types(weight.dtype, torch.float32)] * 2]
         inputs = zip((hidden, weight, bias), dtypes, ctx.needs_input_grad[:3], strict=True)
         ctx.gradients = [torch.zeros_like(x, dtype=d) if with_gradients and needed else None for x, d, needed in inputs]
@@ -85,8 +84,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         is_cpu, wide = weight.device.type == "cpu", torch.promote_types(dtype, torch.float32)
         multiple_of, fused = 1, None
         if is_cpu and dtype != wide:
-            chunk_rows *= 2  # the memory of one float32 chunk, because only a slice is in float32 at a time
-            multiple_of = ROW_MULTIPLE
+            # Twice the rows use the memory of a float32 chunk, because only a slice is in float32 at a time.
+            chunk_rows, multiple_of = 2 * chunk_rows, ROW_MULTIPLE
         elif weight.device.type == "cuda" and bias is None and vocabulary is None:
             from common.training import fused_softmax
 
@@ -151,10 +150,7 @@ def _logits_to_gradient(
     wants_gradient: bool,
     vocabulary: "tuple[dist.ProcessGroup, int] | None",
 ) -> Tensor:
-    """Returns the losses (n,) of a chunk; overwrites `logits` (n, V), a matmul's output, with their weighted gradient.
-
-    It works in place, because on a CPU a pass over a new (n, V) tensor costs more than the arithmetic.
-    """
+    """Returns the losses (n,) of a chunk; overwrites `logits` (n, V), a matmul's output, with their gradient."""
     is_local: Any = None
     targets = targets.unsqueeze(1)
     if vocabulary is not None:

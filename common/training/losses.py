@@ -65,8 +65,7 @@ def _choose(model: PreTrainedModel, chunk_rows: int, keeps_own_loss: bool) -> tu
         from common.training.own_loss import choose_own_loss
 
         return choose_own_loss(model, error, keeps_own_loss)
-    message = f"chunked linear cross-entropy, {chunk_rows} rows at once"
-    message += f", logits times {head.scale:g}" if head.scale != 1 else ""
+    message = "chunked linear cross-entropy" + (f", logits times {head.scale:g}" if head.scale != 1 else "")
     message += f", soft-capped at {head.softcap:g}" if head.softcap is not None else ""
     _add_loss(model.get_output_embeddings())
     return _chunked_loss_sum(head, chunk_rows), message
