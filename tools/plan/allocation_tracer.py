@@ -81,7 +81,7 @@ class AllocationTracer(dispatch_mode()):  # type: ignore[misc]  # the class is p
             return args[0].fake_device
         out = self._call(func, args, kwargs or {})
         if (count := FORMULAS.get(func.overloadpacket)) is not None:
-            own = _with_all_heads(args) if "_scaled_dot_product" in str(func) else args
+            own = _with_all_heads(args) if "scaled_dot_product" in str(func) else args
             self.flops[self.segment] += count(*own, **(kwargs or {}), out_val=out)
         is_copy = func is COPY and self.parts.get(self.number_of(args[0])) == "weights"
         for tensor in tree_leaves(out):
