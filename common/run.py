@@ -131,7 +131,7 @@ class Run:
         if args.compile or self.device.type == "cuda":
             from common.training.compilation import choose_kernels
 
-            choose_kernels(self, model.base_model, train_set)
+            choose_kernels(self, model, train_set)
         self.budget: Any = None
         if args.shared("micro_batch_tokens") == "auto":
             from common.auto_micro_batch import start_budget

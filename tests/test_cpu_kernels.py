@@ -211,3 +211,19 @@ def test_the_fastest_precision_is_chosen_where_it_pays(monkeypatch):
     cpu = torch.device("cpu")
     assert "4.0 times as fast: before the recipe, --mixed_precision bf16" in precision_choice.advise(cpu, "no", 10**7)
     assert not precision_choice.advise(cpu, "bf16", 10**7) and not precision_choice.advise(cpu, "no", 10**6)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_gpu_keeps_the_norms_of_transformers(device):
+    """A replaced norm would break the graph of a compiled layer. Control: on a CPU they are replaced."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    from common.models.untrained import make_ready
+
+    Accelerator(cpu=True, mixed_precision="bf16").state.device = torch.device(device)
+    try:
+        model = make_ready(AutoModelForCausalLM.from_config(LlamaConfig(**TINY)))
+        assert ("forward" in vars(model.model.norm)) == (device == "cpu")
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)

@@ -13,7 +13,7 @@ from common.checkpoint.format import hash_of
 from common.checkpoint.read import find_damage, list_checkpoints
 from common.checkpoint.save import random_states
 
-KEPT = ["mean", "sgd", "no_state", "nadam", "adafactor", "transformers", "two", "two_states", "matrices"]
+KEPT = ["mean", "sgd", "no_state", "nadam", "adafactor", "transformers", "two", "two_states", "matrices", "moves"]
 
 
 def flags(functions_file, model_dir, output_dir, *more):
@@ -70,6 +70,7 @@ def test_own_optimizers_resume_when_they_are_sharded(functions_file, model_dir, 
         ("grows", "no checkpoint can be saved: optimizer Grows changes its groups' d, its groups' k in its steps"),
         ("counts", "no checkpoint can be saved: optimizer Counts changes its count in its steps"),
         ("averages", "no checkpoint can be saved: optimizer Averages changes its mean in its steps"),
+        ("replaces", "no checkpoint can be saved: optimizer Replaces changes its tables in its steps"),
     ],
 )
 def test_a_state_that_would_be_lost_is_refused(name, problem, functions_file, model_dir, tmp_path):

@@ -18,13 +18,13 @@ FEWEST_PARAMETERS = 100_000_000
 MOST_EQUAL = 0.9
 
 
-def choose_kernels(run: Any, model: nn.Module, train_set: Samples) -> None:
+def choose_kernels(run: Any, model: Any, train_set: Samples) -> None:
     """Compiles the layers of a bare model if `--compile` asks for it, or by default on a GPU.
 
     The default needs a large model whose samples have the same length, or nearly all of them, in a mode without
     sharding. With many lengths, torch 2.11 has made gradients that were not finite on an H100.
 
-    run: a `common.run.Run`. Its `args.compile` becomes whether the layers are compiled.
+    run: a `common.run.Run`. Its `args.compile` becomes whether the layers are compiled. model: of transformers.
     """
     lengths = train_set.lengths(np.arange(len(train_set)))
     is_longest = lengths == lengths.max(0)
@@ -36,12 +36,14 @@ def choose_kernels(run: Any, model: nn.Module, train_set: Samples) -> None:
         is_large = sum(p.numel() for p in model.parameters()) >= FEWEST_PARAMETERS
         is_whole = (
             run.launch_config.mode in ("plain", "DDP")
-            and run.launch_config.grid.data == run.launch_config.num_processes
+            and run.launch_config.grid.data_parallel == run.launch_config.num_processes
         )
         allowed = run.traits.compiles_layers and is_whole and run.args.activation_checkpointing != "offload"
         run.args.compile = bool(on_gpu and allowed and is_large and is_longest.mean() > MOST_EQUAL and can_compile())
     if run.args.compile:
-        compile_layers(model, not is_longest.all())
+        compile_layers(model.base_model, not is_longest.all())
+        if hasattr(model, "generate"):  # a cache grows with each token, so that each would compile the layers again
+            model.generate = torch.compiler.set_stance("force_eager")(model.generate)
 
 
 def compile_layers(model: nn.Module, varies: bool) -> int:

@@ -119,6 +119,27 @@ class Averages(torch.optim.AdamW):
                 self.mean.setdefault(p, torch.zeros_like(p)).lerp_(p, 0.1)
 
 
+class Moves(torch.optim.AdamW):
+    """Replaces its constant table in the first step, as bitsandbytes moves its own to the device of the weights."""
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, lr=lr)
+        self.tables = {"map": torch.arange(4.0)}
+
+    def step(self, closure=None):
+        if not self.state:
+            self.tables["map"] = self.tables["map"].clone()
+        super().step(closure)
+
+
+class Replaces(Moves):
+    """Replaces its table by another one."""
+
+    def step(self, closure=None):
+        self.tables["map"] = self.tables["map"] + 1
+        super().step(closure)
+
+
 class OnlyMatrices(torch.optim.Optimizer):
     """Momentum for what is decayed; the rest has none."""
 
@@ -163,6 +184,8 @@ MADE = {
     "counts": Counts,
     "averages": Averages,
     "matrices": OnlyMatrices,
+    "moves": Moves,
+    "replaces": Replaces,
 }
 
 
