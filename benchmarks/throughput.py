@@ -35,7 +35,8 @@ Each arm is a fresh process; a round is all arms, and every second round goes th
 machine that slows down slows all arms. Ratios are taken within a round. Nothing is downloaded; caches and outputs lie
 in a temporary directory (--work_dir keeps models and data for the next call).
 
-Tokens per second: tokens of the update without padding (images, for vision) / wall time, after the warm-up.
+Tokens per second: tokens of an update without padding (images, for vision) / wall time, the median of the updates
+after the warm-up, because layers may be compiled for a new shape in one of them; of whole runs, the mean.
 Memory growth: the most that the process held (resident memory; on a GPU, allocated memory) less what it held when the
 model was loaded and the loop began; in every arm by the same two functions.
 """
@@ -48,6 +49,7 @@ import os
 import platform
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -145,14 +147,20 @@ def run_arm(args, arm, row, facts, folder, output_dir):
         results = json.loads((output_dir / "results.json").read_text())
         assert results["num_threads"] == num_threads(), "an arm ran with another number of threads"
         tokens = results.get("tokens", tokens)
-    skipped = 0 if arm in WHOLE_RUN else row["warmup"]
     shutil.rmtree(output_dir)
     return {
-        "tokens_per_second": sum(tokens[skipped:]) / sum(results["seconds"][skipped:]),
+        "tokens_per_second": speed(arm, row["warmup"], tokens, results["seconds"]),
         "memory_growth_bytes": results["memory_growth_bytes"],
         "memory_bytes": results.get("memory_bytes") or results["peak_memory_bytes"],
         **{name: results[name] for name in ("seconds", "losses")},
     }
+
+
+def speed(arm, warmup, tokens, seconds):
+    """Tokens per second of a run, from tokens and seconds of each of its updates."""
+    if arm in WHOLE_RUN:
+        return sum(tokens) / sum(seconds)
+    return statistics.median(n / time for n, time in zip(tokens[warmup:], seconds[warmup:], strict=True))
 
 
 def measure(args, work, results, save):
