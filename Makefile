@@ -51,7 +51,8 @@ gpu: $(INSTALLED_BENCH)
 	part "DeepSpeed's extensions" "$(BIN)/python -m common.parallel.extensions"; \
 	part tests/test_gpu.py "$(BIN)/python -m pytest -v --no-header --tb=short --durations 10 tests/test_gpu.py 2>&1 | \
 	  sed 's|$(CURDIR)/||g' | tee benchmarks/results/tests-gpu.txt"; \
-	part benchmarks/throughput.py "$(BIN)/python benchmarks/throughput.py"; \
+	part benchmarks/throughput.py "$(BIN)/python benchmarks/throughput.py --sizes small 1b"; \
+	part benchmarks/gpu_step.py "$(BIN)/python benchmarks/gpu_step.py"; \
 	part benchmarks/sharding.py "$(BIN)/python benchmarks/sharding.py"; \
 	part benchmarks/checkpoint.py "$(BIN)/accelerate launch --config_file accelerate_configs/single_gpu.yaml \
 	  benchmarks/checkpoint.py"; \

@@ -167,6 +167,49 @@ def checkpointed_step(mode, tokens, num_layers=8):
     return step, model
 
 
+@pytest.mark.parametrize("varies", [True, False])
+def test_compiled_layers_make_the_gradients_of_plain_ones(varies):
+    """Of rows of many lengths, finite and near; by flash attention, as choose_kernels has it where lengths vary."""
+    from common.models.attention_masks import decide_on_the_host
+    from common.training.compilation import compile_layers
+    from common.training.losses import sum_token_losses
+
+    decide_on_the_host()
+    shapes = [(16, 512), (17, 481), (64, 127), (200, 40), (1, 500), (1000, 8), (3, 1)] if varies else [(4, 512)] * 2
+    torch.backends.cuda.enable_cudnn_sdp(not varies)
+    found = {}
+    for kind in ("plain", "plain again", "compiled"):
+        step, model = checkpointed_step("none", torch.zeros(1, 2, dtype=torch.int64, device="cuda"), 4)
+        sum_token_losses(model)
+        if kind == "compiled":
+            compile_layers(model.base_model, varies)
+        found[kind] = []
+        for rows, length in shapes:
+            ids = torch.arange(rows * length, device="cuda").reshape(rows, length) * 7 % 512
+            model.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(input_ids=ids, targets=ids.flatten(), target_rows=torch.arange(ids.numel(), device="cuda"))
+            (loss / ids.numel()).backward()
+            found[kind].append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    for shape, plain, again, compiled in zip(shapes, *found.values(), strict=True):
+        assert compiled.isfinite().all(), shape
+        assert (again - plain).norm() <= 1e-3 * plain.norm()  # the control
+        assert (compiled - plain).norm() <= 2e-2 * plain.norm(), shape
+
+
+def test_layers_of_a_large_model_are_compiled_for_blocks(tmp_path):
+    """Of 110 M parameters, by default; the losses are those without."""
+    losses = {}
+    for name, more in (("default", []), ("plain", ["--no-compile"])):
+        more += ["--model_config", "medium", "--sequence_length", 256, "--global_batch_size", 16, "--num_updates", 4]
+        launch(*more, "--output_dir", tmp_path / name, config="single_gpu")
+        losses[name] = [line["loss"] for line in read_metrics(tmp_path / name)]
+        record = json.loads((tmp_path / name / "run.json").read_text())
+        assert record["arguments"]["compile"] == (name == "default")
+    assert losses["default"] == pytest.approx(losses["plain"], rel=1e-3)
+
+
 @pytest.fixture
 def deterministic(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
