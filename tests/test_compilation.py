@@ -90,6 +90,26 @@ def test_small_models_and_machines_without_a_compiler_do_not_compile(large, cudn
         assert run.args.compile is False and cudnn()
 
 
+def test_a_compiler_needs_triton_and_the_headers_of_python(monkeypatch, tmp_path):
+    compilation.can_compile.cache_clear()
+    monkeypatch.setattr(compilation.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setenv("CC", "cc")
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(compilation.sysconfig, "get_path", lambda _: str(tmp_path))
+    try:
+        assert compilation.can_compile()
+        for module, name, value in (
+            (compilation.importlib.util, "find_spec", None),
+            (compilation.sysconfig, "get_path", str(tmp_path / "none")),
+        ):
+            compilation.can_compile.cache_clear()
+            with monkeypatch.context() as change:
+                change.setattr(module, name, lambda _, value=value: value)
+                assert not compilation.can_compile()
+    finally:
+        compilation.can_compile.cache_clear()
+
+
 def count_graphs(monkeypatch, graphs):
     """Graphs are counted and run as they are; the options of torch's own compiler are left out."""
     compile_module = torch.nn.Module.compile

@@ -150,7 +150,9 @@ def step(recipe, flags, output_dir, device, precision):
         patch.object(connect, "make_accelerator", make_accelerator),
         patch.object(accumulation, "reduce_update", reduce_update),
         # No code is made, but the graph is traced.
-        patch("torch.nn.Module.compile", lambda self, **options: compile_module(self, backend="eager", **options)),
+        patch(
+            "torch.nn.Module.compile", lambda self, dynamic, **_: compile_module(self, backend="eager", dynamic=dynamic)
+        ),
     ]
     if device == META and precision == "bf16":
         changes.append(patch("accelerate.accelerator.get_mixed_precision_context_manager", lambda *_: Nothing()))

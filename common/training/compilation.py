@@ -3,7 +3,9 @@
 import importlib.util
 import os
 import shutil
+import sysconfig
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,6 +71,7 @@ def compile_layers(model: nn.Module, varies: bool) -> int:
 
 @cache
 def can_compile() -> bool:
-    """Returns whether torch.compile can generate GPU kernels here: it needs triton and a C compiler."""
+    """Returns whether torch.compile can generate GPU kernels here: triton builds its launcher with a C compiler."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    return bool(importlib.util.find_spec("triton") and compiler)
+    has_headers = Path(sysconfig.get_path("include"), "Python.h").exists()  # Debian has them in python3-dev
+    return bool(importlib.util.find_spec("triton") and compiler and has_headers)

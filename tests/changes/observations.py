@@ -309,7 +309,7 @@ def note_attention(path):
         return graph.forward
 
     UNDO.callback(torch._dynamo.reset)
-    change(torch.nn.Module, "compile", lambda self, **options: original(self, backend=backend, **options))
+    change(torch.nn.Module, "compile", lambda self, dynamic, **_: original(self, backend=backend, dynamic=dynamic))
 
 
 def compile_whole_model(_):
