@@ -181,9 +181,7 @@ OPTIMIZERS: dict[str, OptimizerInfo] = {
         uses_adamw_rate=True,
     ),
     "sgd": OptimizerInfo(
-        lambda groups, _, rate: torch.optim.SGD(
-            groups, lr=rate, momentum=SGD_MOMENTUM
-        ),  # torch's fused one cannot be sharded
+        lambda groups, _, rate: torch.optim.SGD(groups, lr=rate, momentum=SGD_MOMENTUM),  # fused=True fails under FSDP2
         "momentum 0.9; needs about 30 times AdamW's learning rate",
         state_bytes=4,
         is_elementwise=True,
