@@ -26,6 +26,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from throughput import describe_machine, device_name, this_command
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -181,13 +182,13 @@ def main():
     args = parser.parse_args()
     if DEVICE == "cpu" and not args.quick:
         parser.error("torch sees no GPU; --quick runs toy sizes on a CPU")
-    results = {"date": time.strftime("%Y-%m-%d"), "versions": versions(), "command": " ".join(sys.argv), "figures": {}}
-    results["device"] = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
+    results = {"date": time.strftime("%Y-%m-%d"), "machine": describe_machine(), "versions": versions()}
+    results |= {"command": this_command(), "figures": {}}
     for name, value in measure(TOY if args.quick else LLAMA, args.quick):
         results["figures"][name] = value
         print(name, json.dumps(value), flush=True)
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    path = args.output_dir / f"gpu-step-{results['device'].lower().replace(' ', '-')}.json"
+    path = args.output_dir / f"gpu-step-{device_name()}.json"
     path.write_text(json.dumps(results, indent=1) + "\n")
     print(path)
 

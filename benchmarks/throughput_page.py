@@ -127,7 +127,7 @@ def write_page(results, path, picture):
         "A figure is the median over the rounds (least to most); of six rounds that range holds the true median in 97 "
         'of 100 cases. "recipe / arm" is the ratio within a round: above 1 in speed and below 1 in memory, the recipe '
         "is better. All arms of a row compute in the same precision. The updates of the warm-up are not counted, but "
-        "with group_by_length and packing: beside them the ratio is of whole runs, the recipe's too.",
+        "with group_by_length and packing: compared with them, the ratio is of whole runs, the recipe's too.",
         "",
         f"![tokens per second and memory growth of each arm]({picture.name})" if picture else "(no picture)",
         "",

@@ -58,8 +58,5 @@ def compiled() -> Any:
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Adds a @ b to `total` in place, without rounding the product to the dtype of a and b."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    """Adds a @ b to `total`, which has a wider dtype, in place and without rounding the product."""
+    torch.addmm(total, a, b, out_dtype=total.dtype, out=total)

@@ -119,10 +119,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     slice_.copy_(logits)
             if hidden_grad is not None:
                 hidden_grad[start : start + chunk_rows] = (product @ weight)[:count]
-            if weight_grad is not None and fused:
-                fused.add_product_(weight_grad, product.t(), chunk)
-            elif weight_grad is not None and weight_grad.dtype == dtype:
+            if weight_grad is not None and weight_grad.dtype == dtype:
                 weight_grad.addmm_(product.t(), chunk)
+            elif weight_grad is not None and fused:
+                fused.add_product_(weight_grad, product.t(), chunk)
             elif weight_grad is not None:
                 weight_grad += product.t() @ chunk
         if hidden_grad is not None and vocabulary is not None:

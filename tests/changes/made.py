@@ -127,9 +127,10 @@ class Moves(torch.optim.AdamW):
         self.tables = {"map": torch.arange(4.0)}
 
     def step(self, closure=None):
-        if not self.state:
+        is_first = not self.state
+        super().step(closure)  # first, because the step of the class above may be observed too
+        if is_first:
             self.tables["map"] = self.tables["map"].clone()
-        super().step(closure)
 
 
 class Replaces(Moves):
