@@ -1,4 +1,4 @@
-# make train, quick, test, bench, bench-techniques, gpu, style; the first one creates .venv and installs requirements.txt
+# make train, quick, test, bench, bench-techniques, gpu, style, lock; the first creates .venv and installs requirements.lock
 # make gpu VENV=DIR, and every other target, uses an existing environment as it is, and installs nothing. DIR/bin must
 # contain python and accelerate; of an activated environment: make gpu VENV=$(python -c "import sys; print(sys.prefix)")
 PYTHON ?= python3
@@ -16,7 +16,7 @@ RECIPE ?= lm
 ARGS ?=
 TESTS ?= tests
 
-.PHONY: train quick test bench bench-techniques gpu style clean
+.PHONY: train quick test bench bench-techniques gpu style lock clean
 
 train: $(INSTALLED)
 	@test -f recipes/$(RECIPE).py || { echo "error: there is no recipes/$(RECIPE).py; RECIPE is one of" \
@@ -46,7 +46,7 @@ gpu: .SHELLFLAGS := -o pipefail -c
 gpu: $(INSTALLED_BENCH)
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
 	  { echo "error: torch sees no GPU here, and make gpu needs one; compare torch's CUDA version with the driver's in nvidia-smi" >&2; exit 2; }
-	$(if $(INSTALLED),$(BIN)/python -m pip install --quiet liger-kernel==0.8.5)
+	$(if $(INSTALLED),$(BIN)/python -m pip install --quiet --no-deps liger-kernel==0.8.5)
 	@failed=; part() { echo "== $$1"; eval "$$2" || failed="$$failed, $$1"; }; \
 	part "DeepSpeed's extensions" "$(BIN)/python -m common.parallel.extensions"; \
 	part tests/test_gpu.py "$(BIN)/python -m pytest -v --no-header --tb=short --durations 10 tests/test_gpu.py 2>&1 | \
@@ -66,14 +66,26 @@ style: $(INSTALLED)
 clean:
 	rm -rf .venv
 
-$(VENV)/installed: requirements.txt
+# requirements.lock pins every package that requirements.txt leads to, with the hashes of its files. torch and its CUDA
+# libraries are not in it: which files those are depends on the machine (CPU, CUDA, ROCm), so torch has a version only.
+TORCH_PACKAGES := torch triton cuda-bindings cuda-pathfinder cuda-toolkit $(addprefix nvidia-,cublas cuda-cupti cuda-nvrtc \
+  cuda-runtime cudnn-cu13 cufft cufile curand cusolver cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx)
+lock:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet uv==0.13.9
+	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 \
+	  --generate-hashes --no-annotate $(addprefix --no-emit-package ,$(TORCH_PACKAGES)) requirements.txt -o requirements.lock
+	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 \
+	  --generate-hashes --no-deps benchmarks/requirements.txt -o benchmarks/requirements.lock
+
+$(VENV)/installed: requirements.txt requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "error: $(PYTHON) is older than 3.11; name a newer one: make PYTHON=python3.12 ..." >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --require-hashes -r requirements.lock
+	$(BIN)/python -m pip install --quiet $(shell grep ^torch== requirements.txt)
 	touch $@
 
-$(VENV)/installed-bench: $(VENV)/installed benchmarks/requirements.txt
-	$(BIN)/python -m pip install --quiet -r benchmarks/requirements.txt
+$(VENV)/installed-bench: $(VENV)/installed benchmarks/requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --require-hashes -r benchmarks/requirements.lock
 	touch $@
