@@ -121,6 +121,7 @@ def test_an_exception_of_one_process_is_told_by_the_others(functions_file, tmp_p
     reason = r"rank 1 on host \S+ ended with RuntimeError: this rank is broken"
     assert re.fullmatch(f"failed at update 2: {reason}", status_of(tmp_path))
     assert "traceback : RuntimeError: this rank is broken\n" in result.stderr  # at the end, by the launcher
+    assert "user error" not in result.stderr
 
 
 def test_an_exception_of_all_processes_is_nobodys_loss(functions_file, tmp_path):
@@ -169,4 +170,4 @@ def test_a_process_that_never_arrives_is_named(seconds, functions_file, tmp_path
         assert result.returncode == 0 and not errors, result.stderr
     else:
         assert len(errors) == 1 and re.search(r"rank 1 did not arrive within 15 s of rank 0 on host", errors[0]), errors
-        assert re.search("traceback : rank 1 did not arrive.*\n=+\n$", result.stderr)  # the line is the last one too
+        assert re.search("\n  error: rank 1 did not arrive.*\n=+\n$", result.stderr)  # the line is the last one too

@@ -72,7 +72,7 @@ def leave(reason: str, status: int = 1) -> None:
     if left is not None:
         left.leave(reason, status)
         return
-    record_reason(reason)
+    record_reason(reason, status)
     if int(os.environ.get("RANK", 0)) == 0:
         note(reason)
 
@@ -122,15 +122,20 @@ def note(reason: str) -> None:
             write(f"failed {describe_place()}: {reason.splitlines()[0]}")
 
 
-def record_reason(reason: str) -> None:
+def record_reason(reason: str, status: int) -> None:
     """Writes the reason to the file from which torch's launcher reads the error of a failed process.
 
-    This replaces torch's `@record`, which neither hides secrets nor distinguishes user errors.
+    The launcher ends with a traceback of its own, and with this text in its last lines, after "traceback : ". They are
+    therefore the place for the error lines of a user. This replaces torch's `@record`, which neither hides secrets nor
+    distinguishes user errors.
     """
     if (path := os.environ.get("TORCHELASTIC_ERROR_FILE")) and not os.path.exists(path):
+        text = "; ".join(reason.splitlines())
+        if status == MISTAKE_STATUS:
+            lines = "\n".join(f"error: {line}" for line in reason.splitlines())
+            text = f"none, because this is a user error; ignore the launcher's traceback above\n\n{lines}"
         with suppress(OSError), open(path, "w") as file:
-            message = "; ".join(reason.splitlines())
-            json.dump({"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}, file)
+            json.dump({"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}, file)
 
 
 def describe_place() -> str:

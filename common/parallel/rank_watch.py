@@ -204,7 +204,7 @@ class RankWatch:
             time.sleep(GRACE)
         self.has_left = True
         if reason is not None:
-            failures.record_reason(reason)
+            failures.record_reason(reason, status)
             if self.rank == 0:
                 failures.note(reason)
         self._tell({"rank": self.rank, "host": self.host, "status": status, "reason": reason})
@@ -231,6 +231,7 @@ class RankWatch:
         if rank == self.first_here:  # this rank has reported its user error itself
             speaker = None if status == MISTAKE_STATUS else rank + 1
         failures.print_errors(lines if self.rank == speaker else [])
+        failures.record_reason("\n".join(lines), status)
         if self.rank == 0 or (rank == 0 and self.rank == 1):  # last, because a disk may be slow
             failures.note(lines[0] if status == MISTAKE_STATUS else f"{who} {what}")
         os._exit(LOST_STATUS if status != MISTAKE_STATUS else status)
