@@ -21,8 +21,9 @@ Environment variables:
   LAUNCH_FLAGS        more flags of accelerate launch, such as "--mixed_precision no"
   PYTHON              on each host (default: .venv/bin/python of this directory if it is there, else python3)
   SSH                 the command with its options (default: ssh)
-All variables named NCCL_*, GLOO_*, CUDA_*, OMP_*, HF_*, TORCH_*, DS_* and XDG_CACHE_HOME go to each host, but for tokens
-and keys: log in on the hosts instead (hf auth login). With several networks, set NCCL_SOCKET_IFNAME=eth0 where NCCL
+All variables named NCCL_*, GLOO_*, CUDA_*, OMP_*, HF_*, TORCH_*, DS_* and XDG_CACHE_HOME go to each host through ssh's
+input, because everybody on a host sees the command lines of all. LAUNCH_TOKEN too: the secret of the launch, a new one if
+it is not set. With several networks, set NCCL_SOCKET_IFNAME=eth0 where NCCL
 takes a wrong one; gloo is told the one that leads to MAIN_IP.
 TEXT
 }
@@ -49,7 +50,9 @@ run_on() {
     mkfifo "$fifo"
     exec 3<>"$fifo"
     rm "$fifo"
-    remote="exec 3<&0 </dev/null; $before_rank $rank $after_rank &
+    printf '%s\0' "${variables[@]}" "" >&3
+    remote="while IFS= read -r -d '' pair && [[ -n \$pair ]]; do export \"\$pair\"; done
+exec 3<&0 </dev/null; $before_rank $rank $after_rank &
 run=\$!
 { read -r _ <&3; kill \$run; } >/dev/null 2>&1 &
 watch=\$!
@@ -83,15 +86,17 @@ if [[ -z ${PROCESSES_PER_HOST:-} ]]; then
         die "ssh does not reach $main; try: $SSH $main true"
     PROCESSES_PER_HOST=$((gpus > 0 ? gpus : 1))
 fi
-exports=""
+export LAUNCH_TOKEN=${LAUNCH_TOKEN:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
+variables=()
 for name in $(compgen -e); do
     case $name in
-    *TOKEN | *KEY) ;; # everybody on a host sees the command lines of all
-    NCCL_* | GLOO_* | CUDA_* | OMP_* | HF_* | TORCH_* | DS_* | XDG_CACHE_HOME) exports+="$(quote "$name=${!name}")" ;;
+    NCCL_* | GLOO_* | CUDA_* | OMP_* | HF_* | TORCH_* | DS_* | XDG_CACHE_HOME | LAUNCH_TOKEN) variables+=("$name=${!name}") ;;
     esac
 done
+all="${variables[*]}"
+[[ ${#all} -lt 15000 ]] || die "the variables for the hosts are longer than 15000 characters; unset those named HF_*, ... that no host needs"
 read -ra launch_flags <<<"${LAUNCH_FLAGS:-}"
-before_rank="cd $(quote "$PWD") && exec env $exports$(
+before_rank="cd $(quote "$PWD") && exec $(
     quote "${PYTHON:-$default_python}" launchers/meet.py --timeout "$TIMEOUT" accelerate launch --config_file "$config" \
         --num_machines "${#hosts[@]}" --num_processes "$((${#hosts[@]} * PROCESSES_PER_HOST))" \
         --main_process_ip "${MAIN_IP:-${main#*@}}" --main_process_port "${PORT:-29500}" \

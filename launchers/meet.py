@@ -3,6 +3,7 @@
 python launchers/meet.py accelerate launch --config_file accelerate_configs/multi_node.yaml \\
     --main_process_ip IP --machine_rank R recipes/lm.py ...
 
+The variable LAUNCH_TOKEN holds one secret, the same on all machines: others that reach the port cannot take part.
 By itself `accelerate launch` ends such a start in a traceback, after minutes (`multi_node*.yaml`: one). Here a wrong
 address, a port in use, a machine that never comes, a rank given twice, or another number of machines is one line on
 every machine, and exit status 2. The machines meet at --main_process_ip and --main_process_port, where the launchers
@@ -15,7 +16,6 @@ let machines with different numbers start; `c10d` waits at the port of another p
 
 import argparse
 import errno
-import json
 import os
 import secrets
 import signal
@@ -24,8 +24,9 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 # Before the imports: a thread that one of them starts would take the signal. The ranks inherit it too: a request that
 # comes before they train waits until they do (see common.training.stop_signals).
@@ -40,29 +41,20 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 from common.command_parser import CommandParser  # noqa: E402
 from common.errors import UserError, raise_errors  # noqa: E402
+from common.parallel.channel import TOKEN, Channel, Door, is_rank, is_text, launch_key  # noqa: E402
 from common.parallel.launch import Launch, parse_launch  # noqa: E402
 from common.parallel.process_checks import check_machines  # noqa: E402
-from common.parallel.rank_watch import listen, send  # noqa: E402
 
 DEFAULT_PORT = 29500  # Accelerate's
+MEETING = "meeting"
 HOST = socket.gethostname()
 
 
-def receive(connection: Connection, seconds: float) -> dict:
-    """What comes within so many seconds; empty where nothing comes that these machines say."""
-    with suppress(OSError, EOFError, ValueError):
-        message = json.loads(connection.recv_bytes(1 << 16)) if connection.poll(seconds) else {}
-        return message if isinstance(message, dict) else {}
-    return {}
-
-
-def connect(address: tuple[str, int], seconds: float, asked: Launch, token: str = "") -> Connection:
+def connect(address: tuple[str, int], seconds: float, asked: Launch, own: str = "") -> Channel:
     """A connection to the machine with rank 0, on which this one has said who it is."""
-    connected = socket.create_connection(address, timeout=max(0.1, seconds))
-    connected.setblocking(True)
-    connection = Connection(connected.detach())
-    send(connection, {"rank": asked.machine_rank, "host": HOST, "token": token, "flags": flags_of(asked)})
-    return connection
+    channel = Channel(socket.create_connection(address, timeout=max(0.1, seconds)), launch_key(MEETING))
+    channel.send({"rank": asked.machine_rank, "host": HOST, "own": own, "flags": flags_of(asked)})
+    return channel
 
 
 def flags_of(asked: Launch) -> str:
@@ -70,14 +62,22 @@ def flags_of(asked: Launch) -> str:
     return f"--num_machines {asked.num_machines} --num_processes {asked.num_processes}"
 
 
+def check_token(asked: Launch) -> list[str]:
+    """Problems with the secret that keeps other programs out."""
+    if asked.num_machines == 1 or len(os.environ.get(TOKEN, "")) >= 16:
+        return []
+    start = "not 16 characters long" if os.environ.get(TOKEN) else "not set"
+    return [f"{TOKEN}: {start}; set it to one secret on all machines, such as the output of: openssl rand -hex 16"]
+
+
 def why(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def open_port(port: int) -> socket.socket:
+def open_port(port: int) -> Door:
     """Raises UserError where the port is taken."""
     try:
-        return listen(port, backlog=1024)
+        return Door(port, launch_key(MEETING), num_clients=1024)
     except OSError as error:
         line, user = f"port {port} of this machine, {HOST}, cannot be used: {why(error)}", ""
         if error.errno != errno.EADDRINUSE:
@@ -96,49 +96,59 @@ def host_meeting(asked: Launch, address: tuple[str, int], timeout: float) -> Non
     Raises:
         UserError: a line that says what is wrong.
     """
-    here: dict[int, tuple[Connection, str]] = {}  # rank to connection and host
+    here: dict[int, tuple[Channel, str]] = {}  # rank to connection and host
     answer = {"error": f"machine rank 0 on host {HOST} was stopped"}
-    with open_port(address[1]) as server:
+    with open_port(address[1]) as door:
         try:
-            gather(server, here, asked, address, timeout)
+            gather(door, here, asked, address, timeout)
             answer = {"all_here": True}
         except UserError as error:
             answer = {"error": str(error)}
             raise
         finally:
-            for connection, _ in here.values():
-                send(connection, answer)
+            for channel, _ in here.values():
+                channel.send(answer)
     # The others close first: a connection that this side has closed would keep the port for a while.
-    for connection, _ in here.values():
-        connection.poll(5)
-        connection.close()
+    for channel, _ in here.values():
+        with suppress(OSError, EOFError):
+            channel.receive(5)
+        channel.close()
 
 
-def gather(server: socket.socket, here: dict, asked: Launch, address: tuple[str, int], timeout: float) -> None:
+def gather(door: Door, here: dict, asked: Launch, address: tuple[str, int], timeout: float) -> None:
     """Fills `here`. This machine comes as the others do, over the address that they were given."""
     deadline = time.monotonic() + timeout
-    token = secrets.token_hex(8)
+    number = secrets.token_hex(8)
     try:
-        own = connect(address, min(10, timeout), asked, token)
+        own = connect(address, min(10, timeout), asked, number)
     except OSError as error:
         raise no_way_here(address, why(error)) from error
     with own:
         while len(here) < asked.num_machines:
-            waiting = [server, own, *(connection for connection, _ in here.values())]
-            ready = wait(waiting, max(0, deadline - time.monotonic()))
-            if not ready:
+            if time.monotonic() >= deadline:
                 missing = ", ".join(str(rank) for rank in range(asked.num_machines) if rank not in here)
+                refused = f"; refused {door.num_refused} connections without this {TOKEN}" if door.num_refused else ""
                 raise UserError(
                     f"machine rank {missing} of {asked.num_machines} did not come to {address[0]}:{address[1]} within "
-                    f"{timeout:g} s; start the same command there, with its own --machine_rank"
+                    f"{timeout:g} s{refused}; start the same command there, with its own --machine_rank"
                 )
+            admitted, ready = door.admit(deadline, [own, *(channel for channel, _ in here.values())])
             if own in ready:  # it is not this process that answers there
                 answer = receive(own, 0)
                 raise UserError(answer["error"]) if "error" in answer else no_way_here(address, "another answers")
-            for rank in [rank for rank, (connection, _) in here.items() if connection in ready]:
+            for rank in [rank for rank, (channel, _) in here.items() if channel in ready]:
                 here.pop(rank)[0].close()  # went away, and may come back
-            if server in ready:
-                admit(Connection(server.accept()[0].detach()), asked, token, here)
+            for channel, hello in admitted:
+                admit(channel, hello, asked, number, here)
+
+
+def receive(channel: Channel, seconds: float) -> dict[str, Any]:
+    """The answer of machine rank 0; empty if it closes the connection or does not know the token."""
+    with suppress(OSError, EOFError):
+        message = channel.receive(seconds) or {}
+        if message == {"all_here": True} or isinstance(message.get("error"), str):
+            return message
+    return {}
 
 
 def no_way_here(address: tuple[str, int], reason: str) -> UserError:
@@ -149,21 +159,22 @@ def no_way_here(address: tuple[str, int], reason: str) -> UserError:
     )
 
 
-def admit(connection: Connection, asked: Launch, token: str, here: dict[int, tuple[Connection, str]]) -> None:
+def admit(channel: Channel, hello: dict, asked: Launch, number: str, here: dict[int, tuple[Channel, str]]) -> None:
     """Adds a machine to those that are here. UserError: it does not fit to them."""
-    hello = receive(connection, 5)
-    if not {"rank", "host", "token", "flags"} <= hello.keys():
-        return connection.close()  # somebody else, by chance
-    rank, host, line = hello["rank"], hello["host"], ""
-    if hello["flags"] != (mine := flags_of(asked)):
-        line = f"host {host} was started with {hello['flags']}, host {HOST} with {mine}; give all the same"
-    elif rank in here or (rank == 0 and hello["token"] != token):
+    rank, host, flags, line = hello.get("rank"), hello.get("host"), hello.get("flags"), ""
+    if not (is_text(host) and is_text(flags)):
+        return channel.close()
+    if flags != (mine := flags_of(asked)):
+        line = f"host {host} was started with {flags}, host {HOST} with {mine}; give all the same"
+    elif not is_rank(rank, asked.num_machines):
+        return channel.close()
+    elif rank in here or (rank == 0 and hello.get("own") != number):
         other = here[rank][1] if rank in here else HOST
         line = f"hosts {other} and {host} both have --machine_rank {rank}; give each its own, from 0 on"
     if line:
-        send(connection, {"error": line})
+        channel.send({"error": line})
         raise UserError(line)
-    here[rank] = (connection, host)
+    here[rank] = (channel, host)
 
 
 def join_meeting(asked: Launch, address: tuple[str, int], timeout: float) -> None:
@@ -176,12 +187,12 @@ def join_meeting(asked: Launch, address: tuple[str, int], timeout: float) -> Non
     me = f"machine rank {asked.machine_rank} on host {HOST}"
     where = f"machine rank 0 at {address[0]}:{address[1]}"
     while True:
-        reason = "it closed the connection"
+        reason = f"it closed the connection; is {TOKEN} the same there?"
         try:
-            with connect(address, min(5, deadline - time.monotonic()), asked) as connection:
-                if not connection.poll(timeout + 2):
+            with connect(address, min(5, deadline - time.monotonic()), asked) as channel:
+                if not wait([channel], timeout + 2):
                     raise UserError(f"{me} reaches {where}, which does not answer; is it the port of another program?")
-                answer = receive(connection, 0)
+                answer = receive(channel, 5)
             if "error" in answer:
                 raise UserError(answer["error"])
             if answer:
@@ -220,7 +231,7 @@ def main() -> None:
             parser.error("after its own flags comes: accelerate launch --config_file ... recipes/lm.py ...")
         words = args.command[2:]
         asked = parse_launch(words)
-        raise_errors(check_machines(asked))
+        raise_errors([*check_machines(asked), *check_token(asked)])
         if asked.num_machines > 1:
             address = (asked.settings["main_process_ip"], asked.settings["main_process_port"] or DEFAULT_PORT)
             (join_meeting if asked.machine_rank else host_meeting)(asked, address, args.timeout)

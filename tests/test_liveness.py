@@ -8,13 +8,13 @@ import socket
 import sys
 import threading
 import time
-from multiprocessing.connection import Connection
 
 import pytest
 from conftest import read_metrics, run_specs, specs_command
 from running import Run, find_rank, num_updates, wait_for_updates, wait_until
 
 from common.parallel import rank_watch
+from common.parallel.channel import Channel
 from common.training.process_grid import ProcessGrid
 
 LINE = r"error: rank {rank} on host \S+ {what} at update \d+; this process \(rank \d+\) ends"
@@ -149,15 +149,15 @@ def test_two_ranks_that_leave_together_spoil_neithers_good_bye(monkeypatch):
         start.start()
     for start in starts:
         start.join()
-    send = Connection._send_bytes
+    send = Channel.send
 
-    def after_the_other(connection, message):
-        if threading.current_thread() is threading.main_thread() and connection in watches[0].peers:
+    def after_the_other(channel, message):
+        if threading.current_thread() is threading.main_thread() and channel in watches[0].peers:
             watches[1].leave(None, 0)
             time.sleep(0.5)  # in which it arrives
-        send(connection, message)
+        send(channel, message)
 
-    monkeypatch.setattr(Connection, "_send_bytes", after_the_other)
+    monkeypatch.setattr(Channel, "send", after_the_other)
     watches[0].leave(None, 0)
 
 

