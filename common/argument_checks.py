@@ -42,10 +42,7 @@ def check_arguments(args: Arguments, on_cpu: bool, traits: Traits, grid: Process
 
 
 def check_updates(args: argparse.Namespace, num_done: int = 0) -> Iterator[str]:
-    """Sets the default number of warm-up updates; yields a line for each flag that needs a longer run.
-
-    num_done: number of completed updates.
-    """
+    """Sets the default number of warm-up updates; yields a line for each flag that needs a longer run."""
     if args.num_updates is None:
         return
     if args.warmup_updates is None:
@@ -97,10 +94,7 @@ def _check_writable(path: Path) -> list[str]:
 def check_samples(
     args: Arguments, traits: Traits, train: Samples, validation: Samples | None, grid: ProcessGrid
 ) -> None:
-    """Checks that the data fills a global batch and each sample fits a micro-batch; converts epochs to updates.
-
-    Raises UserError: one line per problem.
-    """
+    """Checks that the data fills a global batch and each sample fits a micro-batch; converts epochs to updates."""
     longest = max(train.max_length, validation.max_length if validation else 0)
     tokens = args.micro_batch_tokens if traits.lengths_vary else None
     is_too_long = tokens not in (None, "auto") and tokens * grid.sequence < longest

@@ -283,10 +283,7 @@ def choose_model(
 
 
 def text_sources(args: Arguments) -> "tuple[Source, Source | None]":
-    """Returns the sources of training and held-out text that the flags select; by default the embedded corpus.
-
-    Raises UserError: one line per missing or unreadable file, or mutually exclusive sources.
-    """
+    """Returns the sources of training and held-out text that the flags select; by default the embedded corpus."""
     # Imported here because recipes without text do not need these modules.
     from common.data.source_types import Source
     from common.data.sources import check_sources

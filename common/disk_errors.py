@@ -52,10 +52,7 @@ def lost_line(directory: Path) -> str:
 
 
 def explain_disk_error(error: BaseException, lost: Path | None) -> str | None:
-    """Returns the message for an error that ends the run; None if the output directory and the disk did not cause it.
-
-    lost: result of `files.find_lost_directory`.
-    """
+    """Returns the message for an error that ends the run; None if neither output directory nor disk caused it."""
     if lost is not None and isinstance(error, Exception):
         return lost_line(lost)
     if disk_error_number(error) not in FULL_OR_BROKEN:

@@ -17,6 +17,7 @@ import xxhash
 from filelock import FileLock, Timeout
 
 from common.errors import UserError
+from common.process import this_process
 
 PARTIAL = ".partial"
 LOCK = ".lock"
@@ -130,12 +131,9 @@ def make_new_directory(path: Path) -> Path:
     raise AssertionError("unreachable")
 
 
-_locks: dict[Path, FileLock] = {}  # held until this process ends
-
-
 def find_lost_directory() -> Path | None:
     """Returns an output directory that was deleted or moved although this process has locked it, or None."""
-    taken = (directory for directory, lock in _locks.items() if lock.is_locked)
+    taken = (directory for directory, lock in this_process().output_locks.items() if lock.is_locked)
     return next((directory for directory in taken if not (directory / LOCK).exists()), None)
 
 
@@ -144,7 +142,7 @@ def lock_output_dir(directory: Path) -> None:
 
     Raises UserError: a different process holds the lock for more than LOCK_TIMEOUT seconds.
     """
-    lock = _locks.setdefault(directory.absolute(), FileLock(directory / LOCK))
+    lock = this_process().output_locks.setdefault(directory.absolute(), FileLock(directory / LOCK))
     if lock.is_locked:
         return
     try:

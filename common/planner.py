@@ -33,10 +33,7 @@ def repeated_flags(words: list[str], left_out: tuple[str, ...] = LEFT_OUT) -> It
 
 
 def _start(*options: str, left_out: tuple[str, ...] = LEFT_OUT) -> dict[str, Any]:
-    """Returns the `args` and `env` of a planner process that does not belong to this process's launch.
-
-    Raises UserError: tools/ is not next to common/.
-    """
+    """Returns the `args` and `env` of a planner process that does not belong to this process's launch."""
     if not (ROOT / "tools/plan").is_dir():
         raise UserError(f"the planner is not in {ROOT}; copy tools/ from the repository to it, next to common/")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
@@ -56,10 +53,7 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def hand_over(args: argparse.Namespace) -> NoReturn:
-    """Replaces this process with the planner, which prints the plan for the machine of --plan.
-
-    Raises UserError: one line per mistake in the command, or the planner is missing.
-    """
+    """Replaces this process with the planner, which prints the plan for the machine of --plan."""
     raise_errors(_problems(args))
     # Only --plan is left out, because the launch command that the planner recommends repeats the other flags.
     planner = _start("--machine", args.plan, left_out=("--plan",))
@@ -68,10 +62,7 @@ def hand_over(args: argparse.Namespace) -> NoReturn:
 
 
 class Prediction:
-    """The memory prediction of a dry run, computed by a planner process in parallel to the dry run.
-
-    run: a `common.run.Run`, before its model is built.
-    """
+    """The memory prediction of a dry run, computed by a planner process in parallel to the dry run."""
 
     def __init__(self, run: Any):
         launch = run.launch_config

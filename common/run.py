@@ -21,15 +21,17 @@ name), `models.model_setup`, `checkpoint.layouts`, `training.process_grid` and `
 """
 
 import math
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from common import argument_checks, versions
@@ -42,21 +44,58 @@ from common.models import adapters, model_setup
 from common.models.load import attention_length
 from common.parallel import connect, distributed_mode, launch, launch_checks, liveness, shutdown
 from common.parallel.liveness import wait_for_all
+from common.process import this_process
 from common.report import flops, progress, tracking
 from common.training import accumulation
 from common.training.activation_checkpointing import apply_activation_checkpointing
 from common.training.batching import Collate, GlobalBatch, Samples, make_loader
 from common.training.precision import weights_cast_once
 from common.training.recipe_traits import Arguments, Traits
-from common.training.stop_signals import NOTHING_TRAINED
+from common.training.stop_signals import NOTHING_TRAINED, StopRequests
 
 
-class Run:
-    """A run of a recipe. All ranks call its methods together, in the order of their definition.
+class RunState:
+    """The attributes of a run, in the order in which its methods set them."""
 
-    `held_out` is the loader of the held-out samples, or None. `reduced` contains the values that `all_finite`
-    summed over the ranks. `budget` is the token budget of --micro_batch_tokens auto, or None.
-    """
+    # Set by Run(args):
+    args: Arguments
+    launch_config: launch.Launch  # the requested launch
+    traits: Traits  # the differences of the recipe from lm.py
+    accelerator: accumulation.RunAccelerator
+    device: torch.device
+    is_sharded: bool  # whether each rank has only a part of the weights
+    checkpoints: Checkpoints
+    evaluations: Evaluations
+    is_stopped: bool  # whether a request to stop has ended the loop
+    # Set by begin:
+    meta_model: Callable[[], Any]  # returns the model without weights
+    resumed: Any  # the `checkpoint.read.Reader` of --resume, or None
+    state: TrainingState  # the progress that checkpoints save
+    memory_before: int  # bytes in use before the model is built
+    prediction: Any  # the `planner.Prediction` of --dry_run, on the main process
+    # Set by prepare:
+    budget: Any  # the `TokenBudget` of --micro_batch_tokens auto, or None
+    load: Callable[[range], DataLoader]  # returns the loader of the given updates
+    loader: Any  # the `DataLoader` of all updates that are left
+    held_out: Any  # the `DataLoader` of the held-out samples, or None
+    model: nn.Module
+    optimizer: Optimizer
+    # Set by training:
+    output_dir: Path
+    progress: progress.Progress
+    requests: StopRequests
+    # Set by all_finite, for each update:
+    reduced: dict[str, Any]  # the values that were summed over the ranks
+    record: dict[str, Any]  # first entries of the line in metrics.jsonl
+    # Set by end_training:
+    results: dict[str, Any]
+    # Set by write_model:
+    model_class: str
+    is_again: bool  # whether an earlier start has written the results already
+
+
+class Run(RunState):
+    """A run of a recipe. All ranks call its methods together, in the order of their definition."""
 
     def __init__(self, args: Arguments, problems: Iterable[str] = (), **traits: Any):
         """Validates the flags and the launch, and connects the processes. Raises UserError: one line per mistake.
@@ -106,7 +145,7 @@ class Run:
         connect.seed_everything(self.args.seed)
         self.meta_model()  # on all ranks here, because it may draw random numbers
         self.memory_before = tracking.memory_in_use_bytes(self.device)
-        shutdown.explain_error = partial(_explain, self)
+        this_process().explain_error = partial(_explain, self)
         if self.args.dry_run and self.accelerator.is_main_process:
             from common.planner import Prediction
 
@@ -132,7 +171,7 @@ class Run:
             from common.training.compilation import choose_kernels
 
             choose_kernels(self, model, train_set)
-        self.budget: Any = None
+        self.budget = None
         if args.shared("micro_batch_tokens") == "auto":
             from common.auto_micro_batch import start_budget
 

@@ -69,11 +69,11 @@ print("same bits")
 NO_DESCRIPTOR = """
 import resource, runpy
 from accelerate import Accelerator
-from common.parallel import liveness
+from common.process import this_process
 clip = Accelerator.clip_grad_norm_
 
 def fail(*args, **kwargs):
-    if liveness.update == 1:
+    if this_process().update == 1:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
         raise RuntimeError("no descriptor left")
     return clip(*args, **kwargs)

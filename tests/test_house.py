@@ -15,6 +15,7 @@ LAYERS = [
     "versions",
     "packages",
     "internals",
+    "process",
     "redaction",
     "disk_errors",
     "files",

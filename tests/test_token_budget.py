@@ -21,16 +21,16 @@ import torch
 from accelerate import Accelerator
 from common import auto_micro_batch
 from common.checkpoint import host_copy
-from common.parallel import liveness
+from common.process import this_process
 # The same budget on any machine, because twice as many tokens are never fast enough.
 auto_micro_batch.default_tokens, auto_micro_batch.MIN_SPEEDUP = lambda *_: {tokens}, 1e9
 if not {copies}:
     host_copy.has_memory = lambda *_: False
 begin, limit = Accelerator.no_sync, resource.getrlimit(resource.RLIMIT_DATA)
 def short(*args, **kwargs):
-    if liveness.update == 4:  # OpenBLAS, which classify.py's baseline needs, asks for memory until it gets it
+    if this_process().update == 4:  # OpenBLAS, which classify.py's baseline needs, asks for memory until it gets it
         resource.setrlimit(resource.RLIMIT_DATA, limit)
-    if liveness.update != 2 or int(os.environ.get("RANK", 0)) != {rank} or short.is_set:
+    if this_process().update != 2 or int(os.environ.get("RANK", 0)) != {rank} or short.is_set:
         return begin(*args, **kwargs)
     short.is_set = True
     if torch.cuda.is_available():

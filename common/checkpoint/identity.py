@@ -32,13 +32,7 @@ CHANGEABLE = ("dataset", "validation", *(name for name, can_change in SETTINGS.i
 def identify(
     args: Arguments, accelerator: Accelerator, config: Any, tokenizer: Any, samples: Any, held_out: Any, *own_flags: str
 ) -> dict:
-    """Returns the properties that must stay the same when a run is resumed.
-
-    Args:
-        config: model configuration. tokenizer: transformers tokenizer, or None. samples: `training.batching.Samples`,
-            which may have an `identity` in addition to their fingerprint. held_out: the same, or None.
-        own_flags: names of the recipe's own flags that affect an update.
-    """
+    """Returns the properties that must stay the same when a run is resumed."""
     model = {
         key: value
         for key, value in json.loads(config.to_json_string(use_diff=False)).items()

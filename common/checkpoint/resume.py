@@ -100,10 +100,7 @@ def is_valid(path: Path, manifest: dict[str, Any], ranks: Agreement) -> bool:
 
 
 def find_valid(ranks: Agreement, corrupted: set[Path]) -> Reader:
-    """Returns the newest valid checkpoint. Corrupted checkpoints are printed, added to `corrupted` and skipped.
-
-    Raises UserError: there is no valid checkpoint, or its format is newer.
-    """
+    """Returns the newest valid checkpoint. Corrupted checkpoints are printed, added to `corrupted` and skipped."""
     found, problems = list_on_main(ranks)
     for path, manifest in found:
         if manifest["format"] > FORMAT:

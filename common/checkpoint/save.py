@@ -96,14 +96,7 @@ class Checkpoints:
             self.last_saved = reader.manifest["update"]
 
     def start(self, *pretrained: Any, model: torch.nn.Module, **metadata: Any) -> None:
-        """Locks the output directory for this run, and removes incomplete files of killed saves.
-
-        Args:
-            pretrained: objects with `save_pretrained` that the export needs besides the weights.
-            metadata: added to every manifest.
-
-        Raises UserError: another process uses the directory.
-        """
+        """Locks the output directory for this run, and removes incomplete files of killed saves."""
         model = without_wrapper(model)
         # The class name in a single process; FSDP2 uses its own class, FSDPLlamaForCausalLM.
         self.metadata = metadata | {"architecture": type(model).__name__.removeprefix("FSDP")}
@@ -156,8 +149,6 @@ class Checkpoints:
         """Copies the state and starts to write it; call it only between two updates.
 
         in_place: write without a copy, which saves memory; the call returns when the state is written.
-
-        Raises UserError: the disk is full, the previous save failed, or a part of the state would be missing.
         """
         if state.update == self.last_saved:
             return

@@ -52,15 +52,7 @@ class Writer:
         optimizer: torch.optim.Optimizer,
         in_place: bool,
     ) -> None:
-        """Copies the pieces that this rank owns, and starts to write them.
-
-        Args:
-            rank_metadata: contents of this rank's JSON file.
-            optimizer: waits before its next step until everything is copied.
-            in_place: write without a copy, which saves memory; the call returns when all is written.
-
-        Raises UserError: the disk is full.
-        """
+        """Copies the pieces that this rank owns, and starts to write them."""
         self.manifest = manifest
         partial = self.ranks.directory / f"update-{manifest['update']:06}{PARTIAL}"
         # Sorted by element size, the largest first, so that each tensor is aligned to its element size in the file.

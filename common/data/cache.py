@@ -27,8 +27,6 @@ def cached(
     Args:
         identity: everything that the files depend on, as JSON values.
         cache_dir: replaces the default cache.
-
-    Raises UserError if the cache cannot be written.
     """
     directory = cache_path(kind, identity, cache_dir)
     _remove_unfinished(directory.parent)
@@ -52,10 +50,7 @@ def cache_path(kind: str, identity: list[Any], cache_dir: str | Path | None = No
 
 
 def _only_one(directory: Path) -> AbstractContextManager:
-    """Acquires the lock of a cache directory: a collective would time out while one process tokenises for hours.
-
-    Raises UserError if the cache cannot be written.
-    """
+    """Acquires the lock of a cache directory: a collective would time out while one process tokenises for hours."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         return FileLock(f"{directory}.lock").acquire()

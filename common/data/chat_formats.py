@@ -56,10 +56,7 @@ def with_known_format(corpus: Corpus, source: Source, shape: str | None, has_tem
 
 
 def _messages(row: Row, column: str) -> list[dict[str, Any]]:
-    """Returns the turns of a ShareGPT column as messages; turns that already have a role are kept.
-
-    Raises UserError if the column is not a list of turns, or a turn has an unknown speaker or a non-text value.
-    """
+    """Returns the turns of a ShareGPT column as messages; turns that already have a role are kept."""
     turns = row.values.get(column)
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise UserError(f'{row.where}: column {column} is not a list of {{"from": ..., "value": ...}}; fix the row')
@@ -81,8 +78,6 @@ def _instructed(row: Row, has_template: bool) -> dict[str, Any]:
     """Returns {"messages": ...} for a chat template; without a template, a prompt and a completion.
 
     The prompt has the headings of the Alpaca dataset.
-
-    Raises UserError if there are earlier turns but no chat template, or a value is not text.
     """
     instruction, output = (text_of(row, name) for name in ALPACA)
     more = text_of(row, "input") if row.values.get("input") else ""

@@ -6,14 +6,7 @@ from common.errors import UserError
 
 
 def chat_notes(name: str, counts: Counter) -> list[str]:
-    """Returns one line for each kind of message part that is omitted or has no targets.
-
-    Args:
-        name: name of the corpus, for the error message.
-        counts: the counts of `chats.encode_chats`.
-
-    Raises UserError, one line, if no answer contains a target.
-    """
+    """Returns one line for each kind of message part that is omitted or has no targets."""
     answers = f"{counts['answers']:,}"
     if counts["lost"] and counts["lost"] >= counts["answers"]:
         raise UserError(

@@ -24,10 +24,7 @@ CHATML = Path(__file__).with_name("chatml.jinja")
 
 
 def read_chat_template(name: str) -> str:
-    """Returns the chat template in a file, or the ChatML template for the name "chatml".
-
-    Raises UserError, one line, if the file cannot be read or the template is invalid or ignores the messages.
-    """
+    """Returns the chat template in a file, or the ChatML template for the name "chatml"."""
     try:
         text = (CHATML if name == "chatml" else Path(name)).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -56,8 +53,6 @@ def encode_chats(
 
     The tokens of the assistant's turns are the targets. `counts` receives the values that `chat_notes` reports and, by
     token id, the number of target turns that end with each special token.
-
-    Raises UserError if the template or the tokenizer cannot be used, or a row has no valid messages.
     """
     if not tokenizer.chat_template:
         raise UserError(
@@ -123,9 +118,6 @@ def _count_answers(chat: Chat, text: str, starts: np.ndarray, ends: np.ndarray, 
     """Counts all answers, those without a target, and those whose content or function name is less than half targets.
 
     Parts that the template rewrites or omits are skipped; `_count_unwritten` counts the omitted parts.
-
-    Args:
-        starts, ends: character offsets of the targets.
     """
     position = 0
     for message, is_trained in zip(chat.messages, chat.is_trained, strict=True):
@@ -153,10 +145,7 @@ def _target_part(text: str, piece: str, position: int, starts: np.ndarray, ends:
 
 
 def _write(chat: Chat, tokenizer: PreTrainedTokenizerBase, counts: Counter) -> tuple[str, Spans]:
-    """Returns the conversation as text and the character spans of its targets.
-
-    Raises UserError if the template cannot be used with these messages.
-    """
+    """Returns the conversation as text and the character spans of its targets."""
     cannot = f"{chat.where}: the chat template cannot be used"
     try:
         template = tokenizer.get_chat_template(tools=chat.tools)
@@ -203,8 +192,6 @@ def _added_turns(chat: Chat, text: str, _: Spans, render: Render, cannot: str) -
     """Returns the character span of each target turn, from two renderings.
 
     The span begins where the earlier turns with the generation prompt end, and ends where the rendered turn ends.
-
-    Raises UserError if a turn changes the rendering of the earlier turns.
     """
     spans = []
     for turn in (number for number, is_trained in enumerate(chat.is_trained) if is_trained):

@@ -15,13 +15,7 @@ NUMBER = re.compile(r"(?:(?:[0-9]{1,30}\.?[0-9]{0,30}|\.[0-9]{1,30})(?:e[+-]?[0-
 
 
 def training_files(given: list[str], **columns: Any) -> Source:
-    """Returns the files of --train_file as one source, or, if they have weights, as the parts of a mixed source.
-
-    Args:
-        columns: the other fields of a Source.
-
-    Raises UserError with one line per problem with the weights.
-    """
+    """Returns the files of --train_file as one source, or, with weights, as the parts of a mixed source."""
     named = [_split_weight(path) for path in given]
     if all(weight is None for _, weight in named):
         return Source(files=tuple(given), **columns)
@@ -38,10 +32,7 @@ def training_files(given: list[str], **columns: Any) -> Source:
 
 
 def held_out_files(files: list[str], is_mixed: bool, **columns: Any) -> Source:
-    """Returns the files of --validation_file as one source; if the training data is mixed, each file is its own source.
-
-    Raises UserError if a file has a weight or belongs to two sources.
-    """
+    """Returns the files of --validation_file as one source, or as one source each if the training data is mixed."""
     raise_errors(needless_weights("--validation_file", files, "all held-out data is evaluated; remove the weights"))
     if not is_mixed or len(files) == 1:
         return Source(files=tuple(files), **columns)

@@ -95,10 +95,7 @@ def names_decide(source: Source, shape: str | None) -> bool:
 
 
 def choose_columns(corpus: Corpus, source: Source, shape: str | None) -> tuple[str, tuple[str, ...]]:
-    """Returns (shape, columns): requested columns, else messages, else prompt and completion, else text.
-
-    Raises UserError if a required column is missing.
-    """
+    """Returns (shape, columns): requested columns, else messages, else prompt and completion, else text."""
     pair = (source.prompt_column or PAIR[0], source.completion_column or PAIR[1])
     if source.prompt_column or source.completion_column:
         check_columns(corpus, pair, "--prompt_column, --completion_column")

@@ -42,8 +42,6 @@ def tokenize(
             once. "examples" makes one sample of each row, truncated to sequence_length. None means examples if the
             columns are `messages` or `prompt` and `completion`, otherwise blocks.
         measure_compression: save the size of the text compressed with gzip -9 and xz -9, if it is at most 64 MiB.
-
-    Raises UserError with file and location if something cannot be read or yields no sample.
     """
     if source.parts:
         from common.data.mixed import Mixed

@@ -57,8 +57,6 @@ def train_tokenizer(
         vocab_size: at least 257, for the 256 bytes and <|endoftext|>.
         columns: the columns with the text; None: those that `tokenize` reads.
         flags: the flags that select the columns, for messages.
-
-    Raises UserError if the source cannot be read or lacks a column.
     """
     texts = []  # per source: a corpus and its columns
     for part in source.parts or (source,):
@@ -111,8 +109,6 @@ def special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int]
     """Returns (before, after): the special tokens that `tokenizer(text)` adds around a text.
 
     Training adds exactly these tokens, as `tokenizer(text)` does at inference; a bos token is not always among them.
-
-    Raises UserError if the tokenizer encodes the text differently when it adds special tokens.
     """
     texts = itertools.chain(["a"], (str(tokenizer.decode([token])) for token in range(len(tokenizer))))
     text = next(text for text in texts if encode_plain(tokenizer, [text])["input_ids"][0])

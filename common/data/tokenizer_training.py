@@ -27,11 +27,7 @@ def _texts_of(row: Row, columns: tuple[str, ...]) -> list[str]:
 def train_bpe(
     sources: list[tuple[Corpus, tuple[str, ...]]], vocab_size: int, special_tokens: list[str]
 ) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer whose first special token is bos, eos and pad.
-
-    Args:
-        sources: corpora, each with its columns.
-    """
+    """Returns a tokenizer whose first special token is bos, eos and pad."""
     end, bpe = special_tokens[0], Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

@@ -50,10 +50,7 @@ def base_options(args: Arguments) -> dict[str, Any]:
 
 
 def build_base(args: Arguments, config: PreTrainedConfig, model_class: Any = AutoModelForCausalLM) -> PreTrainedModel:
-    """Returns the model that the flags select, in the precision of --quantize, with the adapter of --lora_rank if set.
-
-    Raises UserError: as `build_model` and `lora.add_adapter`.
-    """
+    """Returns the model that the flags select, with --quantize and the adapter of --lora_rank if they are set."""
     path, trusts_code = args.model_name_or_path, args.trust_remote_code
     return with_adapter(args, build_model(config, path, trusts_code, model_class, **base_options(args)))
 

@@ -11,11 +11,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import UserError, shorten
 from common.internals.transformers_uncommon import draw_weights
-from common.models import single_copy
 from common.models.decisions import decided_once
 from common.models.load import build_model
 from common.models.model_setup import without_wrapper
 from common.models.zero3 import gathered
+from common.process import this_process
 from common.training.batching import Collate, Samples
 from common.training.recipe_traits import Arguments
 
@@ -27,10 +27,7 @@ HEAD_RATE_HELP = f"peak learning rate of a new head (default: {HEAD_RATIO} x --l
 
 
 def resolve_head_rate(args: Arguments, is_new: bool) -> None:
-    """Sets the default of --head_learning_rate if the head is new.
-
-    Raises UserError: the flag is set, but the model keeps its head or has no pretrained weights.
-    """
+    """Sets the default of --head_learning_rate if the head is new."""
     if is_new:
         ratio = 1 if args.shared("lora_rank") else HEAD_RATIO
         args.head_learning_rate = args.head_learning_rate or ratio * args.learning_rate
@@ -45,8 +42,6 @@ def choose_labels(
 
     They are `names`, the labels of the data, if the head is new; otherwise the head's own, which must include `names`.
     classes: all labels in the order of their numbers, if the data numbers them; used for a head without label names.
-
-    Raises UserError: the head has different labels and `new_head` is not set, or `new_head` is set without a head.
     """
     has_head = any(name.endswith(HEAD) for name in config.architectures or ())
     if new_head and not has_head:
@@ -103,7 +98,7 @@ def check_padding(model: torch.nn.Module, collate: Collate, samples: Samples, ac
     Raises UserError: the logits differ, for example because the model uses the output at the last token even if this
     token is padding. An update would then depend on the split of its global batch into micro-batches.
     """
-    if single_copy.fake_weights:
+    if this_process().has_fake_weights:
         return
     lengths = samples.lengths(np.arange(len(samples)))
     short, long = samples[int(lengths.argmin())], samples[int(lengths.argmax())]

@@ -15,10 +15,7 @@ from common.training.process_grid import current_grid
 def load_config(
     name_or_path: str, trust_remote_code: bool = False, model_class: Any = AutoModelForCausalLM
 ) -> PreTrainedConfig:
-    """Returns the configuration of a pretrained model of an Auto class: a local directory or a hub name.
-
-    Raises UserError: the model cannot be found or read, is only an adapter, or `model_class` does not support its type.
-    """
+    """Returns the configuration of a pretrained model of an Auto class: a local directory or a hub name."""
     from common.models import pretrained
 
     return pretrained.load_config(name_or_path, trust_remote_code, model_class)
@@ -75,8 +72,6 @@ def build_model(
         frozen_dtype: dtype of pretrained matrices that are not trained; None: float32.
         options: further arguments of `from_pretrained`, such as `ignore_mismatched_sizes`. With `output_loading_info`,
             the result is a tuple of the model and the loading report, as in transformers.
-
-    Raises UserError: the weights are missing or unreadable, or their shapes differ from those in the configuration.
     """
     if name_or_path is None:
         return build_untrained(config, trust_remote_code, model_class)

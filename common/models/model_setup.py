@@ -14,6 +14,7 @@ from common.models.saved_model import ADAPTER_CONFIG
 from common.models.single_copy import main_builds_weights
 from common.parallel.distributed_mode import is_sharded
 from common.parallel.liveness import wait_for_all
+from common.training.accumulation import RunAccelerator
 from common.training.process_grid import current_grid
 
 
@@ -70,14 +71,11 @@ def write_model(
 
 
 def prepare(
-    accelerator: Accelerator, model: PreTrainedModel, optimizer: torch.optim.Optimizer
+    accelerator: RunAccelerator, model: PreTrainedModel, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Applies `accelerator.prepare` to a model that `models.load.build_model` built; call it on all ranks together.
-
-    Raises UserError: the optimizer wraps another optimizer, which would not receive the scheduled learning rate.
-    """
+    """Applies `accelerator.prepare` to a model that `models.load.build_model` built; call it on all ranks together."""
     made, groups, state = optimizer, optimizer.param_groups, optimizer.state
-    if main_builds_weights() or current_grid().group_size > 1 or hasattr(accelerator, "token_budget"):
+    if main_builds_weights() or current_grid().group_size > 1 or accelerator.token_budget:
         from common.models import parallel_setup
 
         prepared, optimizer = parallel_setup.prepare(accelerator, model, optimizer)

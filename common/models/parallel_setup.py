@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from common.models.single_copy import holds_weights, main_builds_weights
 from common.parallel.liveness import wait_for_all
+from common.training.accumulation import RunAccelerator
 from common.training.process_grid import current_grid
 
 
@@ -24,7 +25,7 @@ def whole_weights(accelerator: Accelerator, model: nn.Module, bare: Any) -> Any:
     return accelerator.get_state_dict(model)
 
 
-def prepare(accelerator: Accelerator, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+def prepare(accelerator: RunAccelerator, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
     """Implements `model_setup.prepare` for FSDP2, sequence and tensor parallelism, and automatic token budgets."""
     is_source = main_builds_weights() and holds_weights()
     weights = {name: p.detach() for name, p in model.named_parameters()} if is_source else {}
@@ -41,7 +42,7 @@ def prepare(accelerator: Accelerator, model: PreTrainedModel, optimizer: torch.o
 
         return fsdp_loading.prepare(accelerator, model, optimizer, weights)
     wait_for_all()  # some ranks may take long to read their data or model
-    if hasattr(accelerator, "token_budget"):
+    if accelerator.token_budget:
         return _without_ddp(accelerator, model), accelerator.prepare(optimizer)
     return accelerator.prepare(model, optimizer)
 

@@ -3,9 +3,8 @@
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 
+from common.process import this_process
 from common.training.precision import is_fsdp
-
-fake_weights = False  # whether this process builds all models on the `meta` device; a traced run sets it
 
 
 def main_builds_weights() -> bool:
@@ -15,4 +14,4 @@ def main_builds_weights() -> bool:
 
 def holds_weights() -> bool:
     """Returns whether a model that this process builds has weights; otherwise it is on the `meta` device."""
-    return not fake_weights and (not main_builds_weights() or PartialState().is_main_process)
+    return not this_process().has_fake_weights and (not main_builds_weights() or PartialState().is_main_process)

@@ -9,9 +9,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from common.internals.transformers import set_unsplit_layers, unsplit_layers
-from common.models import single_copy
 from common.models.attention_masks import decide_on_the_host
 from common.models.single_copy import holds_weights
+from common.process import this_process
 from common.training.precision import is_deepspeed
 
 
@@ -46,7 +46,7 @@ def make_ready(model: PreTrainedModel) -> PreTrainedModel:
     """Prepares a new model for training in any mode, and returns it."""
     decide_on_the_host()
     # The planner traces half-precision weights without mixed precision, as under DeepSpeed.
-    is_float32 = is_initialized() and AcceleratorState().mixed_precision == "no" and not single_copy.fake_weights
+    is_float32 = is_initialized() and AcceleratorState().mixed_precision == "no" and not this_process().has_fake_weights
     if not is_float32:
         from common.training import half_precision
 

@@ -14,17 +14,16 @@ from common.errors import main_logger
 from common.parallel import liveness
 from common.parallel.distributed_mode import current_mode
 from common.parallel.launch import Launch, mpi_variables, runs_on_cpu, started_world_size
+from common.training.accumulation import RunAccelerator
 from common.training.process_grid import current_grid, set_current_grid
 
 logger = main_logger(__name__)
 
 
-def make_accelerator(launch: Launch, args: argparse.Namespace) -> Accelerator:
+def make_accelerator(launch: Launch, args: argparse.Namespace) -> RunAccelerator:
     """Returns the Accelerator of the requested launch; call `check_launch` first.
 
     Processes wait for each other for at most `--connect_timeout` seconds; afterwards, if one dies, all others end.
-
-    Raises UserError: mode, world size or precision of this run differ from the request.
     """
     if not sys.stderr.isatty():  # in a log, each of transformers' bars would be one long line
         disable_progress_bar()
@@ -52,7 +51,7 @@ def make_accelerator(launch: Launch, args: argparse.Namespace) -> Accelerator:
     with connecting:
         if sharded is not None:
             sharded.connect()
-        accelerator = Accelerator(**options)
+        accelerator = RunAccelerator(**options)
         set_current_grid(launch.grid)
         if current_mode(accelerator) != "plain":
             from common.parallel.process_groups import AveragedByPeers, host_group

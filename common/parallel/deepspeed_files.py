@@ -41,11 +41,7 @@ def inline_deepspeed_config(settings: dict[str, Any]) -> dict[str, Any]:
 def launched_config(
     args: argparse.Namespace, config_file: str | None, given: set[str]
 ) -> tuple[str | dict[str, Any], str | None, list[str]]:
-    """Returns the DeepSpeed config of a launch (name of a file, or settings), its precision, and lines with problems.
-
-    Args:
-        args: settings of the launcher. given: names of the settings that were passed as flags.
-    """
+    """Returns the DeepSpeed config of a launch (name of a file, or settings), its precision, and its problems."""
     config, problems = args.deepspeed_config_file or inline_deepspeed_config(vars(args)), list[str]()
     if args.deepspeed_config_file and config_file and "deepspeed_config_file" not in given:
         config, problems = find_deepspeed_file(args.deepspeed_config_file, config_file)
@@ -71,10 +67,7 @@ def find_deepspeed_file(name: str, config_file: str) -> tuple[str, list[str]]:
 
 
 def read_deepspeed_config(config: str | dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a DeepSpeed file; returns a dict of settings unchanged.
-
-    Raises UserError: the file does not exist, or is not a JSON object; one line.
-    """
+    """Returns the settings of a DeepSpeed file; returns a dict of settings unchanged."""
     if not isinstance(config, str):
         return config
     try:

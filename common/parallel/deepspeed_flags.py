@@ -54,12 +54,7 @@ class Settled:
 def check_deepspeed(
     config: str | dict[str, Any], args: argparse.Namespace, mixed_precision: str, grid: ProcessGrid
 ) -> list[str]:
-    """Returns one line per value of a DeepSpeed file, or of the launch, that conflicts with a flag or is unsupported.
-
-    Args:
-        config: DeepSpeed's configuration or the name of its file.
-        args: the recipe's flags, with defaults filled in.
-    """
+    """Returns one line per value of a DeepSpeed file or the launch that conflicts with a flag or is unsupported."""
     where = config if isinstance(config, str) else "the launch's DeepSpeed settings"
     try:
         settled = settle_deepspeed(config, args, mixed_precision, grid)
@@ -72,10 +67,7 @@ def check_deepspeed(
 def settle_deepspeed(
     config: str | dict[str, Any], args: argparse.Namespace, mixed_precision: str, grid: ProcessGrid
 ) -> Settled:
-    """Returns DeepSpeed's resolved settings, with messages. For the arguments see `check_deepspeed`.
-
-    Raises UserError: the file cannot be read.
-    """
+    """Returns DeepSpeed's resolved settings, with messages."""
     settled = Settled(copy.deepcopy(read_deepspeed_config(config)))
     for key in settled.config:
         nearest = difflib.get_close_matches(key, TOP_KEYS, n=1, cutoff=0.8)

@@ -105,10 +105,7 @@ def _is_open(path: Path) -> bool:
 
 
 def build_extensions(offload_devices: Iterable[str]) -> None:
-    """Builds the extensions for offload to these devices (none, cpu, nvme); on a CPU also for DeepSpeed's collectives.
-
-    Raises UserError: an extension cannot be built; one line.
-    """
+    """Builds the extensions for offload to these devices (none, cpu, nvme); on a CPU also for collectives."""
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         _build_extension("ShareMemCommBuilder", "g++")
     if set(offload_devices) - {"none"}:

@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import NoReturn
@@ -16,18 +15,15 @@ from common.disk_errors import explain_disk_error
 from common.errors import UserError
 from common.files import find_lost_directory
 from common.parallel import liveness
+from common.process import this_process
 from common.redaction import redact
 
 LOST_STATUS = 3  # exit status of a process that ends because a different process died or failed
 MISTAKE_STATUS = 2  # exit status after a user error, on all ranks alike
 
 
-def end_failed(error: BaseException, explain: Callable[[BaseException], None] | None) -> None:
-    """Ends the process after a user error, Ctrl-C or a disk error; returns if the error keeps its traceback.
-
-    Args:
-        explain: adds a note with advice to an error, such as to an out-of-memory error.
-    """
+def end_failed(error: BaseException) -> None:
+    """Ends the process after a user error, Ctrl-C or a disk error; returns if the error keeps its traceback."""
     sys.excepthook = _print_exception
     _end_data_workers()
     if isinstance(error, UserError):
@@ -36,7 +32,7 @@ def end_failed(error: BaseException, explain: Callable[[BaseException], None] | 
         _end_interrupted()
     if line := explain_disk_error(error, find_lost_directory()):
         exit_with_errors([line])
-    if explain:
+    if explain := this_process().explain_error:
         with suppress(Exception):  # the original error is more informative
             explain(error)
     if isinstance(error, SystemExit) and not error.code:
@@ -68,7 +64,8 @@ def leave(reason: str, status: int = 1) -> None:
 
     If this function or `liveness.leave` was called before, it only records the reason.
     """
-    left, liveness.watch = liveness.watch, None
+    process = this_process()
+    left, process.rank_watch = process.rank_watch, None
     if left is not None:
         left.leave(reason, status)
         return
@@ -85,7 +82,7 @@ def end_without_launcher() -> None:
 
 def _end_interrupted() -> NoReturn:
     """Ends the process by the default action of SIGINT, so that a shell also ends the script that started it."""
-    kept = "nothing was saved" if liveness.update is None else "--resume continues from the last checkpoint"
+    kept = "nothing was saved" if this_process().update is None else "--resume continues from the last checkpoint"
     if _is_first_of_host():
         print(f"\ninterrupted {describe_place()}; {kept}", file=sys.stderr, flush=True)
     leave("interrupted by SIGINT")
@@ -116,7 +113,8 @@ def _is_first_of_host() -> bool:
 
 def note(reason: str) -> None:
     """Writes a failure as the status of the run into run.json, once."""
-    write, liveness.note_failure = liveness.note_failure, None
+    process = this_process()
+    write, process.note_failure = process.note_failure, None
     if write is not None:
         with suppress(OSError):  # a full disk, for example; the failure is printed anyway
             write(f"failed {describe_place()}: {reason.splitlines()[0]}")
@@ -140,7 +138,8 @@ def record_reason(reason: str, status: int) -> None:
 
 def describe_place() -> str:
     """Returns the progress of this process as text: the current update, or "before the first update"."""
-    return "before the first update" if liveness.update is None else f"at update {liveness.update}"
+    update = this_process().update
+    return "before the first update" if update is None else f"at update {update}"
 
 
 def print_errors(lines: list[str]) -> None:

@@ -91,11 +91,7 @@ def find_launch() -> Launch:
 
 
 def parse_launch(argv: list[str], environment: dict[str, str] | None = None) -> Launch:
-    """Returns the launch that the words after `accelerate launch` request.
-
-    Args:
-        environment: environment of the launcher.
-    """
+    """Returns the launch that the words after `accelerate launch` request."""
     with open(os.devnull, "w") as null, redirect_stderr(null):  # the launcher has printed its warnings already
         args, defaults, known = read_launch(argv)
     config_file = args.config_file or (default_config_file if defaults is not None else None)

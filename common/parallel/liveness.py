@@ -8,25 +8,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-update: int | None = None  # the current update of this process; the loop sets it
-# Whether this process is in the loop; the loop sets it. Outside the loop, missing heartbeats are ignored, because a
-# library may hold the GIL while it reads or writes a model.
-in_loop = False
-# Writes a failure, given as a line of text, as the run's status into run.json; called in one process.
-note_failure: Callable[[str], None] | None = None
-watch: Any = None  # the `rank_watch.RankWatch` of a launch with several processes
+from common.process import this_process
 
 
 def reset() -> None:
     """Resets the state that an earlier run of this process left."""
-    global update, in_loop, note_failure
-    update, in_loop, note_failure = None, False, None
+    process = this_process()
+    process.update, process.in_loop, process.note_failure = None, False, None
 
 
 def leave() -> None:
     """Announces the normal end of this process; a second call has no effect. After an error, use `failures.leave`."""
-    global watch
-    left, watch = watch, None
+    process = this_process()
+    left, process.rank_watch = process.rank_watch, None
     if left is not None:
         left.leave(None, 0)
 
@@ -36,7 +30,7 @@ def wait_for_all() -> None:
 
     A collective would time out (NCCL: after 10 minutes). If a rank dies, the waiting ranks end too.
     """
-    if watch is not None:
+    if watch := this_process().rank_watch:
         watch.store.wait_for_all()
 
 
@@ -45,9 +39,9 @@ def decided_by_main(question: str, answer: Callable[[], Any]) -> Any:
 
     The result must be JSON. All ranks make the same calls, and wait for rank 0 without a time limit.
     """
-    if watch is None:
-        return json.loads(json.dumps(answer()))
-    return watch.store.decided_by_main(question, answer)
+    if watch := this_process().rank_watch:
+        return watch.store.decided_by_main(question, answer)
+    return json.loads(json.dumps(answer()))
 
 
 @contextmanager
@@ -62,7 +56,7 @@ def optional(report: Callable[[Exception], None]) -> Iterator[None]:
         yield
     except Exception as error:  # any library may raise it
         problem = error
-    if watch is not None:
+    if watch := this_process().rank_watch:
         problem = watch.store.leave_optional(problem)
     if problem is not None:
         report(problem)

@@ -83,11 +83,7 @@ LAYER_SETTINGS = ("fsdp_transformer_layer_cls_to_wrap", "deepspeed_moe_layer_cls
 
 
 def check_layer_classes(launch: Launch, meta_model: Callable[[], torch.nn.Module]) -> Iterator[str]:
-    """Yields a line for each launcher setting of FSDP or DeepSpeed with a layer class that the model does not contain.
-
-    Args:
-        meta_model: builds the model on the meta device.
-    """
+    """Yields a line for each layer class in the launcher settings that the model does not contain."""
     for setting in LAYER_SETTINGS:
         wanted = [name.strip() for name in str(launch.settings.get(setting) or "").split(",") if name.strip()]
         if not wanted or not setting.startswith(f"{launch.mode.lower()}_"):

@@ -15,6 +15,7 @@ from common.parallel import liveness
 from common.parallel.channel import is_single_host
 from common.parallel.failures import LOST_STATUS, exit_now
 from common.parallel.launch import Launch, runs_on_cpu
+from common.process import this_process
 
 
 def default_timeout(launch: Launch) -> float:
@@ -52,7 +53,7 @@ def _own_address(other: str) -> str:
 
 def _remote_address() -> str | None:
     """Returns the address from which a rank has connected to rank 0 over a network; None if all are on this host."""
-    for channel in liveness.watch.peers:
+    for channel in this_process().rank_watch.peers:
         address = channel.socket.getpeername()[0].removeprefix("::ffff:")  # IPv4 on a socket for both versions
         if not ipaddress.ip_address(address.split("%")[0]).is_loopback:
             return address
@@ -61,11 +62,8 @@ def _remote_address() -> str | None:
 
 @contextmanager
 def connecting(timeout: float) -> Iterator[None]:
-    """Names gloo's interface; limits the calls in the block, which create process groups, to `timeout` seconds.
-
-    Raises UserError: the processes cannot connect.
-    """
-    watch = liveness.watch
+    """Names gloo's interface; limits the calls in the block, which create process groups, to `timeout` seconds."""
+    watch = this_process().rank_watch
     liveness.wait_for_all()  # earlier work, such as compiling an extension, may take longer on some hosts
     subject = f"rank {watch.rank} on host {watch.host}: all ranks have started, but do not connect to each other"
     fix = "set the network between the hosts, GLOO_SOCKET_IFNAME=eth0 (CPU) or NCCL_SOCKET_IFNAME=eth0 (GPU)"

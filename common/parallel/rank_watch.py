@@ -31,10 +31,11 @@ from typing import Any
 import torch.distributed as dist
 
 from common.errors import UserError
-from common.parallel import failures, liveness
+from common.parallel import failures
 from common.parallel.channel import MOST_TEXT, TOKEN, Channel, Door, is_rank, is_single_host, is_text, launch_key
 from common.parallel.failures import LOST_STATUS, MISTAKE_STATUS
 from common.parallel.rank_store import RankStore
+from common.process import this_process
 from common.training.process_grid import ProcessGrid
 
 GRACE = 1.0  # seconds until it is known whether an error occurs on all ranks, or is the result of a dead rank
@@ -44,23 +45,15 @@ LATE = 3.0  # seconds between two iterations of the thread; if exceeded, this pr
 # the loop, a library that holds the GIL, or a host that swaps, delays the threads for less time. A launcher ends a
 # stopped process 30 seconds later, so the launch ends within 50 seconds.
 SILENCE = 15.0
-_num_watches = 0
 
 
 def start(timeout: float, grid: ProcessGrid) -> None:
-    """Waits until all ranks have arrived, then watches them; all ranks call it before they create the process group.
-
-    Args:
-        timeout: seconds to wait.
-        grid: the process grid; a message names a rank's pipeline stage.
-
-    Raises UserError: a rank has not arrived in time, or rank 0 cannot be reached.
-    """
-    global _num_watches
-    if liveness.watch is None:
-        _num_watches += 1
-        key = f"liveness-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{_num_watches}"  # a store may be reused
-        liveness.watch = RankWatch(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout, key, grid)
+    """Waits until all ranks have arrived, then watches them; all ranks call it before they create the process group."""
+    process = this_process()
+    if process.rank_watch is None:
+        process.num_watches += 1  # a store may be reused
+        key = f"liveness-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{process.num_watches}"
+        process.rank_watch = RankWatch(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout, key, grid)
 
 
 def _keep_alive(connected: socket.socket) -> None:
@@ -155,7 +148,7 @@ class RankWatch:
             until = next_beat if failure is None else min(next_beat, due)
             ready: list[Any] = wait(list(self.peers), max(0.0, until - time.monotonic()))
             before, now = now, time.monotonic()
-            if now - before > LATE or not liveness.in_loop:
+            if now - before > LATE or not this_process().in_loop:
                 heard = dict.fromkeys(self.peers, now)
             for connection in ready:
                 heard[connection] = now

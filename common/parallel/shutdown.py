@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -19,9 +19,8 @@ from common import launcher
 from common.errors import reported_in_one_line
 from common.parallel import liveness
 from common.parallel.liveness import wait_for_all
+from common.process import this_process
 from common.training.stop_signals import keep_early_requests
-
-explain_error: Callable[[BaseException], None] | None = None  # adds a note with advice to an error; a run sets it
 
 
 def end_run(accelerator: Accelerator, status: int = 0) -> None:
@@ -70,7 +69,7 @@ def exit_on_user_error() -> Iterator[None]:
     except BaseException as error:
         from common.parallel import failures
 
-        failures.end_failed(error, explain_error)
+        failures.end_failed(error)
         raise
     liveness.leave()
 
@@ -80,7 +79,8 @@ def _end_with_launcher() -> None:
 
     The ranks could not connect any more, because the store through which they connect is in the launcher.
     """
-    while liveness.update is None and not liveness.in_loop:
+    process = this_process()
+    while process.update is None and not process.in_loop:
         if launcher.has_died():
             from common.parallel import failures
 

@@ -46,8 +46,6 @@ class Metrics:
         """Finds and loads the modules.
 
         kind: int if the recipe predicts labels, float if it predicts numbers, str if it generates texts.
-
-        Raises UserError: one line for each module that is missing, is remote code, or needs other inputs.
         """
         self.kind, self.num_labels, self.seed = kind, num_labels, args.seed
         self.loaded: dict[str, Loaded] = {}  # by the request's text
@@ -103,10 +101,7 @@ class Metrics:
                 yield f"--metric {request.text}: {reason}"
 
     def _takes_lists(self, module: Any) -> bool:
-        """Returns whether a module expects a list of references per prediction.
-
-        Raises UserError: the module needs other inputs than predictions and references, or other types.
-        """
+        """Returns whether a module expects a list of references per prediction."""
         options = module.features if isinstance(module.features, list) else [module.features]
         if needed := sorted(set(options[0]) - INPUTS):
             raise UserError(f"it needs {', '.join(needed)}, and there are predictions and references only; remove it")

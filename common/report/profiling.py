@@ -36,6 +36,7 @@ from torch.profiler import profile, record_function, schedule
 
 from common.internals.torch import SCHEDULED_BACKWARD
 from common.parallel import liveness
+from common.process import this_process
 from common.report.records import read_run, write_run
 from common.training.batching import GlobalBatch
 
@@ -81,10 +82,10 @@ def _without_heartbeats() -> Iterator[None]:
     Stopping the profiler and reading a trace hold Python's lock, for half a minute in a million operators.
     """
     liveness.wait_for_all()
-    liveness.in_loop = False
+    this_process().in_loop = False
     yield
     liveness.wait_for_all()
-    liveness.in_loop = True
+    this_process().in_loop = True
 
 
 def _named_phases(run: Any) -> ExitStack:

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from common.errors import UserError
 from common.files import find_lost_directory
-from common.parallel import liveness
+from common.process import this_process
 from common.report.records import to_json_line
 from common.report.totals import Totals
 from common.report.tracking import memory_in_use_bytes, peak_memory_bytes
@@ -112,7 +112,7 @@ class Progress:
             self.waited += time.perf_counter() - before
             if batch is None:
                 return
-            liveness.update = batch.update
+            this_process().update = batch.update
             yield batch
 
     def update(self, batch: GlobalBatch, **record: Any) -> None:
@@ -207,11 +207,11 @@ class Progress:
         return results
 
     def __enter__(self) -> "Progress":
-        liveness.in_loop = True
+        this_process().in_loop = True
         return self
 
     def __exit__(self, kind: type | None, *_: Any) -> None:
-        liveness.in_loop = False
+        this_process().in_loop = False
         if self.display:
             self.display.close()
         if self.file:

@@ -16,10 +16,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from common.errors import reported_in_one_line
 from common.models.adapters import count_parameters, describe_frozen
 from common.models.saved_model import describe_weights, loading_call
-from common.parallel import liveness
 from common.parallel.distributed_mode import current_mode, describe_mode, describe_precision
 from common.parallel.matmul_throughput import FEWEST_PARAMETERS
 from common.peak_memory import most_resident
+from common.process import this_process
 from common.redaction import redact
 from common.report import totals
 from common.report.model_card import write_model_card
@@ -78,7 +78,7 @@ def start_run(run: Any, config: PreTrainedConfig) -> None:
 
             metadata = earlier_starts.continued(run, metadata)
         write_run(output_dir, metadata)
-    liveness.note_failure = partial(end_unfinished, output_dir)
+    this_process().note_failure = partial(end_unfinished, output_dir)
     if args.report_to:
         from common.report import trackers
 

@@ -18,8 +18,14 @@ from common.training.batching import GlobalBatch
 from common.training.process_grid import current_grid
 
 
+class RunAccelerator(Accelerator):
+    """The Accelerator of a run, with its `token_budget.TokenBudget` of --micro_batch_tokens auto, or None."""
+
+    token_budget: Any = None
+
+
 @contextmanager
-def synchronize_gradients(accelerator: Accelerator, model: torch.nn.Module, now: bool):
+def synchronize_gradients(accelerator: RunAccelerator, model: torch.nn.Module, now: bool):
     """Context for one micro-batch's forward and backward: gradients are reduced over the ranks only if `now`.
 
     `accelerator.accumulate` is not used, because it divides the loss by a fixed number of steps, and ends the global
@@ -32,10 +38,9 @@ def synchronize_gradients(accelerator: Accelerator, model: torch.nn.Module, now:
     """
     accelerator.sync_gradients = now  # read by AcceleratedOptimizer.step, and passed to DeepSpeed's engine
     skips_reduction = not now and accelerator.distributed_type != DistributedType.FSDP
-    budget = getattr(accelerator, "token_budget", None)
     with (
         accelerator.no_sync(model) if skips_reduction else nullcontext(),
-        budget.catch_out_of_memory() if budget else nullcontext(),
+        accelerator.token_budget.catch_out_of_memory() if accelerator.token_budget else nullcontext(),
     ):
         yield
 

@@ -31,8 +31,6 @@ def apply_activation_checkpointing(model: PreTrainedModel, mode: str, device: to
     Args:
         mode: a key of `ACTIVATION_CHECKPOINTING`.
         device: device of the model. If device memory is host memory, `offload` warns and is the same as `full`.
-
-    Raises UserError: the layers of the model cannot be checkpointed.
     """
     assert mode in ACTIVATION_CHECKPOINTING, mode
     if mode == "none" and not any(is_checkpointed(module) for module in model.modules()):

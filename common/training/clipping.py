@@ -3,19 +3,20 @@
 import math
 
 import torch
-from accelerate import Accelerator
 from torch.profiler import record_function
+
+from common.training.accumulation import RunAccelerator
 
 
 @record_function("optimizer")  # name in a profiler trace
-def clip_gradients(accelerator: Accelerator, model: torch.nn.Module, max_norm: float) -> torch.Tensor | float:
+def clip_gradients(accelerator: RunAccelerator, model: torch.nn.Module, max_norm: float) -> torch.Tensor | float:
     """Scales the gradients down to norm `max_norm` (0: never), and returns the norm before, equal on all ranks.
 
     If ranks have a part of each layer, partial gradients are summed over them first, once per update, in float32 at
     least. With --micro_batch_tokens auto, gradients are averaged over the ranks here, not in backward.
     """
-    if budget := getattr(accelerator, "token_budget", None):
-        budget.average_gradients(model)
+    if accelerator.token_budget:
+        accelerator.token_budget.average_gradients(model)
     max_norm = max_norm or math.inf
     shares = getattr(getattr(model, "module", model), "shares", None)
     if shares is None:

@@ -35,8 +35,6 @@ def sum_token_losses(model: PreTrainedModel, chunk_rows: int = 512, keeps_own_lo
         keeps_own_loss: whether the model's own loss is used if it has more terms than the cross-entropy.
 
     Returns: one line that describes the loss computation.
-    Raises UserError: the model's own loss has more terms and does not support shifted targets; or its logits cannot be
-    reproduced, and its own loss is not their cross-entropy.
     """
     patched: Any = model
     original = patched.forward.__func__

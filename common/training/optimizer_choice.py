@@ -45,10 +45,7 @@ def keep_objects(optimizer: Any, groups: list[dict[str, Any]], state: Any) -> No
 
 
 def check_rate(optimizer: torch.optim.Optimizer) -> None:
-    """Checks that `set_learning_rate` reaches every trained group of the optimizer from `accelerator.prepare`.
-
-    Raises UserError: an inner optimizer has separate groups.
-    """
+    """Checks that `set_learning_rate` reaches every trained group of the optimizer from `accelerator.prepare`."""
     inner = inner_optimizer(optimizer)
     groups = [(owner, group) for owner in (inner, *wrapped_optimizers(inner)) for group in owner.param_groups]
     before = [group["lr"] for _, group in groups]

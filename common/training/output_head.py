@@ -83,10 +83,7 @@ def examine_head(model: PreTrainedModel) -> Head:
 
 
 def _fit(logits: Tensor, matmul: Tensor, config: Any) -> tuple[float, float | None]:
-    """Returns the scale and soft-cap that turn `matmul`, hidden @ weight.T + bias, into the model's `logits`.
-
-    Raises ValueError: no scale and soft-cap reproduce the logits.
-    """
+    """Returns the scale and soft-cap that turn `matmul`, hidden @ weight.T + bias, into the model's `logits`."""
     settings = [getattr(config, name, None) for name in SCALE_NAMES]
     factors: list[float] = [x for x in settings if isinstance(x, int | float) and x]
     errors: dict[tuple[float, float | None], float] = {}
@@ -102,10 +99,7 @@ def _fit(logits: Tensor, matmul: Tensor, config: Any) -> tuple[float, float | No
 
 
 def _constant_arguments(calls: list[tuple[tuple, dict[str, Any]]], ids: Tensor) -> dict[str, Any]:
-    """Returns the arguments that the model passes to its backbone in addition to the token ids.
-
-    Raises ValueError: not all of them are constants.
-    """
+    """Returns the arguments that the model passes to its backbone in addition to the token ids."""
     if len(calls) != 1:
         raise ValueError(f"it calls its backbone {len(calls)} times")
     positional, named = calls[0]

@@ -13,10 +13,7 @@ from common.training.output_head import MoreTerms, own_loss_is_cross_entropy
 
 
 def choose_own_loss(model: PreTrainedModel, error: Exception, keeps_own_loss: bool) -> tuple[Callable[..., Any], str]:
-    """Returns the function that computes the loss sum, and a line that describes it; equal on ranks without weights.
-
-    error: error of `examine_head`.
-    """
+    """Returns the function that computes the loss sum, and a line that describes it; equal on ranks without weights."""
     has_weights = not any(parameter.is_meta for parameter in model.parameters())
     reason = " ".join(f"{error}".split())[:200] or type(error).__name__
     if isinstance(error, MoreTerms) and keeps_own_loss:
@@ -48,10 +45,7 @@ def _own_loss_sum(model, original, targets, target_rows, input_ids, **kwargs) ->
 
 
 def _check_shifted_targets(model: PreTrainedModel) -> None:
-    """Checks that a target affects the gradient of the model's own loss only at the row of this target.
-
-    Raises UserError: it affects other rows, or the loss cannot run with shift_labels.
-    """
+    """Checks that a target affects the gradient of the model's own loss only at the row of this target."""
     ids, rows = _few_tokens(model), [1, 2, 5]
     model.eval()  # without dropout or router noise, because two runs are compared
 

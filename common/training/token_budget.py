@@ -38,7 +38,7 @@ class TrialOver(Exception):
 
 @dataclass
 class TokenBudget:
-    """The token budget of a run's micro-batches: attribute `token_budget` of the run's `Accelerator`."""
+    """The token budget of a run's micro-batches; the run and its `RunAccelerator` have it."""
 
     accelerator: Accelerator
     history: list[list[int]]  # pairs (first update, tokens)

@@ -18,7 +18,8 @@ from common import argument_checks, run
 from common.checkpoint import resume, shared_files
 from common.data import text
 from common.models import decisions, model_setup, parallel_setup
-from common.parallel import failures, liveness, rank_connection, rank_store, rank_watch, sharding, shutdown
+from common.parallel import failures, rank_connection, rank_store, rank_watch, sharding, shutdown
+from common.process import this_process
 from common.report import records, settings, trackers, tracking
 from common.report.progress import Progress
 from common.training import accumulation, optimizers, stop_signals
@@ -34,7 +35,7 @@ def signal_at(when):
     update, rank, name, times, *late = when
 
     def send(*_, **__):
-        if (liveness.update, RANK) == (update, rank):
+        if (this_process().update, RANK) == (update, rank):
             for _ in range(times):
                 os.kill(os.getpid(), getattr(signal, name))
 
@@ -55,7 +56,7 @@ def signal_in_evaluation(when):
     def send(*_, **__):
         if torch.is_grad_enabled():
             return
-        place = liveness.update if liveness.in_loop else "end"
+        place = this_process().update if this_process().in_loop else "end"
         counts[place] = counts.get(place, 0) + 1
         if (place, counts[place], RANK) == (update, number, rank):
             os.kill(os.getpid(), getattr(signal, name))

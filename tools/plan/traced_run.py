@@ -18,15 +18,16 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
-from accelerate import Accelerator
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common.internals.accelerate_state import forget_state
 from common.internals.torch import drop_collectives, fake_mode, replace_functions, without_fakes
-from common.models import cpu_kernels, single_copy
+from common.models import cpu_kernels
 from common.parallel import failures, liveness, sequence, tensor
+from common.process import this_process
+from common.training.accumulation import RunAccelerator
 from common.training.activation_checkpointing import apply_activation_checkpointing
 from common.training.batching import Collate, GlobalBatch, Samples
 from common.training.precision import weights_cast_once
@@ -69,7 +70,7 @@ class TracedRun:
 
     args: argparse.Namespace
     traits: Traits
-    accelerator: Accelerator
+    accelerator: RunAccelerator
 
     def set_up(self, case: Case, samples: Samples, held_out: Samples | None, pipe: int) -> None:
         """Makes this process compute alone, on the CPU, with fake tensors, and write its recording to `pipe`."""
@@ -83,9 +84,9 @@ class TracedRun:
         _simulate_group(case.grid)
         torch.set_num_threads(1)
         autocast = "bf16" if case.autocast == "fp16" else case.autocast  # bf16 has the same width, and CPUs support it
-        self.accelerator = Accelerator(cpu=True, device_placement=False, mixed_precision=autocast)
+        self.accelerator = RunAccelerator(cpu=True, device_placement=False, mixed_precision=autocast)
         self.device, self.is_sharded = torch.device("cpu"), False
-        single_copy.fake_weights = True
+        this_process().has_fake_weights = True
         self.args.activation_checkpointing, self.args.optimizer = case.activation_checkpointing, case.optimizer
         self.args.dry_run = False  # a dry run would end before the step
         self.evaluates = held_out is not None

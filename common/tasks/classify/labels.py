@@ -42,10 +42,7 @@ class Example(NamedTuple):
 def read_examples(
     source: Source, pair_column: str | None, label_column: str
 ) -> tuple[str, list[Example], list[str] | None]:
-    """Returns (name with unused columns, rows, class names) of a source; without class numbers, class names are None.
-
-    Raises UserError with file and row for a missing column, text or label.
-    """
+    """Returns (name with unused columns, rows, class names) of a source; class names are None without numbers."""
     corpus = open_source(source)
     text_columns = (source.text_column, pair_column) if pair_column else (source.text_column,)
     wanted = (*text_columns, label_column)
@@ -132,10 +129,7 @@ def label_names(examples: list[Example]) -> list[str]:
 
 
 def encode_labels(examples: list[Example], names: list[str] | None) -> np.ndarray:
-    """Returns the targets (N,): int64 indices into `names`, or float32 numbers without names.
-
-    Raises UserError with file and row if a label is not in `names` or, without names, is not a finite number.
-    """
+    """Returns the targets (N,): int64 indices into `names`, or float32 numbers without names."""
     if names is None:
         numbers = [_number(example.label) for example in examples]
         if None in numbers:

@@ -63,10 +63,7 @@ def _read(args: Arguments, source: Source) -> tuple[Rows, list[str] | None]:
 
 
 def fine_tuning_rate(args: Arguments) -> float:
-    """Returns the learning rate for full fine-tuning of --model_name_or_path: the wider the model, the lower the rate.
-
-    Raises UserError if the model does not exist.
-    """
+    """Returns the learning rate for full fine-tuning of --model_name_or_path; it is lower for a wider model."""
     config = load_config(args.model_name_or_path, args.trust_remote_code, AutoModelForSequenceClassification)
     width = getattr(config.get_text_config(), "hidden_size", BASE_WIDTH)
     rate = min(max(BASE_RATE * (BASE_WIDTH / width) ** 2, LOWEST_RATE), HIGHEST_RATE)
@@ -116,15 +113,7 @@ def choose_model(
     names: list[str] | None,
     classes: list[str] | None,
 ) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase, list[str] | None]:
-    """Returns configuration, tokenizer and labels of a pretrained model, or of a BERT model from scratch.
-
-    Args:
-        sizes: models from scratch by name: layers, width, heads, MLP width, vocabulary, ...
-        source: the training text, on which a new tokenizer is trained.
-        names, classes: the labels and class names that `read_rows` returns.
-
-    Raises UserError if the model's head has different labels, or the texts do not fit the model.
-    """
+    """Returns configuration, tokenizer and labels of a pretrained model, or of a BERT model from scratch."""
     if args.model_name_or_path:
         config = load_config(args.model_name_or_path, args.trust_remote_code, AutoModelForSequenceClassification)
         tokenizer = load_tokenizer(args.model_name_or_path, args.trust_remote_code, needs_end_of_text=False)

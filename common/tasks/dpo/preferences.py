@@ -64,8 +64,6 @@ def tokenize_preferences(
     Args:
         length: maximum number of input tokens of a prompt with an answer; longer sequences are truncated at the end.
         reference: identity of the reference model.
-
-    Raises UserError with file and location if something cannot be read or yields no sample.
     """
     if source.parts:
         raise UserError("files of preferences cannot be mixed by weights; remove the weights from --train_file")
@@ -145,10 +143,7 @@ def _check_row(row: Row, columns: tuple[str, ...]) -> None:
 
 
 def _missing_prompts(row: Row, columns: tuple[str, ...]) -> list[str]:
-    """Returns the columns of `PROMPTS` whose text `chosen` does not contain; [] if there is a column `prompt`.
-
-    Raises UserError if there are such columns, and `chosen` has no user message: the row would have no prompt.
-    """
+    """Returns the columns of `PROMPTS` whose text `chosen` does not contain; [] if there is a column `prompt`."""
     chosen = row.values[ANSWERS[0]]
     is_chat = isinstance(chosen, list)
     content = "\n".join(str(message.get("content")) for message in chosen) if is_chat else str(chosen)

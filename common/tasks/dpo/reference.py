@@ -19,9 +19,10 @@ from tqdm import tqdm
 from common.data.cache import cache_path, cached, hash_files
 from common.data.hub import identify_pretrained
 from common.errors import UserError
-from common.models import adapters, single_copy
+from common.models import adapters
 from common.parallel.distributed_mode import current_mode
 from common.parallel.liveness import decided_by_main
+from common.process import this_process
 
 FILE = "reference.npy"
 
@@ -60,7 +61,7 @@ def describe_rewards(results: dict[str, Any]) -> list[str]:
 def add_reference(run: Any, model: nn.Module) -> None:
     """Adds reference log-probabilities to all pairs of a prepared `Run`; call it before loading a checkpoint."""
     args = run.args
-    if single_copy.fake_weights or args.dry_run:
+    if this_process().has_fake_weights or args.dry_run:
         return
     loader, order = run.load(), []
     # A run of at most one epoch needs the reference of the pairs in its updates only.

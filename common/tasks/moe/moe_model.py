@@ -19,11 +19,7 @@ SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_val
 
 
 def resolve_mixture(parser: argparse.ArgumentParser, args: Arguments, size: tuple | None) -> None:
-    """Sets defaults of the mixture flags; exits with one line if flags contradict each other.
-
-    Args:
-        size: sizes of the model from scratch, as in `choose_mixture`, or None.
-    """
+    """Sets defaults of the mixture flags; exits with one line if flags contradict each other."""
     is_pretrained = args.model_name_or_path and not args.upcycle
     if args.upcycle and not args.model_name_or_path:
         parser.error("--upcycle has no effect without --model_name_or_path; name a dense model")
@@ -55,15 +51,7 @@ def resolve_mixture(parser: argparse.ArgumentParser, args: Arguments, size: tupl
 def choose_mixture(
     args: Arguments, sizes: dict[str, tuple], source: Source
 ) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    """Returns configuration and tokenizer of a pretrained mixture, of an up-cycled model, or of a model from scratch.
-
-    Args:
-        sizes: models from scratch by name: layers, width, heads, key-value heads, experts, experts per token, width of
-            an expert, vocabulary, ... With --dense, the MLP is as wide as the experts of a token together.
-        source: the training text, on which the tokenizer of a model from scratch is trained.
-
-    Raises UserError if `--balance` does not support the pretrained model's routers, or the model cannot be up-cycled.
-    """
+    """Returns configuration and tokenizer of a pretrained mixture, an up-cycled model, or a model from scratch."""
     if args.model_name_or_path:
         config = load_config(args.model_name_or_path, args.trust_remote_code)
         tokenizer = load_tokenizer(args.model_name_or_path, args.trust_remote_code)

@@ -26,11 +26,7 @@ OTHER_MODEL = "use a different model"
 
 
 def check_stages(config: PreTrainedConfig, grid: ProcessGrid | None = None) -> Iterator[str]:
-    """Yields one line if a causal language model cannot be split into stages; works before the model is built.
-
-    Args:
-        grid: contains the number of stages; default: the grid of this run.
-    """
+    """Yields one line if a causal language model cannot be split into stages; works before the model is built."""
     grid = grid or current_grid()
     if grid.pipeline == 1:
         return
@@ -130,10 +126,7 @@ class Stages:
     """
 
     def __init__(self, model: PreTrainedModel):
-        """Determines the stages. Call it on all ranks together.
-
-        Raises UserError if the stages would not compute the same result as the model.
-        """
+        """Determines the stages. Call it on all ranks together."""
         grid, rank = current_grid(), PartialState().process_index
         self.number, self.index = grid.pipeline, grid.stage(rank)
         self.is_first, self.is_last = self.index == 0, self.index == self.number - 1
@@ -147,10 +140,7 @@ class Stages:
         self.held_before = earlier & self._kept(model, self.index)
 
     def _find_parts(self, model: PreTrainedModel) -> None:
-        """Determines the modules that each stage drops, by name, and the description of each stage.
-
-        Raises UserError if the model differs from its pipeline plan.
-        """
+        """Determines the modules that each stage drops, by name, and the description of each stage."""
         self.backbone = model.get_decoder()
         names = {id(module): name for name, module in model.named_modules()}
         parts = find_parts(model)

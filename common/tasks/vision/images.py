@@ -88,9 +88,6 @@ def preprocess(images: Images, size: tuple[int, int] | None = None, channels: in
     Args:
         size: height and width to which all images are scaled; None: the common size of all images.
         channels: 1 or 3; None: 1 if all images are gray, otherwise 3.
-
-    Raises UserError if the images have different sizes and no size is set, an image cannot be decoded, or the images
-    have colours but the model has one channel.
     """
     sampled = evenly_spaced(len(images.labels))
     totals, all_gray = np.zeros((2, 3)), True
@@ -119,10 +116,7 @@ def preprocess(images: Images, size: tuple[int, int] | None = None, channels: in
 def preprocess_for(
     name_or_path: str, config: PreTrainedConfig, images: Images, size: tuple[int, int] | None = None
 ) -> Preprocessing:
-    """Returns the result of `preprocess`, but with the pretrained model's size, channels, mean and standard deviation.
-
-    Raises UserError if the model requires a fixed image size that differs from `size`.
-    """
+    """Returns the result of `preprocess`, with the pretrained model's size, channels, mean and standard deviation."""
     try:
         location, _ = locate_pretrained(name_or_path)
         settings, _ = ImageProcessingMixin.get_image_processor_dict(**location)
@@ -177,11 +171,7 @@ def check_augmentations(names: Iterable[str]) -> Iterator[str]:
 
 
 class ImageSamples:
-    """Images, a `common.training.batching.Samples`: an item is (uint8 pixels (C, H, W), label).
-
-    Args:
-        augment: names of `AUGMENTATIONS`, applied in their order; empty for evaluation.
-    """
+    """Images, a `common.training.batching.Samples`: an item is (uint8 pixels (C, H, W), label)."""
 
     unit = "images"
     max_length = 1

@@ -1,0 +1,34 @@
+"""The state of this process that its threads, its end after an error and its talks with other ranks need.
+
+They may run before the objects of the run exist. All other state belongs to an object that is passed as an argument.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+
+@dataclass
+class ProcessState:
+    """State of one process; a field is set once, unless its comment says who changes it."""
+
+    update: int | None = None  # the current update; the loop changes it
+    # Whether the process is in the loop, which changes it. Outside the loop, missing heartbeats are ignored, because a
+    # library may hold the GIL while it reads or writes a model.
+    in_loop: bool = False
+    note_failure: Callable[[str], None] | None = None  # writes a failure, as a line of text, as the status in run.json
+    explain_error: Callable[[BaseException], None] | None = None  # adds a note with advice to an error
+    rank_watch: Any = None  # the `rank_watch.RankWatch` of a launch with several processes, until this process leaves
+    num_watches: int = 0  # each connection to the other ranks increases it
+    output_locks: dict[Path, FileLock] = field(default_factory=dict)  # by output directory; held until the process ends
+    has_fake_weights: bool = False  # whether all models are on the `meta` device, because a plan traces the run
+
+
+@cache
+def this_process() -> ProcessState:
+    """Returns the state of this process, always the same object."""
+    return ProcessState()
